@@ -1,0 +1,282 @@
+"""A memory bank as one aggregation network sees it: keys and values of all blocks, projected once and kept in step.
+
+They depend on the bank alone, so a question pays for attention only. What is kept follows the bank row by row: a
+document that arrives costs its own projection, one that leaves costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mac_rag.errors import BankError
+from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
+
+if TYPE_CHECKING:
+    from mac_rag.memory.bank import MemoryBank
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Consecutive rows of a bank: for each block their keys and values `[H, k, T, d]`."""
+
+    row_keys: Tensor  # [k]
+    projected: tuple[tuple[Tensor, Tensor], ...]
+
+    def kept(self, kept: Tensor) -> _Piece:
+        """Only the rows where `kept` `[k]` is True; itself if these are all."""
+        if kept.all():
+            return self
+        index = kept.nonzero()[:, 0]
+        place = index.to(self.projected[0][0].device)
+        return _Piece(
+            self.row_keys[index],
+            tuple((keys.index_select(1, place), values.index_select(1, place)) for keys, values in self.projected),
+        )
+
+
+class ProjectedBank:
+    """A memory bank under one aggregation network: a `BankView` whose rows are those of the bank, in its order.
+
+    Keys and values are kept as long as those of the whole bank fit into a budget. Beyond it they are projected chunk
+    by chunk, once per block and batch of questions, so that working memory is one chunk whatever the bank's size. The
+    keys of the document prior are always kept.
+
+    A view is of one version of the bank: after the bank changed, `refresh` comes first.
+
+    Args:
+        network: whose weights stay as they are while the view is in use.
+        bank: the bank to follow.
+        device: where the network is, and where keys and values are kept.
+        dtype: of keys and values. They are computed in the network's own.
+        budget_bytes: for all keys and values that are kept.
+        chunk_rows: rows that are projected and attended to at a time.
+    """
+
+    def __init__(
+        self,
+        network: AggregationNetwork,
+        bank: MemoryBank,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float32,
+        budget_bytes: int = 2 << 30,
+        chunk_rows: int = 512,
+    ) -> None:
+        self.network = network
+        self.bank = bank
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.budget_bytes = budget_bytes
+        self.chunk_rows = chunk_rows
+        self.cached = True
+        self._blocks = [block for block in network.blocks if isinstance(block, CrossAttentionBlock)]
+        self._weights = self._blocks[0].to_key.weight.dtype
+        self._version: int | None = None
+        self._row_keys = torch.empty(0, dtype=torch.int64)
+        self._prior_keys: Tensor | None = None
+        self._pieces: list[_Piece] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Follows the bank: projects the rows that are new and drops those that are gone."""
+        if self._version == self.bank.version:
+            return
+        version, row_keys = self.bank.version, self.bank.row_keys
+        cached = self._needed_bytes(row_keys) <= self.budget_bytes
+        # New rows stand behind all others, so what is held already is a stretch at the start. A bank that would order
+        # them otherwise, or that has come back under the budget, is projected from there on.
+        held = torch.isin(row_keys, self._row_keys, assume_unique=True)
+        first = int(held.long().cumprod(0).sum()) if self.cached or not cached else 0
+        kept = torch.isin(self._row_keys, row_keys[:first], assume_unique=True)
+        pieces, prior_keys = [], []
+        if cached and self._pieces:
+            parts = kept.split([len(piece.row_keys) for piece in self._pieces])
+            pieces = [piece.kept(part) for piece, part in zip(self._pieces, parts) if part.any()]
+        if self._prior_keys is not None:
+            prior_keys.append(self._prior_keys if kept.all() else self._prior_keys[kept.to(self.device)])
+        for start in range(first, len(row_keys), self.chunk_rows):
+            stop = min(start + self.chunk_rows, len(row_keys))
+            if not cached and self.network.prior is None:
+                break
+            phi = self._read(start, stop)
+            if self.network.prior is not None:
+                prior_keys.append(self._prior(phi))
+            if cached:
+                pieces.append(_Piece(row_keys[start:stop], self._project(phi, self._blocks)))
+        # Nothing above has changed this view, so an error there leaves it as it was.
+        self._prior_keys = torch.cat(prior_keys) if len(prior_keys) > 1 else next(iter(prior_keys), None)
+        self._pieces = _joined(pieces, self.chunk_rows)
+        self._row_keys, self._version, self.cached = row_keys, version, cached
+
+    def _needed_bytes(self, row_keys: Tensor) -> int:
+        """What keys and values of all rows and blocks take."""
+        if self.bank.row_shape is None:
+            return 0
+        width = sum(block.to_key.out_features + block.to_value.out_features for block in self._blocks)
+        return len(row_keys) * self.bank.row_shape[0] * width * self.dtype.itemsize
+
+    def _read(self, start: int, stop: int) -> Tensor:
+        return self.bank.read(start, stop).to(self.device, self._weights)
+
+    @torch.no_grad()
+    def _prior(self, phi: Tensor) -> Tensor:
+        assert self.network.prior is not None
+        return self.network.prior.keys(phi)
+
+    @torch.no_grad()
+    def _project(self, phi: Tensor, blocks: Iterable[CrossAttentionBlock]) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Keys and values `[H, k, T, d]` of rows `[k, T, D]`, for each of the blocks."""
+        normed = self.network.bank_norm(phi)
+        projected = (block.project(normed) for block in blocks)
+        return tuple((keys.to(self.dtype), values.to(self.dtype)) for keys, values in projected)
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the kept keys and values take, and the keys of the document prior."""
+        kept = [tensor for piece in self._pieces for pair in piece.projected for tensor in pair]
+        kept += [] if self._prior_keys is None else [self._prior_keys]
+        return sum(tensor.nbytes for tensor in kept)
+
+    @property
+    def documents(self) -> int:
+        """K, the rows of the bank."""
+        return len(self._row_keys)
+
+    @property
+    def row_keys(self) -> Tensor:
+        """What each row is known by in the bank, int64 `[K]`."""
+        return self._row_keys
+
+    @property
+    def prior_keys(self) -> Tensor | None:
+        """`[K, d_prior]` unit vectors of the document prior, or None without one."""
+        return self._prior_keys
+
+    @property
+    def log_counts(self) -> None:
+        """Each row stands for itself."""
+        return None
+
+    def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values `[H, k, T, d]` of consecutive rows, as block number `block` sees them.
+
+        Raises:
+            BankError: when the bank has changed since the last `refresh`.
+        """
+        self._check()
+        if self.cached:
+            yield from (piece.projected[block] for piece in self._pieces)
+            return
+        for start in range(0, self.documents, self.chunk_rows):
+            self._check()
+            phi = self._read(start, min(start + self.chunk_rows, self.documents))
+            yield self._project(phi, [self._blocks[block]])[0]
+
+    def select(self, index: Tensor) -> SelectedRows:
+        """For each question rows of its own, in the order of `index` `[B, N]`.
+
+        Raises:
+            BankError: when the bank has changed since the last `refresh`.
+        """
+        self._check()
+        return SelectedRows(self, index)
+
+    def rows(self, block: int, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[H, n, T, d]` of rows by number, `index` `[n]` on the CPU, as one block sees them.
+
+        Raises:
+            BankError: when the bank has changed since the last `refresh`.
+        """
+        self._check()
+        if not self.cached:
+            phi = self.bank.take(index).to(self.device, self._weights)
+            return self._project(phi, [self._blocks[block]])[0]
+        ends = torch.tensor([len(piece.row_keys) for piece in self._pieces]).cumsum(0)
+        owner = torch.searchsorted(ends, index, right=True)
+        first_keys, first_values = self._pieces[0].projected[block]
+        keys, values = (
+            first.new_empty(first.shape[0], len(index), *first.shape[2:]) for first in (first_keys, first_values)
+        )
+        for number in owner.unique().tolist():
+            piece = self._pieces[number]
+            target = (owner == number).nonzero()[:, 0]
+            source = (index[target] - (ends[number] - len(piece.row_keys))).to(self.device)
+            target = target.to(self.device)
+            for gathered, tensor in zip((keys, values), piece.projected[block]):
+                gathered[:, target] = tensor.index_select(1, source)
+        return keys, values
+
+    def _check(self) -> None:
+        if self._version != self.bank.version:
+            raise BankError(
+                f"the bank is at version {self.bank.version}, its projection at {self._version}; refresh() it first"
+            )
+
+
+class SelectedRows:
+    """A `BankView` where each question has N rows of its own, gathered or projected when they are attended to.
+
+    Args:
+        bank: the view that they are selected from.
+        index: `[B, N]`, row numbers.
+    """
+
+    def __init__(self, bank: ProjectedBank, index: Tensor) -> None:
+        self._bank = bank
+        self._index = index.cpu()
+
+    @property
+    def documents(self) -> int:
+        """N, the rows of each question."""
+        return self._index.shape[1]
+
+    @property
+    def prior_keys(self) -> Tensor | None:
+        """`[B, N, d_prior]`, or None without a document prior."""
+        keys = self._bank.prior_keys
+        return None if keys is None else keys[self._index.to(keys.device)]
+
+    @property
+    def log_counts(self) -> None:
+        """Each row stands for itself."""
+        return None
+
+    def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values `[B, H, k, T, d]`; one chunk holds as many rows in all as one of the bank."""
+        questions, rows = self._index.shape
+        step = max(1, self._bank.chunk_rows // max(1, questions))
+        for start in range(0, rows, step):
+            part = self._index[:, start : start + step]
+            # What several questions selected is projected once.
+            unique, inverse = part.unique(return_inverse=True)
+            keys, values = self._bank.rows(block, unique)
+            inverse = inverse.to(keys.device)
+            yield keys[:, inverse].transpose(0, 1), values[:, inverse].transpose(0, 1)
+
+    def select(self, index: Tensor) -> SelectedRows:
+        """For each question some of its own rows, `index` `[B, n]` into the N."""
+        return SelectedRows(self._bank, self._index.gather(1, index.cpu()))
+
+
+def _joined(pieces: Iterable[_Piece], limit: int) -> list[_Piece]:
+    """Neighbours that fit into one piece become one, so that many small changes do not leave many small pieces."""
+    joined: list[_Piece] = []
+    for piece in pieces:
+        if joined and len(joined[-1].row_keys) + len(piece.row_keys) <= limit:
+            last = joined[-1]
+            piece = _Piece(
+                torch.cat([last.row_keys, piece.row_keys]),
+                tuple(
+                    (torch.cat([a[0], b[0]], 1), torch.cat([a[1], b[1]], 1))
+                    for a, b in zip(last.projected, piece.projected)
+                ),
+            )
+            joined[-1] = piece
+        else:
+            joined.append(piece)
+    return joined
