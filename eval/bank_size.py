@@ -149,7 +149,7 @@ def part_of(bank: MemoryBank, documents: Sequence[Document]) -> MemoryBank:
 
     part = MemoryBank(bank.fingerprint)
     rows = [bank[document.id].phi for document in documents]
-    part.append(documents, torch.cat(rows), [len(phi) for phi in rows])
+    part.put(documents, torch.cat(rows), [len(phi) for phi in rows])
     return part
 
 

@@ -129,11 +129,8 @@ class MACEngine:
                 for first in range(0, len(fresh), _ADAPT_GROUP):
                     group = fresh[first : first + _ADAPT_GROUP]
                     phi = self.model.amortize([chunk for _, chunks in group for chunk in chunks])
-                    for document, _ in group:
-                        if document.id in self.bank:
-                            self.bank.delete(document.id)
-                            updated += 1
-                    self.bank.append([document for document, _ in group], phi, [len(chunks) for _, chunks in group])
+                    updated += sum(document.id in self.bank for document, _ in group)
+                    self.bank.put([document for document, _ in group], phi, [len(chunks) for _, chunks in group])
                     rows += len(phi)
                     bar.advance(len(group))
             if self.retriever is not None:
@@ -267,7 +264,7 @@ class MACEngine:
             rows = [self.model.attention(part, bank) for part in self._groups(questions, bank)]
             ids = self.bank.document_ids
             place = {document_id: index for index, document_id in enumerate(ids)}
-            index = torch.tensor([place[i] for i in self.bank.row_documents])
+            index = torch.tensor([place[members[0]] for members in self.bank.row_members])
             mass = torch.cat(rows).cpu()
             return ids, mass.new_zeros(len(questions), len(ids)).index_add_(1, index, mass)
 

@@ -153,7 +153,7 @@ def test_another_models_bank_is_refused_at_every_turn(engine: MACEngine) -> None
     engine.adapt(STREAM.documents)
     engine.answer(QUESTIONS[:1])
     foreign = MemoryBank("beef")
-    foreign.append(STREAM.documents, engine.bank.phi)
+    foreign.put(STREAM.documents, engine.bank.phi)
     engine.bank = foreign
     for use in (lambda: engine.answer(QUESTIONS), lambda: engine.adapt(STREAM.documents)):
         with pytest.raises(FingerprintError):

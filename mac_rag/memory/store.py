@@ -21,7 +21,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as tensor_bytes
 
 from mac_rag.errors import BankError
-from mac_rag.memory.bank import BankEntry, MemoryBank
+from mac_rag.memory.bank import BankEntry, Member, MemoryBank
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -84,7 +84,7 @@ def load(folder: Path) -> MemoryBank:
         except (SafetensorError, KeyError) as error:
             raise BankError(f"{tokens} is damaged: {error}") from error
         bank.restore(
-            BankEntry(entry["id"], part, entry["metadata"], entry["content_hash"])
+            ((Member(entry["id"], entry["content_hash"], entry["metadata"], ""),), part)
             for entry, part in zip(described, phi.split([entry["rows"] for entry in described]), strict=True)
         )
     return bank

@@ -1,9 +1,8 @@
-"""The memory bank against a plain list, and its files against damage."""
+"""The memory bank in memory: single behaviours. Any order of changes is in `test_store_states.py`."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,132 +24,145 @@ def memory(rows: int, value: float = 1.0) -> Tensor:
 def filled(*ids: str) -> MemoryBank:
     bank = MemoryBank("f00d")
     for number, document_id in enumerate(ids):
-        bank.append([Document(document_id, f"text of {document_id}", {"n": number})], memory(1, number))
+        bank.put([Document(document_id, f"text of {document_id}", {"n": number})], memory(1, number))
     return bank
 
 
-@settings(max_examples=50, deadline=None)
-@given(steps=st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 3)), max_size=30))
-def test_a_bank_is_a_list_of_documents(steps: list[tuple[str, int]]) -> None:
-    """Any sequence of additions (1-3 rows) and deletions (0) leaves what it leaves in a plain dictionary."""
-    bank, expected = MemoryBank("f00d"), {}
-    for number, (name, rows) in enumerate(steps):
-        version = bank.version
-        if rows and name not in expected:
-            bank.append([Document(name, f"{name}{number}")], memory(rows, number), [rows])
-            expected[name] = (rows, float(number))
-        elif not rows and name in expected:
-            bank.delete(name)
-            del expected[name]
-        else:
-            with pytest.raises(BankError, match=name):
-                bank.append([Document(name, "")], memory(1)) if rows else bank.delete(name)
-            assert bank.version == version
-            continue
-        assert bank.version > version
-    assert bank.document_ids == list(expected)
-    assert len(bank) == len(expected)
-    assert bank.row_documents == [name for name, (rows, _) in expected.items() for _ in range(rows)]
-    if expected:
-        assert bank.phi[:, 0, 0].tolist() == [value for rows, value in expected.values() for _ in range(rows)]
-    else:
-        with pytest.raises(BankError, match="empty"):
-            _ = bank.phi
+def test_an_update_takes_the_place_of_the_old_and_goes_to_the_end() -> None:
+    bank = filled("a", "b")
+    keys = bank.row_keys.tolist()
+    assert bank.put([Document("c", ""), Document("a", "new")], torch.cat([memory(2, 5), memory(1, 6)]), [2, 1]) == ()
+    assert bank.document_ids == ["b", "c", "a"]
+    assert bank.phi[:, 0, 0].tolist() == [1, 5, 5, 6]
+    assert bank.row_members == [("b",), ("c",), ("c",), ("a",)]
+    assert bank.row_keys[0] == keys[1]
+    assert len(set(keys + bank.row_keys.tolist())) == 5  # what came new has keys that were never used
 
 
-def test_a_failed_addition_adds_nothing() -> None:
+def test_a_failed_addition_changes_nothing() -> None:
     bank = filled("a")
-    with pytest.raises(BankError, match="'a'"):
-        bank.append([Document("b", ""), Document("a", "")], memory(2))
-    with pytest.raises(BankError, match="'b'"):
-        bank.append([Document("b", ""), Document("b", "")], memory(2))
-    assert bank.document_ids == ["a"]
+    version, keys = bank.version, bank.row_keys.tolist()
+    cyclic: dict[str, Any] = {}
+    cyclic["self"] = cyclic
+    for second, message in (
+        (Document("b", ""), "'b' occurs twice"),
+        (Document(3, ""), "texts, got 3"),  # type: ignore[arg-type]
+        (Document("odd", "", {"thing": object()}), "'odd'.*JSON"),
+        (Document("odd", "", {"thing": float("nan")}), "'odd'.*JSON"),
+        (Document("odd", "", cyclic), "'odd'.*JSON"),
+    ):
+        with pytest.raises(BankError, match=message):
+            bank.put([Document("b", ""), Document("a", "new"), second], memory(3))
+    assert (bank.document_ids, bank.version, bank.row_keys.tolist()) == (["a"], version, keys)
 
 
 @pytest.mark.parametrize(
-    ("phi", "rows"), [(memory(3), None), (memory(1), None), (memory(2), [1, 2]), (torch.ones(2, TOKENS, 5), None)]
+    ("phi", "rows"),
+    [
+        (memory(3), None),
+        (memory(1), None),
+        (memory(2), [1, 2]),
+        (memory(2), [2, 0]),
+        (torch.ones(2, TOKENS, 5), None),
+        (torch.ones(2, TOKENS), None),
+    ],
 )
 def test_memory_tokens_must_fit(phi: Tensor, rows: list[int] | None) -> None:
     bank = filled("a")
     with pytest.raises(BankError, match="memory tokens"):
-        bank.append([Document("b", ""), Document("c", "")], phi, rows)
+        bank.put([Document("b", ""), Document("c", "")], phi, rows)
     assert len(bank) == 1
 
 
-def test_entries_hold_provenance() -> None:
-    entries = list(filled("a", "b"))
-    assert [entry.document_id for entry in entries] == ["a", "b"]
-    assert entries[1].metadata == {"n": 1}
-    assert entries[0].content_hash != entries[1].content_hash
+def test_the_longest_document() -> None:
+    limit = 1 << 16
+    bank = MemoryBank("f00d")
+    with pytest.raises(BankError, match="65,536 rows is too long"):
+        bank.put([Document("a", "")], torch.ones(limit, 1, 1), [limit])
+    bank.put([Document("a", ""), Document("b", "")], torch.ones(limit, 1, 1), [limit - 1, 1])
+    assert bank.row_keys.diff().min() > 0
 
 
-@settings(max_examples=20, deadline=None)
-@given(ids=st.lists(st.text(st.characters(codec="utf-8"), min_size=1), unique=True, max_size=5))
-def test_saved_and_loaded_is_the_same(tmp_path_factory: pytest.TempPathFactory, ids: list[str]) -> None:
-    folder = tmp_path_factory.mktemp("bank")
-    bank = filled(*ids)
-    bank.save(folder)
-    again = MemoryBank.load(folder, "f00d")
-    assert again.document_ids == ids
-    assert [(e.metadata, e.content_hash) for e in again] == [(e.metadata, e.content_hash) for e in bank]
-    if ids:
-        assert torch.equal(again.phi, bank.phi)
-    # Ids are data: whatever they look like, the folder holds the manifest and one file of tokens.
-    assert len(list(folder.iterdir())) == 2
-
-
-def test_saving_again_replaces(tmp_path: Path) -> None:
+def test_an_entry_holds_provenance_and_survives_what_comes_later() -> None:
     bank = filled("a", "b")
-    bank.save(tmp_path)
-    bank.delete("a")
-    bank.save(tmp_path)
-    assert MemoryBank.load(tmp_path).document_ids == ["b"]
-    assert len(list(tmp_path.iterdir())) == 2
+    first, second = bank
+    assert (second.document_id, second.metadata) == ("b", {"n": 1})
+    assert first.content_hash != second.content_hash
+    assert bank["b"] == second
+    assert second.members[0].added.endswith("+00:00")
+    for number in range(200):
+        bank.put([Document("a", "")], memory(1, 7 + number))
+    bank.delete("b")
+    second.phi.zero_()  # what was read is one's own
+    assert second.phi[0, 0, 0] == 1
 
 
-def test_a_bank_of_another_model(tmp_path: Path) -> None:
-    filled("a").save(tmp_path)
-    with pytest.raises(FingerprintError, match=r"f00d.*beef"):
-        MemoryBank.load(tmp_path, "beef")
+def test_merged_documents_go_together() -> None:
+    bank = filled("a", "b", "c", "d", "e")
+    bank.merge(["c", "a"], memory(1, 9))
+    bank.merge(["a", "d"], memory(1, 8))
+    assert [[member.document_id for member in entry.members] for entry in bank] == [["b"], ["e"], ["d", "a", "c"]]
+    assert bank.document_ids == ["b", "e", "d", "a", "c"]
+    assert [member.metadata["n"] for member in bank["a"].members] == [3, 0, 2]
+    assert bank.row_members == [("b",), ("e",), ("d", "a", "c")]
+    assert bank.phi[:, 0, 0].tolist() == [1, 4, 8]
+    assert bank.put([Document("a", "new"), Document("f", "")], memory(2)) == ("d", "c")
+    assert bank.document_ids == ["b", "e", "a", "f"]
+    bank.merge(["b", "e"], memory(1))
+    assert bank.delete("e") == ("b", "e")
+    assert bank.delete("f") == ("f",)
+    for ids in (["a", "nobody"], []):
+        with pytest.raises(BankError):
+            bank.merge(ids, memory(1))
+    assert bank.document_ids == ["a"]
 
 
-def test_no_bank(tmp_path: Path) -> None:
-    with pytest.raises(BankError, match="no memory bank"):
-        MemoryBank.load(tmp_path / "nowhere")
-
-
-def test_damaged_tokens_are_an_error_never_a_shorter_bank(tmp_path: Path) -> None:
-    filled("a", "b").save(tmp_path)
-    tokens = next(tmp_path.glob("*.safetensors"))
-    data = bytearray(tokens.read_bytes())
-    data[-1] ^= 1
-    tokens.write_bytes(data)
-    with pytest.raises(BankError, match=rf"{tokens.name}.*checksum"):
-        MemoryBank.load(tmp_path)
-    tokens.unlink()
-    with pytest.raises(BankError, match=tokens.name):
-        MemoryBank.load(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": 1}', '{"format": 1, "sha256": "../../etc/passwd"}'])
-def test_damaged_manifests(tmp_path: Path, text: str) -> None:
-    (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(BankError, match="damaged"):
-        MemoryBank.load(tmp_path)
-
-
-def test_a_later_format(tmp_path: Path) -> None:
-    filled("a").save(tmp_path)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
-    with pytest.raises(BankError, match=r"format 2.*reads format 1"):
-        MemoryBank.load(tmp_path)
-
-
-def test_metadata_that_is_no_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    filled("a").save(tmp_path)
+def test_an_empty_bank_takes_any_shape() -> None:
     bank = filled("a")
-    bank.append([Document("odd", "", {"thing": object()})], memory(1))
-    with pytest.raises(BankError, match="'odd'"):
-        bank.save(tmp_path)
-    assert MemoryBank.load(tmp_path).document_ids == ["a"]
+    bank.delete("a")
+    assert bank.row_shape is None
+    assert len(bank.row_keys) == 0
+    with pytest.raises(BankError, match="empty"):
+        _ = bank.phi
+    with pytest.raises(BankError, match="no document 'a'"):
+        bank.delete("a")
+    bank.put([Document("a", "")], torch.ones(1, 5, 7))
+    assert bank.row_shape == (5, 7)
+
+
+def test_rows_beyond_the_bank() -> None:
+    bank = filled("a", "b")
+    for read in (lambda: bank.read(0, 3), lambda: bank.read(2, 1), lambda: bank.take(torch.tensor([-1]))):
+        with pytest.raises(IndexError, match="2 rows"):
+            read()
+    assert bank.read(1, 1).shape == (0, TOKENS, WIDTH)
+    assert bank.take(torch.tensor([], dtype=torch.long)).shape == (0, TOKENS, WIDTH)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), codes=st.integers(1, 20))
+def test_a_codebook_keeps_the_nearest_codes(data: st.DataObject, codes: int) -> None:
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    codebook, phi = torch.randn(codes, WIDTH, generator=generator), torch.randn(9, TOKENS, WIDTH, generator=generator)
+    bank = MemoryBank("f00d", codebook=codebook)
+    bank.put([Document(str(index), "") for index in range(len(phi))], phi)
+    bank.delete("4")
+    kept = [0, 1, 2, 3, 5, 6, 7, 8]
+    distances = (phi.double()[:, :, None] - codebook.double()).norm(dim=-1)
+    chosen = distances.gather(
+        -1, bank.codes(0, 8).new_zeros(9, TOKENS, 1).index_copy(0, torch.tensor(kept), bank.codes(0, 8)[..., None])
+    )[kept]
+    torch.testing.assert_close(chosen[..., 0], distances[kept].min(-1).values)
+    assert torch.equal(bank.phi, codebook[bank.codes(0, 8)])
+    assert torch.equal(bank["7"].phi, bank.read(6, 7))
+    assert torch.equal(bank.take(torch.tensor([6, 0])), bank.phi[[6, 0]])
+    assert bank.row_shape == (TOKENS, WIDTH)
+    with pytest.raises(BankError, match="do not fit"):
+        bank.put([Document("wide", "")], torch.ones(1, TOKENS, WIDTH + 1))
+    with pytest.raises(BankError, match="no codebook"):
+        filled("a").codes(0, 1)
+
+
+def test_a_bank_of_another_model() -> None:
+    with pytest.raises(FingerprintError, match=r"f00d.*beef"):
+        filled("a").check_model("beef")

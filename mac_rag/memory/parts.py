@@ -1,0 +1,136 @@
+"""Consecutive entries of a bank with their rows in one tensor, some of them deleted.
+
+A bank is a sequence of such parts: one for each segment on disk, and one that grows in memory. Rows that were handed
+out never change: new ones are added behind those that are there, and deleting only marks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mac_rag.memory.records import Record
+
+# The key of a row is its entry's sequence number and, in these low bits, its place within the entry.
+PART_BITS = 16
+# Below this many deleted rows it is not worth while to move the others together.
+_FEW = 64
+
+
+class Placed(NamedTuple):
+    """A record and the first of its rows."""
+
+    record: Record
+    start: int
+
+
+class Growing:
+    """A tensor that grows at its end, an append in amortised constant time."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._buffer = tensor
+        self._used = len(tensor)
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._buffer[: self._used]
+
+    def append(self, more: Tensor) -> None:
+        need = self._used + len(more)
+        if need > len(self._buffer):
+            larger = self._buffer.new_empty((max(need, 2 * len(self._buffer)), *more.shape[1:]))
+            larger[: self._used] = self.tensor
+            self._buffer = larger
+        self._buffer[self._used : need] = more
+        self._used = need
+
+
+class Part:
+    """Entries in order of their sequence numbers.
+
+    Args:
+        tokens: their rows: memory tokens `[n, T, D]`, or codes `[n, T]`.
+        records: of all entries, in order.
+
+    Attributes:
+        entries: the live entries by sequence number.
+        buried: sequence numbers of the deleted ones.
+        count: live rows.
+    """
+
+    def __init__(self, tokens: Tensor, records: Sequence[Record]) -> None:
+        self.entries: dict[int, Placed] = {}
+        self.buried: list[int] = []
+        self.count = 0
+        self._tokens = Growing(tokens[:0])
+        self._keys = Growing(torch.empty(0, dtype=torch.long))
+        self._alive = Growing(torch.empty(0, dtype=torch.bool))
+        self._live: Tensor | None = None
+        self._add(records)
+        self._tokens = Growing(tokens)
+
+    @property
+    def tokens(self) -> Tensor:
+        """All rows, deleted ones included."""
+        return self._tokens.tensor
+
+    def append(self, tokens: Tensor, records: Sequence[Record]) -> None:
+        """Adds entries, and copies of their rows, behind the others."""
+        self._add(records)
+        self._tokens.append(tokens)
+
+    def _add(self, records: Sequence[Record]) -> None:
+        start = len(self._alive.tensor)
+        for record in records:
+            self.entries[record.sequence] = Placed(record, start)
+            start += record.rows
+        rows = torch.tensor([record.rows for record in records], dtype=torch.long)
+        first = torch.tensor([record.sequence << PART_BITS for record in records], dtype=torch.long)
+        within = torch.arange(int(rows.sum())) - (rows.cumsum(0) - rows).repeat_interleave(rows)
+        self._keys.append(first.repeat_interleave(rows) + within)
+        self._alive.append(torch.ones(len(within), dtype=torch.bool))
+        self.count += len(within)
+        self._live = None
+
+    def bury(self, sequence: int) -> None:
+        """Marks an entry as deleted."""
+        record, start = self.entries.pop(sequence)
+        self.buried.append(sequence)
+        self._alive.tensor[start : start + record.rows] = False
+        self.count -= record.rows
+        self._live = None
+
+    def without_buried(self) -> Part:
+        """The same entries in a part of their own, without the deleted ones' rows."""
+        return Part(self.tokens[self._positions()], [placed.record for placed in self.entries.values()])
+
+    @property
+    def is_mostly_buried(self) -> bool:
+        buried = len(self.tokens) - self.count
+        return buried > max(self.count, _FEW)
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys of the live rows."""
+        return self._keys.tensor[self._positions()]
+
+    def members(self) -> Iterator[tuple[str, ...]]:
+        """The document ids of each live row."""
+        for record, _ in self.entries.values():
+            for _ in range(record.rows):
+                yield record.document_ids
+
+    def rows(self, index: Tensor | slice) -> Tensor:
+        """Some of the live rows, counted without the deleted ones: a view where that is possible."""
+        if self.count < len(self.tokens):
+            index = self._positions()[index]
+        return self.tokens[index]
+
+    def _positions(self) -> Tensor:
+        """The place of each live row among all rows."""
+        if self._live is None:
+            self._live = self._alive.tensor.nonzero()[:, 0]
+        return self._live

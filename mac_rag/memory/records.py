@@ -1,0 +1,69 @@
+"""What a bank knows of its documents apart from their memory tokens: ids, provenance, order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A document that an entry of the bank stands for.
+
+    Attributes:
+        document_id: the document's id.
+        content_hash: of its text, so that an unchanged document is known again.
+        metadata: its metadata, as JSON gives them back.
+        added: when it was put into the bank, ISO 8601 in UTC.
+    """
+
+    document_id: str
+    content_hash: str
+    metadata: Mapping[str, Any]
+    added: str
+
+    @classmethod
+    def of(cls, document: Document) -> Member:
+        """What the bank will know of a document.
+
+        Raises:
+            BankError: for an id that is no text, or metadata that cannot be kept as JSON.
+        """
+        if not isinstance(document.id, str):
+            raise BankError(f"ids of documents must be texts, got {document.id!r}")
+        try:
+            metadata = json.loads(json.dumps(dict(document.metadata), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise BankError(f"metadata of document {document.id!r} cannot be kept as JSON: {error}") from error
+        return cls(document.id, content_hash(document.text), metadata, datetime.now(UTC).isoformat(timespec="seconds"))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An entry of the bank without its memory tokens.
+
+    Attributes:
+        sequence: its place in the order of arrival; never used for another entry.
+        rows: rows of memory tokens.
+        members: the documents it stands for: one, or several that were merged.
+    """
+
+    sequence: int
+    rows: int
+    members: tuple[Member, ...]
+
+    @property
+    def document_ids(self) -> tuple[str, ...]:
+        return tuple(member.document_id for member in self.members)
+
+
+def content_hash(text: str) -> str:
+    """What an unchanged document is known by."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
