@@ -1,38 +1,51 @@
-"""Documents from a user's own files: text and Markdown whole, JSON Lines row by row."""
+"""Documents from a user's own files and standard input: text and Markdown whole, JSON Lines and CSV row by row."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mac_rag.data.table import read_table
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
+
+
+STDIN = Path("-")
 
 
 def read_documents(paths: Iterable[Path]) -> list[Document]:
     """Reads files in the order given.
 
-    A `.jsonl` file holds one document per row, `{"id": ..., "text": ...}`; further keys become metadata. Any other file
-    is one document, whose id is its path as given.
+    A `.jsonl` file holds one document per row, `{"id": ..., "text": ...}`, and a `.csv` file has the columns `id` and
+    `text`; further keys and columns become metadata. Any other file is one document, whose id is its path as given.
+    The path `-` is standard input: JSON Lines if it starts with `{`, otherwise one document with the id `-`.
 
     Raises:
         DataError: for a file that is missing or no UTF-8 text, or a malformed row; names the file and the row.
     """
-    documents: list[Document] = []
-    for path in paths:
-        text = _text(path)
-        if path.suffix == ".jsonl":
-            documents += _rows(path, text)
-        else:
-            documents.append(Document(str(path), text))
-    return documents
+    return [document for path in paths for document in _documents(path)]
+
+
+def _documents(path: Path) -> Iterator[Document]:
+    if path.suffix == ".csv":
+        for row in read_table(path, ("id", "text")):
+            others = {column: cell for column, cell in row.cells.items() if column not in ("id", "text")}
+            yield Document(row.filled("id"), row.filled("text"), others)
+        return
+    text = _text(path)
+    if path.suffix == ".jsonl" or (path == STDIN and text.lstrip().startswith("{")):
+        yield from _rows(path, text)
+    else:
+        yield Document(str(path), text)
 
 
 def _text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        data = sys.stdin.buffer.read() if path == STDIN else path.read_bytes()
+        text = data.decode()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
