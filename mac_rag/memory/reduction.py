@@ -1,0 +1,157 @@
+"""A bank that holds at most so many entries (section "Memory bank size constraint" of the paper).
+
+As documents arrive, one by one, a full bank makes room for each: it forgets a random entry, averages two random ones,
+or averages the two most alike. An averaged entry stands for all its documents and keeps their ids, hashes and metadata.
+Documents that are one entry share one memory from then on, so deleting or updating one of them removes the whole entry:
+only so does exactly no influence of it remain. What else the entry held must be adapted again.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from mac_rag.data.types import Document
+from mac_rag.errors import ConfigError
+from mac_rag.memory.bank import MemoryBank
+from mac_rag.memory.closest import ClosestPair
+from mac_rag.memory.parts import PART_BITS
+
+ReductionMethod = Literal["random-pruning", "random-averaging", "nearest-averaging"]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What was done to keep the bank within its limit.
+
+    Attributes:
+        forgotten: ids of the documents that the bank no longer holds: pruned, or averaged with one that was replaced.
+        averaged: how many times two entries became one.
+    """
+
+    forgotten: tuple[str, ...]
+    averaged: int
+
+
+class BoundedBank:
+    """Puts documents into a bank and keeps it at `maximum` entries.
+
+    The outcome depends on the order of arrival, the method and the seed alone: neither on how documents are grouped
+    into calls, nor on whether the process was started anew in between. Averaging the most alike is exact and needs no
+    distance matrix: an arrival costs about one pass over the bank (see `mac_rag.memory.closest`), for which the tokens
+    are kept in memory once more.
+
+    Args:
+        bank: opened for writing. It may be changed by others between calls.
+        maximum: most entries. Documents that were averaged are one entry, so `len(bank)`, which counts documents, may
+            be more.
+        method: `random-pruning` forgets one entry, `random-averaging` replaces two by their mean, `nearest-averaging`
+            those two of the highest cosine similarity (of all memory tokens as one vector). An entry of several rows
+            is averaged to one row first.
+        seed: of the random methods.
+
+    Raises:
+        ConfigError: for an unknown method or a maximum below 1.
+    """
+
+    def __init__(self, bank: MemoryBank, maximum: int, method: ReductionMethod, *, seed: int = 0) -> None:
+        if method not in get_args(ReductionMethod):
+            raise ConfigError(f"unknown reduction {method!r}; choose one of {', '.join(get_args(ReductionMethod))}")
+        if maximum < 1:
+            raise ConfigError(f"a bank must hold at least 1 entry, got a maximum of {maximum}")
+        self.bank = bank
+        self.maximum = maximum
+        self.method = method
+        self.seed = seed
+        self._version = -1  # of the bank that the books are of
+        self._entries: list[int] = []  # their sequence numbers, ascending
+        self._documents: dict[int, str] = {}  # one document of each entry
+        self._closest: ClosestPair | None = None
+        self._forgotten: list[str] = []  # during one call,
+        self._averaged = 0  # and this too
+
+    def put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int] | None = None) -> Reduction:
+        """Puts documents as `MemoryBank.put` does, all or none, and makes room for each as it arrives.
+
+        Raises:
+            BankError: as `MemoryBank.put`.
+        """
+        # Documents go into the bank one by one; this finds what is wrong with the later ones before the first does.
+        MemoryBank(self.bank.fingerprint).put(documents, phi, rows)
+        self._follow()
+        parts = phi.detach().cpu().split([1] * len(documents) if rows is None else list(rows))
+        for document, part in zip(documents, parts, strict=True):
+            replaced = self.bank[document.id].sequence if document.id in self.bank else None
+            self._forgotten += self.bank.put([document], part, [len(part)])
+            if replaced is not None:
+                self._remove(replaced)
+            self._arrive(self.bank[document.id].sequence, document.id)
+        return self._done()
+
+    def reduce(self) -> Reduction:
+        """Reduces a bank that others filled; its entries are taken one by one in order, as if they arrived now."""
+        self._follow()
+        return self._done()
+
+    def _follow(self) -> None:
+        """Brings the books up to date with what others did to the bank."""
+        self._forgotten, self._averaged = [], 0
+        if self._version == self.bank.version:
+            return
+        sequences = self.bank.row_keys >> PART_BITS
+        known = torch.tensor(self._entries, dtype=torch.int64)
+        for sequence in known[~torch.isin(known, sequences)].tolist():
+            self._remove(sequence)
+        is_first = sequences.diff(prepend=sequences.new_tensor([-1])) != 0
+        new = (is_first & ~torch.isin(sequences, known)).nonzero().squeeze(1)
+        members = self.bank.row_members
+        for sequence, row in zip(sequences[new].tolist(), new.tolist(), strict=True):
+            self._arrive(sequence, members[row][0])
+
+    def _done(self) -> Reduction:
+        self._version = self.bank.version
+        forgotten = tuple(document_id for document_id in self._forgotten if document_id not in self.bank)
+        return Reduction(forgotten, self._averaged)
+
+    def _arrive(self, sequence: int, document_id: str) -> None:
+        """Takes an entry into the books, and makes room for it in a full bank."""
+        self._add(sequence, document_id)
+        if len(self._entries) <= self.maximum:
+            return
+        # Drawn from the arrival itself, so that a process started anew goes on as the old one would have.
+        rng = random.Random(f"{self.seed}/{sequence}")
+        if self.method == "random-pruning":
+            self._forgotten += self.bank.delete(self._remove(rng.choice(self._entries)))
+            return
+        first, second = rng.sample(self._entries, 2) if self._closest is None else self._closest.pair()
+        mean = (self._tokens(first) + self._tokens(second)) / 2
+        documents = [self._remove(first), self._remove(second)]
+        self.bank.merge(documents, mean[None])
+        self._add(self.bank[documents[0]].sequence, documents[0])
+        self._averaged += 1
+
+    def _add(self, sequence: int, document_id: str) -> None:
+        insort(self._entries, sequence)
+        self._documents[sequence] = document_id
+        if self.method == "nearest-averaging":
+            tokens = self._tokens(sequence).flatten()
+            if self._closest is None:
+                self._closest = ClosestPair(self.maximum + 1, len(tokens))
+            self._closest.add(sequence, tokens)
+
+    def _remove(self, sequence: int) -> str:
+        """Drops an entry from the books, not from the bank, and returns one of its documents."""
+        del self._entries[bisect_left(self._entries, sequence)]
+        if self._closest is not None:
+            self._closest.remove(sequence)
+        return self._documents.pop(sequence)
+
+    def _tokens(self, sequence: int) -> Tensor:
+        """The memory tokens of an entry as one row `[T, D]`."""
+        return self.bank[self._documents[sequence]].phi.mean(0)
