@@ -2,5 +2,18 @@
 
 from mac_rag.retrieval.base import Hit, Retriever
 from mac_rag.retrieval.bm25 import BM25Retriever
+from mac_rag.retrieval.dense import DenseRetriever
+from mac_rag.retrieval.hybrid import HybridRetriever
+from mac_rag.retrieval.registry import RETRIEVERS, make_retriever
+from mac_rag.retrieval.tokenizer import Tokenizer
 
-__all__ = ["BM25Retriever", "Hit", "Retriever"]
+__all__ = [
+    "RETRIEVERS",
+    "BM25Retriever",
+    "DenseRetriever",
+    "Hit",
+    "HybridRetriever",
+    "Retriever",
+    "Tokenizer",
+    "make_retriever",
+]

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from mac_rag.data.types import Document
+from mac_rag.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """One retrieved document; a higher score fits the question better."""
+    """One retrieved document; a higher score fits the question better. `metadata` is the document's own."""
 
     document_id: str
     text: str
     score: float
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 class Retriever(ABC):
-    """Finds the documents that fit a question.
-
-    Not thread-safe by itself: the engine calls it under its lock.
-    """
+    """Finds the documents that fit a question. Safe to call from several threads."""
 
     @abstractmethod
     def add(self, documents: Sequence[Document]) -> None:
@@ -41,8 +42,14 @@ class Retriever(ABC):
         """
 
     @abstractmethod
-    def retrieve(self, questions: Sequence[str], k: int) -> list[list[Hit]]:
+    def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
         """Returns at most `k` hits for each question, the best first.
+
+        Args:
+            questions: texts.
+            k: hits for each question.
+            allowed: ids of the documents that may be found; None for all. Others are passed over before the best are
+                chosen, so that `k` hits come back wherever enough allowed documents fit the question.
 
         Raises:
             ConfigError: when `k` is below 1.
@@ -55,3 +62,23 @@ class Retriever(ABC):
     @abstractmethod
     def __contains__(self, document_id: object) -> bool:
         """Whether a document of this id is there."""
+
+    def save(self, folder: Path) -> None:
+        """Writes the retriever to a folder, from which `make_retriever` reads it.
+
+        A crash leaves the old state or the new.
+
+        Raises:
+            ConfigError: for a retriever that keeps its documents elsewhere.
+        """
+        raise ConfigError(f"{type(self).__name__} keeps no documents of its own to save; save what it is built on")
+
+
+def check_k(k: int) -> None:
+    """Refuses to look for less than one document.
+
+    Raises:
+        ConfigError: naming `k`.
+    """
+    if k < 1:
+        raise ConfigError(f"k must be at least 1, got {k}")

@@ -1,153 +1,174 @@
-"""BM25: rank_bm25 as the plain reference and bm25s as the fast engine, behind one class with equal results."""
+"""BM25: an incremental index, bm25s and rank_bm25 behind one class with equal results."""
 
 from __future__ import annotations
 
-import math
-import re
-import sys
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias, get_args
+import threading
+from collections.abc import Container, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError, ConfigError
-from mac_rag.retrieval.base import Hit, Retriever
+from mac_rag.errors import ConfigError
+from mac_rag.retrieval import snapshot
+from mac_rag.retrieval.base import Hit, Retriever, check_k
+from mac_rag.retrieval.rows import Rows
+from mac_rag.retrieval.scorers import (
+    Idf,
+    LibraryScorer,
+    Postings,
+    Scorer,
+    Terms,
+    bm25s_index,
+    rank_bm25_index,
+)
+from mac_rag.retrieval.tokenizer import Tokenizer
 
-K1, B = 1.5, 0.75  # saturation of the term frequency, share of the length normalisation
-
-Engine = Literal["bm25s", "rank_bm25"]
-_Scorer: TypeAlias = Callable[[list[str]], NDArray[np.float64]]  # the terms of a question -> [documents]
-
-_WORD = re.compile(r"\w+")
-
-
-class Tokenizer:
-    """Cuts texts into terms: lower-cased words without stop words, stemmed.
-
-    Args:
-        stemmer: a snowball language of PyStemmer such as `english`; None leaves words as they are.
-        stopwords: drop the most frequent English words.
-
-    Raises:
-        ConfigError: for a language that PyStemmer does not know.
-    """
-
-    def __init__(self, stemmer: str | None = "english", stopwords: bool = True) -> None:
-        self._stem: Callable[[list[str]], list[str]] | None = None
-        if stemmer is not None:
-            import Stemmer
-
-            if stemmer not in Stemmer.algorithms():
-                known = ", ".join(Stemmer.algorithms())
-                raise ConfigError(f"unknown stemmer {stemmer!r}; choose None or one of {known}")
-            self._stem = Stemmer.Stemmer(stemmer).stemWords
-        self._stopwords: frozenset[str] = frozenset()
-        if stopwords:
-            from bm25s.stopwords import STOPWORDS_EN
-
-            self._stopwords = frozenset(STOPWORDS_EN)
-
-    def __call__(self, text: str) -> list[str]:
-        words = [word for word in _WORD.findall(text.lower()) if word not in self._stopwords]
-        return self._stem(words) if self._stem else words
+Engine = Literal["incremental", "bm25s", "rank_bm25"]
+KIND = "bm25"
 
 
 class BM25Retriever(Retriever):
-    """Ranks documents by BM25: Okapi's term frequencies with Lucene's inverse document frequencies.
+    """Ranks documents by BM25 with k1 = 1.5 and b = 0.75.
 
     The score of a document is the sum, over the question's terms as often as they occur there, of
-    `idf * tf * (K1 + 1) / (tf + K1 * (1 - B + B * length / mean length))`, where a term in `n` of `N` documents has
-    `idf = ln(1 + (N - n + 0.5) / (n + 0.5))`. This idf is positive for every term, so a document is a hit exactly if it
-    shares a term with the question, even where a handful of documents is all there is; Okapi's own vanishes for a term
-    in half of the documents. Equal scores rank in stream order, the order in which documents were added.
+    `idf * tf * (k1 + 1) / (tf + k1 * (1 - b + b * length / mean length))`. A document is a hit exactly if it shares a
+    term with the question. Equal scores rank in stream order, the order in which documents were added. Documents that
+    `retrieve` may not find still count in the statistics of the corpus (idf, mean length).
 
     Args:
-        engine: `bm25s` scores from a sparse matrix; `rank_bm25` is the reference, linear in the number of documents.
-        stemmer, stopwords: see `Tokenizer`.
+        engine: `incremental` follows every change at the cost of the documents changed; `bm25s` and `rank_bm25` are
+            the libraries, which index all documents again after a change. Scores are the same.
+        tokenizer: cuts documents and questions into terms; None for English.
+        idf: of a term in `n` of `N` documents. `lucene` is `ln(1 + (N - n + 0.5) / (n + 0.5))`, positive for every
+            term even where a handful of documents is all there is. `okapi` is rank_bm25's
+            `ln((N - n + 0.5) / (n + 0.5))`, and a quarter of the mean idf where that is negative: the scores are those
+            of the unchanged `BM25Okapi`.
 
     Raises:
-        ConfigError: for an unknown engine or stemmer.
+        ConfigError: for an unknown engine or idf, or an idf that the engine does not have.
     """
 
-    def __init__(self, engine: Engine = "bm25s", *, stemmer: str | None = "english", stopwords: bool = True) -> None:
+    def __init__(
+        self, engine: Engine = "incremental", *, tokenizer: Tokenizer | None = None, idf: Idf = "lucene"
+    ) -> None:
         if engine not in get_args(Engine):
             raise ConfigError(f"unknown BM25 engine {engine!r}; choose one of {', '.join(get_args(Engine))}")
+        if idf not in get_args(Idf):
+            raise ConfigError(f"unknown idf {idf!r}; choose one of {', '.join(get_args(Idf))}")
+        if engine == "bm25s" and idf == "okapi":
+            raise ConfigError("bm25s has no idf with Okapi's floor; choose engine incremental or rank_bm25, or lucene")
         self.engine: Engine = engine
-        self._tokenize = Tokenizer(stemmer, stopwords)
-        self._documents: dict[str, Document] = {}
-        self._terms: dict[str, list[str]] = {}
-        self._index: _Index | None = None  # None after a change: built at the next question
+        self.idf: Idf = idf
+        self.tokenizer = tokenizer or Tokenizer()
+        self._rows = Rows()
+        self._vocabulary: dict[str, int] = {}
+        self._terms: list[Terms] = []  # by row
+        self._scorer = self._new_scorer()
+        self._lock = threading.RLock()
 
     def add(self, documents: Sequence[Document]) -> None:
-        for document_id, count in Counter(document.id for document in documents).items():
-            if document_id in self._documents:
-                raise BankError(f"document {document_id!r} is already in the index; delete it before adding it again")
-            if count > 1:
-                raise BankError(f"document id {document_id!r} comes {count} times; ids must be unique")
-        # Interned, because a term of many documents would else be kept as many times.
-        terms = {document.id: [sys.intern(term) for term in self._tokenize(document.text)] for document in documents}
-        self._documents.update((document.id, document) for document in documents)
-        self._terms.update(terms)
-        self._index = None
+        with self._lock:
+            self._rows.check(documents)
+            terms = [self.tokenizer(document.text) for document in documents]
+            self._append(documents, [self._ids(words) for words in terms])
 
     def delete(self, document_id: str) -> None:
-        if document_id not in self._documents:
-            raise BankError(f"no document {document_id!r} in this index of {len(self)} documents")
-        del self._documents[document_id], self._terms[document_id]
-        self._index = None
+        with self._lock:
+            row, _ = self._rows.remove(document_id)
+            self._scorer.remove(row, self._terms[row])
+            self._terms[row] = self._terms[row][:0]
+            if self._rows.sparse:
+                self._compact()
 
-    def retrieve(self, questions: Sequence[str], k: int) -> list[list[Hit]]:
-        if k < 1:
-            raise ConfigError(f"k must be at least 1, got {k}")
-        if self._index is None:
-            self._index = _Index(list(self._documents.values()), list(self._terms.values()), self.engine)
-        return [self._index.hits(self._tokenize(question), k) for question in questions]
+    def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
+        check_k(k)
+        with self._lock:
+            mask = None if allowed is None else self._rows.mask(allowed)
+            hits = []
+            for question in questions:
+                terms = [self._vocabulary[word] for word in self.tokenizer(question) if word in self._vocabulary]
+                rows, scores = self._scorer.score(terms)
+                if mask is not None:
+                    rows, scores = rows[mask[rows]], scores[mask[rows]]
+                hits.append(self._rows.hits(rows, scores, k))
+            return hits
 
     def __len__(self) -> int:
-        return len(self._documents)
+        return len(self._rows)
 
     def __contains__(self, document_id: object) -> bool:
-        return document_id in self._documents
+        return document_id in self._rows
+
+    def save(self, folder: Path) -> None:
+        """Writes documents, terms and every setting to a folder.
+
+        Raises:
+            BankError: when metadata cannot be written as JSON.
+        """
+        with self._lock:
+            if self._rows.size > len(self):
+                self._compact()
+            body = {
+                "engine": self.engine,
+                "idf": self.idf,
+                "tokenizer": self.tokenizer.describe(),
+                "versions": _versions(),
+                "vocabulary": list(self._vocabulary),
+                "documents": snapshot.describe(self._rows),
+            }
+            lengths = np.array([len(terms) for terms in self._terms], dtype=np.int64)
+            terms = np.concatenate([np.zeros(0, dtype=np.int32), *self._terms])
+            snapshot.write(folder, KIND, body, {"terms": terms, "lengths": lengths})
+
+    @classmethod
+    def load(cls, folder: Path) -> BM25Retriever:
+        """Reads a retriever with the engine, tokenizer, stemmer and language that it was saved with.
+
+        Raises:
+            BankError: when there is none, or it is damaged.
+        """
+        body, arrays = snapshot.read(folder, KIND)
+        retriever = cls(body["engine"], tokenizer=Tokenizer(**body["tokenizer"]), idf=body["idf"])
+        documents = snapshot.documents(body["documents"])
+        if body["versions"] != _versions():  # another stemmer may stem otherwise: questions and documents must agree
+            retriever.add(documents)
+            return retriever
+        retriever._vocabulary = {word: term for term, word in enumerate(body["vocabulary"])}
+        ends = np.cumsum(arrays["lengths"])
+        retriever._append(documents, np.split(arrays["terms"], ends[:-1]) if len(ends) else [])
+        return retriever
+
+    def _new_scorer(self) -> Scorer:
+        if self.engine == "incremental":
+            return Postings(self.idf)
+        return LibraryScorer(bm25s_index if self.engine == "bm25s" else rank_bm25_index(self.idf))
+
+    def _ids(self, words: list[str]) -> Terms:
+        vocabulary = self._vocabulary
+        ids = (vocabulary.setdefault(word, len(vocabulary)) for word in words)
+        return np.fromiter(ids, dtype=np.int32, count=len(words))
+
+    def _append(self, documents: Sequence[Document], terms: list[Terms]) -> None:
+        self._scorer.add(self._rows.size, terms)
+        self._rows.append(documents)
+        self._terms.extend(terms)
+
+    def _compact(self) -> None:
+        """Leaves no trace of deleted documents, neither rows nor words."""
+        kept = self._rows.compact()
+        terms = [self._terms[row] for row in kept]
+        words = list(self._vocabulary)
+        used, ids = np.unique(np.concatenate([np.zeros(0, dtype=np.int32), *terms]), return_inverse=True)
+        self._vocabulary = {words[term]: place for place, term in enumerate(used)}
+        ends = np.cumsum([len(document) for document in terms])
+        self._terms = np.split(ids.astype(np.int32), ends[:-1]) if terms else []
+        self._scorer = self._new_scorer()
+        self._scorer.add(0, self._terms)
 
 
-class _Index:
-    """The documents of one moment, scored by one engine; `terms` holds the terms of each document."""
-
-    def __init__(self, documents: list[Document], terms: list[list[str]], engine: Engine) -> None:
-        self._documents = documents
-        self._score: _Scorer | None = None
-        if any(terms):  # neither engine can index documents that hold no term at all
-            self._score = _bm25s(terms) if engine == "bm25s" else _rank_bm25(terms)
-
-    def hits(self, terms: list[str], k: int) -> list[Hit]:
-        if not terms or self._score is None:
-            return []
-        scores = self._score(terms)
-        found = np.flatnonzero(scores > 0)
-        if len(found) > k:
-            kth = np.partition(scores[found], -k)[-k]
-            found = found[scores[found] >= kth]
-        best = found[np.argsort(-scores[found], kind="stable")][:k]
-        return [Hit(self._documents[i].id, self._documents[i].text, float(scores[i])) for i in best]
-
-
-def _bm25s(terms: list[list[str]]) -> _Scorer:
-    import bm25s
-
-    index = bm25s.BM25(k1=K1, b=B, method="atire", idf_method="lucene", dtype="float64")
-    index.index(terms, create_empty_token=False, show_progress=False)
-    score: _Scorer = index.get_scores
-    return score
-
-
-def _rank_bm25(terms: list[list[str]]) -> _Scorer:
-    from rank_bm25 import BM25Okapi
-
-    index = BM25Okapi(terms, k1=K1, b=B)
-    containing = Counter(term for document in terms for term in set(document))
-    index.idf = {term: math.log(1 + (len(terms) - n + 0.5) / (n + 0.5)) for term, n in containing.items()}
-    score: _Scorer = index.get_scores
-    return score
+def _versions() -> dict[str, str]:
+    """Of what decides how a text is cut into terms."""
+    return {package: version(package) for package in ("PyStemmer", "bm25s")}

@@ -1,0 +1,161 @@
+"""Retrievers across the border: ours for LlamaIndex, and LlamaIndex's for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Container, Sequence
+from typing import Any
+
+from llama_index.core import Document as IndexDocument
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.callbacks import CallbackManager
+from llama_index.core.indices.base import BaseIndex
+from llama_index.core.schema import MetadataMode, NodeRelationship, NodeWithScore, QueryBundle, TextNode
+
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError, ConfigError
+from mac_rag.integrations.llama_index.component import FiledBy, document_id
+from mac_rag.retrieval.base import Hit, Retriever, check_k
+
+
+class MACRetriever(BaseRetriever):
+    """Any retriever of `mac_rag` as a LlamaIndex retriever.
+
+    A node is a whole document: its id, and that of its source, is the document's, and so is its metadata.
+
+    Args:
+        retriever: holds the documents; an engine's own retriever goes on following the engine.
+        similarity_top_k: how many nodes a question gets.
+        allowed: ids of the documents that may be found, asked anew for every question; None for all.
+        callback_manager: LlamaIndex's.
+
+    Raises:
+        ConfigError: when `similarity_top_k` is below 1.
+    """
+
+    def __init__(
+        self,
+        retriever: Retriever,
+        *,
+        similarity_top_k: int = 5,
+        allowed: Container[str] | None = None,
+        callback_manager: CallbackManager | None = None,
+    ) -> None:
+        super().__init__(callback_manager=callback_manager)
+        check_k(similarity_top_k)
+        self.retriever = retriever
+        self.similarity_top_k = similarity_top_k
+        self.allowed = allowed
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        [hits] = self.retriever.retrieve([query_bundle.query_str], self.similarity_top_k, allowed=self.allowed)
+        return [NodeWithScore(node=_node(hit), score=hit.score) for hit in hits]
+
+    async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return await asyncio.to_thread(self._retrieve, query_bundle)
+
+
+class LlamaIndexRetriever(Retriever):
+    """Any LlamaIndex retriever as a retriever of `mac_rag`.
+
+    A document that comes back as several nodes is one hit, with the text of its best node. More nodes than `k` are
+    asked for where needed, if the retriever has a `similarity_top_k` to be told by; one without gives what it gives,
+    and may give less than `k`.
+
+    Args:
+        retriever: is asked; a copy, so that its own `similarity_top_k` stays as it is.
+        index: documents are added to it and deleted from it, and it has to be the one the retriever searches. It has
+            to keep its nodes in a docstore, since a vector store alone does not tell which documents it holds. None
+            for a retriever that is only read: documents then cannot be added or deleted here.
+        filed_by: which document a node belongs to; see `document_id`.
+    """
+
+    def __init__(
+        self, retriever: BaseRetriever, index: BaseIndex[Any] | None = None, *, filed_by: FiledBy = "source"
+    ) -> None:
+        self._retriever: Any = copy.copy(retriever)
+        self._index = index
+        self._filed_by: FiledBy = filed_by
+        self._lock = threading.RLock()
+
+    def add(self, documents: Sequence[Document]) -> None:
+        with self._lock:
+            index = self._writable("add")
+            known: set[str] = set(index.ref_doc_info)
+            for document in documents:
+                if document.id in known:
+                    raise BankError(
+                        f"document {document.id!r} is already in the index, or comes twice; "
+                        "delete it before adding it again"
+                    )
+                known.add(document.id)
+            done = []
+            try:
+                for document in documents:
+                    done.append(document.id)
+                    index.insert(IndexDocument(id_=document.id, text=document.text, metadata=dict(document.metadata)))
+            except BaseException:
+                for added in done:
+                    index.delete_ref_doc(added, delete_from_docstore=True)
+                raise
+
+    def delete(self, document_id: str) -> None:
+        with self._lock:
+            index = self._writable("delete")
+            if document_id not in index.ref_doc_info:
+                raise BankError(f"no document {document_id!r} in this index of {len(self)} documents")
+            index.delete_ref_doc(document_id, delete_from_docstore=True)
+
+    def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
+        check_k(k)
+        with self._lock:
+            return [self._hits(question, k, allowed) for question in questions]
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._writable("count").ref_doc_info)
+
+    def __contains__(self, document_id: object) -> bool:
+        with self._lock:
+            return document_id in self._writable("look up").ref_doc_info
+
+    def _writable(self, purpose: str) -> Any:
+        """The index, if it can tell which documents it holds."""
+        if self._index is None:
+            raise ConfigError(
+                f"cannot {purpose} documents through a LlamaIndex retriever alone; "
+                "give the index it searches: LlamaIndexRetriever(retriever, index)"
+            )
+        try:
+            _ = self._index.ref_doc_info
+        except NotImplementedError:
+            raise ConfigError(
+                f"cannot {purpose} documents of {type(self._index).__name__}: its vector store does not tell which "
+                "documents it holds; build the index with store_nodes_override=True"
+            ) from None
+        return self._index
+
+    def _hits(self, question: str, k: int, allowed: Container[str] | None) -> list[Hit]:
+        adjustable = hasattr(self._retriever, "similarity_top_k")
+        asked = k
+        while True:
+            if adjustable:
+                self._retriever.similarity_top_k = asked
+            nodes = self._retriever.retrieve(QueryBundle(question))
+            hits: dict[str, Hit] = {}
+            for scored in nodes:
+                name = document_id(scored.node, self._filed_by)
+                if name not in hits and (allowed is None or name in allowed):
+                    text = scored.node.get_content(metadata_mode=MetadataMode.NONE)
+                    hits[name] = Hit(name, text, scored.score or 0.0, scored.node.metadata)
+            if len(hits) >= k or not adjustable or len(nodes) < asked:
+                return list(hits.values())[:k]
+            asked *= 4
+
+
+def _node(hit: Hit) -> TextNode:
+    node = TextNode(id_=hit.document_id, text=hit.text, metadata=dict(hit.metadata))
+    node.relationships[NodeRelationship.SOURCE] = node.as_related_node_info()
+    return node

@@ -1,0 +1,156 @@
+"""Dense retrieval: documents and questions as vectors, ranked by dot product."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from mac_rag.data.types import Document
+from mac_rag.errors import FingerprintError
+from mac_rag.progress import progress_bar
+from mac_rag.retrieval import snapshot
+from mac_rag.retrieval.base import Hit, Retriever, check_k
+from mac_rag.retrieval.embeddings import EmbeddingCache, Vectors, text_hash
+from mac_rag.retrieval.rows import Rows
+
+KIND = "dense"
+_GROUP = 1024  # documents encoded between two writes: what an interruption can cost
+_SCORES = 16_000_000  # scores of questions and documents in memory at once
+
+
+class Encoder(Protocol):
+    """Turns texts into vectors whose dot products say how well they fit (`mac_rag.retrieval.encoders`).
+
+    Attributes:
+        width: D, the length of a vector.
+        fingerprint: tells encoders with other vectors apart.
+    """
+
+    width: int
+    fingerprint: str
+
+    def documents(self, texts: Sequence[str], advance: Callable[[int], None] | None = None) -> Vectors:
+        """Encodes documents to `[N, D]`; `advance` is called with the number of texts after each batch."""
+
+    def questions(self, texts: Sequence[str]) -> Vectors:
+        """Encodes questions to `[N, D]`."""
+
+
+class DenseRetriever(Retriever):
+    """Ranks documents by the dot product of their vector with the question's; every document is a hit.
+
+    The search is exact, one matrix product over all documents. Texts that are the same are encoded once.
+
+    Args:
+        encoder: makes the vectors.
+        folder: keeps vectors here while documents are being encoded, so that an `add` that was interrupted goes on
+            where it stopped, in this process or another; None to start over.
+        progress: shows a progress bar while documents are encoded.
+    """
+
+    def __init__(self, encoder: Encoder, *, folder: Path | None = None, progress: bool = False) -> None:
+        self.encoder = encoder
+        self._cache = None if folder is None else EmbeddingCache(folder, encoder.fingerprint)
+        self._progress = progress
+        self._rows = Rows()
+        self._matrix: Vectors = np.zeros((0, encoder.width), dtype=np.float32)  # with room to grow
+        self._by_hash: dict[str, int] = {}  # hash of a text -> its row
+        self._lock = threading.RLock()
+
+    def add(self, documents: Sequence[Document]) -> None:
+        with self._lock:
+            self._rows.check(documents)
+            texts = {text_hash(document.text): document.text for document in documents}
+            known = {name: self._matrix[row] for name in texts if (row := self._by_hash.get(name)) is not None}
+            if self._cache is not None:
+                known |= self._cache.get(texts.keys() - known.keys())
+            missing = [name for name in texts if name not in known]
+            with progress_bar("encode", len(texts), done=len(known), disable=not self._progress) as bar:
+                for first in range(0, len(missing), _GROUP):
+                    group = missing[first : first + _GROUP]
+                    vectors = self.encoder.documents([texts[name] for name in group], bar.advance)
+                    if self._cache is not None:
+                        self._cache.put(group, vectors)
+                    known.update(zip(group, vectors, strict=True))
+            if documents:
+                self._append(documents, np.stack([known[text_hash(document.text)] for document in documents]))
+
+    def delete(self, document_id: str) -> None:
+        with self._lock:
+            row, document = self._rows.remove(document_id)
+            name = text_hash(document.text)
+            if self._by_hash[name] == row:  # else a later document with the same text stands for it
+                del self._by_hash[name]
+            if self._rows.sparse:
+                self._compact()
+
+    def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
+        check_k(k)
+        with self._lock:
+            if not questions or not len(self):
+                return [[] for _ in questions]
+            mask = self._rows.mask(allowed)
+            rows = np.arange(self._rows.size) if mask is None else np.flatnonzero(mask)
+            matrix = self._matrix[: self._rows.size]
+            asked = self.encoder.questions(questions)
+            block = max(1, _SCORES // len(matrix))
+            hits = []
+            for first in range(0, len(asked), block):
+                for scores in asked[first : first + block] @ matrix.T:
+                    hits.append(self._rows.hits(rows, scores[rows], k))
+            return hits
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, document_id: object) -> bool:
+        return document_id in self._rows
+
+    def save(self, folder: Path) -> None:
+        """Writes documents and vectors to a folder.
+
+        Raises:
+            BankError: when metadata cannot be written as JSON.
+        """
+        with self._lock:
+            self._compact()
+            body = {"encoder": self.encoder.fingerprint, "documents": snapshot.describe(self._rows)}
+            snapshot.write(folder, KIND, body, {"embeddings": self._matrix})
+            if self._cache is not None and self._cache.folder == folder:
+                self._cache.clear()
+
+    @classmethod
+    def load(cls, folder: Path, encoder: Encoder, *, progress: bool = False) -> DenseRetriever:
+        """Reads a retriever, which goes on to use `folder` for what it encodes.
+
+        Raises:
+            BankError: when there is none, or it is damaged.
+            FingerprintError: when the vectors are another encoder's.
+        """
+        body, arrays = snapshot.read(folder, KIND)
+        if body["encoder"] != encoder.fingerprint:
+            raise FingerprintError(
+                f"the vectors in {folder} were made by the encoder {body['encoder']!r}, not by "
+                f"{encoder.fingerprint!r}; load them with that one, or encode the documents again into another folder"
+            )
+        retriever = cls(encoder, folder=folder, progress=progress)
+        retriever._append(snapshot.documents(body["documents"]), arrays["embeddings"])
+        return retriever
+
+    def _append(self, documents: Sequence[Document], vectors: Vectors) -> None:
+        first, stop = self._rows.size, self._rows.size + len(documents)
+        if stop > len(self._matrix):
+            grown = np.zeros((max(stop, 2 * len(self._matrix)), vectors.shape[1]), dtype=np.float32)
+            grown[:first] = self._matrix[:first]
+            self._matrix = grown
+        self._matrix[first:stop] = vectors
+        self._rows.append(documents)
+        self._by_hash.update((text_hash(document.text), row) for row, document in enumerate(documents, first))
+
+    def _compact(self) -> None:
+        self._matrix = self._matrix[self._rows.compact()]
+        self._by_hash = {text_hash(document.text): row for row, document in enumerate(self._rows)}

@@ -1,0 +1,106 @@
+"""Reciprocal-rank fusion: several retrievers as one."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Container, Sequence
+from pathlib import Path
+
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError, ConfigError
+from mac_rag.retrieval.base import Hit, Retriever, check_k
+
+RANK_OFFSET = 60  # of Cormack, Clarke and Büttcher, SIGIR 2009: how little the very first ranks stand out
+
+
+class HybridRetriever(Retriever):
+    """Fuses the rankings of several retrievers: a document's score is the sum of `weight / (60 + rank)`.
+
+    Ranks start at 1; a retriever that does not find a document adds nothing to its score. Documents of equal scores
+    come in the order of the retrievers that found them, and then of their ranks. All retrievers get every document.
+
+    Args:
+        retrievers: at least one.
+        weights: one for each, not negative; None for equal weights. A retriever of weight 0 is not asked.
+        depth: how many documents each retriever is asked for, or `k` where that is more.
+
+    Raises:
+        ConfigError: for no retriever, weights that do not fit, or a depth below 1.
+    """
+
+    def __init__(
+        self, retrievers: Sequence[Retriever], weights: Sequence[float] | None = None, *, depth: int = 100
+    ) -> None:
+        if not retrievers:
+            raise ConfigError("a hybrid retriever needs at least one retriever")
+        self.retrievers = tuple(retrievers)
+        self.weights = tuple(weights) if weights is not None else (1.0,) * len(self.retrievers)
+        fit = len(self.weights) == len(self.retrievers) and all(w >= 0 and math.isfinite(w) for w in self.weights)
+        if not fit or not any(self.weights):
+            raise ConfigError(
+                f"weights {list(self.weights)} do not fit {len(self.retrievers)} retrievers; "
+                "give each a number from 0 up, and one of them more than 0"
+            )
+        if depth < 1:
+            raise ConfigError(f"depth must be at least 1, got {depth}")
+        self.depth = depth
+        self._lock = threading.RLock()  # a question never meets a document that only some retrievers have
+
+    def add(self, documents: Sequence[Document]) -> None:
+        with self._lock:
+            for done, retriever in enumerate(self.retrievers):
+                try:
+                    retriever.add(documents)
+                except BaseException:
+                    for other in self.retrievers[:done]:
+                        for document in documents:
+                            other.delete(document.id)
+                    raise
+
+    def delete(self, document_id: str) -> None:
+        with self._lock:
+            holders = [retriever for retriever in self.retrievers if document_id in retriever]
+            if not holders:
+                raise BankError(f"no document {document_id!r} in this index of {len(self)} documents")
+            for retriever in holders:
+                retriever.delete(document_id)
+
+    def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
+        check_k(k)
+        with self._lock:
+            rankings: list[list[list[Hit]]] = [
+                retriever.retrieve(questions, max(k, self.depth), allowed=allowed)
+                if weight
+                else [[] for _ in questions]
+                for retriever, weight in zip(self.retrievers, self.weights)
+            ]
+        return [fuse([ranking[i] for ranking in rankings], self.weights)[:k] for i in range(len(questions))]
+
+    def __len__(self) -> int:
+        return len(self.retrievers[0])
+
+    def __contains__(self, document_id: object) -> bool:
+        return any(document_id in retriever for retriever in self.retrievers)
+
+    def save(self, folder: Path) -> None:
+        """Writes each retriever to a folder of its own, `0`, `1`, ..., inside `folder`.
+
+        Raises:
+            ConfigError: when one of them keeps its documents elsewhere.
+        """
+        with self._lock:
+            for place, retriever in enumerate(self.retrievers):
+                retriever.save(folder / str(place))
+
+
+def fuse(rankings: Sequence[Sequence[Hit]], weights: Sequence[float]) -> list[Hit]:
+    """Fuses rankings of one question; see `HybridRetriever`."""
+    scores: dict[str, float] = {}
+    first: dict[str, Hit] = {}
+    for ranking, weight in zip(rankings, weights, strict=True):
+        for rank, hit in enumerate(ranking, 1):
+            first.setdefault(hit.document_id, hit)
+            scores[hit.document_id] = scores.get(hit.document_id, 0.0) + weight / (RANK_OFFSET + rank)
+    fused = [Hit(name, hit.text, scores[name], hit.metadata) for name, hit in first.items()]
+    return sorted(fused, key=lambda hit: -hit.score)

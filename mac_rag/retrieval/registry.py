@@ -1,0 +1,106 @@
+"""Retrievers by name, for command lines and recipes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mac_rag.errors import ConfigError
+from mac_rag.retrieval import snapshot
+from mac_rag.retrieval.base import Retriever
+from mac_rag.retrieval.bm25 import BM25Retriever
+from mac_rag.retrieval.dense import DenseRetriever, Encoder
+from mac_rag.retrieval.hybrid import HybridRetriever
+
+_SENTENCE_TRANSFORMERS = "sentence-transformers:"
+
+# What `make_retriever` takes, for help texts and messages.
+RETRIEVERS = (
+    "none", "bm25", "contriever", "contriever-msmarco", "dpr", "minilm", "hybrid", "sentence-transformers:MODEL",
+    "module:attr",
+)  # fmt: skip
+
+
+def make_retriever(spec: str, *, folder: Path | None = None, progress: bool = False) -> Retriever | None:
+    """Makes the retriever that a name stands for.
+
+    Args:
+        spec: `none`; `bm25`; `contriever`, `contriever-msmarco`, `dpr` (from the Hub); `minilm` (out of an installed
+            package); `hybrid`, which fuses bm25 and minilm; `sentence-transformers:MODEL` for a model's name or
+            folder; `module:attr` for anything importable: a `Retriever` or a LlamaIndex retriever, or what makes one
+            when it is called without arguments.
+        folder: where the retriever was saved, or is to be saved; opened if there is one. A dense retriever keeps in
+            it what it has encoded so far. None for a new one in memory. Not for `module:attr`, which has its own.
+        progress: shows a progress bar while documents are encoded.
+
+    Returns:
+        None for `none`.
+
+    Raises:
+        ConfigError: for an unknown name; lists the names.
+        ModelLoadError: when an encoder cannot be loaded.
+        BankError: when `folder` holds another retriever, or is damaged.
+    """
+    if spec == "none":
+        return None
+    if spec == "bm25":
+        return BM25Retriever.load(folder) if folder is not None and snapshot.exists(folder) else BM25Retriever()
+    if spec == "hybrid":
+        parts = [
+            make_retriever(name, folder=None if folder is None else folder / str(place), progress=progress)
+            for place, name in enumerate(("bm25", "minilm"))
+        ]
+        return HybridRetriever([part for part in parts if part is not None])
+    make = _encoder(spec)
+    if make is None:
+        return _imported(spec)
+    if folder is not None and snapshot.exists(folder):
+        return DenseRetriever.load(folder, make(), progress=progress)
+    return DenseRetriever(make(), folder=folder, progress=progress)
+
+
+def _encoder(spec: str) -> Callable[[], Encoder] | None:
+    """What makes the encoder of a dense retriever; None where `spec` names none."""
+    if spec not in ("contriever", "contriever-msmarco", "dpr", "minilm") and not spec.startswith(
+        _SENTENCE_TRANSFORMERS
+    ):
+        return None
+    from mac_rag.retrieval import encoders
+
+    if spec == "dpr":
+        return encoders.dpr
+    if spec == "minilm":
+        return encoders.minilm
+    if spec.startswith(_SENTENCE_TRANSFORMERS):
+        return lambda: encoders.SentenceTransformerEncoder(spec.removeprefix(_SENTENCE_TRANSFORMERS))
+    return lambda: encoders.contriever(f"facebook/{spec}")
+
+
+def _imported(spec: str) -> Retriever:
+    module, colon, attribute = spec.partition(":")
+    if not (colon and module and attribute):
+        raise ConfigError(f"unknown retriever {spec!r}; choose one of {', '.join(RETRIEVERS)}")
+    try:
+        found: Any = importlib.import_module(module)
+        for name in attribute.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"cannot import retriever {spec!r}: {error}; choose one of {', '.join(RETRIEVERS)}, where module:attr is "
+            "an importable module and a name in it"
+        ) from error
+    made = found if isinstance(found, Retriever) or not callable(found) else found()
+    if isinstance(made, Retriever):
+        return made
+    try:
+        from llama_index.core.retrievers import BaseRetriever
+
+        from mac_rag.integrations.llama_index.retriever import LlamaIndexRetriever
+    except ImportError:
+        pass
+    else:
+        if isinstance(made, BaseRetriever):
+            return LlamaIndexRetriever(made)
+    raise ConfigError(f"{spec!r} is {type(made).__name__}, neither a mac_rag Retriever nor a LlamaIndex retriever")
