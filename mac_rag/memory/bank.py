@@ -7,18 +7,20 @@ there, is the store's business (`mac_rag.memory.store`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
-from mac_rag.memory.parts import PART_BITS, Part, Placed
+from mac_rag.memory.contents import BankEntry, Contents
+from mac_rag.memory.parts import PART_BITS, Part
 from mac_rag.memory.records import Member, Record, content_hash
+from mac_rag.memory.store import Store, exists
 
 if TYPE_CHECKING:
     from mac_rag.model import MACModel
@@ -29,68 +31,155 @@ __all__ = ["BankEntry", "Member", "MemoryBank", "content_hash"]
 _DISTANCES = 1 << 24
 
 
-@dataclass(frozen=True)
-class BankEntry:
-    """What the bank holds of one document, or of several that were merged.
-
-    Attributes:
-        members: the documents, in the order in which they arrived.
-        sequence: the entry's place in the order of arrival; never used for another entry.
-    """
-
-    members: tuple[Member, ...]
-    sequence: int
-    _tokens: Tensor = field(repr=False, compare=False)
-    _codebook: Tensor | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def phi(self) -> Tensor:
-        """Its memory tokens `[rows, T, D]`, read when asked for."""
-        return _decoded(self._tokens, self._codebook).clone()
-
-    @property
-    def document_id(self) -> str:
-        """The id of its first document."""
-        return self.members[0].document_id
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """The metadata of its first document."""
-        return self.members[0].metadata
-
-    @property
-    def content_hash(self) -> str:
-        """The content hash of its first document."""
-        return self.members[0].content_hash
-
-
-class MemoryBank:
+class MemoryBank(Contents):
     """A growing set of documents as memory tokens, in the order in which they arrived.
 
-    Made by the constructor it lives in memory. It is not safe to change in one thread and use in another; the engine
-    sees to that.
+    Made by the constructor it lives in memory. `create` and `open` give one on disk, of which there can be one for
+    writing and any number for reading. Changes are visible to others, and survive this process, from `commit` on; what
+    was not committed at `close` is forgotten. It is not safe to change a bank in one thread and use it in another; the
+    engine sees to that.
 
     Args:
         fingerprint: of the model that writes and reads it (`MACModel.fingerprint`).
         codebook: `[C, D]`; every memory token is kept as the index of its nearest code, and read as that code.
 
     Attributes:
+        folder: where it is on disk; None for one in memory.
         version: grows with every change.
     """
 
+    folder: Path | None = None
+
     def __init__(self, fingerprint: str, *, codebook: Tensor | None = None) -> None:
         self.fingerprint = fingerprint
-        self.codebook = None if codebook is None else codebook.detach().to("cpu", torch.float32).clone()
+        super().__init__(None if codebook is None else codebook.detach().to("cpu", torch.float32).clone())
         self.version = 0
         self._next = 0
-        self._where: dict[str, int] = {}
-        self._tail = Part(torch.empty(0), ())
+        self._store: Store | None = None
+        self._tail = Part(torch.empty(0), ())  # what is not on disk
         self._changed()
 
     @classmethod
     def for_model(cls, model: MACModel) -> MemoryBank:
         """An empty bank for one model."""
         return cls(model.fingerprint)
+
+    @classmethod
+    def create(cls, folder: str | Path, fingerprint: str, *, codebook: Tensor | None = None) -> MemoryBank:
+        """A new and empty bank on disk, open for writing.
+
+        Raises:
+            BankError: when the folder holds a bank already.
+        """
+        bank = cls(fingerprint, codebook=codebook)
+        bank._follow(Store.create(Path(folder), fingerprint, bank.codebook))
+        return bank
+
+    @classmethod
+    def open(cls, folder: str | Path, *, write: bool = False, fingerprint: str | None = None) -> MemoryBank:
+        """A bank on disk as its last commit left it. Its memory tokens stay there until they are used.
+
+        Args:
+            folder: where it is.
+            write: to change it. There is one writer at a time.
+            fingerprint: of the model that is to use it; None to look at any bank.
+
+        Raises:
+            BankError: when there is none, it is damaged, or someone else writes to it.
+            FingerprintError: when another model wrote it.
+        """
+        store = Store.open(Path(folder), write=write)
+        bank = cls(store.manifest.fingerprint)
+        bank._follow(store)
+        try:
+            bank.check_model(bank.fingerprint if fingerprint is None else fingerprint)
+        except FingerprintError:
+            bank.close()
+            raise
+        return bank
+
+    @staticmethod
+    def exists(folder: str | Path) -> bool:
+        """Whether a folder holds a bank, be it a damaged one."""
+        return exists(Path(folder))
+
+    def _follow(self, store: Store) -> None:
+        """Takes over the state of the store."""
+        self._store, self.folder, self.codebook = store, store.folder, store.codebook
+        self._next = store.manifest.next_sequence
+        self._where = {
+            document_id: sequence
+            for segment in store.segments
+            for sequence, (record, _) in segment.entries.items()
+            for document_id in record.document_ids
+        }
+        self._changed()
+
+    def commit(self) -> None:
+        """Makes all changes last: from here on no crash undoes them. Does nothing for a bank in memory.
+
+        Raises:
+            BankError: when it is not open for writing, or the disk refuses; then the changes can be committed later.
+        """
+        self._commit(compact=False)
+
+    def compact(self) -> None:
+        """Commits, and writes every segment again that has deleted entries, so that no byte of them remains.
+
+        Raises:
+            BankError: as `commit`.
+        """
+        self._commit(compact=True)
+
+    def _commit(self, *, compact: bool) -> None:
+        self._check_writable()
+        if self._store is not None:
+            self._store.commit([*self._store.segments, self._tail], self._next, compact=compact)
+            self._tail = Part(torch.empty(0), ())
+            self._hold([*self._store.segments, self._tail])
+
+    def refresh(self) -> bool:
+        """Follows the writer: a bank open for reading goes on to the last commit.
+
+        Returns:
+            Whether there was a newer one.
+
+        Raises:
+            BankError: when the bank is damaged; it stays as it was.
+        """
+        if self._store is None or not self._store.refresh():
+            return False
+        self._follow(self._store)
+        return True
+
+    def save(self, folder: str | Path) -> None:
+        """Writes a copy as a new bank on disk, without what was deleted.
+
+        Raises:
+            BankError: when the folder holds a bank already.
+        """
+        store = Store.create(Path(folder), self.fingerprint, self.codebook)
+        try:
+            store.commit(self._parts, self._next)
+        finally:
+            store.close()
+
+    def close(self) -> None:
+        """Ends writing and lets others write. What was read can still be used."""
+        if self._store is not None:
+            self._store.close()
+
+    def __enter__(self) -> MemoryBank:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_writable(self) -> None:
+        if self._store is not None and not self._store.writable:
+            raise BankError(f"{self.folder} is not open for writing; open it with write=True")
 
     def put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int] | None = None) -> tuple[str, ...]:
         """Adds documents, in place of those of the same ids; either all of them or, on an error, none.
@@ -107,6 +196,7 @@ class MemoryBank:
             BankError: for an id that occurs twice, metadata that are no JSON, or memory tokens that do not fit the
                 documents or the bank.
         """
+        self._check_writable()
         counts = [1] * len(documents) if rows is None else list(rows)
         if len(counts) != len(documents) or sum(counts) != len(phi) or min(counts, default=1) < 1:
             raise BankError(f"{len(documents)} documents with {sum(counts)} rows, but {len(phi)} rows of memory tokens")
@@ -132,6 +222,7 @@ class MemoryBank:
         Raises:
             BankError: for an id that the bank does not hold, or memory tokens that do not fit the bank.
         """
+        self._check_writable()
         placed = {placed.record.sequence: placed for placed in map(self._placed, document_ids)}
         if not placed or not len(phi):
             raise BankError(f"{len(placed)} entries and {len(phi)} rows of memory tokens cannot become one entry")
@@ -153,15 +244,16 @@ class MemoryBank:
         Raises:
             BankError: for an id that the bank does not hold.
         """
+        self._check_writable()
         gone = self._bury(document_id)
         self._changed()
         return gone
 
     def _encoded(self, phi: Tensor) -> Tensor:
         """Memory tokens as the bank keeps them: `[N, T, D]`, or the indices of their nearest codes `[N, T]`."""
-        known = self.row_shape
-        wanted = None if self.codebook is None else self.codebook.shape[1]
-        if phi.ndim != 3 or (known or phi.shape[1:]) != phi.shape[1:] or (wanted or phi.shape[2]) != phi.shape[2]:
+        known, width = self.row_shape, None if self.codebook is None else self.codebook.shape[1]
+        fits = phi.ndim == 3 and phi.shape[1:].numel() > 0
+        if not fits or known not in (None, phi.shape[1:]) or width not in (None, phi.shape[2]):
             raise BankError(
                 f"memory tokens of shape {list(phi.shape[1:])} do not fit this bank"
                 + (f", whose rows have shape {list(known)}" if known else "")
@@ -192,129 +284,7 @@ class MemoryBank:
         self.version += 1
         if self._tail.is_mostly_buried:
             self._tail = self._tail.without_buried()
-        self._parts = [part for part in (self._tail,) if part.count]
-        self._row_keys: Tensor | None = None
-        self._row_members: list[tuple[str, ...]] | None = None
-
-    def _part(self, sequence: int) -> Part:
-        return next(part for part in self._parts if sequence in part.entries)
-
-    def _placed(self, document_id: str) -> Placed:
-        if document_id not in self._where:
-            raise BankError(f"the bank holds no document {document_id!r}")
-        sequence = self._where[document_id]
-        return self._part(sequence).entries[sequence]
-
-    @property
-    def document_ids(self) -> list[str]:
-        """The ids of all documents, in order of their entries."""
-        return list(self._where)
-
-    def __getitem__(self, document_id: str) -> BankEntry:
-        placed = self._placed(document_id)
-        return self._entry(self._part(placed.record.sequence), placed)
-
-    def __iter__(self) -> Iterator[BankEntry]:
-        for part in self._parts:
-            for placed in part.entries.values():
-                yield self._entry(part, placed)
-
-    def _entry(self, part: Part, placed: Placed) -> BankEntry:
-        record, start = placed
-        return BankEntry(record.members, record.sequence, part.tokens[start : start + record.rows], self.codebook)
-
-    def __len__(self) -> int:
-        return len(self._where)
-
-    def __contains__(self, document_id: object) -> bool:
-        return document_id in self._where
-
-    @property
-    def row_keys(self) -> Tensor:
-        """A key of each row `[N]`, ascending; a row keeps its key as long as it exists."""
-        if self._row_keys is None:
-            self._row_keys = torch.cat([torch.empty(0, dtype=torch.long), *(part.keys for part in self._parts)])
-        return self._row_keys
-
-    @property
-    def row_members(self) -> list[tuple[str, ...]]:
-        """The ids of the documents that each row stands for."""
-        if self._row_members is None:
-            self._row_members = [members for part in self._parts for members in part.members()]
-        return self._row_members
-
-    @property
-    def row_shape(self) -> tuple[int, int] | None:
-        """T and D; None for an empty bank."""
-        if not self._parts:
-            return None
-        shape = self._parts[0].tokens.shape
-        return shape[1], shape[2] if self.codebook is None else self.codebook.shape[1]
-
-    @property
-    def phi(self) -> Tensor:
-        """The memory tokens of all rows `[N, T, D]`.
-
-        Raises:
-            BankError: for an empty bank.
-        """
-        return self.read(0, self._rows())
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """The memory tokens of a stretch of rows `[stop - start, T, D]`.
-
-        Raises:
-            BankError: for an empty bank.
-        """
-        return _decoded(self._stretch(start, stop), self.codebook)
-
-    def codes(self, start: int, stop: int) -> Tensor:
-        """The codes of a stretch of rows `[stop - start, T]`.
-
-        Raises:
-            BankError: for an empty bank, or one without a codebook.
-        """
-        if self.codebook is None:
-            raise BankError("this bank has no codebook, so its memory tokens have no codes")
-        return self._stretch(start, stop).long()
-
-    def take(self, index: Tensor) -> Tensor:
-        """The memory tokens of some rows `[n, T, D]`.
-
-        Args:
-            index: which rows `[n]`, in any order.
-
-        Raises:
-            BankError: for an empty bank.
-        """
-        rows = self._rows()
-        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < rows:
-            raise IndexError(f"rows {int(index.min())} to {int(index.max())} of a bank with {rows} rows")
-        tokens = self._parts[0].tokens
-        taken = tokens.new_empty((len(index), *tokens.shape[1:]))
-        first = 0
-        for part in self._parts:
-            here = ((index >= first) & (index < first + part.count)).nonzero()[:, 0]
-            taken[here] = part.rows(index[here] - first)
-            first += part.count
-        return _decoded(taken, self.codebook)
-
-    def _stretch(self, start: int, stop: int) -> Tensor:
-        rows = self._rows()
-        if not 0 <= start <= stop <= rows:
-            raise IndexError(f"rows {start} to {stop} of a bank with {rows} rows")
-        pieces, first = [self._parts[0].tokens[:0]], 0
-        for part in self._parts:
-            low, high = max(start - first, 0), min(stop - first, part.count)
-            if low < high:
-                pieces.append(part.rows(slice(low, high)))
-            first += part.count
-        return torch.cat(pieces)
-
-    def _rows(self) -> int:
-        if not self._parts:
-            raise BankError("the memory bank is empty; adapt to some documents first")
-        return sum(part.count for part in self._parts)
+        self._hold([*(() if self._store is None else self._store.segments), self._tail])
 
     def check_model(self, fingerprint: str) -> None:
         """Refuses a model that did not write this bank.
@@ -329,39 +299,9 @@ class MemoryBank:
             )
 
     def restore(self, entries: Iterable[tuple[tuple[Member, ...], Tensor]]) -> None:
-        """Fills an empty bank with entries as they were, for the store."""
+        """Fills an empty bank with the entries of another, each with its members and memory tokens `[rows, T, D]`."""
         for members, phi in entries:
             self._append(self._encoded(phi), [(len(phi), members)])
-
-    def save(self, folder: str | Path) -> None:
-        """Writes the bank to a folder; see `mac_rag.memory.store`."""
-        from mac_rag.memory.store import save
-
-        save(self, Path(folder))
-
-    @classmethod
-    def load(cls, folder: str | Path, fingerprint: str | None = None) -> MemoryBank:
-        """Reads a bank from a folder.
-
-        Args:
-            folder: where it was saved.
-            fingerprint: of the model that is to read it; None to look at any bank.
-
-        Raises:
-            BankError: when there is none, or it is damaged.
-            FingerprintError: when another model wrote it.
-        """
-        from mac_rag.memory.store import load
-
-        bank = load(Path(folder))
-        if fingerprint is not None:
-            bank.check_model(fingerprint)
-        return bank
-
-
-def _decoded(tokens: Tensor, codebook: Tensor | None) -> Tensor:
-    """Memory tokens `[n, T, D]` of what the bank keeps of them."""
-    return tokens if codebook is None else codebook[tokens.long()]
 
 
 def _nearest(phi: Tensor, codebook: Tensor) -> Tensor:

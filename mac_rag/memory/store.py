@@ -1,119 +1,234 @@
-"""A bank on disk: one safetensors file of memory tokens and one manifest.
+"""A bank on disk: immutable segments and one manifest that names them.
 
-    manifest.json           format version, model fingerprint, the documents in order, name and sha256 of the tokens
-    <sha256>.safetensors    the memory tokens `[N, T, D]` of all documents, one after another
+    manifest.json, manifest.copy.json              what the bank consists of; see `mac_rag.memory.manifest`
+    segment-<random>.safetensors, .jsonl           entries that never change; see `mac_rag.memory.segment`
+    codebook.safetensors, codebook.copy.safetensors    where memory tokens are kept as codes
+    writer.lock, writer.json                       who is writing
 
-The tokens are written and synced first and the manifest replaces its predecessor in one rename, so a reader meets
-either the old bank or the new one. Document ids are only ever data in the manifest, never parts of a path.
+A commit writes what is new as a segment, syncs it, and then replaces the manifest in one rename. So a process that is
+killed leaves the last commit, and a reader meets one commit or the next. Segments at the end are written together with
+new ones as in a binary counter, each at least as large as the next: with n documents there are O(log n) of them, and
+each document is written O(log n) times. What the manifest does not name is removed by the next writer.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as tensor_bytes
+from torch import Tensor
 
 from mac_rag.errors import BankError
-from mac_rag.memory.bank import BankEntry, Member, MemoryBank
+from mac_rag.memory.files import UNFINISHED, DamageError, sync_folder, write_file
+from mac_rag.memory.lock import WriterLock
+from mac_rag.memory.manifest import MANIFEST, MANIFEST_COPY, Manifest, read_manifest, renew_copy, write_manifest
+from mac_rag.memory.parts import Part
+from mac_rag.memory.segment import Segment, read_segment, write_segment
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-_TOKENS_NAME = re.compile("[0-9a-f]{64}")
+CODEBOOK = "codebook.safetensors"
+CODEBOOK_COPY = "codebook.copy.safetensors"
+# Segments are not written together beyond this size, so that no commit copies much.
+_LARGE = 256 << 20
+_SEGMENT_FILE = re.compile(r"segment-[0-9a-f]{16}\.(safetensors|jsonl)")
+# Every name that an unfinished file may have; nothing else in the folder is ever deleted.
+_UNFINISHED_FILE = re.compile(rf"({_SEGMENT_FILE.pattern}|(manifest|codebook)[a-z.]*|writer\.json){UNFINISHED}")
 
 
-def save(bank: MemoryBank, folder: Path) -> None:
-    """Writes a bank, replacing the one that the folder may hold.
+def exists(folder: Path) -> bool:
+    """Whether a folder holds a bank, be it a damaged one."""
+    return any((folder / name).is_file() for name in (MANIFEST, MANIFEST_COPY))
 
-    Raises:
-        BankError: when metadata cannot be written as JSON; names the document.
+
+class Store:
+    """One state of a bank on disk.
+
+    Args:
+        folder: where it is.
+        lock: the right to write to it; None to read.
+        manifest: its state.
+        segments: those of the manifest.
+        codebook: the codebook `[C, D]`, if it has one.
+
+    Attributes:
+        segments: the segments of this state, in order. Entries that are deleted from them go with the next commit.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    tokens = tensor_bytes({"phi": bank.phi}) if len(bank) else b""
-    digest = hashlib.sha256(tokens).hexdigest()
-    manifest = {
-        "format": FORMAT,
-        "fingerprint": bank.fingerprint,
-        "sha256": digest,
-        "documents": [_described(entry) for entry in bank],
-    }
-    target = folder / f"{digest}.safetensors"
-    _write(target, tokens)
-    _write(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
-    for old in folder.glob("*.safetensors"):
-        if old != target and _TOKENS_NAME.fullmatch(old.stem):  # never a file of anyone else's
-            old.unlink()
 
+    def __init__(
+        self,
+        folder: Path,
+        lock: WriterLock | None,
+        manifest: Manifest,
+        segments: Sequence[Segment],
+        codebook: Tensor | None,
+    ) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.segments = list(segments)
+        self.codebook = codebook
+        self._lock = lock
 
-def load(folder: Path) -> MemoryBank:
-    """Reads a bank.
+    @classmethod
+    def create(cls, folder: Path, fingerprint: str, codebook: Tensor | None) -> Store:
+        """A new and empty bank, open for writing.
 
-    Raises:
-        BankError: when there is none, its format is unknown, or its tokens are missing or damaged.
-    """
-    path = folder / MANIFEST
-    try:
-        manifest: dict[str, Any] = json.loads(path.read_text())
-        found, digest = manifest["format"], manifest["sha256"]
-    except FileNotFoundError:
-        raise BankError(f"there is no memory bank in {folder}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BankError(f"{path} is damaged: {error}") from error
-    if found != FORMAT:
-        raise BankError(f"{path} has format {found!r}, this version reads format {FORMAT}; update mac_rag")
-    if not _TOKENS_NAME.fullmatch(str(digest)):
-        raise BankError(f"{path} is damaged: sha256 is {digest!r}")
-    tokens = folder / f"{digest}.safetensors"
-    try:
-        data = tokens.read_bytes()
-    except OSError as error:
-        raise BankError(f"the bank's memory tokens cannot be read: {error}") from error
-    if hashlib.sha256(data).hexdigest() != digest:
-        raise BankError(f"{tokens} is damaged: its checksum differs from the manifest's")
-    bank = MemoryBank(manifest["fingerprint"])
-    described = manifest["documents"]
-    if described:
+        Raises:
+            BankError: when the folder holds a bank, or remains of one.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = WriterLock(folder)
         try:
-            phi = load_tensors(data)["phi"]
-        except (SafetensorError, KeyError) as error:
-            raise BankError(f"{tokens} is damaged: {error}") from error
-        bank.restore(
-            ((Member(entry["id"], entry["content_hash"], entry["metadata"], ""),), part)
-            for entry, part in zip(described, phi.split([entry["rows"] for entry in described]), strict=True)
-        )
-    return bank
+            if exists(folder):
+                raise BankError(f"{folder} already holds a memory bank; open it, or choose another folder")
+            if any(_SEGMENT_FILE.fullmatch(file.name) for file in folder.iterdir()):
+                raise BankError(f"{folder} holds segments of a bank that lost its manifest; choose another folder")
+            digest = None
+            if codebook is not None:
+                data = tensor_bytes({"codebook": codebook.contiguous()})
+                digest = write_file(folder / CODEBOOK, [data])
+                write_file(folder / CODEBOOK_COPY, [data])
+            manifest = Manifest(fingerprint=fingerprint, codebook=digest)
+            write_manifest(folder, manifest)
+            sync_folder(folder.parent)
+        except BaseException:
+            lock.release()
+            raise
+        return cls(folder, lock, manifest, [], codebook)
+
+    @classmethod
+    def open(cls, folder: Path, *, write: bool) -> Store:
+        """The last commit, for reading or for writing.
+
+        Raises:
+            BankError: when there is no bank, it is damaged, its format is unknown, or someone else writes to it.
+        """
+        if not exists(folder):
+            raise BankError(f"there is no memory bank in {folder}")
+        lock = WriterLock(folder) if write else None
+        try:
+            manifest, segments = _snapshot(folder, {})
+            store = cls(folder, lock, manifest, segments, _read_codebook(folder, manifest))
+            if write:
+                renew_copy(folder, manifest)
+                store._tidy()
+        except BaseException:
+            if lock is not None:
+                lock.release()
+            raise
+        return store
+
+    @property
+    def writable(self) -> bool:
+        return self._lock is not None
+
+    def close(self) -> None:
+        """Lets others write; what was not committed is forgotten."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def refresh(self) -> bool:
+        """Goes on to the last commit; on an error nothing changes.
+
+        Returns:
+            Whether there was a newer one.
+
+        Raises:
+            BankError: when the bank is damaged.
+        """
+        if self.writable:
+            return False
+        manifest, segments = _snapshot(self.folder, {segment.name: segment for segment in self.segments})
+        if manifest == self.manifest:
+            return False
+        for segment, info in zip(segments, manifest.segments, strict=True):
+            segment.follow(info)
+        self.manifest, self.segments = manifest, segments
+        return True
+
+    def commit(self, parts: Sequence[Part], next_sequence: int, *, compact: bool = False) -> None:
+        """Makes these parts the bank. On an error the last commit stays, and another attempt may follow.
+
+        Args:
+            parts: all entries in order; those that are segments of this bank already are not written again.
+            next_sequence: of the entry that comes next.
+            compact: writes every segment again that has deleted entries.
+
+        Raises:
+            BankError: when something cannot be written.
+        """
+        try:
+            segments = [self._written(group, compact) for group in _groups(parts)]
+            infos = tuple(segment.info for segment in segments)
+            manifest = self.manifest.model_copy(update={"next_sequence": next_sequence, "segments": infos})
+            if manifest != self.manifest:
+                manifest = manifest.model_copy(update={"generation": manifest.generation + 1})
+                write_manifest(self.folder, manifest)
+        except OSError as error:
+            raise BankError(f"{self.folder} cannot be written to: {error}; what was committed is unharmed") from error
+        self.manifest, self.segments = manifest, segments
+        self._tidy()
+
+    def _written(self, group: Sequence[Part], compact: bool) -> Segment:
+        """The segment that holds a group of parts: the one that it is already, or a new one."""
+        only = group[0]
+        if len(group) == 1 and isinstance(only, Segment) and any(only is segment for segment in self.segments):
+            stays = not (only.is_mostly_buried or (compact and only.buried))
+            if stays:
+                return only
+        return write_segment(self.folder, group)
+
+    def _tidy(self) -> None:
+        """Removes what the manifest does not name; what cannot be removed now is left to the next time."""
+        named = {file for info in self.manifest.segments for file in (info.tokens_file, info.records_file)}
+        for file in self.folder.iterdir():
+            if file.name not in named and (_SEGMENT_FILE.fullmatch(file.name) or _UNFINISHED_FILE.fullmatch(file.name)):
+                with suppress(OSError):
+                    file.unlink()
 
 
-def _described(entry: BankEntry) -> dict[str, Any]:
-    described = {
-        "id": entry.document_id,
-        "rows": len(entry.phi),
-        "content_hash": entry.content_hash,
-        "metadata": dict(entry.metadata),
-    }
-    try:
-        json.dumps(described)
-    except (TypeError, ValueError) as error:
-        raise BankError(f"metadata of document {entry.document_id!r} cannot be kept as JSON: {error}") from error
-    return described
+def _groups(parts: Sequence[Part]) -> list[list[Part]]:
+    """The parts that are to be one segment each, so that each segment is larger than the next."""
+    groups: list[list[Part]] = []
+    for part in parts:
+        if not part.count:
+            continue
+        groups.append([part])
+        while len(groups) > 1 and _rows(groups[-2]) <= _rows(groups[-1]):
+            if _rows(groups[-2] + groups[-1]) * part.tokens[0].nbytes > _LARGE:
+                break
+            groups[-2:] = [groups[-2] + groups[-1]]
+    return groups
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Writes a file so that after a crash it is whole, old or new."""
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+def _rows(parts: Sequence[Part]) -> int:
+    return sum(part.count for part in parts)
+
+
+def _snapshot(folder: Path, known: Mapping[str, Segment]) -> tuple[Manifest, list[Segment]]:
+    """The manifest and its segments, those that are known already as they are."""
+    while True:
+        try:
+            manifest = read_manifest(folder / MANIFEST)
+        except FileNotFoundError:
+            raise DamageError(f"{folder / MANIFEST} is missing, but its copy is there; repair the bank") from None
+        try:
+            return manifest, [known.get(info.name) or read_segment(folder, info) for info in manifest.segments]
+        except FileNotFoundError as error:
+            # A writer may have put other segments in place of those of the manifest that was just read.
+            if read_manifest(folder / MANIFEST) == manifest:
+                raise DamageError(f"{error.filename} is missing; repair the bank to keep what is not lost") from None
+
+
+def _read_codebook(folder: Path, manifest: Manifest) -> Tensor | None:
+    if manifest.codebook is None:
+        return None
+    path = folder / CODEBOOK
+    data = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(data).hexdigest() != manifest.codebook:
+        raise DamageError(f"{path} is damaged: its checksum differs from the manifest's; repair the bank")
+    return load_tensors(data)["codebook"]

@@ -1,0 +1,73 @@
+"""Files that are whole after a crash and known to be whole: written, renamed and synced; sealed by a checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mac_rag.errors import BankError
+
+# What an unfinished file is called; it gets its name when all of it is on the disk.
+UNFINISHED = ".new"
+
+
+class DamageError(BankError):
+    """A file of a bank that is not what was written."""
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
+    """Writes a file so that under its name there is never less than all of it. Needs `sync_folder` to last.
+
+    Returns:
+        Its sha256.
+    """
+    digest = hashlib.sha256()
+    unfinished = path.with_name(path.name + UNFINISHED)
+    with unfinished.open("wb") as file:
+        for piece in pieces:
+            digest.update(piece)
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    return digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder last, where the system can."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sealed(content: Mapping[str, Any]) -> bytes:
+    """One line of JSON that ends with its own checksum."""
+    digest = hashlib.sha256(_json(content)).hexdigest()
+    return _json({**content, "sha256": digest})
+
+
+def unsealed(data: bytes) -> dict[str, Any]:
+    """What a sealed line says.
+
+    Raises:
+        ValueError: when it is not, byte for byte, what `sealed` wrote.
+    """
+    content = json.loads(data)
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    content.pop("sha256", None)
+    if sealed(content) != data:
+        raise ValueError("its checksum differs")
+    return content
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()

@@ -1,0 +1,52 @@
+"""One writer at a time: a lock that the system drops when its process ends, however it ends, and a note who has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from datetime import UTC, datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from mac_rag.errors import BankError
+from mac_rag.memory.files import write_file
+
+LOCK = "writer.lock"
+HOLDER = "writer.json"
+
+
+class WriterLock:
+    """The right to write to a bank, held from the beginning.
+
+    Raises:
+        BankError: when someone else has it; names the process and the host.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._holder = folder / HOLDER
+        # Not bound to this thread: a bank may be opened in one and closed in another.
+        self._lock = FileLock(folder / LOCK, thread_local=False)
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            raise BankError(
+                f"{folder} is open for writing in {self._named()}; wait until it is done, or close the bank there"
+            ) from None
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        note = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        write_file(self._holder, [json.dumps(note).encode()])
+
+    def _named(self) -> str:
+        try:
+            note = json.loads(self._holder.read_bytes())
+            return f"process {note['pid']} on {note['host']} since {note['since']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "another process"
+
+    def release(self) -> None:
+        """Gives the right back; once more does nothing."""
+        if self._lock.is_locked:
+            self._holder.unlink(missing_ok=True)
+            self._lock.release()

@@ -1,0 +1,167 @@
+"""A segment: entries of a bank in two files that never change.
+
+    <name>.safetensors    the tensor `phi` [n, T, D] (float32) or `codes` [n, T] (int32); all ids in its header
+    <name>.jsonl          one sealed line for each entry: its documents, its rows, the checksum of its memory tokens
+
+Each entry can be checked on its own, and each file can say what the other has lost (`mac_rag.memory.repair`). Document
+ids are only ever data in these files, never parts of a path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mac_rag.memory.files import DamageError, sealed, write_file
+from mac_rag.memory.manifest import SegmentInfo
+from mac_rag.memory.parts import Part
+from mac_rag.memory.records import Member, Record
+
+_REMEDY = "; repair the bank to keep what is not lost"
+
+
+class Segment(Part):
+    """A part of a bank that is on disk, its rows memory-mapped.
+
+    Attributes:
+        checksums: sha256 of the rows of each entry, by sequence number.
+    """
+
+    def __init__(self, info: SegmentInfo, tokens: Tensor, records: Sequence[Record], checksums: Sequence[str]) -> None:
+        super().__init__(tokens, records)
+        self.checksums = {record.sequence: checksum for record, checksum in zip(records, checksums, strict=True)}
+        self._info = info
+        for sequence in info.tombstones:
+            self.bury(sequence)
+
+    @property
+    def name(self) -> str:
+        return self._info.name
+
+    @property
+    def info(self) -> SegmentInfo:
+        """What the manifest is to say of it."""
+        return self._info.model_copy(update={"tombstones": tuple(self.buried)})
+
+    def follow(self, info: SegmentInfo) -> None:
+        """Deletes what was deleted since."""
+        for sequence in set(info.tombstones).difference(self.buried):
+            self.bury(sequence)
+
+
+def write_segment(folder: Path, parts: Sequence[Part]) -> Segment:
+    """Writes the live entries of some parts as a new segment. Needs `sync_folder` to last.
+
+    Raises:
+        DamageError: when rows that are copied from another segment are not what was once written there.
+    """
+    name = f"segment-{secrets.token_hex(8)}"
+    placed = [(part, entry) for part in parts for entry in part.entries.values()]
+    shape = (sum(part.count for part in parts), *parts[0].tokens.shape[1:])
+    checksums: list[str] = []
+    header = _header([entry.record for _, entry in placed], shape)
+
+    def tokens_file() -> Iterator[bytes | memoryview]:
+        yield header
+        for part, (record, start) in placed:
+            data = part.tokens[start : start + record.rows].contiguous().numpy().data.cast("B")
+            checksums.append(hashlib.sha256(data).hexdigest())
+            if isinstance(part, Segment) and part.checksums[record.sequence] != checksums[-1]:
+                raise DamageError(f"{folder / part.info.tokens_file} is damaged: {describe(record.document_ids)}")
+            yield data
+
+    def records_file() -> Iterator[bytes]:
+        start = 0
+        for (_, (record, _)), checksum in zip(placed, checksums, strict=True):
+            yield sealed({**_stated(record), "start": start, "tokens": checksum}) + b"\n"
+            start += record.rows
+
+    tokens = write_file(folder / f"{name}.safetensors", tokens_file())
+    records = write_file(folder / f"{name}.jsonl", records_file())
+    info = SegmentInfo(name=name, entries=len(placed), shape=shape, offset=len(header), tokens=tokens, records=records)
+    return Segment(info, _mapped(folder, info), [entry.record for _, entry in placed], checksums)
+
+
+def read_segment(folder: Path, info: SegmentInfo) -> Segment:
+    """Opens a segment.
+
+    Raises:
+        FileNotFoundError: when one of its files is missing, as it is after a writer put another segment in its place.
+        DamageError: when one of them is not what was written.
+    """
+    data = (folder / info.records_file).read_bytes()
+    if hashlib.sha256(data).hexdigest() != info.records:
+        raise DamageError(f"{folder / info.records_file} is damaged: its checksum differs from the manifest's{_REMEDY}")
+    tokens = _mapped(folder, info, check=True)
+    records, checksums = [], []
+    for line in data.splitlines():
+        stated = json.loads(line)
+        records.append(record_of(stated))
+        checksums.append(stated["tokens"])
+    return Segment(info, tokens, records, checksums)
+
+
+def _stated(record: Record) -> dict[str, Any]:
+    members = [{name: getattr(member, name) for name in Member.__slots__} for member in record.members]
+    return {"sequence": record.sequence, "rows": record.rows, "members": members}
+
+
+def record_of(stated: dict[str, Any]) -> Record:
+    """The record that a line of a records file states."""
+    return Record(stated["sequence"], stated["rows"], tuple(Member(**member) for member in stated["members"]))
+
+
+def named_entries(header: bytes) -> dict[int, tuple[str, ...]]:
+    """Sequence number and document ids of each entry, as the header of a tokens file states them.
+
+    Raises:
+        ValueError, KeyError, TypeError: when it is no such header.
+    """
+    stated = json.loads(json.loads(header[8:])["__metadata__"]["entries"])
+    return {int(sequence): tuple(ids) for sequence, ids in stated}
+
+
+def describe(document_ids: Sequence[str]) -> str:
+    """How an entry is named in a message."""
+    return "the memory tokens of " + ", ".join(map(repr, document_ids))
+
+
+def dtype_of(shape: Sequence[int]) -> torch.dtype:
+    """Memory tokens `[n, T, D]` are float32, codes `[n, T]` are int32."""
+    return torch.float32 if len(shape) == 3 else torch.int32
+
+
+def _header(records: Sequence[Record], shape: Sequence[int]) -> bytes:
+    """The header of a safetensors file, padded so that the tensor behind it is aligned."""
+    name, kind = ("phi", "F32") if len(shape) == 3 else ("codes", "I32")
+    entries = [(record.sequence, record.document_ids) for record in records]
+    header = json.dumps(
+        {
+            "__metadata__": {"format": "pt", "entries": json.dumps(entries)},
+            name: {"dtype": kind, "shape": shape, "data_offsets": [0, 4 * math.prod(shape)]},
+        }
+    ).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def _mapped(folder: Path, info: SegmentInfo, *, check: bool = False) -> Tensor:
+    """The rows of a segment, read from the disk when they are used."""
+    path = folder / info.tokens_file
+    with path.open("rb") as file:
+        # Read, not mapped, for the checksum: it would otherwise count as memory of this process.
+        if check and hashlib.file_digest(file, "sha256").hexdigest() != info.tokens:
+            raise DamageError(f"{path} is damaged: its checksum differs from the manifest's{_REMEDY}")
+        # A private mapping: torch has no tensors that cannot be written to, and the file must never change.
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    rows = torch.frombuffer(mapped, dtype=dtype_of(info.shape), count=math.prod(info.shape), offset=info.offset)
+    return rows.view(info.shape)
