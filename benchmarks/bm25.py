@@ -32,7 +32,7 @@ def main(
 
     import numpy as np
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from mac_rag.data.types import Document
     from mac_rag.errors import MACError
@@ -49,7 +49,7 @@ def main(
     plain = Tokenizer(stemmer=None, stopwords=None)
     engines: tuple[Engine, ...] = ("incremental", "bm25s", "rank_bm25")
     figures: list[dict[str, Any]] = []
-    table = Table("documents", "engine", "first question / s", "question / ms", "change / ms", "times faster")
+    table = Table("documents", Column("engine", no_wrap=True), "first question / s", "question / ms", "change / ms", "")
     for size in documents or [1_000, 10_000, 100_000]:
         corpus = [Document(f"d{i}", text(length)) for i, length in enumerate(generator.poisson(60, size))]
         asked = [text(8) for _ in range(questions)]

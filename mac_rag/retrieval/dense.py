@@ -83,7 +83,7 @@ class DenseRetriever(Retriever):
         with self._lock:
             row, document = self._rows.remove(document_id)
             name = text_hash(document.text)
-            if self._by_hash[name] == row:  # else a later document with the same text stands for it
+            if self._by_hash.get(name) == row:  # else a later document with the same text stood for it
                 del self._by_hash[name]
             if self._rows.sparse:
                 self._compact()

@@ -29,8 +29,8 @@ def make_retriever(spec: str, *, folder: Path | None = None, progress: bool = Fa
     Args:
         spec: `none`; `bm25`; `contriever`, `contriever-msmarco`, `dpr` (from the Hub); `minilm` (out of an installed
             package); `hybrid`, which fuses bm25 and minilm; `sentence-transformers:MODEL` for a model's name or
-            folder; `module:attr` for anything importable: a `Retriever` or a LlamaIndex retriever, or what makes one
-            when it is called without arguments.
+            folder; `module:attr` for anything importable: a `Retriever`, a LlamaIndex retriever or index, or what
+            makes one when it is called without arguments.
         folder: where the retriever was saved, or is to be saved; opened if there is one. A dense retriever keeps in
             it what it has encoded so far. None for a new one in memory. Not for `module:attr`, which has its own.
         progress: shows a progress bar while documents are encoded.
@@ -86,7 +86,7 @@ def _imported(spec: str) -> Retriever:
         found: Any = importlib.import_module(module)
         for name in attribute.split("."):
             found = getattr(found, name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"cannot import retriever {spec!r}: {error}; choose one of {', '.join(RETRIEVERS)}, where module:attr is "
             "an importable module and a name in it"
@@ -95,12 +95,15 @@ def _imported(spec: str) -> Retriever:
     if isinstance(made, Retriever):
         return made
     try:
+        from llama_index.core.indices.base import BaseIndex
         from llama_index.core.retrievers import BaseRetriever
 
         from mac_rag.integrations.llama_index.retriever import LlamaIndexRetriever
     except ImportError:
         pass
     else:
-        if isinstance(made, BaseRetriever):
+        if isinstance(made, BaseRetriever | BaseIndex):
             return LlamaIndexRetriever(made)
-    raise ConfigError(f"{spec!r} is {type(made).__name__}, neither a mac_rag Retriever nor a LlamaIndex retriever")
+    raise ConfigError(
+        f"{spec!r} is {type(made).__name__}, neither a mac_rag Retriever nor a LlamaIndex retriever or index"
+    )

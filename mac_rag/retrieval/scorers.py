@@ -183,9 +183,12 @@ def rank_bm25_index(idf: Idf) -> Callable[[list[list[int]]], Callable[[list[int]
             index.idf = {term: lucene(len(documents), holding) for term, holding in containing.items()}
 
         def score(terms: list[int]) -> Found:
-            holds = [not frequencies.keys().isdisjoint(terms) for frequencies in index.doc_freqs]
-            found = np.flatnonzero(holds)
-            return found, index.get_scores(terms)[found]
+            scores = index.get_scores(terms)
+            if idf == "lucene":
+                found = np.flatnonzero(scores > 0)
+            else:  # Okapi's may be 0 or less for a document that shares a term
+                found = np.flatnonzero([not held.keys().isdisjoint(terms) for held in index.doc_freqs])
+            return found, scores[found]
 
         return score
 

@@ -58,31 +58,34 @@ class MACRetriever(BaseRetriever):
 
 
 class LlamaIndexRetriever(Retriever):
-    """Any LlamaIndex retriever as a retriever of `mac_rag`.
+    """A LlamaIndex index, or any LlamaIndex retriever, as a retriever of `mac_rag`.
 
     A document that comes back as several nodes is one hit, with the text of its best node. More nodes than `k` are
-    asked for where needed, if the retriever has a `similarity_top_k` to be told by; one without gives what it gives,
-    and may give less than `k`.
+    asked for where needed. A retriever without a `similarity_top_k` to be told by gives what it gives, which may be
+    less than `k`.
 
     Args:
-        retriever: is asked; a copy, so that its own `similarity_top_k` stays as it is.
-        index: documents are added to it and deleted from it, and it has to be the one the retriever searches. It has
-            to keep its nodes in a docstore, since a vector store alone does not tell which documents it holds. None
-            for a retriever that is only read: documents then cannot be added or deleted here.
+        source: an index, which documents are added to and deleted from, and which is searched as it is at each
+            question; or a retriever, which is only read. An index has to keep its nodes in a docstore, since a vector
+            store alone does not tell which documents it holds.
         filed_by: which document a node belongs to; see `document_id`.
+        options: what else `as_retriever` of an index takes, such as `vector_store_query_mode`.
+
+    Raises:
+        ConfigError: for options beside a retriever.
     """
 
-    def __init__(
-        self, retriever: BaseRetriever, index: BaseIndex[Any] | None = None, *, filed_by: FiledBy = "source"
-    ) -> None:
-        self._retriever: Any = copy.copy(retriever)
-        self._index = index
+    def __init__(self, source: BaseRetriever | BaseIndex[Any], *, filed_by: FiledBy = "source", **options: Any) -> None:
+        if options and isinstance(source, BaseRetriever):
+            raise ConfigError(f"a retriever takes no options {', '.join(options)}; set them where it is made")
+        self._source: Any = source
         self._filed_by: FiledBy = filed_by
+        self._options = options
         self._lock = threading.RLock()
 
     def add(self, documents: Sequence[Document]) -> None:
         with self._lock:
-            index = self._writable("add")
+            index = self._index("add")
             known: set[str] = set(index.ref_doc_info)
             for document in documents:
                 if document.id in known:
@@ -103,7 +106,7 @@ class LlamaIndexRetriever(Retriever):
 
     def delete(self, document_id: str) -> None:
         with self._lock:
-            index = self._writable("delete")
+            index = self._index("delete")
             if document_id not in index.ref_doc_info:
                 raise BankError(f"no document {document_id!r} in this index of {len(self)} documents")
             index.delete_ref_doc(document_id, delete_from_docstore=True)
@@ -115,35 +118,41 @@ class LlamaIndexRetriever(Retriever):
 
     def __len__(self) -> int:
         with self._lock:
-            return len(self._writable("count").ref_doc_info)
+            return len(self._index("count").ref_doc_info)
 
     def __contains__(self, document_id: object) -> bool:
         with self._lock:
-            return document_id in self._writable("look up").ref_doc_info
+            return document_id in self._index("look up").ref_doc_info
 
-    def _writable(self, purpose: str) -> Any:
-        """The index, if it can tell which documents it holds."""
-        if self._index is None:
+    def _index(self, purpose: str) -> Any:
+        """The index, if there is one and it can tell which documents it holds."""
+        if isinstance(self._source, BaseRetriever):
             raise ConfigError(
-                f"cannot {purpose} documents through a LlamaIndex retriever alone; "
-                "give the index it searches: LlamaIndexRetriever(retriever, index)"
+                f"cannot {purpose} documents through the retriever {type(self._source).__name__}, which is only read; "
+                "build on its index instead: LlamaIndexRetriever(index)"
             )
         try:
-            _ = self._index.ref_doc_info
+            _ = self._source.ref_doc_info
         except NotImplementedError:
             raise ConfigError(
-                f"cannot {purpose} documents of {type(self._index).__name__}: its vector store does not tell which "
+                f"cannot {purpose} documents of {type(self._source).__name__}: its vector store does not tell which "
                 "documents it holds; build the index with store_nodes_override=True"
             ) from None
-        return self._index
+        return self._source
 
     def _hits(self, question: str, k: int, allowed: Container[str] | None) -> list[Hit]:
-        adjustable = hasattr(self._retriever, "similarity_top_k")
+        retriever: Any
+        if isinstance(self._source, BaseRetriever):
+            retriever = copy.copy(self._source)  # its own similarity_top_k stays as it is
+        else:
+            # Made anew, because a vector retriever finds only the nodes of the moment at which it was made.
+            retriever = self._source.as_retriever(**self._options)
+        adjustable = hasattr(retriever, "similarity_top_k")
         asked = k
         while True:
             if adjustable:
-                self._retriever.similarity_top_k = asked
-            nodes = self._retriever.retrieve(QueryBundle(question))
+                retriever.similarity_top_k = asked
+            nodes = retriever.retrieve(QueryBundle(question))
             hits: dict[str, Hit] = {}
             for scored in nodes:
                 name = document_id(scored.node, self._filed_by)

@@ -1,0 +1,159 @@
+"""Dense retrieval over any encoder: ranking, changes, filters, files, and work that is never done twice."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError, ConfigError, FingerprintError
+from mac_rag.retrieval import DenseRetriever
+from tests.retrieval.parts import WordEncoder, documents
+
+WORDS = [f"w{i}" for i in range(40)]
+
+
+def corpus(size: int, seed: int = 0) -> list[Document]:
+    rng = random.Random(seed)
+    return [Document(f"{seed}-{i}", f"{i} " + " ".join(rng.choices(WORDS, k=6)), {"i": i}) for i in range(size)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_hits_are_the_largest_dot_products_whatever_came_and_went(data: st.DataObject) -> None:
+    retriever, kept = DenseRetriever(WordEncoder()), dict[str, Document]()
+    texts = st.lists(st.sampled_from(WORDS), max_size=5).map(" ".join)
+    for step in range(data.draw(st.integers(1, 6))):
+        if kept and data.draw(st.booleans()):
+            gone = data.draw(st.sampled_from(sorted(kept)))
+            retriever.delete(gone)
+            del kept[gone]
+        else:
+            added = [Document(f"{step}-{i}", text) for i, text in enumerate(data.draw(st.lists(texts, max_size=4)))]
+            retriever.add(added)
+            kept |= {document.id: document for document in added}
+    allowed = set(data.draw(st.lists(st.sampled_from(sorted(kept)), unique=True))) if kept else set()
+    [question], k, encode = (
+        data.draw(st.lists(texts, min_size=1, max_size=1)),
+        data.draw(st.integers(1, 6)),
+        WordEncoder(),
+    )
+    for these in (None, allowed):
+        chosen = [document for document in kept.values() if these is None or document.id in these]
+        scores = [float(encode.questions([question])[0] @ encode.questions([d.text])[0]) for d in chosen]
+        best = sorted(range(len(chosen)), key=lambda i: (-scores[i], i))[:k]  # small whole numbers: ties are exact
+        [hits] = retriever.retrieve([question], k, allowed=these)
+        assert [(hit.document_id, hit.score, hit.text) for hit in hits] == [
+            (chosen[i].id, scores[i], chosen[i].text) for i in best
+        ]
+    assert len(retriever) == len(kept)
+    assert all(document_id in retriever for document_id in kept)
+
+
+def test_many_changes_leave_no_trace() -> None:
+    retriever, first = DenseRetriever(WordEncoder()), corpus(3000)
+    retriever.add(first)
+    for document in first[:2500]:
+        retriever.delete(document.id)
+    retriever.add(corpus(5, seed=1))
+    fresh = DenseRetriever(WordEncoder())
+    fresh.add([*first[2500:], *corpus(5, seed=1)])
+    assert retriever.retrieve(WORDS, 7) == fresh.retrieve(WORDS, 7)
+
+
+class TestWork:
+    def test_texts_that_are_the_same_are_encoded_once(self) -> None:
+        encoder = WordEncoder()
+        retriever = DenseRetriever(encoder)
+        retriever.add(documents("storm", "sun", "storm"))
+        retriever.delete("d0")
+        retriever.add([Document("later", "sun"), Document("again", "storm")])
+        assert sorted(encoder.encoded) == ["storm", "sun"]
+        retriever.delete("d2")
+        retriever.delete("again")
+        retriever.add([Document("back", "storm")])
+        assert [hit.document_id for hit in retriever.retrieve(["storm"], 1)[0]] == ["back"]
+
+    def test_an_interrupted_add_adds_nothing_and_goes_on_where_it_stopped(self, tmp_path: Path) -> None:
+        everything = corpus(2500)
+        broken = DenseRetriever(WordEncoder(fail_after=2), folder=tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            broken.add(everything)
+        assert len(broken) == 0
+        encoder = WordEncoder()
+        retriever = DenseRetriever(encoder, folder=tmp_path)
+        retriever.add(everything)
+        assert len(encoder.encoded) == 2500 - 2 * 1024
+        fresh = DenseRetriever(WordEncoder())
+        fresh.add(everything)
+        assert retriever.retrieve(WORDS, 3) == fresh.retrieve(WORDS, 3)
+
+    def test_what_another_encoder_left_or_what_is_damaged_is_encoded_again(self, tmp_path: Path) -> None:
+        DenseRetriever(WordEncoder("other"), folder=tmp_path).add(documents("storm"))
+        DenseRetriever(WordEncoder(), folder=tmp_path).add(documents("sun"))
+        for part in tmp_path.glob("*.part.safetensors"):
+            part.write_bytes(part.read_bytes()[:-1] + b"\7")
+        (tmp_path / ("0" * 64 + ".part.safetensors")).write_bytes(b"garbage")
+        encoder = WordEncoder()
+        DenseRetriever(encoder, folder=tmp_path).add(documents("storm", "sun"))
+        assert sorted(encoder.encoded) == ["storm", "sun"]
+
+
+class TestFiles:
+    def test_everything_comes_back_without_being_encoded(self, tmp_path: Path) -> None:
+        retriever = DenseRetriever(WordEncoder(), folder=tmp_path)
+        retriever.add(corpus(40))
+        retriever.delete("0-3")
+        retriever.save(tmp_path)
+        assert sorted(path.suffixes[-1] for path in tmp_path.iterdir()) == [".json", ".safetensors"]
+        encoder = WordEncoder()
+        again = DenseRetriever.load(tmp_path, encoder)
+        assert again.retrieve(WORDS, 9) == retriever.retrieve(WORDS, 9)
+        again.add([Document("copy", corpus(40)[5].text)])
+        assert encoder.encoded == []
+        assert len(again) == 40
+
+    def test_an_empty_one_comes_back(self, tmp_path: Path) -> None:
+        DenseRetriever(WordEncoder()).save(tmp_path)
+        again = DenseRetriever.load(tmp_path, WordEncoder())
+        again.add(documents("storm"))
+        assert len(again.retrieve(["storm"], 3)[0]) == 1
+
+    def test_another_encoder_is_refused(self, tmp_path: Path) -> None:
+        DenseRetriever(WordEncoder("one")).save(tmp_path)
+        with pytest.raises(FingerprintError, match="made by the encoder 'one', not by 'two'"):
+            DenseRetriever.load(tmp_path, WordEncoder("two"))
+
+
+def test_edges() -> None:
+    retriever = DenseRetriever(WordEncoder())
+    assert retriever.retrieve(["storm", "sun"], 3) == [[], []]
+    retriever.add([])
+    retriever.add(documents("storm", "sun", ""))
+    assert retriever.retrieve([], 3) == []
+    assert len(retriever.retrieve(["storm"], 100)[0]) == 3
+    assert retriever.retrieve(["storm"], 5, allowed=()) == [[]]
+    assert [hit.metadata for hit in retriever.retrieve(["sun"], 1)[0]] == [{"place": 1}]
+    with pytest.raises(ConfigError, match="at least 1, got 0"):
+        retriever.retrieve(["storm"], 0)
+    with pytest.raises(BankError, match="'d0' is already"):
+        retriever.add(documents("x", "y"))
+    with pytest.raises(BankError, match="'twin' comes 2 times"):
+        retriever.add([Document("twin", "x"), Document("twin", "y")])
+    with pytest.raises(BankError, match="no document 'nobody' in this index of 3"):
+        retriever.delete("nobody")
+    assert len(retriever) == 3
+
+
+def test_many_questions_are_scored_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    retriever = DenseRetriever(WordEncoder())
+    retriever.add(corpus(50))
+    whole = retriever.retrieve(WORDS, 4)
+    monkeypatch.setattr("mac_rag.retrieval.dense._SCORES", 120)
+    assert retriever.retrieve(WORDS, 4) == whole
+    assert np.shape(whole) == (40, 4)
