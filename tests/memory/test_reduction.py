@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -174,6 +176,22 @@ def test_the_outcome_depends_on_order_and_seed_alone(method: ReductionMethod) ->
     assert run(0, 1, 13, 14, 39) == once
     assert run(0, 5, 20, 30, restarts=True) == once
     assert (run(1) == once) == (method == "nearest-averaging")
+
+
+@every_method
+def test_a_bank_on_disk_goes_on_where_it_was(method: ReductionMethod, tmp_path: Path) -> None:
+    """Closed and opened again, it is reduced as one that stayed in memory."""
+    phi = random_phi(7, 20)
+    in_memory = BoundedBank(MemoryBank("f00d"), 6, method)
+    for first in (0, 10):
+        with (
+            MemoryBank.open(tmp_path / "bank", write=True) if first else MemoryBank.create(tmp_path / "bank", "f00d")
+        ) as bank:
+            BoundedBank(bank, 6, method).put(documents(first, first + 10), phi[first : first + 10])
+            bank.commit()
+        in_memory.put(documents(first, first + 10), phi[first : first + 10])
+    with MemoryBank.open(tmp_path / "bank") as bank:
+        assert contents(bank) == contents(in_memory.bank)
 
 
 @every_method

@@ -1,0 +1,222 @@
+"""A codebook bank: memory tokens as indices of C shared vectors, and attention over those vectors with counts.
+
+Softmax attention over n equal tokens is attention over one with log n added to its logit. So attention over the codes
+with the log of their counts equals attention over all tokens of the quantised bank exactly, at a cost that depends on
+the codebook and no longer on the number of documents. A document that arrives or leaves only changes counts.
+
+The document prior tells documents apart that share codes, so there is no count for it: with the prior on, the codes are
+how documents are stored, and only preselected documents are expanded to their tokens (`CodebookView.select`).
+
+Not part of the paper, which leaves the compression of the bank to future work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mac_rag.errors import BankError
+from mac_rag.memory.bank import MemoryBank
+from mac_rag.nn.aggregation import AggregationNetwork, BankView, CrossAttentionBlock
+
+# Tokens of a code that a codebook is learned from at most; more change its centre very little.
+_TOKENS_PER_CODE = 256
+# Distances that are in memory at once.
+_DISTANCES = 1 << 24
+
+
+def fit(phi: Tensor, codes: int, *, seed: int = 0, iterations: int = 25) -> Tensor:
+    """Learns a codebook by k-means (Lloyd's algorithm) on memory tokens.
+
+    It starts at randomly drawn tokens. A code that no token is nearest to moves to a token that is far from its own.
+
+    Args:
+        phi: memory tokens `[N, T, D]` of representative documents; at most 256 tokens for each code are used.
+        codes: C.
+        seed: of the drawing.
+        iterations: at most; it ends earlier when nothing moves any more.
+
+    Returns:
+        The codebook `[C, D]` in float32.
+
+    Raises:
+        BankError: for fewer tokens than codes.
+    """
+    tokens = phi.detach().float().flatten(0, 1)
+    if not 1 <= codes <= len(tokens):
+        raise BankError(f"a codebook of {codes} codes takes at least as many memory tokens, got {len(tokens)}")
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(tokens), generator=generator).to(tokens.device)
+    tokens = tokens[order[: codes * _TOKENS_PER_CODE]]
+    codebook = tokens[:codes].clone()
+    for _ in range(iterations):
+        nearest, distance = _nearest(tokens, codebook)
+        counts = nearest.bincount(minlength=codes)
+        moved = torch.zeros_like(codebook).index_add_(0, nearest, tokens) / counts.clamp(min=1)[:, None]
+        empty = (counts == 0).nonzero().squeeze(1)
+        moved[empty] = tokens[distance.topk(len(empty)).indices]
+        if torch.equal(moved, codebook):
+            break
+        codebook = moved
+    return codebook
+
+
+def _nearest(tokens: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest code of each token `[n]`, and the squared distance to it."""
+    half_norms = codebook.square().sum(1) / 2
+    parts = [(part @ codebook.T - half_norms).max(1) for part in tokens.split(max(1, _DISTANCES // len(codebook)))]
+    nearest = torch.cat([part.indices for part in parts])
+    likeness = torch.cat([part.values for part in parts])
+    return nearest, tokens.square().sum(1) - 2 * likeness
+
+
+def quantize(bank: MemoryBank, codebook: Tensor) -> MemoryBank:
+    """A bank in memory that holds the same entries as indices of a codebook `[C, D]`, with all their provenance."""
+    quantized = MemoryBank(bank.fingerprint, codebook=codebook)
+    quantized.restore((entry.members, entry.phi) for entry in bank)
+    return quantized
+
+
+class CodebookView:
+    """A codebook bank under one aggregation network: a `BankView` whose rows are the codes in use, of one token each.
+
+    The codes are projected once. A view is of one version of the bank: after the bank changed, `refresh` comes first.
+    It has no prior keys, so the network refuses it while the document prior is in use; `select` gives what it takes.
+
+    Args:
+        network: whose weights stay as they are while the view is in use.
+        bank: the bank to follow; it must have a codebook.
+        device: where the network is, and where everything is kept.
+        dtype: of keys and values. They are computed in the network's own.
+        chunk_rows: codes that are attended to at a time, and rows that are expanded at a time.
+
+    Raises:
+        BankError: for a bank without codebook.
+    """
+
+    prior_keys: Tensor | None = None
+
+    def __init__(
+        self,
+        network: AggregationNetwork,
+        bank: MemoryBank,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float32,
+        chunk_rows: int = 8192,
+    ) -> None:
+        if bank.codebook is None:
+            raise BankError("this memory bank has no codebook; quantise it first")
+        self.network = network
+        self.bank = bank
+        self.chunk_rows = chunk_rows
+        blocks = [block for block in network.blocks if isinstance(block, CrossAttentionBlock)]
+        self._codebook = bank.codebook.to(device, blocks[0].to_key.weight.dtype)
+        with torch.no_grad():
+            normed = network.bank_norm(self._codebook[:, None])
+            projected = [block.project(normed) for block in blocks]  # [H, C, 1, d]
+        self._keys = [keys.to(dtype) for keys, _ in projected]
+        self._values = [values.to(dtype) for _, values in projected]
+        self._codes = torch.empty(0, 0, dtype=torch.int32, device=device)
+        self._row_prior_keys: Tensor | None = None
+        self._counts = torch.zeros(len(self._codebook), dtype=torch.int64, device=device)
+        self._version: int | None = None
+        self.row_keys = torch.empty(0, dtype=torch.int64)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Follows the bank: the counts of codes change by what has come and gone, and nothing is projected."""
+        if self._version == self.bank.version:
+            return
+        version, row_keys = self.bank.version, self.bank.row_keys
+        # Rows that are new stand behind all others, so what is held already is a stretch at the start.
+        first = int(torch.isin(row_keys, self.row_keys, assume_unique=True).long().cumprod(0).sum())
+        kept = torch.isin(self.row_keys, row_keys[:first], assume_unique=True)
+        kept = kept.to(self._codes.device)
+        held = self._codes[kept]
+        new = self.bank.codes(first, len(row_keys)).to(held) if first < len(row_keys) else held[:0]
+        codes = torch.cat([held, new]) if len(held) else new
+        self._counts += self._counted(new) - self._counted(self._codes[~kept])
+        if self.network.prior is not None:
+            with torch.no_grad():
+                parts = [self.network.prior.keys(self._codebook[part.long()]) for part in new.split(self.chunk_rows)]
+            before = [] if self._row_prior_keys is None else [self._row_prior_keys[kept]]
+            self._row_prior_keys = torch.cat(before + parts)
+        self._codes, self.row_keys, self._version = codes, row_keys, version
+
+    def _counted(self, codes: Tensor) -> Tensor:
+        return codes.flatten().long().bincount(minlength=len(self._codebook))
+
+    @property
+    def _used(self) -> Tensor:
+        return self._counts.nonzero().squeeze(1)
+
+    @property
+    def documents(self) -> int:
+        """K, the codes in use."""
+        return len(self._used)
+
+    @property
+    def counts(self) -> Tensor:
+        """How many tokens of the bank each code in use stands for, `[K]`."""
+        return self._counts[self._used]
+
+    @property
+    def log_counts(self) -> Tensor:
+        return self.counts.double().log().to(self._codebook.dtype)
+
+    @property
+    def row_prior_keys(self) -> Tensor | None:
+        """The keys of the document prior of the bank's rows `[N, d_prior]`, to choose the rows of `select` by."""
+        return self._row_prior_keys
+
+    def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for codes in self._used.split(self.chunk_rows):
+            yield self._keys[block][:, codes], self._values[block][:, codes]
+
+    def select(self, index: Tensor) -> BankView:
+        """Expands rows of the bank, not codes, to all their tokens.
+
+        Args:
+            index: `[B, N]`, for each question the rows that it sees, counted as `bank.row_keys` is.
+        """
+        return _ExpandedRows(self, index)
+
+    def row_mass(self, mass: Tensor) -> Tensor:
+        """Attention mass of the bank's rows `[B, N]` from that of the codes in use `[B, K]`.
+
+        Equal tokens have equal shares in it, so this too is what attention over the quantised bank gives.
+        """
+        shares = mass.new_zeros(len(mass), len(self._counts))
+        shares[:, self._used] = mass / self.counts
+        return torch.cat([shares[:, part.long()].sum(2) for part in self._codes.split(self.chunk_rows)], 1)
+
+
+@dataclass(frozen=True)
+class _ExpandedRows:
+    """Rows of a codebook bank with all their tokens, `index` `[B, N]` of its own for each question."""
+
+    view: CodebookView
+    index: Tensor
+    log_counts: None = None
+
+    @property
+    def documents(self) -> int:
+        return self.index.shape[1]
+
+    @property
+    def prior_keys(self) -> Tensor | None:
+        keys = self.view.row_prior_keys
+        return None if keys is None else keys[self.index]
+
+    def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+        keys, values = self.view._keys[block], self.view._values[block]
+        for rows in self.index.split(max(1, self.view.chunk_rows // len(self.index)), 1):
+            codes = self.view._codes[rows].long()  # [B, n, T]
+            yield keys[:, codes, 0].transpose(0, 1), values[:, codes, 0].transpose(0, 1)  # [B, H, n, T, d]
+
+    def select(self, index: Tensor) -> _ExpandedRows:
+        return _ExpandedRows(self.view, self.index.gather(1, index))
