@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mac_rag.encoder import TextEncoder
 from mac_rag.model import MACModel
+from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
 from mac_rag.nn.modulation import Modulation
 from mac_rag.objective import Batch
 
@@ -42,13 +43,41 @@ def adapt(model: MACModel, documents: Sequence[str], batch_size: int) -> Tensor:
 
 
 def aggregate(model: MACModel, questions: Sequence[str], phi: Tensor) -> Tensor:
-    """phi* of each question, from a copy of the bank of its own."""
-    encoded = encode(model.input_encoder, questions)
-    rows = [
-        model.aggregation(question[None], model.aggregation.project(bank))[0]
-        for question, bank in zip(encoded, phi.repeat(len(questions), 1, 1, 1), strict=True)
-    ]
-    return torch.cat(rows)
+    """phi* of each question `[B, T, D]`."""
+    return attend(model.aggregation, encode(model.input_encoder, questions), phi)
+
+
+def attend(network: AggregationNetwork, question: Tensor, phi: Tensor) -> Tensor:
+    """phi* `[B, T, D]`, from a copy of the bank for each question that every block normalises and projects anew.
+
+    Args:
+        question: `[B, T, D]`.
+        phi: the bank `[K, T, D]`.
+    """
+    bank = phi.flatten(0, 1).repeat(len(question), 1, 1)  # [B, K * T, D]
+    scores = None
+    if network.prior is not None and network.use_prior:
+        scores = network.prior.score(network.prior.queries(question), network.prior.keys(phi))
+    tokens = question
+    for block in network.blocks:
+        assert isinstance(block, CrossAttentionBlock)
+        normed = network.bank_norm(bank)
+        query, keys, values = (
+            layer(source).unflatten(-1, (block.heads, -1)).transpose(1, 2)
+            for layer, source in (
+                (block.to_query, block.norm(tokens)),
+                (block.to_key, normed),
+                (block.to_value, normed),
+            )
+        )
+        logits = query @ keys.mT * query.shape[-1] ** -0.5  # [B, H, T, K * T]
+        bias = block.prior_bias(scores)
+        if bias is not None:
+            logits = logits + bias.repeat_interleave(phi.shape[1], -1)[:, :, None]
+        attended = logits.softmax(-1) @ values
+        tokens = tokens + block.to_out(attended.transpose(1, 2).flatten(2))
+        tokens = tokens + block.feed_forward(tokens)
+    return tokens
 
 
 @torch.no_grad()

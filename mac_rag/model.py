@@ -17,7 +17,7 @@ from mac_rag.config import EncoderConfig, MACConfig
 from mac_rag.encoder import TextEncoder
 from mac_rag.errors import BankError, ConfigError, ModelLoadError
 from mac_rag.loading import load_backbone, load_tokenizer
-from mac_rag.nn.aggregation import AggregationNetwork, BankProjection
+from mac_rag.nn.aggregation import AggregationNetwork, BankProjection, BankView
 from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
 from mac_rag.progress import progress_bar
@@ -192,34 +192,33 @@ class MACModel(nn.Module):
         return self.aggregation.project(phi.to(self.device))
 
     @torch.no_grad()
-    def aggregate(
-        self, questions: Sequence[str], bank: Tensor | BankProjection, *, mask: Tensor | None = None
-    ) -> Tensor:
+    def aggregate(self, questions: Sequence[str], bank: Tensor | BankView, *, mask: Tensor | None = None) -> Tensor:
         """phi* `[B, T, D]` of each question (equation 1).
 
         Args:
             questions: B texts.
-            bank: memory tokens `[K, T, D]`, or their projection.
+            bank: memory tokens `[K, T, D]`, or a view of them.
             mask: `[B, K]`, True where a question may see a document.
 
         Raises:
             BankError: for an empty bank.
             DocumentError: for an empty question or one beyond the limit.
         """
-        return self._attend(questions, bank, mask)[0]
+        encoded, view = self._asked(questions, bank)
+        phi: Tensor = self.aggregation(encoded, view, mask=mask)[0]
+        return phi
 
     @torch.no_grad()
-    def attention(self, questions: Sequence[str], bank: Tensor | BankProjection) -> Tensor:
-        """The last block's attention mass on each document, `[B, K]`, averaged over heads and tokens; rows sum to 1."""
-        return self._attend(questions, bank, None)[1]
+    def attention(self, questions: Sequence[str], bank: Tensor | BankView) -> Tensor:
+        """The last block's attention mass on each row, `[B, K]`, averaged over heads and tokens; rows sum to 1."""
+        encoded, view = self._asked(questions, bank)
+        mass: Tensor = self.aggregation(encoded, view, mass=True)[1]
+        return mass
 
-    def _attend(
-        self, questions: Sequence[str], bank: Tensor | BankProjection, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        projection = self.project(bank) if isinstance(bank, Tensor) else bank
-        encoded = self.input_encoder([self.input_encoder.ids(question) for question in questions])
-        phi, mass = self.aggregation(encoded, projection, mask=mask)
-        return phi, mass
+    def _asked(self, questions: Sequence[str], bank: Tensor | BankView) -> tuple[Tensor, BankView]:
+        """The questions' tokens `[B, T, D]`, and the bank as the aggregation network needs it."""
+        view = self.project(bank) if isinstance(bank, Tensor) else bank
+        return self.input_encoder([self.input_encoder.ids(question) for question in questions]), view
 
     @torch.no_grad()
     def generate(

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError
+from mac_rag.nn.attention import direct_attention
 
 if TYPE_CHECKING:
     from mac_rag.model import MACModel
@@ -100,7 +101,7 @@ def mac_loss(
         encoded = model.input_encoder([model.input_encoder.ids(question) for question in batch.questions])
         bank = model.aggregation.project(phi)
     if weights.answer:
-        aggregated, _ = model.aggregation(encoded, bank)
+        aggregated, _ = model.aggregation(encoded, bank, attention=direct_attention)
         terms["answer"] = _mean_loss(model, asked, answers, aggregated)
     if weights.direct:
         terms["direct"] = _mean_loss(model, alone, answers, phi[gold])

@@ -2,31 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mac_rag.nn.attention import BankAttention, direct_attention
+from mac_rag.nn.attention import BankAttention, Chunk, streaming_attention
+
+# Rows that a bank in memory gives at a time; bounds what is made for each chunk, such as the bias.
+_ROWS = 8192
+
+
+class BankView(Protocol):
+    """What the aggregation network needs of a bank; rows in a fixed order.
+
+    A row is the memory tokens of one document, or of one part of a long one. Questions may all see the same rows, or
+    each run of B / G questions has K rows of its own, which the tensors then have a leading dimension G for.
+    """
+
+    @property
+    def documents(self) -> int:
+        """K, the number of rows (that each question sees)."""
+
+    @property
+    def prior_keys(self) -> Tensor | None:
+        """Unit vectors of the document prior `[K, d_prior]` or `[G, K, d_prior]`; None without one."""
+
+    @property
+    def log_counts(self) -> Tensor | None:
+        """Log of how many equal rows each row stands for, `[K]` or `[G, K]`; None for one each."""
+
+    def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values `[H, k, T, d]` or `[G, H, k, T, d]` of consecutive rows, cut alike for all blocks."""
+
+    def select(self, index: Tensor) -> BankView:
+        """The rows that `index` `[B, N]` names, N of its own for each question."""
 
 
 @dataclass(frozen=True)
 class BankProjection:
-    """All that attention needs of a bank. It depends on the bank alone, never on a question.
+    """A bank in memory, projected. It depends on the bank alone, never on a question.
 
     Attributes:
-        keys, values: for each block `[H, K, T, d]`.
-        prior_keys: `[K, d_prior]` unit vectors of the document prior, or None without one.
+        keys, values: for each block `[H, K, T, d]` or `[G, H, K, T, d]`.
+        prior_keys, log_counts: as `BankView` has them.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     prior_keys: Tensor | None
+    log_counts: Tensor | None = None
 
     @property
     def documents(self) -> int:
-        return self.keys[0].shape[1]
+        return self.keys[0].shape[-3]
+
+    def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from zip(self.keys[block].split(_ROWS, -3), self.values[block].split(_ROWS, -3), strict=True)
+
+    def select(self, index: Tensor) -> BankProjection:
+        return BankProjection(
+            tuple(_selected(keys, index) for keys in self.keys),
+            tuple(_selected(values, index) for values in self.values),
+            None if self.prior_keys is None else self.prior_keys[index],
+            None if self.log_counts is None else self.log_counts[index],
+        )
+
+
+def _prior_keys(bank: BankView) -> Tensor:
+    if bank.prior_keys is None:
+        raise ValueError("this view of a bank has no prior keys, which the network's document prior needs")
+    return bank.prior_keys
+
+
+def _selected(rows: Tensor, index: Tensor) -> Tensor:
+    """`[H, K, T, d]` and `[B, N]` to `[B, H, N, T, d]`."""
+    return rows[:, index].transpose(0, 1)
 
 
 class DocumentPrior(nn.Module):
@@ -58,8 +112,13 @@ class DocumentPrior(nn.Module):
         return functional.normalize(self.query(question.mean(1)), dim=-1)
 
     def score(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """`[B, d_prior], [K, d_prior] -> [B, K]`."""
-        return self.log_scale.exp() * (queries @ keys.T)
+        """`[B, d_prior]`, and `[K, d_prior]` or `[G, K, d_prior]` for runs of questions, to `[B, K]`."""
+        if keys.ndim == 3:
+            cosines = (queries.unflatten(0, (len(keys), -1)) @ keys.mT).flatten(0, 1)
+        else:
+            cosines = queries @ keys.T
+        scores: Tensor = self.log_scale.exp() * cosines
+        return scores
 
 
 class CrossAttentionBlock(nn.Module):
@@ -105,20 +164,18 @@ class CrossAttentionBlock(nn.Module):
         )
         return keys, values
 
-    def prior_bias(self, scores: Tensor | None) -> Tensor | None:
-        """The document prior `[B, K]` as this block's heads weigh it, `[B, H, K]`."""
-        if scores is None or self.prior_scale is None:
-            return None
-        return scores[:, None] * self.prior_scale[:, None]
+    def prior_bias(self, scores: Tensor) -> Tensor | None:
+        """The document prior `[B, k]` as this block's heads weigh it, `[B, H, k]`; None in a block without one."""
+        return None if self.prior_scale is None else scores[:, None] * self.prior_scale[:, None]
 
     def forward(
-        self, tokens: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, attention: BankAttention
-    ) -> tuple[Tensor, Tensor]:
-        """`[B, T, D]` to the same shape, and the attention mass `[B, K]`."""
+        self, tokens: Tensor, chunks: Iterable[Chunk], attention: BankAttention, mass: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """`[B, T, D]` to the same shape, and the attention mass `[B, K]` if it is wanted."""
         query = self.to_query(self.norm(tokens)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        attended, mass = attention(query * query.shape[-1] ** -0.5, keys, values, bias)
+        attended, shares = attention(query * query.shape[-1] ** -0.5, chunks, mass=mass)
         tokens = tokens + self.to_out(attended.transpose(1, 2).flatten(2))
-        return tokens + self.feed_forward(tokens), mass
+        return tokens + self.feed_forward(tokens), shares
 
 
 class AggregationNetwork(nn.Module):
@@ -162,45 +219,89 @@ class AggregationNetwork(nn.Module):
             prior_keys=None if self.prior is None else self.prior.keys(phi),
         )
 
-    def prior_scores(self, question: Tensor, bank: BankProjection) -> Tensor:
-        """The document prior `s(x, d)` of every question and document, `[B, K]`.
+    def prior_scores(self, question: Tensor, bank: BankView) -> Tensor:
+        """The document prior `s(x, d)` of every question and row, `[B, K]`.
 
         Raises:
             ValueError: when the network has no document prior.
         """
-        if self.prior is None or bank.prior_keys is None:
+        if self.prior is None:
             raise ValueError("this aggregation network has no document prior")
-        return self.prior.score(self.prior.queries(question), bank.prior_keys)
+        return self.prior.score(self.prior.queries(question), _prior_keys(bank))
 
     def forward(
         self,
         question: Tensor,
-        bank: BankProjection,
+        bank: BankView,
         *,
         mask: Tensor | None = None,
-        attention: BankAttention = direct_attention,
-    ) -> tuple[Tensor, Tensor]:
+        scores: Tensor | None = None,
+        attention: BankAttention = streaming_attention,
+        mass: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
         """Aggregates the bank for each question.
 
         Args:
             question: `[B, T, D]`, the input encoder's tokens, the first query.
-            bank: the projected bank of K documents.
-            mask: `[B, K]`, True where a question may see a document; every question must see at least one.
+            bank: a view of K rows.
+            mask: `[B, K]`, True where a question may see a row; every question must see at least one.
+            scores: `[B, K]`, the document prior's where they are known; None to compare question and prior keys.
             attention: the strategy.
+            mass: whether the attention mass is wanted.
 
         Returns:
-            phi* `[B, T, D]`, and the last block's attention mass on each document `[B, K]`.
+            phi* `[B, T, D]`; and the last block's attention mass on each row `[B, K]`, or None if it is not wanted.
+
+        Raises:
+            ValueError: when the document prior is in use, and the view has neither prior keys nor scores.
         """
-        scores = self.prior_scores(question, bank) if self.prior is not None and self.use_prior else None
-        hidden = None
-        if mask is not None:
-            hidden = torch.zeros(mask.shape, dtype=question.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
-        tokens = question
-        mass = question.new_zeros(())
-        for block, keys, values in zip(self.blocks, bank.keys, bank.values, strict=True):
+        priors = _Priors(self, question, bank, mask, scores)
+        tokens, shares = question, None
+        for number, block in enumerate(self.blocks):
             assert isinstance(block, CrossAttentionBlock)
-            bias = block.prior_bias(scores)
-            if hidden is not None:
-                bias = hidden[:, None].expand(-1, keys.shape[0], -1) if bias is None else bias + hidden[:, None]
-            tokens, mass = block(tokens, keys, values, bias, attention)
-        return tokens, mass
+            last = number == len(self.blocks) - 1
+            tokens, shares = block(tokens, priors.chunks(number, block), attention, mass and last)
+        return tokens, shares
+
+
+class _Priors:
+    """All that is added to the logits: the document prior, the counts of rows, and the mask; made chunk by chunk."""
+
+    def __init__(
+        self, network: AggregationNetwork, question: Tensor, bank: BankView, mask: Tensor | None, scores: Tensor | None
+    ) -> None:
+        self.bank = bank
+        self.prior = network.prior if network.use_prior else None
+        self.queries = None if self.prior is None or scores is not None else self.prior.queries(question)
+        self.prior_keys = None if self.queries is None else _prior_keys(bank)
+        self.scores = None if self.prior is None else scores
+        self.log_counts = bank.log_counts
+        self.mask = mask
+        self.batch, self.dtype = len(question), question.dtype
+
+    def chunks(self, number: int, block: CrossAttentionBlock) -> Iterator[Chunk]:
+        """The bank as a block sees it."""
+        start = 0
+        for keys, values in self.bank.chunks(number):
+            rows = slice(start, start + keys.shape[-3])
+            start = rows.stop
+            yield Chunk(keys, values, self._bias(block, rows))
+
+    def _bias(self, block: CrossAttentionBlock, rows: slice) -> Tensor | None:
+        bias = None
+        if self.scores is not None:
+            bias = block.prior_bias(self.scores[:, rows])
+        elif self.prior is not None and self.queries is not None and self.prior_keys is not None:
+            bias = block.prior_bias(self.prior.score(self.queries, self.prior_keys[..., rows, :]))
+        if self.log_counts is not None:
+            counts = self.log_counts[..., rows].to(self.dtype)
+            if counts.ndim == 2:
+                counts = counts.repeat_interleave(self.batch // len(counts), 0)[:, None]
+            bias = counts.expand(self.batch, block.heads, -1) if bias is None else bias + counts
+        if self.mask is not None:
+            if bias is None:
+                bias = torch.zeros((), dtype=self.dtype, device=self.mask.device).expand(
+                    self.batch, block.heads, rows.stop - rows.start
+                )
+            bias = bias.masked_fill(~self.mask[:, None, rows], -torch.inf)
+        return bias

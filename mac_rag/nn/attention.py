@@ -1,39 +1,294 @@
-"""The one way to attend to a memory bank. Every strategy is a `BankAttention`; the direct one is the oracle."""
+"""The one way to attend to a memory bank. Every strategy is a `BankAttention`; the direct one is the oracle.
+
+A softmax over rows that never stand side by side is kept as three numbers for each query token: the largest logit, the
+sum of the weights relative to it, and the values under those weights (`Partial`). Two such parts merge exactly, so the
+bank may come in chunks, and from several processes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+# Logits that streaming attention holds at once. They stay in a CPU's cache, and are enough to keep a GPU busy.
+_LOGITS = 1 << 22
+# Query vectors of all heads that are multiplied with keys at once; more questions are taken group by group.
+_QUERIES = 1 << 15
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a bank as one block sees them.
+
+    A row is the memory tokens `[T, D]` of one document, or of one part of a long one.
+
+    Attributes:
+        keys, values: `[H, k, T, d]` for all questions, or `[G, H, k, T, d]` where each run of B / G questions has rows
+            of its own; with G = B each question has.
+        bias: `[B, H, k]`, added to the logits of all T tokens of a row; `-inf` hides the row.
+    """
+
+    keys: Tensor
+    values: Tensor
+    bias: Tensor | None
 
 
 class BankAttention(Protocol):
-    """Softmax attention of every question over the tokens of all documents of a bank."""
+    """Softmax attention of every question over the tokens of all rows of a bank."""
 
-    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(self, query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False) -> tuple[Tensor, Tensor | None]:
         """Attends.
 
         Args:
             query: `[B, H, S, d]`, S query tokens of each question, already scaled.
-            keys, values: `[H, K, T, d]`, the bank as one block of the aggregation network sees it.
-            bias: `[B, H, K]`, added to the logits of all T tokens of a document; `-inf` hides the document.
+            chunks: the bank; each question sees at least one row.
+            mass: whether the attention mass is wanted.
 
         Returns:
-            The attended values `[B, H, S, d]`, and the attention mass of each document `[B, K]`: the softmax weights
-            summed over a document's tokens and averaged over heads and query tokens, so that each row sums to 1.
+            The attended values `[B, H, S, d]`; and the attention mass of each row `[B, K]`, or None where it is not
+            wanted: the softmax weights summed over a row's tokens and averaged over heads and query tokens, so that
+            each question's sum to 1.
         """
 
 
-def direct_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The whole bank in one softmax: memory grows as B * H * S * K * T."""
-    batch, heads, length, width = query.shape
-    documents, tokens = keys.shape[1:3]
-    folded = query.transpose(0, 1).reshape(heads, batch * length, width)
-    logits = folded @ keys.flatten(1, 2).mT  # [H, B * S, K * T]
-    logits = logits.view(heads, batch, length, documents, tokens)
-    if bias is not None:
-        logits = logits + bias.transpose(0, 1)[:, :, None, :, None]
-    weights = logits.flatten(3).softmax(-1)  # [H, B, S, K * T]
-    attended = weights.view(heads, batch * length, -1) @ values.flatten(1, 2)
-    mass = weights.view(heads, batch, length, documents, tokens).sum(-1).mean((0, 2))
-    return attended.view(heads, batch, length, width).transpose(0, 1), mass
+@dataclass(frozen=True)
+class Partial:
+    """Attention over a part of the bank, before it is known what the rest holds.
+
+    Attributes:
+        maximum: `[B, H, S, 1]`, the largest logit, or any number near it; finite even where all rows are hidden.
+        total: `[B, H, S, 1]`, the sum of `exp(logit - maximum)`.
+        weighted: `[B, H, S, d]`, the values summed under these weights.
+        row_lse: of consecutive rows `[B, H, S, k]`, the log-sum-exp of each row's logits; None where no mass is wanted.
+    """
+
+    maximum: Tensor
+    total: Tensor
+    weighted: Tensor
+    row_lse: tuple[Tensor, ...] | None
+
+    @property
+    def attended(self) -> Tensor:
+        """`[B, H, S, d]`; zero where no row is seen."""
+        return self.weighted / self.total.clamp(min=torch.finfo(self.total.dtype).tiny)
+
+    @property
+    def lse(self) -> Tensor:
+        """Log-sum-exp of all logits `[B, H, S, 1]`; `-inf` where no row is seen."""
+        return self.maximum + self.total.log()
+
+    def merged(self, other: Partial) -> Partial:
+        """Attention over both parts; the other's rows come after ours."""
+        maximum = torch.maximum(self.maximum, other.maximum)
+        ours, theirs = (self.maximum - maximum).exp(), (other.maximum - maximum).exp()
+        return Partial(
+            maximum,
+            self.total * ours + other.total * theirs,
+            self.weighted * ours + other.weighted * theirs,
+            None if self.row_lse is None or other.row_lse is None else self.row_lse + other.row_lse,
+        )
+
+    def mass(self, lse: Tensor) -> Tensor:
+        """Attention mass `[B, k]` of the part's rows.
+
+        Args:
+            lse: `[B, H, S, 1]` of the whole bank.
+        """
+        bounded = lse.clamp(min=torch.finfo(lse.dtype).min)  # -inf - -inf would be NaN
+        masses = [(rows - bounded).exp().mean((1, 2)) for rows in self.row_lse or ()]
+        return torch.cat(masses, 1) if masses else lse.new_zeros(len(lse), 0)
+
+
+def direct_attention(query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False) -> tuple[Tensor, Tensor | None]:
+    """The whole bank in one softmax, for training and as the oracle: memory grows as B * H * S * K * T."""
+    chunk = _joined(list(chunks), query)
+    folded, keys, values = _folded(query, chunk.keys), _runs(chunk.keys), _runs(chunk.values)
+    logits = _unfolded(folded @ keys.flatten(2, 3).mT, query)  # [B, H, S, K * T]
+    shape = keys.shape[2:4]
+    if chunk.bias is not None:
+        logits = (logits.unflatten(-1, shape) + chunk.bias[:, :, None, :, None]).flatten(3)
+    weights = logits.softmax(-1)
+    attended = _unfolded(_folded(weights, chunk.keys) @ values.flatten(2, 3), query)
+    return attended, weights.unflatten(-1, shape).sum(-1).mean((1, 2)) if mass else None
+
+
+def streaming_attention(query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Exactly the direct attention, chunk by chunk: besides a chunk, working memory depends neither on K nor on B.
+
+    With `mass`, the log-sum-exp of each row is kept to the end, `[B, H, S, K]`, T times less than direct attention's
+    weights. Gradients pass through what is attended, not through the mass.
+    """
+    partial = partial_attention(query, chunks, mass=mass)
+    return partial.attended.to(query.dtype), partial.mass(partial.lse.detach()).to(query.dtype) if mass else None
+
+
+def partial_attention(query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False) -> Partial:
+    """Streaming attention before it is finished, to be merged with that over other rows.
+
+    Half-precision chunks without bias are attended to in their own precision, as fused kernels do; all else in that of
+    the query, and at least float32.
+
+    Args:
+        query, mass: as `BankAttention` has them.
+        chunks: of which there may be none.
+    """
+    numbers = torch.promote_types(query.dtype, torch.float32)
+    nothing = query.new_zeros((*query.shape[:3], 1), dtype=numbers)
+    start = Partial(
+        torch.full_like(nothing, torch.finfo(numbers).min),
+        nothing,
+        torch.zeros_like(query, dtype=numbers),
+        () if mass else None,
+    )
+    return reduce(Partial.merged, (part for chunk in chunks for part in _parts(query, chunk, mass)), start)
+
+
+def _parts(query: Tensor, chunk: Chunk, mass: bool) -> Iterator[Partial]:
+    """The parts of a chunk: all of it where a fused kernel takes it, else as many rows as the budget allows."""
+    rows, tokens = chunk.keys.shape[-3:-1]
+    if not rows:
+        return
+    if chunk.bias is None and not mass:
+        fused = _fused(query, chunk)
+        if fused is not None:
+            yield fused
+            return
+    heads, length = query.shape[1:3]
+    groups = _groups(len(query), len(_runs(chunk.keys)), heads * length)
+    step = max(1, _LOGITS // (len(query[groups[0]]) * heads * length * tokens))
+    for first in range(0, rows, step):
+        piece = slice(first, first + step)
+        parts = [_plain(query[group], _slice(chunk, len(query), group, piece), mass) for group in groups]
+        yield parts[0] if len(parts) == 1 else _stacked(parts)
+
+
+def _groups(batch: int, runs: int, vectors: int) -> list[slice]:
+    """Questions that go together: several runs, or, where a run is too large, a part of one; the largest first."""
+    run, most = batch // runs, max(1, _QUERIES // vectors)
+    if run <= most:
+        size = most // run * run
+        return [slice(first, min(first + size, batch)) for first in range(0, batch, size)]
+    starts = range(0, batch, run)
+    return [
+        slice(first, min(first + most, start + run)) for start in starts for first in range(start, start + run, most)
+    ]
+
+
+def _slice(chunk: Chunk, batch: int, group: slice, rows: slice) -> Chunk:
+    """Some rows of a chunk for a group of questions."""
+    keys, values = chunk.keys, chunk.values
+    if keys.ndim == 5:
+        run = batch // len(keys)
+        runs = slice(group.start // run, -(-group.stop // run))
+        keys, values = keys[runs], values[runs]
+    bias = None if chunk.bias is None else chunk.bias[group, :, rows]
+    return Chunk(keys[..., rows, :, :], values[..., rows, :, :], bias)
+
+
+def _plain(query: Tensor, chunk: Chunk, mass: bool) -> Partial:
+    numbers = torch.promote_types(query.dtype, torch.float32)
+    keys, values = (_runs(part).to(numbers) for part in (chunk.keys, chunk.values))
+    rows, tokens = keys.shape[2:4]
+    logits = _folded(query.to(numbers), keys) @ keys.flatten(2, 3).mT  # [G, H, B / G * S, k * T]
+    if chunk.bias is not None:
+        shaped = logits.unflatten(2, (-1, query.shape[2])).unflatten(-1, (rows, tokens))
+        shaped += chunk.bias.unflatten(0, (len(keys), -1)).transpose(1, 2)[:, :, :, None, :, None]
+    # Bounded, so that a part of which all rows are hidden weighs nothing and is not NaN.
+    maximum = logits.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(numbers).min)
+    weights = logits.sub_(maximum).exp_()
+    weighted, row_lse = weights @ values.flatten(2, 3), None
+    if mass:
+        totals = weights.unflatten(-1, (rows, tokens)).sum(-1)
+        total, row_lse = totals.sum(-1, keepdim=True), (_unfolded(maximum + totals.detach().log(), query),)
+    else:
+        total = weights.sum(-1, keepdim=True)
+    return Partial(_unfolded(maximum, query), _unfolded(total, query), _unfolded(weighted, query), row_lse)
+
+
+def _fused(query: Tensor, chunk: Chunk) -> Partial | None:
+    """Attention by a fused kernel that tells its log-sum-exp; None where torch has none for these tensors."""
+    keys, values = _runs(chunk.keys).flatten(2, 3), _runs(chunk.values).flatten(2, 3)
+    if torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad):
+        return None  # no gradient passes through the log-sum-exp
+    folded = _folded(query.to(keys.dtype), chunk.keys)
+    if query.device.type == "cpu":
+        attended, lse = fused_cpu(folded, keys, values)
+    elif query.device.type == "cuda" and query.shape[-1] % 8 == 0:
+        parameters = torch.backends.cuda.SDPAParams(folded, keys, values, None, 0.0, False, False)
+        if torch.backends.cuda.can_use_flash_attention(parameters):
+            attended, lse = fused_flash(folded, keys, values)
+        elif torch.backends.cuda.can_use_efficient_attention(parameters):
+            attended, lse = fused_efficient(folded, keys, values)
+        else:
+            return None
+    else:
+        return None
+    numbers = torch.promote_types(query.dtype, torch.float32)
+    maximum = _unfolded(lse[..., None].to(numbers), query)
+    return Partial(maximum, torch.ones_like(maximum), _unfolded(attended.to(numbers), query), None)
+
+
+def fused_cpu(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Torch's kernel for CPUs: attended `[G, H, Q, d]` and log-sum-exp `[G, H, Q]`; so the two below."""
+    attended, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=1.0)
+    return attended, lse
+
+
+def fused_flash(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """FlashAttention, in half precision on CUDA."""
+    attended, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, keys, values, scale=1.0)
+    return attended, lse
+
+
+def fused_efficient(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory-efficient attention on CUDA, which pads its log-sum-exp."""
+    attended, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, keys, values, None, compute_log_sumexp=True, scale=1.0
+    )
+    return attended, lse.narrow(2, 0, query.shape[2])
+
+
+def _joined(chunks: list[Chunk], query: Tensor) -> Chunk:
+    if len(chunks) == 1:
+        return chunks[0]
+    biases = None
+    if any(chunk.bias is not None for chunk in chunks):
+        nothing = [query.new_zeros(*query.shape[:2], chunk.keys.shape[-3]) for chunk in chunks]
+        biases = torch.cat([zero if chunk.bias is None else chunk.bias for chunk, zero in zip(chunks, nothing)], -1)
+    return Chunk(torch.cat([c.keys for c in chunks], -3), torch.cat([c.values for c in chunks], -3), biases)
+
+
+def _stacked(groups: list[Partial]) -> Partial:
+    """Parts of the same rows for consecutive groups of questions."""
+    row_lse = None
+    if groups[0].row_lse is not None:
+        row_lse = tuple(torch.cat(rows) for rows in zip(*(group.row_lse or () for group in groups)))
+    return Partial(
+        torch.cat([group.maximum for group in groups]),
+        torch.cat([group.total for group in groups]),
+        torch.cat([group.weighted for group in groups]),
+        row_lse,
+    )
+
+
+def _runs(rows: Tensor) -> Tensor:
+    """`[G, H, k, T, d]`, with G = 1 for rows of all questions."""
+    return rows if rows.ndim == 5 else rows[None]
+
+
+def _folded(query: Tensor, keys: Tensor) -> Tensor:
+    """`[B, H, S, x] -> [G, H, B / G * S, x]`: the questions of a run side by side, so that they share one product."""
+    runs = len(keys) if keys.ndim == 5 else 1
+    folded: Tensor = query.unflatten(0, (runs, -1)).transpose(1, 2).flatten(2, 3)
+    return folded
+
+
+def _unfolded(result: Tensor, query: Tensor) -> Tensor:
+    """`[G, H, B / G * S, x] -> [B, H, S, x]`."""
+    unfolded: Tensor = result.unflatten(2, (-1, query.shape[2])).transpose(1, 2).flatten(0, 1)
+    return unfolded

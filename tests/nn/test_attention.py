@@ -1,0 +1,227 @@
+"""Attention to a bank: every strategy is the plain loop over documents and tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mac_rag.nn import attention
+from mac_rag.nn.attention import Chunk, direct_attention, partial_attention, streaming_attention
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def loop_attention(query: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    """Softmax attention written out: one weight for each question, head, query token, row and token."""
+    batch, heads, length, _ = query.shape
+    keys, values = (part.expand(batch, *part.shape[-4:]) for part in (chunk.keys, chunk.values))
+    rows, tokens = keys.shape[2:4]
+    attended, mass = torch.zeros_like(query), torch.zeros(batch, rows, dtype=query.dtype)
+    for b in range(batch):
+        for h in range(heads):
+            for s in range(length):
+                weights = {
+                    (k, t): math.exp(
+                        (query[b, h, s] @ keys[b, h, k, t]).item()
+                        + (0 if chunk.bias is None else chunk.bias[b, h, k].item())
+                    )
+                    for k in range(rows)
+                    for t in range(tokens)
+                }
+                total = sum(weights.values())
+                for (k, t), weight in weights.items():
+                    attended[b, h, s] += weight / total * values[b, h, k, t]
+                    mass[b, k] += weight / total / (heads * length)
+    return attended, mass
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Tensor, Chunk, list[int]]:
+    """A query, a bank with shared or own rows, with or without bias and hidden rows, and where to cut it."""
+    size = st.integers(1, 4)
+    run, heads, length, width, tokens = draw(size), draw(size), draw(size), draw(size), draw(size)
+    runs = draw(st.sampled_from([None, 1, 2, 3]))
+    batch, rows, seed = run * (runs or 1), draw(st.integers(1, 12)), draw(st.integers(0, 99))
+    shape = (heads, rows, tokens, width) if runs is None else (runs, heads, rows, tokens, width)
+    scale = draw(st.sampled_from([1.0, 30.0]))
+    bias = None
+    if draw(st.booleans()):
+        bias = scale * random(batch, heads, rows, seed=seed + 3)
+        hidden = random(batch, 1, rows, seed=seed + 4) > draw(st.sampled_from([-1.0, 0.0, 9.0]))
+        hidden[:, :, draw(st.integers(0, rows - 1))] = False
+        bias = bias.masked_fill(hidden, -torch.inf)
+    chunk = Chunk(random(*shape, seed=seed + 1), random(*shape, seed=seed + 2), bias)
+    cuts = draw(st.lists(st.integers(0, rows), max_size=4))
+    return scale * random(batch, heads, length, width, seed=seed), chunk, sorted(cuts)
+
+
+def cut(chunk: Chunk, cuts: list[int]) -> Iterator[Chunk]:
+    rows = chunk.keys.shape[-3]
+    for start, stop in zip([0, *cuts], [*cuts, rows]):
+        bias = None if chunk.bias is None else chunk.bias[..., start:stop]
+        yield Chunk(chunk.keys[..., start:stop, :, :], chunk.values[..., start:stop, :, :], bias)
+
+
+@settings(max_examples=30, deadline=None)
+@given(case=cases())
+def test_direct_attention_is_the_plain_loop(case: tuple[Tensor, Chunk, list[int]]) -> None:
+    query, chunk, cuts = case
+    query = query / 30  # so that no exponential of the loop overflows
+    own = chunk.keys.ndim == 5
+    spread = Chunk(
+        chunk.keys.repeat_interleave(len(query) // len(chunk.keys), 0) if own else chunk.keys,
+        chunk.values.repeat_interleave(len(query) // len(chunk.values), 0) if own else chunk.values,
+        chunk.bias,
+    )
+    for fast, slow in zip(direct_attention(query, cut(chunk, cuts), mass=True), loop_attention(query, spread)):
+        torch.testing.assert_close(fast, slow)
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=cases(), logits=st.sampled_from([1, 40, 1000]), queries=st.sampled_from([1, 20, 1000]))
+def test_streaming_is_direct(case: tuple[Tensor, Chunk, list[int]], logits: int, queries: int) -> None:
+    query, chunk, cuts = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_LOGITS", logits)
+        patch.setattr(attention, "_QUERIES", queries)
+        attended, mass = streaming_attention(query, cut(chunk, cuts), mass=True)
+        without, none = streaming_attention(query, cut(chunk, cuts))
+    expected, expected_mass = direct_attention(query, [chunk], mass=True)
+    assert mass is not None
+    assert none is None
+    torch.testing.assert_close(attended, expected, **CLOSE)
+    torch.testing.assert_close(without, expected, **CLOSE)
+    torch.testing.assert_close(mass, expected_mass, **CLOSE)
+    torch.testing.assert_close(mass.sum(1), torch.ones(len(query), dtype=torch.float64), **CLOSE)
+
+
+@settings(max_examples=50, deadline=None)
+@given(case=cases(), seed=st.integers(0, 99))
+def test_the_order_of_rows_does_not_matter(case: tuple[Tensor, Chunk, list[int]], seed: int) -> None:
+    query, chunk, cuts = case
+    order = torch.randperm(chunk.keys.shape[-3], generator=torch.Generator().manual_seed(seed))
+    bias = None if chunk.bias is None else chunk.bias[..., order]
+    shuffled = Chunk(chunk.keys[..., order, :, :], chunk.values[..., order, :, :], bias)
+    before, mass_before = streaming_attention(query, cut(chunk, cuts), mass=True)
+    after, mass_after = streaming_attention(query, cut(shuffled, cuts), mass=True)
+    assert mass_before is not None
+    torch.testing.assert_close(before, after, **CLOSE)
+    torch.testing.assert_close(mass_before[:, order], mass_after, **CLOSE)
+
+
+@settings(max_examples=50, deadline=None)
+@given(case=cases())
+def test_questions_together_are_answered_as_one_by_one(case: tuple[Tensor, Chunk, list[int]]) -> None:
+    query, chunk, cuts = case
+    together, mass = streaming_attention(query, cut(chunk, cuts), mass=True)
+    assert mass is not None
+    for b in range(len(query)):
+        own = slice(None)
+        if chunk.keys.ndim == 5:
+            own = slice(b * len(chunk.keys) // len(query), b * len(chunk.keys) // len(query) + 1)
+        bias = None if chunk.bias is None else chunk.bias[b : b + 1]
+        alone = Chunk(chunk.keys[own], chunk.values[own], bias)
+        one, one_mass = streaming_attention(query[b : b + 1], cut(alone, cuts), mass=True)
+        torch.testing.assert_close(together[b : b + 1], one, **CLOSE)
+        torch.testing.assert_close(mass[b : b + 1], one_mass, **CLOSE)
+
+
+@settings(max_examples=30, deadline=None)
+@given(case=cases())
+def test_streaming_has_the_gradients_of_direct(case: tuple[Tensor, Chunk, list[int]]) -> None:
+    query, chunk, cuts = case
+    gradients = []
+    for strategy in (streaming_attention, direct_attention):
+        leaves = [part.clone().requires_grad_() for part in (query, chunk.keys, chunk.values)]
+        attended, _ = strategy(leaves[0], cut(Chunk(leaves[1], leaves[2], chunk.bias), cuts), mass=True)
+        attended.square().sum().backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    for ours, expected in zip(*gradients):
+        torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("mass", [False, True])
+def test_a_part_of_which_nothing_is_seen_weighs_nothing(mass: bool) -> None:
+    query, keys, values = random(2, 3, 4, 8), random(3, 5, 2, 8, seed=1), random(3, 5, 2, 8, seed=2)
+    hidden = Chunk(keys, values, torch.full((2, 3, 5), -torch.inf, dtype=torch.float64))
+    for chunks in ([], [hidden], [hidden, hidden]):
+        partial = partial_attention(query, chunks, mass=mass)
+        assert partial.attended.eq(0).all()
+        assert partial.lse.isneginf().all()
+        assert partial.mass(partial.lse).eq(0).all()
+    seen = Chunk(keys + 1, values + 1, None)
+    for chunks in ([hidden, seen], [seen, hidden], [hidden, hidden, seen]):
+        attended, _ = streaming_attention(query, chunks, mass=mass)
+        torch.testing.assert_close(attended, direct_attention(query, [seen])[0], **CLOSE)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_torchs_fused_kernel_agrees_with_plain_products(own: bool, dtype: torch.dtype) -> None:
+    shape = (4, 2, 50, 3, 16) if own else (2, 50, 3, 16)
+    query = random(4, 2, 3, 16).float()
+    keys, values = random(*shape, seed=1).to(dtype), random(*shape, seed=2).to(dtype)
+    chunk = Chunk(keys, values, None)
+    fused = attention._fused(query, chunk)
+    assert fused is not None
+    plain = attention._plain(query, chunk, mass=False)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(fused.attended, plain.attended, **tolerance)
+    torch.testing.assert_close(fused.lse, plain.lse, **tolerance)
+
+
+@pytest.mark.parametrize("length", [24, 33])
+@pytest.mark.parametrize(("kernel", "dtype"), [("fused_flash", torch.bfloat16), ("fused_efficient", torch.float32)])
+def test_the_kernels_for_cuda_take_and_give_what_is_expected(kernel: str, dtype: torch.dtype, length: int) -> None:
+    with FakeTensorMode():  # shapes and signatures, without a device
+        query = torch.empty(2, 4, length, 32, dtype=dtype, device="cuda")
+        rows = torch.empty(2, 4, 60, 32, dtype=dtype, device="cuda")
+        attended, lse = getattr(attention, kernel)(query, rows, rows)
+    assert attended.shape == query.shape
+    assert attended.dtype == dtype
+    assert lse.shape == query.shape[:3]
+    assert lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_bank_in_half_precision_serves_queries_in_single(biased: bool, dtype: torch.dtype) -> None:
+    query, keys, values = random(2, 2, 3, 8).float(), random(2, 40, 3, 8, seed=1), random(2, 40, 3, 8, seed=2)
+    bias = random(2, 2, 40, seed=3).float() if biased else None
+    attended, _ = streaming_attention(query, [Chunk(keys.to(dtype), values.to(dtype), bias)])
+    expected, _ = direct_attention(query, [Chunk(keys.float(), values.float(), bias)])
+    assert attended.dtype == torch.float32
+    torch.testing.assert_close(attended, expected, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_logits_in_memory_do_not_grow_with_the_bank(biased: bool) -> None:
+    peaks = []
+    for rows in (2_000, 20_000):
+        query, keys = torch.zeros(64, 2, 3, 8), torch.zeros(2, rows, 3, 8)
+        bias = torch.zeros(64, 2, rows) if biased else None
+        largest = 0
+
+        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+                nonlocal largest
+                result = func(*args, **(kwargs or {}))
+                if isinstance(result, Tensor) and result._base is None:
+                    largest = max(largest, result.numel())
+                return result
+
+        with Watch():
+            streaming_attention(query, [Chunk(keys, keys, bias)])
+        peaks.append(largest)
+    assert peaks[1] <= max(peaks[0], attention._LOGITS)
