@@ -16,16 +16,12 @@ from mac_rag.nn.attention import BankAttention, Chunk, streaming_attention
 _ROWS = 8192
 
 
-class BankView(Protocol):
-    """What the aggregation network needs of a bank; rows in a fixed order.
+class BankRows(Protocol):
+    """Rows of a bank in a fixed order, as the aggregation network attends to them.
 
     A row is the memory tokens of one document, or of one part of a long one. Questions may all see the same rows, or
     each run of B / G questions has K rows of its own, which the tensors then have a leading dimension G for.
     """
-
-    @property
-    def documents(self) -> int:
-        """K, the number of rows (that each question sees)."""
 
     @property
     def prior_keys(self) -> Tensor | None:
@@ -37,6 +33,14 @@ class BankView(Protocol):
 
     def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values `[H, k, T, d]` or `[G, H, k, T, d]` of consecutive rows, cut alike for all blocks."""
+
+
+class BankView(BankRows, Protocol):
+    """A bank from which rows can be chosen."""
+
+    @property
+    def documents(self) -> int:
+        """K, the number of rows (that each question sees)."""
 
     def select(self, index: Tensor) -> BankView:
         """The rows that `index` `[B, N]` names, N of its own for each question."""
@@ -72,7 +76,12 @@ class BankProjection:
         )
 
 
-def _prior_keys(bank: BankView) -> Tensor:
+def prior_keys(bank: BankRows) -> Tensor:
+    """The rows' keys of the document prior.
+
+    Raises:
+        ValueError: where they have none.
+    """
     if bank.prior_keys is None:
         raise ValueError("this view of a bank has no prior keys, which the network's document prior needs")
     return bank.prior_keys
@@ -135,6 +144,7 @@ class CrossAttentionBlock(nn.Module):
     def __init__(self, width: int, heads: int, head_width: int, feed_forward: int, prior: bool) -> None:
         super().__init__()
         self.heads = heads
+        self.hidden_width = feed_forward * width
         self.norm = nn.LayerNorm(width)
         self.to_query = nn.Linear(width, heads * head_width, bias=False)
         self.to_key = nn.Linear(width, heads * head_width, bias=False)
@@ -142,9 +152,9 @@ class CrossAttentionBlock(nn.Module):
         self.to_out = nn.Linear(heads * head_width, width)
         self.feed_forward = nn.Sequential(
             nn.LayerNorm(width),
-            nn.Linear(width, feed_forward * width),
+            nn.Linear(width, self.hidden_width),
             nn.GELU(),
-            nn.Linear(feed_forward * width, width),
+            nn.Linear(self.hidden_width, width),
         )
         self.prior_scale = nn.Parameter(torch.ones(heads)) if prior else None
         # An untrained block already aggregates: queries match keys by similarity, and what is attended to passes
@@ -219,7 +229,7 @@ class AggregationNetwork(nn.Module):
             prior_keys=None if self.prior is None else self.prior.keys(phi),
         )
 
-    def prior_scores(self, question: Tensor, bank: BankView) -> Tensor:
+    def prior_scores(self, question: Tensor, bank: BankRows) -> Tensor:
         """The document prior `s(x, d)` of every question and row, `[B, K]`.
 
         Raises:
@@ -227,12 +237,12 @@ class AggregationNetwork(nn.Module):
         """
         if self.prior is None:
             raise ValueError("this aggregation network has no document prior")
-        return self.prior.score(self.prior.queries(question), _prior_keys(bank))
+        return self.prior.score(self.prior.queries(question), prior_keys(bank))
 
     def forward(
         self,
         question: Tensor,
-        bank: BankView,
+        bank: BankRows,
         *,
         mask: Tensor | None = None,
         scores: Tensor | None = None,
@@ -243,7 +253,7 @@ class AggregationNetwork(nn.Module):
 
         Args:
             question: `[B, T, D]`, the input encoder's tokens, the first query.
-            bank: a view of K rows.
+            bank: K rows.
             mask: `[B, K]`, True where a question may see a row; every question must see at least one.
             scores: `[B, K]`, the document prior's where they are known; None to compare question and prior keys.
             attention: the strategy.
@@ -268,12 +278,12 @@ class _Priors:
     """All that is added to the logits: the document prior, the counts of rows, and the mask; made chunk by chunk."""
 
     def __init__(
-        self, network: AggregationNetwork, question: Tensor, bank: BankView, mask: Tensor | None, scores: Tensor | None
+        self, network: AggregationNetwork, question: Tensor, bank: BankRows, mask: Tensor | None, scores: Tensor | None
     ) -> None:
         self.bank = bank
         self.prior = network.prior if network.use_prior else None
         self.queries = None if self.prior is None or scores is not None else self.prior.queries(question)
-        self.prior_keys = None if self.queries is None else _prior_keys(bank)
+        self.prior_keys = None if self.queries is None else prior_keys(bank)
         self.scores = None if self.prior is None else scores
         self.log_counts = bank.log_counts
         self.mask = mask

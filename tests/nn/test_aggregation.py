@@ -6,24 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from mac_rag.nn.aggregation import AggregationNetwork
-
-WIDTH, TOKENS = 16, 3
-
-
-def network(prior_width: int = 8) -> AggregationNetwork:
-    torch.manual_seed(0)
-    built = AggregationNetwork(WIDTH, blocks=2, heads=2, head_width=8, prior_width=prior_width).double()
-    for block in built.blocks:
-        if block.prior_scale is not None:
-            torch.nn.init.uniform_(block.prior_scale, 0.5, 1.5)
-    return built
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from mac_rag.nn import aggregation
+from mac_rag.nn.aggregation import BankProjection
+from mac_rag.nn.attention import direct_attention
+from tests.nn.networks import TOKENS, WIDTH, network, random
 
 
 @settings(max_examples=25, deadline=None)
@@ -88,3 +75,81 @@ def test_without_a_prior_there_are_no_scores() -> None:
     built = network(prior_width=0)
     with pytest.raises(ValueError, match="no document prior"):
         built.prior_scores(random(1, TOKENS, WIDTH), built.project(random(2, TOKENS, WIDTH)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    documents=st.integers(1, 9),
+    questions=st.integers(1, 3),
+    prior=st.sampled_from([0, 8]),
+    counted=st.booleans(),
+    masked=st.booleans(),
+    rows=st.sampled_from([1, 2, 100]),
+)
+def test_the_default_way_of_attending_is_the_direct_one(
+    documents: int, questions: int, prior: int, counted: bool, masked: bool, rows: int
+) -> None:
+    built, question = network(prior), random(questions, TOKENS, WIDTH)
+    bank = built.project(random(documents, TOKENS, WIDTH, seed=1))
+    if counted:
+        bank = BankProjection(bank.keys, bank.values, bank.prior_keys, random(documents, seed=2))
+    mask = None
+    if masked:
+        mask = random(questions, documents, seed=3) > 0
+        mask[:, 0] = True
+    expected = built(question, bank, mask=mask, attention=direct_attention, mass=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aggregation, "_ROWS", rows)
+        found = built(question, bank, mask=mask, mass=True)
+    for ours, direct in zip(found, expected):
+        torch.testing.assert_close(ours, direct, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("prior", [0, 8])
+def test_a_row_with_a_count_is_so_many_equal_rows(prior: int) -> None:
+    built, question, phi = network(prior), random(2, TOKENS, WIDTH), random(4, TOKENS, WIDTH, seed=1)
+    counts = torch.tensor([1, 3, 2, 5])
+    bank = built.project(phi)
+    counted = BankProjection(bank.keys, bank.values, bank.prior_keys, counts.double().log())
+    found, mass = built(question, counted, mass=True)
+    expected, repeated = built(question, built.project(phi.repeat_interleave(counts, 0)), mass=True)
+    torch.testing.assert_close(found, expected)
+    owners = torch.arange(4).repeat_interleave(counts)
+    torch.testing.assert_close(mass, torch.zeros_like(mass).index_add_(1, owners, repeated))
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), prior=st.sampled_from([0, 8]), counted=st.booleans())
+def test_selected_rows_are_a_bank_for_each_question(data: st.DataObject, prior: int, counted: bool) -> None:
+    built, question, phi = network(prior), random(3, TOKENS, WIDTH), random(6, TOKENS, WIDTH, seed=1)
+    bank = built.project(phi)
+    if counted:
+        bank = BankProjection(bank.keys, bank.values, bank.prior_keys, random(6, seed=2))
+    chosen = data.draw(st.integers(1, 6))
+    index = torch.tensor([data.draw(st.permutations(range(6)))[:chosen] for _ in range(3)])
+    found, mass = built(question, bank.select(index), mass=True)
+    assert bank.select(index).documents == chosen
+    for b in range(3):
+        seen = torch.zeros(1, 6, dtype=torch.bool).index_fill_(1, index[b], True)
+        expected, whole = built(question[b : b + 1], bank, mask=seen, mass=True)
+        torch.testing.assert_close(found[b : b + 1], expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(mass[b : b + 1], whole[:, index[b]], rtol=1e-10, atol=1e-10)
+
+
+def test_all_rows_selected_is_the_whole_bank() -> None:
+    built, question = network(), random(2, TOKENS, WIDTH)
+    bank = built.project(random(5, TOKENS, WIDTH, seed=1))
+    everything = bank.select(torch.arange(5).expand(2, -1))
+    torch.testing.assert_close(built(question, everything)[0], built(question, bank)[0], rtol=1e-10, atol=1e-10)
+
+
+def test_a_bank_without_prior_keys_is_refused_while_the_prior_is_in_use() -> None:
+    built, question = network(), random(1, TOKENS, WIDTH)
+    bank = built.project(random(2, TOKENS, WIDTH, seed=1))
+    bare = BankProjection(bank.keys, bank.values, None)
+    with pytest.raises(ValueError, match="no prior keys"):
+        built(question, bare)
+    scores = built.prior_scores(question, bank)
+    torch.testing.assert_close(built(question, bare, scores=scores)[0], built(question, bank)[0])
+    built.use_prior = False
+    built(question, bare)

@@ -14,12 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mac_rag.nn import attention
 from mac_rag.nn.attention import Chunk, direct_attention, partial_attention, streaming_attention
+from tests.nn.networks import random
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def loop_attention(query: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:

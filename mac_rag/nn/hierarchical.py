@@ -1,0 +1,195 @@
+"""Hierarchical aggregation, Algorithm 3 of the paper: groups become modulations, until a single one remains.
+
+An approximation. The default, streaming attention, needs as little memory and is exact; this is here to reproduce the
+paper's figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mac_rag.errors import ConfigError
+from mac_rag.nn.aggregation import (
+    AggregationNetwork,
+    BankProjection,
+    BankRows,
+    BankView,
+    CrossAttentionBlock,
+    prior_keys,
+)
+
+# Numbers that are made at once: rows, their keys and values, and hidden states of the feed-forward networks.
+_NUMBERS = 1 << 24
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Consecutive rows of one level.
+
+    Attributes:
+        memory: with rows in the third dimension from the right: the keys and values of all blocks one after another
+            `[G, H, k, T, d]`, G being 1 or B; or, above the first level, modulations `[B, k, T, D]` alone.
+        scores: of the document prior `[B, k]`; None without one.
+        visible: `[B, k]`, True for rows that a question may see; None where it may see all.
+    """
+
+    memory: tuple[Tensor, ...]
+    scores: Tensor | None
+    visible: Tensor | None
+
+    def __len__(self) -> int:
+        return self.memory[0].shape[-3]
+
+    def __getitem__(self, rows: slice) -> _Rows:
+        return _Rows(
+            tuple(part[..., rows, :, :] for part in self.memory),
+            None if self.scores is None else self.scores[:, rows],
+            None if self.visible is None else self.visible[:, rows],
+        )
+
+    def joined(self, other: _Rows) -> _Rows:
+        """These rows and then the other's."""
+        return _Rows(
+            tuple(torch.cat(parts, -3) for parts in zip(self.memory, other.memory, strict=True)),
+            None if self.scores is None or other.scores is None else torch.cat([self.scores, other.scores], 1),
+            None if self.visible is None or other.visible is None else torch.cat([self.visible, other.visible], 1),
+        )
+
+
+def hierarchical(
+    network: AggregationNetwork, question: Tensor, bank: BankView, subgroup: int, *, mask: Tensor | None = None
+) -> Tensor:
+    """Aggregates groups of M consecutive rows to one modulation each, and these in turn, until one remains.
+
+    M counts modulations, that is rows of T tokens. The paper counts tokens; with M tokens below 2 T its loop would not
+    end, because a group would be no more than the one modulation that replaces it. A bank of one row is aggregated
+    once, and one of at most M rows gives what streaming attention gives.
+
+    All levels work at the same time, each on what the one below has finished, so that memory grows with the number of
+    levels only. Questions and groups are batched as far as a constant budget allows.
+
+    The document prior keeps its meaning: a modulation's score is the log-sum-exp of its rows' scores.
+
+    Args:
+        network: h_psi.
+        question: `[B, T, D]`.
+        bank: a view of K rows.
+        subgroup: M, at least 2.
+        mask: `[B, K]`, True where a question may see a row; every question must see at least one.
+
+    Returns:
+        phi* `[B, T, D]`.
+
+    Raises:
+        ConfigError: for M below 2, with which the number of modulations would never fall; and for rows that stand for
+            several equal ones, which the paper's algorithm does not know.
+    """
+    if subgroup < 2:
+        raise ConfigError(f"groups of {subgroup} would never become fewer; choose a subgroup of at least 2")
+    if bank.log_counts is not None:
+        raise ConfigError(
+            "hierarchical aggregation knows no rows with counts; give it the bank's rows, or aggregate all"
+        )
+    level = _bank_rows(network, question, bank, mask)
+    remaining = bank.documents
+    while True:
+        level = _aggregated(network, question, level, subgroup)
+        remaining = -(-remaining // subgroup)
+        if remaining == 1:
+            phi: Tensor = next(level).memory[0][:, 0]
+            return phi
+
+
+def _bank_rows(network: AggregationNetwork, question: Tensor, bank: BankView, mask: Tensor | None) -> Iterator[_Rows]:
+    """The bank's rows as the first level needs them."""
+    prior = network.prior if network.use_prior else None
+    queries = None if prior is None else prior.queries(question)
+    start = 0
+    for parts in zip(*(bank.chunks(block) for block in range(len(network.blocks))), strict=True):
+        memory = tuple(part if part.ndim == 5 else part[None] for keys_values in parts for part in keys_values)
+        rows = slice(start, start + memory[0].shape[-3])
+        start = rows.stop
+        scores = None
+        if prior is not None and queries is not None:
+            scores = prior.score(queries, prior_keys(bank)[..., rows, :])
+        yield _Rows(memory, scores, None if mask is None else mask[:, rows])
+
+
+def _aggregated(network: AggregationNetwork, question: Tensor, rows: Iterator[_Rows], subgroup: int) -> Iterator[_Rows]:
+    """One level: a modulation for each group of `subgroup` rows, and one for the rest at the end."""
+    for piece in _cut(network, question, rows, subgroup):
+        size = min(subgroup, len(piece))
+        groups = len(piece) // size
+        runs = len(piece.memory[0])
+        together = len(question) // runs  # questions that see the same rows
+
+        def spread(parts: Tensor, shape: tuple[int, ...] = (runs, together)) -> Tensor:
+            """`[B, groups, ...] -> [G * groups * B / G, ...]`, so that groups are runs of questions."""
+            gathered: Tensor = parts.unflatten(0, shape).transpose(1, 2).flatten(0, 2)
+            return gathered
+
+        scores, visible = (
+            None if part is None else part.unflatten(1, (groups, size)) for part in (piece.scores, piece.visible)
+        )
+        memory = tuple(part.unflatten(-3, (groups, size)) for part in piece.memory)
+        if len(memory) == 1:
+            bank: BankRows = _Modulations(network, memory[0].flatten(0, 1))
+        else:
+            keys_values = [part.transpose(1, 2).flatten(0, 1) for part in memory]
+            bank = BankProjection(tuple(keys_values[::2]), tuple(keys_values[1::2]), None)
+        phi, _ = network(
+            spread(question[:, None].expand(-1, groups, -1, -1)),
+            bank,
+            mask=None if visible is None else spread(visible),
+            scores=None if scores is None else spread(scores),
+        )
+        if scores is not None:
+            seen = scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+            scores = seen.logsumexp(2)
+        modulations = phi.unflatten(0, (runs, groups, together)).transpose(1, 2).flatten(0, 1)
+        yield _Rows((modulations,), scores, None if visible is None else visible.any(2))
+
+
+def _cut(network: AggregationNetwork, question: Tensor, rows: Iterator[_Rows], subgroup: int) -> Iterator[_Rows]:
+    """The rows in pieces of whole groups, as many as the budget allows, and at the end those that fill no group."""
+    block = network.blocks[0]
+    assert isinstance(block, CrossAttentionBlock)
+    hidden = block.hidden_width * question.shape[0] * question.shape[1]
+    held: _Rows | None = None
+    for part in rows:
+        held = part if held is None else held.joined(part)
+        numbers = hidden + subgroup * sum(memory.numel() for memory in part.memory) // len(part)
+        size = subgroup * max(1, _NUMBERS // numbers)
+        while len(held) >= size:
+            yield held[:size]
+            held = held[size:]
+    if held is not None and len(held) >= subgroup:
+        whole = len(held) // subgroup * subgroup
+        yield held[:whole]
+        held = held[whole:]
+    if held is not None and len(held):
+        yield held
+
+
+class _Modulations:
+    """Modulations `[G, k, T, D]` as rows of a bank, projected when they are attended to."""
+
+    prior_keys = None
+    log_counts = None
+
+    def __init__(self, network: AggregationNetwork, phi: Tensor) -> None:
+        self.network = network
+        self.phi = phi
+
+    def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+        runs, _, tokens, _ = self.phi.shape
+        layers = self.network.blocks[block]
+        assert isinstance(layers, CrossAttentionBlock)
+        step = max(1, _NUMBERS // (2 * runs * tokens * layers.to_key.out_features))
+        for part in self.phi.split(step, 1):
+            keys, values = layers.project(self.network.bank_norm(part.flatten(0, 1)))
+            yield keys.unflatten(1, (runs, -1)).transpose(0, 1), values.unflatten(1, (runs, -1)).transpose(0, 1)

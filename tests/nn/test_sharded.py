@@ -1,0 +1,58 @@
+"""A bank split over processes gives what the whole bank gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, distributed, multiprocessing
+
+from mac_rag.nn.aggregation import BankProjection
+from mac_rag.nn.attention import Chunk, direct_attention
+from mac_rag.nn.sharded import ShardedAttention
+from tests.nn.networks import TOKENS, WIDTH, network, random
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+# How many of the bank's rows each process holds.
+SPLITS = [[7, 2], [3, 0, 6], [1, 1, 4, 3]]
+
+
+def case() -> tuple[Tensor, Chunk]:
+    bias = random(2, 3, 9, seed=3)
+    bias[0, :, :3] = -torch.inf  # for one question, all that the first processes hold
+    return 5 * random(2, 3, 4, 8), Chunk(random(3, 9, 2, 8, seed=1), random(3, 9, 2, 8, seed=2), bias)
+
+
+def process(rank: int, split: list[int], folder: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=len(split))
+    rows = slice(sum(split[:rank]), sum(split[: rank + 1]))
+    attend = ShardedAttention()
+    query, chunk = case()
+    own = Chunk(chunk.keys[:, rows], chunk.values[:, rows], chunk.bias[..., rows])
+    attended, mass = attend(query, [own], mass=True)
+    assert attend(query, [own])[1] is None
+    built, question = network(), random(3, TOKENS, WIDTH)
+    with torch.no_grad():
+        bank = built.project(random(9, TOKENS, WIDTH, seed=1)[rows])
+        phi, shares = built(question, bank, attention=attend, mass=True)
+    results = {"attended": attended, "mass": mass, "phi": phi, "shares": shares}
+    save_file({name: result.contiguous() for name, result in results.items()}, f"{folder}/{rank}.safetensors")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_processes_with_parts_of_a_bank_agree_with_one_that_has_it_all(split: list[int], tmp_path: Path) -> None:
+    multiprocessing.spawn(process, (split, str(tmp_path)), nprocs=len(split))
+    query, chunk = case()
+    built, question = network(), random(3, TOKENS, WIDTH)
+    bank: BankProjection = built.project(random(9, TOKENS, WIDTH, seed=1))
+    results = [*direct_attention(query, [chunk], mass=True), *built(question, bank, mass=True)]
+    expected = dict(zip(["attended", "mass", "phi", "shares"], results, strict=True))
+    first = load_file(tmp_path / "0.safetensors")
+    for rank in range(len(split)):
+        for name, found in load_file(tmp_path / f"{rank}.safetensors").items():
+            torch.testing.assert_close(found, expected[name].detach(), **CLOSE)
+            assert found.equal(first[name])
