@@ -1,0 +1,102 @@
+"""The figures of `benchmarks.memory_vs_accuracy`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from benchmarks.memory_ways import Figures
+
+_Value = Callable[["Figures"], float]
+
+
+def plot(rows: Sequence[Figures], path: Path) -> list[Path]:
+    """Draws one PNG for each group of rows beside the JSON file, and returns where they lie."""
+    drawn = []
+    for group, draw in {"hierarchical": _hierarchical, "reduction": _reduction, "codebook": _codebook}.items():
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        draw(figure.subplots(1, 2), rows)
+        drawn.append(path.with_name(f"{path.stem}-{group}.png"))
+        figure.savefig(drawn[-1], dpi=150)
+    return drawn
+
+
+def _parameter(row: Figures) -> float:
+    return row.parameter or 0
+
+
+def _f1(row: Figures) -> float:
+    return 100 * row.f1
+
+
+def _em(row: Figures) -> float:
+    return 100 * row.em
+
+
+def _peak(row: Figures) -> float:
+    return row.peak_bytes / 1e6
+
+
+def _bank(row: Figures) -> float:
+    return row.bank_bytes / 1e6
+
+
+def _of(rows: Sequence[Figures], group: str) -> tuple[list[Figures], list[Figures]]:
+    """The rows of a group: those with a parameter, and those without."""
+    group_rows = [row for row in rows if row.group == group]
+    return [row for row in group_rows if row.parameter is not None], [row for row in group_rows if not row.parameter]
+
+
+def _hierarchical(axes: Any, rows: Sequence[Figures]) -> None:
+    """Figure 5 of the paper: F1 and memory against the subgroup's size M."""
+    sized, whole = _of(rows, "hierarchical")
+    axes[1].set_yscale("log")
+    for axis, label, value in ((axes[0], "F1 %", _f1), (axes[1], "peak memory of aggregation, MB", _peak)):
+        axis.set_xscale("log", base=2)
+        _line(axis, sized, _parameter, value, "hierarchical")
+        for style, row in zip(("--", ":"), whole):
+            axis.axhline(value(row), color="gray", linestyle=style, label=row.name)
+        _finish(axis, "subgroup size M", label)
+
+
+def _reduction(axes: Any, rows: Sequence[Figures]) -> None:
+    """Figure 7 of the paper: F1 and EM against the size that the bank is held at."""
+    reduced = _of(rows, "reduction")[0]
+    whole = next(row for row in rows if row.method == "streaming")
+    for axis, label, value in ((axes[0], "F1 %", _f1), (axes[1], "EM %", _em)):
+        for method in dict.fromkeys(row.method for row in reduced):
+            _line(axis, [row for row in reduced if row.method == method], _parameter, value, method)
+        axis.plot([whole.entries], [value(whole)], "k*", markersize=10, label="whole bank")
+        _finish(axis, "entries of the bank", label)
+
+
+def _codebook(axes: Any, rows: Sequence[Figures]) -> None:
+    """F1 and EM against what the bank takes as it is stored: codes and codebook, or the tokens themselves."""
+    coded, whole = _of(rows, "codebook")
+    for axis, label, value in ((axes[0], "F1 %", _f1), (axes[1], "EM %", _em)):
+        axis.set_xscale("log")
+        for method in dict.fromkeys(row.method for row in coded):
+            _line(axis, [row for row in coded if row.method == method], _bank, value, f"codebook, {method}")
+        for marker, row in zip("xs", whole):
+            axis.plot([_bank(row)], [value(row)], f"k{marker}", label=row.name)
+        _finish(axis, "bank as stored, MB", label)
+
+
+def _line(axis: Axes, rows: Sequence[Figures], x: _Value, y: _Value, label: str) -> None:
+    axis.plot([x(row) for row in rows], [y(row) for row in rows], "o-", label=label)
+
+
+def _finish(axis: Axes, x: str, y: str) -> None:
+    axis.set(xlabel=x, ylabel=y)
+    if axis.get_yscale() == "linear":
+        axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")

@@ -1,0 +1,68 @@
+"""The benchmark of memory against accuracy: what it counts as memory, and the whole command on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.allocations import allocated_peak
+from benchmarks.memory_vs_accuracy import main
+from mac_rag.commands import run_command
+
+CPU = torch.device("cpu")
+
+
+def test_the_peak_counts_what_is_held_at_once() -> None:
+    held = torch.ones(1000)
+
+    def work() -> Tensor:
+        first = torch.ones(50_000)
+        second = first + 1  # 400 kB with the first
+        del first
+        third = torch.ones(20_000)  # 280 kB with the second
+        return second.sum() + third.sum() + held.sum()
+
+    result, peak = allocated_peak(work, CPU)
+    assert result == 100_000 + 20_000 + 1000
+    assert 400_000 <= peak < 410_000
+
+
+def test_memory_of_before_does_not_count_when_it_is_released() -> None:
+    before = [torch.ones(100_000)]
+
+    def work() -> None:
+        before.clear()
+        torch.ones(150_000)
+
+    assert 200_000 <= allocated_peak(work, CPU)[1] <= 600_000
+
+
+def test_the_command(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "figures" / "out.json"
+    options = {"model": tiny_checkpoint, "documents": 16, "questions": 6, "batch-size": 4, "output": output}
+    options |= {"subgroups": "2,8", "codes": "4,20,100000", "preselected": 5}
+    monkeypatch.setattr(sys, "argv", ["x", *(str(part) for name in options for part in (f"--{name}", options[name]))])
+    with pytest.raises(SystemExit) as end:
+        run_command(main)
+    assert end.value.code == 0
+    result = json.loads(output.read_text())
+    rows = {row["name"]: row for row in result["rows"]}
+    assert len(rows) == 4 + 9 + 2 + 2 * 2  # more codes than there are tokens are left out
+    assert result["data"]["questions"] == 6
+    assert all(row["peak_bytes"] > 0 and 0 <= row["em"] <= row["em_prefix"] <= 1 for row in rows.values())
+    assert rows["streaming"]["f1"] == rows["full"]["f1"]
+    assert [rows[f"nearest averaging, {share} %"]["entries"] for share in (75, 50, 25)] == [12, 8, 4]
+    assert rows["nearest averaging, 25 %"]["bank_bytes"] * 4 == rows["streaming"]["bank_bytes"]
+    assert sorted(path.name for path in output.parent.glob("*.png")) == [
+        "out-codebook.png",
+        "out-hierarchical.png",
+        "out-reduction.png",
+    ]
+    assert "nearest averaging, 25 %" in capsys.readouterr().out
