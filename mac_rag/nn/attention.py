@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Logits that streaming attention holds at once. They stay in a CPU's cache, and are enough to keep a GPU busy.
-_LOGITS = 1 << 22
+# Logits that streaming attention holds at once: on a CPU what its cache takes, elsewhere enough to keep a GPU busy.
+_LOGITS = {"cpu": 1 << 20, "other": 1 << 24}
 # Query vectors of all heads that are multiplied with keys at once; more questions are taken group by group.
 _QUERIES = 1 << 15
 
@@ -160,7 +160,8 @@ def _parts(query: Tensor, chunk: Chunk, mass: bool) -> Iterator[Partial]:
             return
     heads, length = query.shape[1:3]
     groups = _groups(len(query), len(_runs(chunk.keys)), heads * length)
-    step = max(1, _LOGITS // (len(query[groups[0]]) * heads * length * tokens))
+    budget = _LOGITS["cpu" if query.device.type == "cpu" else "other"]
+    step = max(1, budget // (len(query[groups[0]]) * heads * length * tokens))
     for first in range(0, rows, step):
         piece = slice(first, first + step)
         parts = [_plain(query[group], _slice(chunk, len(query), group, piece), mass) for group in groups]

@@ -90,7 +90,7 @@ def test_direct_attention_is_the_plain_loop(case: tuple[Tensor, Chunk, list[int]
 def test_streaming_is_direct(case: tuple[Tensor, Chunk, list[int]], logits: int, queries: int) -> None:
     query, chunk, cuts = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_LOGITS", logits)
+        patch.setitem(attention._LOGITS, "cpu", logits)
         patch.setattr(attention, "_QUERIES", queries)
         attended, mass = streaming_attention(query, cut(chunk, cuts), mass=True)
         without, none = streaming_attention(query, cut(chunk, cuts))
@@ -221,4 +221,4 @@ def test_logits_in_memory_do_not_grow_with_the_bank(biased: bool) -> None:
         with Watch():
             streaming_attention(query, [Chunk(keys, keys, bias)])
         peaks.append(largest)
-    assert peaks[1] <= max(peaks[0], attention._LOGITS)
+    assert peaks[1] <= max(peaks[0], attention._LOGITS["cpu"])

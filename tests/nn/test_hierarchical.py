@@ -72,7 +72,7 @@ def test_it_is_the_loop_of_algorithm_3(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_NUMBERS", numbers)
         patch.setattr(aggregation, "_ROWS", rows)
-        patch.setattr(attention, "_LOGITS", numbers)
+        patch.setitem(attention._LOGITS, "cpu", numbers)
         found = hierarchical(built, question, bank, subgroup, mask=mask)
     for b in range(questions):
         expected = literal(built, question[b : b + 1], banks[b], subgroup, None if mask is None else mask[b])
