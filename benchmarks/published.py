@@ -71,7 +71,7 @@ def attend(network: AggregationNetwork, question: Tensor, phi: Tensor) -> Tensor
             )
         )
         logits = query @ keys.mT * query.shape[-1] ** -0.5  # [B, H, T, K * T]
-        bias = block.prior_bias(scores)
+        bias = None if scores is None else block.prior_bias(scores)
         if bias is not None:
             logits = logits + bias.repeat_interleave(phi.shape[1], -1)[:, :, None]
         attended = logits.softmax(-1) @ values

@@ -35,6 +35,7 @@ def main(
     from rich.table import Table
 
     from benchmarks import published
+    from benchmarks.measure import medians
     from mac_rag.data.newswire import generate
     from mac_rag.model import MACModel
     from mac_rag.objective import Batch
@@ -80,32 +81,13 @@ def main(
     )
     figures: dict[str, Any] = {"model": model, "mean_document_tokens": length, "device": str(mac.device)}
     for name, count, ours, theirs in compared:
-        fast, slow = _medians(ours, theirs, rounds)
+        fast, slow = medians(ours, theirs, rounds)
         table.add_row(name, f"{count / fast:.1f}", f"{count / slow:.1f}", f"{slow / fast:.1f}x")
         figures[name] = {"ours": count / fast, "published": count / slow, "ratio": slow / fast}
     Console().print(table)
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(figures, indent=2) + "\n")
-
-
-def _medians(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> tuple[float, float]:
-    """Median seconds of both, measured in turns after one warm-up each, so that a slow spell hits both."""
-    import statistics
-    import time
-
-    import torch
-
-    times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(rounds + 1):
-        for kept, run in zip(times, (ours, theirs), strict=True):
-            began = time.perf_counter()
-            run()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            if turn:
-                kept.append(time.perf_counter() - began)
-    return statistics.median(times[0]), statistics.median(times[1])
 
 
 if __name__ == "__main__":

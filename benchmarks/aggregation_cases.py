@@ -1,0 +1,125 @@
+"""What `benchmarks.aggregation` measures: ways to aggregate a bank, each checked against direct attention."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from benchmarks import published
+from benchmarks.generated import GeneratedBank
+from benchmarks.measure import Usage, medians, usage
+from mac_rag.memory.codebook import CodebookView
+from mac_rag.memory.projection import ProjectedBank
+from mac_rag.nn.aggregation import AggregationNetwork
+
+Way = Literal["published", "kept", "streamed", "codebook"]
+
+_PERIOD = 1665  # rows of a generated bank that differ from each other; the paper's largest bank
+_UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the aggregation network and of what goes into it."""
+
+    tokens: int
+    width: int
+    blocks: int
+    heads: int
+    head_width: int
+
+    def network(self, device: torch.device) -> AggregationNetwork:
+        """Random weights, without a document prior as in the paper."""
+        torch.manual_seed(0)
+        network = AggregationNetwork(self.width, blocks=self.blocks, heads=self.heads, head_width=self.head_width)
+        return network.requires_grad_(False).to(device)
+
+    def question(self, questions: int, device: torch.device) -> Tensor:
+        """`[B, T, D]`."""
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn(questions, self.tokens, self.width, generator=generator).to(device)
+
+    def bank(self, documents: int, codes: int) -> GeneratedBank:
+        return GeneratedBank(documents, (self.tokens, self.width), period=_PERIOD, codes=codes)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to aggregate one bank for a number of questions; `codes` of a codebook, 0 without."""
+
+    way: Way
+    documents: int
+    questions: int
+    codes: int = 0
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a case took.
+
+    Attributes:
+        seconds, extra_bytes: for all questions together, beyond bank, network and what is kept.
+        kept_bytes, kept_seconds: of the keys and values that are kept, and what it took to project them.
+        moved_bytes: what must be read at least: the kept keys and values, or the bank once for each block.
+    """
+
+    seconds: float
+    extra_bytes: int
+    kept_bytes: int
+    kept_seconds: float
+    moved_bytes: int
+
+
+def compared(sizes: Sizes, documents: int, questions: int, rounds: int, device: torch.device) -> tuple[float, float]:
+    """Median seconds with keys and values kept, and of the published way, in turns; equal results first."""
+    network, question, bank = sizes.network(device), sizes.question(questions, device), sizes.bank(documents, 0)
+    view = ProjectedBank(network, bank, device=device, budget_bytes=_UNLIMITED)
+    phi = bank.phi.to(device)
+    _check(network(question, view)[0], published.attend(network, question, phi))
+    return medians(lambda: network(question, view), lambda: published.attend(network, question, phi), rounds)
+
+
+def measured(case: Case, sizes: Sizes, device: torch.device, rounds: int) -> Figures:
+    """What a case takes, in a process that has done nothing else yet.
+
+    Raises:
+        AssertionError: when its result is not that of direct attention.
+    """
+    network, question = sizes.network(device), sizes.question(case.questions, device)
+    bank = sizes.bank(case.documents, case.codes)
+    moved = sizes.blocks * case.documents * sizes.tokens * sizes.width * torch.float32.itemsize
+    if case.way == "published":
+        phi = bank.phi.to(device)
+        used = usage(lambda: published.attend(network, question, phi), device, rounds)
+        _check(published.attend(network, question, phi), bank.answer(network, question))
+        return _figures(used, 0, 0, moved)
+    began = time.perf_counter()
+    view: ProjectedBank | CodebookView
+    if case.way == "codebook":
+        view = CodebookView(network, bank, device=device)
+    else:
+        view = ProjectedBank(network, bank, device=device, budget_bytes=_UNLIMITED if case.way == "kept" else 0)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    prepared = time.perf_counter() - began
+    used = usage(lambda: network(question, view), device, rounds)
+    torch.testing.assert_close(
+        network(question, view)[0], bank.answer(network, question), atol=_TOLERANCE, rtol=_TOLERANCE
+    )
+    if case.way == "streamed":
+        return _figures(used, 0, 0, moved)
+    pairs = [pair for block in range(sizes.blocks) for pair in view.chunks(block)]
+    kept = sum(keys.nbytes + values.nbytes for keys, values in pairs)
+    return _figures(used, kept, prepared, kept)
+
+
+def _check(result: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(result, expected, atol=1e-3, rtol=1e-3)
+
+
+def _figures(used: Usage, kept_bytes: int, kept_seconds: float, moved_bytes: int) -> Figures:
+    return Figures(used.seconds, used.extra_bytes, kept_bytes, kept_seconds, moved_bytes)

@@ -1,0 +1,69 @@
+"""Banks of any size that take no memory, and whose answers are known."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mac_rag.memory.bank import MemoryBank
+from mac_rag.nn.aggregation import AggregationNetwork, BankProjection
+from mac_rag.nn.attention import direct_attention
+
+
+class GeneratedBank(MemoryBank):
+    """Some random rows over and over.
+
+    Softmax attention over a row that occurs n times is attention over one with log n added to its logits, so the answer
+    from the whole bank follows from that few rows (`answer`).
+
+    Args:
+        rows: K.
+        shape: T and D of a row.
+        period: rows that differ from each other.
+        codes: C of a codebook that their tokens are drawn from; 0 for a bank without one.
+    """
+
+    def __init__(self, rows: int, shape: tuple[int, int], *, period: int, codes: int = 0) -> None:
+        generator = torch.Generator().manual_seed(0)
+        tokens, width = shape
+        super().__init__("generated", codebook=torch.randn(codes, width, generator=generator) if codes else None)
+        self._count = rows
+        self._shape = shape
+        period = min(period, rows)
+        if self.codebook is None:
+            self._distinct = torch.randn(period, tokens, width, generator=generator)
+        else:
+            self._distinct = torch.randint(codes, (period, tokens), generator=generator, dtype=torch.int32)
+        self._keys = torch.arange(rows)
+
+    @property
+    def row_keys(self) -> Tensor:
+        return self._keys
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        return self._shape
+
+    @property
+    def phi(self) -> Tensor:
+        return self.read(0, self._count)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.take(self._keys[start:stop])
+
+    def take(self, index: Tensor) -> Tensor:
+        rows = self._distinct[index % len(self._distinct)]
+        return rows if self.codebook is None else self.codebook[rows.long()]
+
+    def codes(self, start: int, stop: int) -> Tensor:
+        return self._distinct[self._keys[start:stop] % len(self._distinct)].long()
+
+    @torch.no_grad()
+    def answer(self, network: AggregationNetwork, question: Tensor) -> Tensor:
+        """phi* `[B, T, D]` by direct attention over the rows that differ, each with the count of its copies."""
+        distinct = len(self._distinct)
+        counts = self._count // distinct + (torch.arange(distinct) < self._count % distinct).long()
+        rows = network.project(self.read(0, distinct).to(question.device))
+        counted = BankProjection(rows.keys, rows.values, rows.prior_keys, counts.to(question).log())
+        phi: Tensor = network(question, counted, attention=direct_attention)[0]
+        return phi

@@ -1,0 +1,94 @@
+"""Time and memory, measured so that two ways of doing the same can be compared."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+# A run that takes longer than this is not run again for its time alone.
+_LONG_SECONDS = 10.0
+# Far beyond any processor's caches.
+_COPIED_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a run took: its seconds, and the memory at its peak beyond what was in use before."""
+
+    seconds: float
+    extra_bytes: int
+
+
+def medians(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> tuple[float, float]:
+    """Median seconds of both, measured in turns after one warm-up each, so that a slow spell hits both."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(rounds + 1):
+        for kept, run in zip(times, (ours, theirs), strict=True):
+            seconds = _seconds(run)
+            if turn:
+                kept.append(seconds)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def usage(run: Callable[[], Any], device: torch.device, rounds: int) -> Usage:
+    """Memory of the first run, and the median time of those after it; of the first itself if that was long.
+
+    On a GPU torch's allocator tells the peak. Elsewhere it is that of the whole process, so this takes a process of its
+    own (`in_child`).
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else _memory("VmRSS")
+    first = _seconds(run)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _memory("VmHWM")
+    seconds = first if first > _LONG_SECONDS else statistics.median(_seconds(run) for _ in range(rounds))
+    return Usage(seconds, peak - before)
+
+
+def in_child(function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    """Calls a function in a new process, whose memory has no history."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *args, **kwargs).result()
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes that a plain copy of a large tensor reads and writes in a second."""
+    source = torch.ones(_COPIED_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    fastest = min(_seconds(lambda: target.copy_(source)) for _ in range(7))
+    return 2 * source.nbytes / fastest
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _memory(field: str) -> int:
+    """Bytes of this process: `VmRSS` now, `VmHWM` at the peak; the peak for both where there is no /proc.
+
+    Linux hands the `ru_maxrss` of a parent down to a process that it starts, so that says nothing of the child.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(lines[field].split()[0]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
