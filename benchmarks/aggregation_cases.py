@@ -107,9 +107,7 @@ def measured(case: Case, sizes: Sizes, device: torch.device, rounds: int) -> Fig
         torch.cuda.synchronize()
     prepared = time.perf_counter() - began
     used = usage(lambda: network(question, view), device, rounds)
-    torch.testing.assert_close(
-        network(question, view)[0], bank.answer(network, question), atol=_TOLERANCE, rtol=_TOLERANCE
-    )
+    _check(network(question, view)[0], bank.answer(network, question))
     if case.way == "streamed":
         return _figures(used, 0, 0, moved)
     pairs = [pair for block in range(sizes.blocks) for pair in view.chunks(block)]
