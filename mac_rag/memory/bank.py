@@ -100,7 +100,7 @@ class MemoryBank(Contents):
 
     @staticmethod
     def exists(folder: str | Path) -> bool:
-        """Whether a folder holds a bank, be it a damaged one."""
+        """Whether a folder holds a bank, be it one that lost its manifest."""
         return exists(Path(folder))
 
     def _follow(self, store: Store) -> None:

@@ -8,6 +8,7 @@ are lost can be named.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -217,9 +218,15 @@ def _remains(folder: Path, info: SegmentInfo) -> _Remains:
 
 def _undamaged(lines: bytes) -> Iterator[dict[str, Any]]:
     """What the undamaged lines of a records file state."""
+    decoder = json.JSONDecoder()
     for line in lines.split(b"\n"):
+        start = 0
         with suppress(ValueError):
-            yield unsealed(line)
+            while start < len(line):
+                # Where it is only the line break between two that is damaged, both are there.
+                end = decoder.raw_decode(line.decode("latin-1"), start)[1]
+                yield unsealed(line[start:end])
+                start = end + 1
 
 
 def _named(header: bytes) -> dict[int, tuple[str, ...]]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from mac_rag.errors import BankError
 from mac_rag.memory.files import UNFINISHED, DamageError, sync_folder, write_file
 from mac_rag.memory.lock import WriterLock
-from mac_rag.memory.manifest import MANIFEST, MANIFEST_COPY, Manifest, read_manifest, renew_copy, write_manifest
+from mac_rag.memory.manifest import MANIFEST, Manifest, read_manifest, renew_copy, write_manifest
 from mac_rag.memory.parts import Part
 from mac_rag.memory.segment import Segment, read_segment, write_segment
 
@@ -40,8 +40,10 @@ _UNFINISHED_FILE = re.compile(rf"({_SEGMENT_FILE.pattern}|(manifest|codebook)[a-
 
 
 def exists(folder: Path) -> bool:
-    """Whether a folder holds a bank, be it a damaged one."""
-    return any((folder / name).is_file() for name in (MANIFEST, MANIFEST_COPY))
+    """Whether a folder holds a bank, be it one that lost its manifest."""
+    return (folder / MANIFEST).is_file() or (
+        folder.is_dir() and any(_SEGMENT_FILE.fullmatch(file.name) for file in folder.iterdir())
+    )
 
 
 class Store:
@@ -77,15 +79,13 @@ class Store:
         """A new and empty bank, open for writing.
 
         Raises:
-            BankError: when the folder holds a bank, or remains of one.
+            BankError: when the folder holds a bank, or someone else makes one there.
         """
         folder.mkdir(parents=True, exist_ok=True)
         lock = WriterLock(folder)
         try:
             if exists(folder):
                 raise BankError(f"{folder} already holds a memory bank; open it, or choose another folder")
-            if any(_SEGMENT_FILE.fullmatch(file.name) for file in folder.iterdir()):
-                raise BankError(f"{folder} holds segments of a bank that lost its manifest; choose another folder")
             digest = None
             if codebook is not None:
                 data = tensor_bytes({"codebook": codebook.contiguous()})
@@ -215,7 +215,7 @@ def _snapshot(folder: Path, known: Mapping[str, Segment]) -> tuple[Manifest, lis
         try:
             manifest = read_manifest(folder / MANIFEST)
         except FileNotFoundError:
-            raise DamageError(f"{folder / MANIFEST} is missing, but its copy is there; repair the bank") from None
+            raise DamageError(f"{folder / MANIFEST} is missing; repair the bank to restore it from its copy") from None
         try:
             return manifest, [known.get(info.name) or read_segment(folder, info) for info in manifest.segments]
         except FileNotFoundError as error:

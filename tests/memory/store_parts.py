@@ -1,0 +1,111 @@
+"""What tests of banks on disk share: a folder that is fast, memory tokens to recognise, and writers to be killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mac_rag.data.types import Document
+from mac_rag.memory import MemoryBank
+
+TOKENS, WIDTH = 2, 3
+# A disk takes its time to sync, and what these tests ask of it is not whether it does.
+_FAST = next((place for place in ("/dev/shm",) if os.access(place, os.W_OK)), None)
+
+
+@contextmanager
+def fast_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=_FAST) as folder:
+        yield Path(folder)
+
+
+def memory(rows: int, value: float = 1.0) -> Tensor:
+    return torch.full((rows, TOKENS, WIDTH), value)
+
+
+def contents(bank: MemoryBank) -> dict[str, float]:
+    """The value of each document's memory tokens; every document must be there once, and whole."""
+    found = [(entry.document_id, entry.phi) for entry in bank]
+    assert all((phi == phi[0, 0, 0]).all() for _, phi in found)
+    assert len({name for name, _ in found}) == len(found) == len(bank.document_ids) == len(bank)
+    return {name: float(phi[0, 0, 0]) for name, phi in found}
+
+
+def write_for_ever(folder: Path, seed: int, number: int, said: Connection) -> None:
+    """Changes a bank at random until it is killed.
+
+    Before each commit it says what is going to be true after it, and afterwards that it has been done.
+    """
+    choice = random.Random(seed)
+    bank = MemoryBank.open(folder, write=True)
+    expected = contents(bank)
+    said.send(expected)
+    while True:
+        for _ in range(choice.randint(1, 3)):
+            if expected and choice.random() < 0.3:
+                name = choice.choice(sorted(expected))
+                bank.delete(name)
+                del expected[name]
+            else:
+                names = choice.sample([f"document {index}" for index in range(40)], choice.randint(1, 10))
+                number += 1
+                rows = [choice.randint(1, 2) for _ in names]
+                bank.put([Document(name, f"text {number}") for name in names], memory(sum(rows), number), rows)
+                expected |= dict.fromkeys(names, float(number))
+        said.send(expected)
+        bank.compact() if choice.random() < 0.2 else bank.commit()
+        said.send("done")
+
+
+def update_for_ever(folder: Path, said: Connection) -> None:
+    """Replaces all documents again and again, all in one commit, and compacts the bank now and then."""
+    number = 0
+    with MemoryBank.open(folder, write=True) as bank:
+        names = bank.document_ids
+        while True:
+            number += 1
+            bank.put([Document(name, str(number)) for name in names], memory(len(names), number))
+            bank.compact() if number % 3 == 0 else bank.commit()
+            if number == 1:
+                said.send("writing")
+
+
+def stop_at(event: int, folder: Path, what: str, said: Connection) -> None:
+    """Does something to a bank, and dies without a word just before its n-th step on the disk."""
+    steps = 0
+
+    def step(name: str, arguments: tuple[object, ...]) -> None:
+        nonlocal steps
+        if name in ("open", "os.rename", "os.remove", "os.mkdir") and str(folder) in str(arguments[0]):
+            steps += 1
+            if steps == event:
+                os._exit(9)
+
+    sys.addaudithook(step)
+    change(folder, what)
+    said.send("done")
+
+
+def change(folder: Path, what: str) -> None:
+    """One of several ways to change a bank."""
+    if what == "create":
+        MemoryBank.create(folder, "f00d", codebook=torch.eye(WIDTH)).close()
+        return
+    with MemoryBank.open(folder, write=True) as bank:
+        if what == "merge segments":
+            names = [f"new {index}" for index in range(len(bank))]
+            bank.put([Document(name, "") for name in names], memory(len(names), 7))
+        elif what == "add":
+            bank.put([Document("new", "")], memory(1, 7))
+        elif what == "delete":
+            bank.delete(bank.document_ids[0])
+        bank.compact() if what == "compact" else bank.commit()

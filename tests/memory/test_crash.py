@@ -1,0 +1,147 @@
+"""A bank whose writer is killed at any moment, and one that is read while it is written.
+
+MAC_RAG_KILLS sets how many times the writer is killed at random moments.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError
+from mac_rag.memory import MemoryBank
+from mac_rag.memory.repair import verify
+from tests.memory.store_parts import change, contents, memory, stop_at, update_for_ever, write_for_ever
+
+KILLS = int(os.environ.get("MAC_RAG_KILLS", "30"))
+# Processes are forked from one that has imported everything, so that each starts within milliseconds.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["tests.memory.store_parts"])
+
+
+def started(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+    """A process, and what it says."""
+    heard, said = _PROCESSES.Pipe(duplex=False)
+    process = _PROCESSES.Process(target=target, args=(*arguments, said), daemon=True)
+    process.start()
+    said.close()
+    return process, heard
+
+
+def all_said(heard: Connection) -> list[Any]:
+    said = []
+    try:
+        while True:
+            said.append(heard.recv())
+    except EOFError:
+        return said
+
+
+def test_a_killed_writer_loses_nothing_that_it_acknowledged(folder: Path) -> None:
+    choice = random.Random(0)
+    MemoryBank.create(folder, "f00d").close()
+    state: dict[str, float] = {}
+    commits = 0
+    for kill in range(KILLS):
+        process, heard = started(write_for_ever, folder, kill, 1000 * kill)
+        assert heard.recv() == state  # what one writer left is what the next one finds
+        time.sleep(choice.uniform(0, 0.06))
+        process.kill()
+        process.join()
+        possible = [state]
+        for word in all_said(heard):
+            if word == "done":
+                possible = possible[-1:]
+                commits += 1
+            else:
+                possible.append(word)
+        report = verify(folder)
+        assert report.clean, report
+        state = contents(MemoryBank.open(folder))
+        # The last commit that was acknowledged, or else all of the one that the process died in.
+        assert state in possible
+        assert report.documents == len(state)
+    assert commits > KILLS
+
+
+@pytest.mark.parametrize("what", ["create", "add", "merge segments", "delete", "compact"])
+def test_a_crash_before_any_step_on_the_disk(folder: Path, what: str) -> None:
+    """Every file that is opened, renamed or removed is a place to crash; what is then found is the old or the new."""
+    old, new = folder / "old", folder / "new"
+    if what != "create":
+        with MemoryBank.create(old, "f00d") as bank:
+            for name, size in (("a", 8), ("b", 3)):
+                bank.put([Document(f"{name}{index}", "") for index in range(size)], memory(size, size))
+                bank.commit()
+            bank.delete("a3")
+            bank.commit()
+        shutil.copytree(old, new)
+    change(new, what)
+    states = [contents(MemoryBank.open(place)) for place in (old, new) if MemoryBank.exists(place)]
+    files = len(list(new.iterdir()))
+    for event in range(1, 200):
+        place = folder / str(event)
+        if what != "create":
+            shutil.copytree(old, place)
+        process, heard = started(stop_at, event, place, what)
+        process.join()
+        if what != "create" or MemoryBank.exists(place):
+            assert verify(place).clean
+            assert contents(MemoryBank.open(place)) in states
+        if all_said(heard):
+            break
+        assert process.exitcode == 9
+        # Trying again is all it takes, and nothing of the crash remains.
+        if what != "create" or not MemoryBank.exists(place):
+            change(place, what if contents_of(place) != states[-1] or what == "compact" else "nothing")
+        assert verify(place).clean
+        assert contents(MemoryBank.open(place)) == states[-1]
+        MemoryBank.open(place, write=True).close()
+        assert len(list(place.iterdir())) == files
+    else:
+        pytest.fail("it never came to an end")
+    assert event > 8
+
+
+def contents_of(place: Path) -> dict[str, float] | None:
+    return contents(MemoryBank.open(place)) if MemoryBank.exists(place) else None
+
+
+def test_reading_while_another_process_commits_and_compacts(folder: Path) -> None:
+    names = [f"document {index}" for index in range(40)]
+    with MemoryBank.create(folder, "f00d") as bank:
+        for name in names:
+            bank.put([Document(name, "")], memory(1, 0))
+            bank.commit()
+    process, heard = started(update_for_ever, folder)
+    try:
+        assert heard.recv() == "writing"
+        with pytest.raises(BankError, match=rf"open for writing in process {process.pid} on "):
+            MemoryBank.open(folder, write=True)
+        reader, last, changes = MemoryBank.open(folder), 0.0, 0
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            (value,) = set(contents(reader).values())
+            assert value >= last
+            assert (reader.phi == value).all()  # all of one commit, whatever the writer does meanwhile
+            last = value
+            changes += reader.refresh()
+            (value,) = set(contents(MemoryBank.open(folder)).values())
+            assert value >= last
+            assert verify(folder).clean
+        assert changes > 5
+    finally:
+        process.kill()
+        process.join()
+    with MemoryBank.open(folder, write=True) as bank:  # the lock went with its holder
+        assert sorted(bank.document_ids) == sorted(names)

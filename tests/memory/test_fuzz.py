@@ -1,0 +1,158 @@
+"""Every file of a bank cut short, changed by a bit, or removed: it is noticed, named, and costs no more than need be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError
+from mac_rag.memory import MemoryBank
+from mac_rag.memory.repair import repair, verify
+from mac_rag.memory.store import Store
+from tests.memory.store_parts import TOKENS, WIDTH, fast_folder, memory
+
+COPIES = ("manifest.copy.json", "codebook.copy.safetensors")
+
+
+@dataclass(frozen=True)
+class Example:
+    """The files of a bank, and which stretch of which file each of its documents cannot do without."""
+
+    files: dict[str, bytes]
+    documents: dict[str, float]
+    needed: dict[str, list[tuple[int, int, tuple[str, ...]]]] = field(default_factory=dict)
+
+    def lost(self, name: str, first: int, last: int) -> list[str]:
+        """The documents that go with the bytes from `first` to `last` of a file."""
+        return [i for start, stop, ids in self.needed.get(name, []) if start <= last and first < stop for i in ids]
+
+
+@cache
+def example(has_codebook: bool) -> Example:
+    codebook = torch.arange(40.0)[:, None].expand(-1, WIDTH) if has_codebook else None
+    with fast_folder() as folder:
+        with MemoryBank.create(folder, "f00d", codebook=codebook) as bank:
+            for names in (["a", "b", "ü/..\\\n", "gone", "d", "e", "f", "g"], ["h", "i"]):
+                for number, name in enumerate(names):
+                    metadata = {"sequence": 1, "brace": "}\n{", "name": name}
+                    bank.put([Document(name, name, metadata)], memory(1 + number % 2, number), [1 + number % 2])
+                if "h" not in names:
+                    bank.merge(["a", "e"], memory(1, 30))
+                bank.commit()
+            bank.delete("gone")
+            bank.commit()
+        files = {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith("writer")}
+        with MemoryBank.open(folder) as bank:
+            found = Example(files, values(bank))
+        segments = Store.open(folder, write=False).segments
+        assert len(segments) == 2
+        for segment in segments:
+            width = (TOKENS if has_codebook else TOKENS * WIDTH) * 4
+            rows = found.needed[segment.info.tokens_file] = []
+            lines = found.needed[segment.info.records_file] = []
+            place = 0
+            for line in files[segment.info.records_file].splitlines():
+                sequence = int(line.split(b",")[0].split(b":")[1])
+                if sequence in segment.entries:
+                    record, start = segment.entries[sequence]
+                    first = segment.info.offset + start * width
+                    rows.append((first, first + record.rows * width, record.document_ids))
+                    lines.append((place, place + len(line), record.document_ids))
+                place += len(line) + 1
+    return found
+
+
+def values(bank: MemoryBank) -> dict[str, float]:
+    return {member.document_id: float(entry.phi.sum()) for entry in bank for member in entry.members}
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), has_codebook=st.booleans(), how=st.sampled_from(["cut", "bit", "byte", "removed"]))
+def test_damage_to_one_file(data: st.DataObject, has_codebook: bool, how: str) -> None:
+    whole = example(has_codebook)
+    name = data.draw(st.sampled_from(sorted(whole.files)))
+    content = bytearray(whole.files[name])
+    place = data.draw(st.integers(0, len(content) - 1))
+    if how in ("cut", "removed"):
+        place = place if how == "cut" else 0
+        lost = whole.lost(name, place, len(content))
+        del content[place:]
+    else:
+        content[place] ^= 1 << data.draw(st.integers(0, 7)) if how == "bit" else data.draw(st.integers(1, 255))
+        lost = whole.lost(name, place, place)
+    with fast_folder() as folder:
+        for other, undamaged in whole.files.items():
+            (folder / other).write_bytes(content if other == name else undamaged)
+        if how == "removed":
+            (folder / name).unlink()
+        check(folder, whole, name, lost)
+
+
+def check(folder: Path, whole: Example, name: str, lost: list[str]) -> None:
+    """The damage is noticed and named; repairing it costs these documents and nothing else."""
+    path = str(folder / name)
+    if name in COPIES:
+        assert values(MemoryBank.open(folder)) == whole.documents
+    else:
+        with pytest.raises(BankError) as refused:
+            MemoryBank.open(folder)
+        assert path in str(refused.value)
+        with pytest.raises(BankError):
+            MemoryBank.open(folder, write=True)
+    before = {file.name: file.read_bytes() for file in folder.iterdir() if not file.name.startswith("writer")}
+    report = verify(folder)
+    assert [path in message for message in report.damage] == [True]
+    assert (sorted(report.lost), report.unnamed) == (sorted(lost), 0)
+    assert all(document_id in str(report) for document_id in lost)
+    assert {file: (folder / file).read_bytes() for file in before} == before
+    repaired = repair(folder)
+    assert repaired.repaired
+    assert (repaired.damage, repaired.lost, repaired.unnamed) == (report.damage, report.lost, 0)
+    left = {document_id: value for document_id, value in whole.documents.items() if document_id not in lost}
+    assert report.documents == repaired.documents == len(left)
+    with MemoryBank.open(folder, write=True) as bank:
+        assert values(bank) == left
+        bank.put([Document("new", "")], memory(1, 5))
+        bank.commit()
+    assert verify(folder).clean
+    assert repair(folder).clean
+
+
+def test_a_whole_bank_needs_no_repair(folder: Path) -> None:
+    for name, data in example(True).files.items():
+        (folder / name).write_bytes(data)
+    before = sorted(file.name for file in folder.iterdir())
+    assert repair(folder).clean
+    assert not repair(folder).repaired
+    assert [name for name in sorted(file.name for file in folder.iterdir()) if "writer" not in name] == before
+
+
+@pytest.mark.parametrize("names", [("manifest.json", "manifest.copy.json"), ("codebook.safetensors", COPIES[1])])
+def test_both_copies_damaged(folder: Path, names: tuple[str, str]) -> None:
+    for name, data in example(True).files.items():
+        (folder / name).write_bytes(data if name not in names else data[:-3])
+    for use in (verify, repair):
+        with pytest.raises(BankError, match=rf"{names[0]}.*{names[1]}.*backup"):
+            use(folder)
+    assert (folder / names[0]).read_bytes() == example(True).files[names[0]][:-3]
+
+
+def test_both_files_of_a_segment_lost(folder: Path) -> None:
+    whole = example(False)
+    for name, data in whole.files.items():
+        (folder / name).write_bytes(data)
+    first = sorted(name for name in whole.needed if name.endswith("jsonl"))[0]
+    for name in (first, first.replace("jsonl", "safetensors")):
+        (folder / name).unlink()
+    report = repair(folder)
+    ids = {document_id for _, _, ids in whole.needed[first] for document_id in ids}
+    assert report.unnamed == len(whole.needed[first])
+    assert values(MemoryBank.open(folder)) == {i: value for i, value in whole.documents.items() if i not in ids}
+    assert "whose ids are lost too" in str(report)
