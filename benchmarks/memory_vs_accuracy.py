@@ -46,6 +46,7 @@ def main(
     codebook's view keeps keys and values of its codes besides. Encoding of questions and the LM are left out.
     """
     import json
+    import os
     import shlex
     import sys
     from dataclasses import asdict
@@ -54,6 +55,8 @@ def main(
     from eval.protocol import adapt, some_questions
     from eval.results import provenance, result_path
 
+    # The profiler that counts allocations announces each start and stop on standard error.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     path = result_path(output, "memory_vs_accuracy")
     sizes, codebooks = whole_numbers("--subgroups", subgroups), whole_numbers("--codes", codes)
 
