@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from eval.command import BatchOption, DeviceOption, ModelOption, OutputOption, SeedOption, generated, report
+from eval.command import (
+    BatchOption,
+    DeviceOption,
+    ModelOption,
+    OutputOption,
+    SeedOption,
+    generated,
+    report,
+    whole_numbers,
+)
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
@@ -42,7 +51,7 @@ def main(
     """
     from eval.results import result_path
 
-    counts = parse_sizes(sizes)
+    counts = whole_numbers("--sizes", sizes)
     path = result_path(output, "bank_size")
     dataset = generated(split, max(*counts, questions), seed)
     dataset = type(dataset)(dataset.name, split, dataset.documents, dataset.questions[:questions])
@@ -76,25 +85,7 @@ def main(
         dataset=dataset,
         source="generated",
         model=loaded,
-        k=None,
     )
-
-
-def parse_sizes(text: str) -> list[int]:
-    """The sizes of `--sizes`, ascending.
-
-    Raises:
-        ConfigError: for anything but whole numbers of at least 1.
-    """
-    from mac_rag.errors import ConfigError
-
-    try:
-        sizes = sorted({int(size) for size in text.split(",")})
-    except ValueError:
-        raise ConfigError(f"--sizes takes whole numbers separated by commas, got {text!r}") from None
-    if sizes[0] < 1:
-        raise ConfigError(f"--sizes must be at least 1, got {text!r}")
-    return sizes
 
 
 def measure(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,9 +34,15 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
         context: typer.Context,
         model: ModelOption = "mac-tiny",
         retriever: Annotated[
-            Literal["none", "bm25"], typer.Option(help="Also answer from retrieved documents, alone and with MAC.")
+            str,
+            typer.Option(
+                help="Also answer from retrieved documents, alone and with MAC: none, or one or more of bm25, minilm, "
+                "hybrid, contriever, contriever-msmarco, dpr, sentence-transformers:MODEL and module:attr, with commas."
+            ),
         ] = "none",
-        k: Annotated[int, typer.Option("--k", min=1, help="Documents retrieved for each question.")] = 5,
+        k: Annotated[
+            str, typer.Option("--k", help="Documents retrieved for each question; several numbers separated by commas.")
+        ] = "5",
         data: Annotated[
             Path | None,
             typer.Option(help="Folder of the data set's files.", show_default="the embedded newswire sample"),
@@ -54,15 +60,21 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
         from eval.results import result_path
 
         path = result_path(output, benchmark)
+        ks = whole_numbers("--k", k)
+        names = list(dict.fromkeys(name.strip() for name in retriever.split(",") if name.strip() != "none"))
+        from mac_rag.retrieval.registry import make_retriever
+
+        made = {name: make_retriever(name, progress=True) for name in names}
         dataset, source = _load(benchmark, title, data, split, documents, questions, seed)
         from eval.protocol import run_protocol
         from mac_rag.engine import MACEngine
         from mac_rag.model import MACModel
-        from mac_rag.retrieval import BM25Retriever
 
+        retrievers = {name: found for name, found in made.items() if found is not None}
         loaded = MACModel.from_pretrained(model, device=device)
-        engine = MACEngine(loaded, retriever=BM25Retriever() if retriever == "bm25" else None, k=k)
-        outcome = run_protocol(engine, dataset, retriever_name="BM25", batch_size=batch_size, progress=True)
+        outcome = run_protocol(
+            MACEngine(loaded), dataset, retrievers, ks, batch_size=batch_size, seed=seed, progress=True
+        )
         report(
             outcome,
             path,
@@ -71,7 +83,6 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
             dataset=dataset,
             source=source,
             model=loaded,
-            k=k if engine.retriever else None,
         )
 
     main.__doc__ = (
@@ -116,6 +127,23 @@ def generated(split: str, documents: int, seed: int) -> QADataset:
     return newswire.generate(split, documents, seed=seed)
 
 
+def whole_numbers(option: str, text: str) -> list[int]:
+    """The numbers of an option that takes several, ascending.
+
+    Raises:
+        ConfigError: for anything but whole numbers of at least 1.
+    """
+    from mac_rag.errors import ConfigError
+
+    try:
+        numbers = sorted({int(number) for number in text.split(",")})
+    except ValueError:
+        raise ConfigError(f"{option} takes whole numbers separated by commas, got {text!r}") from None
+    if numbers[0] < 1:
+        raise ConfigError(f"{option} must be at least 1, got {text!r}")
+    return numbers
+
+
 def report(
     outcome: Outcome,
     path: Path,
@@ -125,7 +153,6 @@ def report(
     dataset: QADataset,
     source: str,
     model: MACModel,
-    k: int | None,
 ) -> None:
     """Writes the result file and prints the table."""
     from eval.results import Data, Model, Result, provenance, show
@@ -152,7 +179,7 @@ def report(
         samples=outcome.samples,
     )
     result.write(path)
-    show(result.rows, title=f"{options['model']} on {dataset.name} ({dataset.split})", k=k)
+    show(result.rows, title=f"{options['model']} on {dataset.name} ({dataset.split})")
     done = result.adaptation
     typer.echo(
         f"Adapted to {done.documents:,} documents in {done.seconds:.1f} s"

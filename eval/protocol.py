@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from eval.results import Adaptation, Row, Sample, Verdict
+from eval.bootstrap import paired_interval
+from eval.results import Adaptation, Gain, Row, Sample, Verdict
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import Answer, MACEngine
 from mac_rag.metrics import best_over, exact_match, f1, prefix_match, recall_at_k
+from mac_rag.retrieval import Retriever
 
 
 @dataclass(frozen=True)
@@ -24,47 +26,86 @@ class Outcome:
 
 
 def run_protocol(
-    engine: MACEngine, dataset: QADataset, *, retriever_name: str, batch_size: int = 32, progress: bool = False
+    engine: MACEngine,
+    dataset: QADataset,
+    retrievers: Mapping[str, Retriever] | None = None,
+    ks: Sequence[int] = (),
+    *,
+    batch_size: int = 32,
+    seed: int = 0,
+    progress: bool = False,
 ) -> Outcome:
-    """Adapts an engine to a stream and asks its questions in every way that the engine can.
+    """Adapts an engine to a stream and asks its questions in every way.
 
-    The rows are the LM alone and MAC (the LM under the memory alone); with a retriever also the retriever (its
+    The rows are the LM alone and MAC (the LM under the memory alone); for each retriever and k also the retriever (its
     documents in front of the question, no memory) and both together. Prompts beyond the LM's window have their
     documents shortened, and are counted.
 
     Args:
-        engine: with an empty bank; its retriever, if any, is the one to measure.
+        engine: with an empty bank and no retriever.
         dataset: the stream.
-        retriever_name: what the rows call the retriever.
+        retrievers: empty ones, by the name that the rows give them.
+        ks: numbers of documents to retrieve.
         batch_size: questions of one generation.
+        seed: of the bootstrap.
         progress: shows progress bars.
 
     Raises:
         DocumentError: for a document or question that the model cannot take.
     """
     adaptation = adapt(engine, dataset.documents, progress=progress)
-    ways = [("LM alone", False, False), ("MAC", True, False)]
-    if engine.retriever is not None:
-        ways += [(retriever_name, False, True), (f"{retriever_name} + MAC", True, True)]
-    rows: list[Row] = []
-    verdicts: dict[str, list[Verdict]] = {}
-    for name, use_memory, use_retriever in ways:
-        if progress:
-            print(name, file=sys.stderr)
-        began = time.perf_counter()
-        answers = engine.answer(
-            [question.question for question in dataset.questions],
-            use_memory=use_memory,
-            use_retriever=use_retriever,
-            overflow="truncate",
-            batch_size=batch_size,
-            progress=progress,
-        )
-        seconds = time.perf_counter() - began
-        verdicts[name] = judge(dataset.questions, answers)
-        k = engine.k if use_retriever else None
-        rows.append(summarize(name, dataset.questions, verdicts[name], len(dataset.documents), k, seconds))
-    return Outcome(adaptation, tuple(rows), samples(dataset.questions, verdicts))
+    table = _Table(engine, dataset, batch_size, seed, progress)
+    table.ask("LM alone", "MAC")
+    for name, retriever in (retrievers or {}).items():
+        retriever.add(dataset.documents)
+        engine.retriever = retriever
+        for engine.k in ks:
+            table.ask(f"{name} top-{engine.k}", f"{name} top-{engine.k} + MAC")
+    engine.retriever = None
+    return Outcome(adaptation, tuple(table.rows), samples(dataset.questions, table.verdicts))
+
+
+class _Table:
+    """The rows so far, and what each answered."""
+
+    def __init__(self, engine: MACEngine, dataset: QADataset, batch_size: int, seed: int, progress: bool) -> None:
+        self.engine = engine
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.seed = seed
+        self.progress = progress
+        self.rows: list[Row] = []
+        self.verdicts: dict[str, list[Verdict]] = {}
+
+    def ask(self, without: str, with_memory: str) -> None:
+        """Adds two rows: the same prompts without the memory and with it."""
+        for name, use_memory in ((without, False), (with_memory, True)):
+            if self.progress:
+                print(name, file=sys.stderr)
+            began = time.perf_counter()
+            answers = self.engine.answer(
+                [question.question for question in self.dataset.questions],
+                use_memory=use_memory,
+                overflow="truncate",
+                batch_size=self.batch_size,
+                progress=self.progress,
+            )
+            seconds = time.perf_counter() - began
+            self.verdicts[name] = judge(self.dataset.questions, answers)
+            k = None if self.engine.retriever is None else self.engine.k
+            row = summarize(name, self.dataset.questions, self.verdicts[name], len(self.dataset.documents), k, seconds)
+            self.rows.append(row.model_copy(update={"gain": self._gain(with_memory, without)}) if use_memory else row)
+
+    def _gain(self, ours: str, theirs: str) -> Gain:
+        intervals = {
+            figure: paired_interval(
+                [getattr(verdict, figure) for verdict in self.verdicts[ours]],
+                [getattr(verdict, figure) for verdict in self.verdicts[theirs]],
+                seed=self.seed,
+            )
+            for figure in ("em", "f1")
+        }
+        return Gain.model_validate(intervals)
 
 
 def adapt(engine: MACEngine, documents: Sequence[Document], *, progress: bool = False) -> Adaptation:
@@ -107,6 +148,7 @@ def summarize(
     count = len(questions)
     return Row(
         name=name,
+        k=k,
         documents=documents,
         questions=count,
         em=sum(verdict.em for verdict in verdicts) / count,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from eval.bootstrap import Interval
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from mac_rag.data.types import Question
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 PACKAGES = (
     "mac-rag",
     "torch",
@@ -79,24 +80,35 @@ class Sample(Config):
         return cls.model_validate({**content, "hash": hashlib.sha256(text.encode()).hexdigest()})
 
 
+class Gain(Config):
+    """What the memory adds: the difference to the same prompts without it, with paired bootstrap intervals."""
+
+    em: Interval
+    f1: Interval
+
+
 class Row(Config):
     """One line of the table: a way of answering, over all questions.
 
     Attributes:
+        k: documents retrieved for each question; None without a retriever.
         documents: size of the stream that the answers were drawn from.
         em, f1, em_prefix: means over the questions, 0 to 1.
         recall_at_k: share of questions whose document was retrieved; None without a retriever.
+        gain: over the row of the same prompts without the memory; None for a row without it.
         truncated: prompts whose documents were shortened to fit the LM's window.
         seconds: of answering.
     """
 
     name: str
+    k: int | None
     documents: int
     questions: int
     em: float
     f1: float
     em_prefix: float
     recall_at_k: float | None
+    gain: Gain | None = None
     truncated: int
     seconds: float
 
@@ -205,18 +217,24 @@ def result_path(output: Path | None, benchmark: str) -> Path:
     return path
 
 
-def show(rows: Sequence[Row], *, title: str, k: int | None) -> None:
-    """Prints the rows as a table; `k` is the number of retrieved documents, None without a retriever."""
+def show(rows: Sequence[Row], *, title: str) -> None:
+    """Prints the rows as a table, with those columns that any row has a figure for."""
+    retrieved, compared = any(row.k for row in rows), any(row.gain for row in rows)
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
-    headers = ["EM %", "F1 %", "prefix %", *([] if k is None else [f"recall@{k} %"]), "truncated", "q/s"]
-    for header in headers:
+    headers = ["EM %", "F1 %", "prefix %"] + ["recall@k %"] * retrieved + ["+EM (95 %)", "+F1 (95 %)"] * compared
+    for header in [*headers, "truncated", "q/s"]:
         table.add_column(header, justify="right")
     for row in rows:
-        figures = [row.em, row.f1, row.em_prefix, *([] if k is None else [row.recall_at_k])]
+        figures = [row.em, row.f1, row.em_prefix, *([row.recall_at_k] if retrieved else [])]
+        gains = [] if not compared else [None, None] if row.gain is None else [row.gain.em, row.gain.f1]
         table.add_row(
             row.name,
             *("-" if figure is None else f"{100 * figure:.1f}" for figure in figures),
+            *(
+                "-" if gain is None else f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f}, {100 * gain.high:+.1f})"
+                for gain in gains
+            ),
             f"{row.truncated:,}",
             f"{row.questions / row.seconds:,.1f}",
         )

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from mac_rag import cli_bank
+from mac_rag.cli_bank import BankOption
 from mac_rag.commands import run_app
 from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from mac_rag.engine import MACEngine
+    from mac_rag.memory.bank import MemoryBank
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(cli_bank.app, name="bank")
 
-BankOption = Annotated[Path, typer.Option("--bank", help="Folder of the memory bank.", file_okay=False)]
 ModelOption = Annotated[
     str, typer.Option("--model", help="A shipped model, a checkpoint folder, or a repository on the Hub.")
 ]
@@ -45,33 +48,57 @@ def options(
 
 @app.command()
 def adapt(
-    files: Annotated[list[Path], typer.Argument(help="Text or Markdown, one document each; or JSON Lines.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="Text or Markdown, one document each; JSON Lines; CSV; - for standard input.")
+    ],
     bank: BankOption,
     model: ModelOption = "mac-tiny",
     on_long: Annotated[
         Literal["chunk", "error"],
         typer.Option(help="A document beyond the model's limit: remember it in parts (chunk), or refuse (error)."),
     ] = "chunk",
+    max_entries: Annotated[
+        int | None, typer.Option(min=1, help="Keep the bank at this size.", show_default="no limit")
+    ] = None,
+    reduction: Annotated[
+        Literal["random-pruning", "random-averaging", "nearest-averaging"],
+        typer.Option(help="How a full bank makes room: forget one entry, or average two."),
+    ] = "nearest-averaging",
 ) -> None:
     """Remember documents in a bank, which is created if there is none.
 
-    A row of a .jsonl file is a document {"id": ..., "text": ...}; further keys are kept with it. Any other file is one
-    document, and its path is its id. A document of a known id replaces the older one.
+    A row of a .jsonl file is a document {"id": ..., "text": ...}, and so is a row of a .csv file with the columns id
+    and text; further keys and columns are kept with it. Any other file is one document, and its path is its id.
+    Standard input is JSON Lines if it starts with {, otherwise one document with the id -.
+
+    A document of a known id replaces the older one, and an unchanged one costs nothing. What is remembered is on disk
+    every few hundred documents: after an interruption, give the same command again.
     """
+    from mac_rag.config import BoundConfig
     from mac_rag.data.files import read_documents
-    from mac_rag.memory.store import MANIFEST
+    from mac_rag.memory.bank import MemoryBank
 
     documents = read_documents(files)
-    is_new = not (bank / MANIFEST).exists()
+    is_new = not MemoryBank.exists(bank)
     if is_new and bank.is_dir() and any(bank.iterdir()):
         raise ConfigError(f"{bank} holds other files and no memory bank; choose a folder of its own for --bank")
-    engine = _engine(model, None if is_new else bank)
-    report = engine.adapt(documents, on_long=on_long, progress=True)
-    engine.bank.save(bank)
-    typer.echo(
-        f"{report.added} added, {report.updated} updated, {report.unchanged} unchanged; "
-        f"{bank} holds {len(engine.bank)} documents"
-    )
+    # An old bank first: what is wrong with it should be heard before a model is loaded. A new one last: not even an
+    # empty folder is left behind by documents that are refused.
+    opened = None if is_new else MemoryBank.open(bank, write=True)
+    engine = _engine(model, opened)
+    if opened is None:
+        engine.check(documents, on_long=on_long)
+        engine.bank = MemoryBank.create(bank, engine.model.fingerprint)
+    if max_entries is not None:
+        engine.bound = BoundConfig(maximum=max_entries, method=reduction)
+    with engine.bank:
+        report = engine.adapt(documents, on_long=on_long, progress=True)
+        typer.echo(
+            f"{report.added} added, {report.updated} updated, {report.unchanged} unchanged; "
+            f"{bank} holds {len(engine.bank)} documents"
+        )
+        if report.forgotten:
+            typer.echo(f"{len(report.forgotten)} forgotten to make room")
 
 
 @app.command()
@@ -82,32 +109,18 @@ def ask(
     explain: Annotated[bool, typer.Option("--explain", help="Show the documents with most attention.")] = False,
 ) -> None:
     """Answer a question from the bank alone."""
-    engine = _engine(model, bank)
+    from mac_rag.memory.bank import MemoryBank
+
+    engine = _engine(model, MemoryBank.open(bank))
     typer.echo(engine.answer([question])[0].text)
     if explain:
         _explain(engine, question)
 
 
-@app.command()
-def info(bank: BankOption) -> None:
-    """Describe a bank."""
-    from mac_rag.memory.bank import MemoryBank
-
-    found = MemoryBank.load(bank)
-    typer.echo(f"documents      {len(found):,}")
-    if len(found):
-        rows, tokens, width = found.phi.shape
-        typer.echo(f"memory tokens  {rows * tokens:,} of width {width} ({tokens} for each of {rows:,} rows)")
-    typer.echo(f"model          {found.fingerprint}")
-
-
-def _engine(model: str, bank: Path | None) -> MACEngine:
-    """The engine on a model and a bank; None for an empty bank."""
+def _engine(model: str, bank: MemoryBank | None) -> MACEngine:
     from mac_rag.engine import MACEngine
-    from mac_rag.memory.bank import MemoryBank
 
-    # The bank first: it is read in no time, and what is wrong with it should be heard before a model is loaded.
-    return MACEngine(model, None if bank is None else MemoryBank.load(bank))
+    return MACEngine(model, bank)
 
 
 def _explain(engine: MACEngine, question: str, shown: int = 5) -> None:

@@ -120,6 +120,44 @@ class ModulationConfig(Config):
         return self
 
 
+class AttentionConfig(Config):
+    """How an engine attends to its bank; part of no checkpoint, for a bank may be read in any of these ways.
+
+    Attributes:
+        strategy: `streaming` is exact, over the whole bank, at constant working memory; `preselect` is exact over the
+            documents with the highest prior, so that a question's cost hardly grows with the bank; `hierarchical` is
+            algorithm 3 of the paper; `sharded` is streaming where every process of a torch.distributed group holds a
+            bank of its own, and all processes ask the same questions at the same time.
+        preselected: N, rows that are preselected for each question.
+        exact_rows: up to so many rows are preselected by an exact product; among more, by FAISS.
+        subgroup: M, modulations that are aggregated into one at a time by algorithm 3.
+        cache_bytes: budget for the bank's keys and values. Those of a larger bank are projected chunk by chunk for each
+            batch of questions.
+        cache_dtype: in which they are kept.
+    """
+
+    strategy: Literal["streaming", "preselect", "hierarchical", "sharded"] = "streaming"
+    preselected: int = Field(64, ge=1)
+    exact_rows: int = Field(200_000, ge=1)
+    subgroup: int = Field(16, ge=2)
+    cache_bytes: int = Field(2 << 30, ge=0)
+    cache_dtype: Dtype = "fp32"
+
+
+class BoundConfig(Config):
+    """How large a bank may become, and how it makes room (section "Memory bank size constraint").
+
+    Attributes:
+        maximum: most entries; documents that were averaged are one.
+        method: see `mac_rag.memory.reduction`. The paper finds averaging the most alike best.
+        seed: of the random methods.
+    """
+
+    maximum: int = Field(ge=1)
+    method: Literal["random-pruning", "random-averaging", "nearest-averaging"] = "nearest-averaging"
+    seed: int = 0
+
+
 class MACConfig(Config):
     """A whole MAC model.
 

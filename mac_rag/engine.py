@@ -1,45 +1,53 @@
 """The engine: the one place where a model, its memory bank and a retriever meet.
 
 LlamaIndex, the evaluations and the command line are thin faces over it. One lock makes it safe to use from several
-threads; the bank's keys and values are projected once per version of the bank, not per question.
+threads.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DocumentError
 from mac_rag.memory.bank import MemoryBank, content_hash
+from mac_rag.memory.reader import BankReader
+from mac_rag.memory.reduction import BoundedBank
 from mac_rag.model import MACModel
 from mac_rag.progress import progress_bar
 
 if TYPE_CHECKING:
     from typing import Literal
 
-    from mac_rag.nn.aggregation import BankProjection
     from mac_rag.retrieval.base import Retriever
 
-# Documents encoded and added to the bank at a time: enough to fill length-sorted batches, few enough to stop early.
+# Documents that are encoded and committed at a time: enough to fill length-sorted batches, few enough to lose little.
 _ADAPT_GROUP = 512
-# Attention logits of one block that are in memory at once; decides how many questions go together.
-_LOGITS = 64_000_000
 
 
 @dataclass(frozen=True)
 class AdaptReport:
-    """What a call of `adapt` did, counted in documents; `rows` counts the rows of memory tokens written."""
+    """What a call of `adapt` did.
+
+    Attributes:
+        added, updated, unchanged: how many documents.
+        rows: rows of memory tokens that were written.
+        forgotten: ids of documents that went to make room in a bounded bank, or because they had been merged with one
+            that was updated.
+    """
 
     added: int
     updated: int
     unchanged: int
     rows: int
+    forgotten: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,12 +59,14 @@ class Answer:
         contexts: the documents that stood in front of the question, as they were used.
         document_ids: ids of the documents that the retriever found, best first.
         truncated: whether documents were shortened to fit the LM's window.
+        discarded_prior: share of the document prior on documents that preselection left out; zero without it.
     """
 
     text: str
     contexts: tuple[str, ...]
     document_ids: tuple[str, ...]
     truncated: bool
+    discarded_prior: float = 0.0
 
 
 class MACEngine:
@@ -68,8 +78,11 @@ class MACEngine:
         retriever: finds documents to put in front of a question; None for memory alone. It is kept in step with the
             bank by `adapt` and `forget`.
         k: how many documents the retriever finds.
+        attention: how questions attend to the bank; None for exact attention to all of it.
+        bound: keeps the bank from growing beyond a size; None lets it grow.
 
     Raises:
+        ConfigError: for a way of attending that the model does not support.
         FingerprintError: when another model wrote the bank.
     """
 
@@ -80,14 +93,19 @@ class MACEngine:
         retriever: Retriever | None = None,
         *,
         k: int = 5,
+        attention: AttentionConfig | None = None,
+        bound: BoundConfig | None = None,
     ) -> None:
         self.model = MACModel.from_pretrained(model) if isinstance(model, str) else model
         self.bank = MemoryBank.for_model(self.model) if bank is None else bank
         self.bank.check_model(self.model.fingerprint)
         self.retriever = retriever
         self.k = k
+        self.attention = attention or AttentionConfig()
+        self.bound = bound
         self._lock = threading.RLock()
-        self._projection: tuple[tuple[MemoryBank, int], BankProjection] | None = None
+        self._reader = BankReader(self.model, self.bank, self.attention)
+        self._bounded: BoundedBank | None = None
 
     def adapt(
         self,
@@ -99,7 +117,8 @@ class MACEngine:
         """Remembers documents (the online stage of algorithm 2): no gradient, no question, one pass.
 
         A document whose id and text the bank already holds costs nothing; one with a known id and a new text replaces
-        the old. All documents are checked before the first is written, so bad input loses nothing.
+        the old. All documents are checked before the first is written, so bad input loses nothing. A bank on disk is
+        committed every few hundred documents: after an interruption, the same call goes on where it stopped.
 
         Args:
             documents: with ids of their own.
@@ -113,24 +132,19 @@ class MACEngine:
         """
         with self._lock:
             self.bank.check_model(self.model.fingerprint)
-            fresh, seen = [], set()
-            unchanged = 0
-            for document in documents:
-                if document.id in seen:
-                    raise BankError(f"document id {document.id!r} occurs twice; ids must be unique")
-                seen.add(document.id)
-                chunks = self._chunks(document, on_long)
-                if document.id in self.bank and self.bank[document.id].content_hash == content_hash(document.text):
-                    unchanged += 1
-                else:
-                    fresh.append((document, chunks))
+            documents = list(documents)
+            fresh = self.check(documents, on_long=on_long)
             updated = rows = 0
+            forgotten: list[str] = []
             with progress_bar("adapt", len(fresh), disable=not progress) as bar:
                 for first in range(0, len(fresh), _ADAPT_GROUP):
                     group = fresh[first : first + _ADAPT_GROUP]
                     phi = self.model.amortize([chunk for _, chunks in group for chunk in chunks])
                     updated += sum(document.id in self.bank for document, _ in group)
-                    self.bank.put([document for document, _ in group], phi, [len(chunks) for _, chunks in group])
+                    forgotten += self._put(
+                        [document for document, _ in group], phi, [len(chunks) for _, chunks in group]
+                    )
+                    self.bank.commit()
                     rows += len(phi)
                     bar.advance(len(group))
             if self.retriever is not None:
@@ -138,7 +152,40 @@ class MACEngine:
                     if document.id in self.retriever:
                         self.retriever.delete(document.id)
                 self.retriever.add([document for document, _ in fresh])
-            return AdaptReport(len(fresh) - updated, updated, unchanged, rows)
+            unchanged = len(documents) - len(fresh)
+            return AdaptReport(len(fresh) - updated, updated, unchanged, rows, tuple(forgotten))
+
+    def check(
+        self, documents: Iterable[Document], *, on_long: Literal["chunk", "error"] = "chunk"
+    ) -> list[tuple[Document, list[str]]]:
+        """What `adapt` would write: documents that are new or changed, each with its chunks within the model's limit.
+
+        Raises:
+            DocumentError, BankError: as `adapt`.
+        """
+        fresh: list[tuple[Document, list[str]]] = []
+        seen: set[str] = set()
+        for document in documents:
+            if document.id in seen:
+                raise BankError(f"document id {document.id!r} occurs twice; ids must be unique")
+            seen.add(document.id)
+            if not self._is_known(document):
+                fresh.append((document, self._chunks(document, on_long)))
+        return fresh
+
+    def _is_known(self, document: Document) -> bool:
+        if document.id not in self.bank or not isinstance(document.text, str):
+            return False
+        hashes = {member.document_id: member.content_hash for member in self.bank[document.id].members}
+        return hashes[document.id] == content_hash(document.text)
+
+    def _put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int]) -> tuple[str, ...]:
+        """Writes documents to the bank; returns the ids of others that went."""
+        if self.bound is None:
+            return self.bank.put(documents, phi, rows)
+        if self._bounded is None or self._bounded.bank is not self.bank:
+            self._bounded = BoundedBank(self.bank, self.bound.maximum, self.bound.method, seed=self.bound.seed)
+        return self._bounded.put(documents, phi, rows).forgotten
 
     def _chunks(self, document: Document, on_long: str) -> list[str]:
         try:
@@ -149,16 +196,21 @@ class MACEngine:
             raise DocumentError(f"document {document.id!r}: {error}") from None
         return chunks
 
-    def forget(self, document_id: str) -> None:
+    def forget(self, document_id: str) -> tuple[str, ...]:
         """Removes a document from the bank and the retriever.
+
+        Returns:
+            The ids of all documents that the bank has forgotten: this one, and those that it was merged with.
 
         Raises:
             BankError: for an unknown id.
         """
         with self._lock:
-            self.bank.delete(document_id)
+            gone = self.bank.delete(document_id)
+            self.bank.commit()
             if self.retriever is not None and document_id in self.retriever:
                 self.retriever.delete(document_id)
+            return gone
 
     def answer(
         self,
@@ -167,6 +219,7 @@ class MACEngine:
         contexts: Sequence[Sequence[str]] | None = None,
         use_memory: bool = True,
         use_retriever: bool = True,
+        allowed: Container[str] | None = None,
         overflow: Literal["error", "truncate"] = "error",
         max_new_tokens: int | None = None,
         num_beams: int = 1,
@@ -180,6 +233,7 @@ class MACEngine:
             contexts: documents for each question, used instead of the retriever's.
             use_memory: False to answer without the bank.
             use_retriever: False to answer without the retriever.
+            allowed: ids of the documents that may have any influence, through the retriever or the bank; None for all.
             overflow: when documents and question are beyond the LM's window: refuse, or shorten the documents, never
                 the question.
             max_new_tokens: None for the model's configured length.
@@ -188,13 +242,13 @@ class MACEngine:
             progress: shows a progress bar.
 
         Raises:
-            BankError: for an empty bank where memory is wanted.
+            BankError: for an empty bank where memory is wanted, or none of its documents allowed.
             DocumentError: for an empty question, or a prompt beyond the window.
             FingerprintError: when another model wrote the bank.
         """
         with self._lock:
             self.bank.check_model(self.model.fingerprint)
-            found = self._contexts(questions, contexts, use_retriever)
+            found = self._contexts(questions, contexts, use_retriever, allowed)
             fitted = [
                 self._fit(question, texts, overflow, max_new_tokens)
                 for question, (texts, _) in zip(questions, found, strict=True)
@@ -206,15 +260,17 @@ class MACEngine:
                 for first in range(0, len(order), batch_size):
                     chosen = order[first : first + batch_size]
                     asked = [questions[i] for i in chosen]
+                    memory = self._current().aggregate(asked, allowed) if use_memory else None
                     texts = self.model.generate(
                         asked,
                         [fitted[i][0] for i in chosen],
-                        modulation=self._aggregate(asked) if use_memory else None,
+                        modulation=None if memory is None else memory.phi,
                         max_new_tokens=max_new_tokens,
                         num_beams=num_beams,
                     )
-                    for i, text in zip(chosen, texts, strict=True):
-                        answers[i] = Answer(text, fitted[i][0], found[i][1], fitted[i][1])
+                    discarded = [0.0] * len(chosen) if memory is None else memory.discarded.tolist()
+                    for i, text, share in zip(chosen, texts, discarded, strict=True):
+                        answers[i] = Answer(text, fitted[i][0], found[i][1], fitted[i][1], share)
                     bar.advance(len(chosen))
             return [answer for answer in answers if answer is not None]
 
@@ -225,6 +281,7 @@ class MACEngine:
         contexts: Sequence[str] | None = None,
         use_memory: bool = True,
         use_retriever: bool = True,
+        allowed: Container[str] | None = None,
         max_new_tokens: int | None = None,
     ) -> Iterator[str]:
         """Yields the answer to one question piece by piece; the pieces joined are what `answer` returns.
@@ -234,9 +291,10 @@ class MACEngine:
         """
         with self._lock:
             self.bank.check_model(self.model.fingerprint)
-            (found, _) = self._contexts([question], None if contexts is None else [contexts], use_retriever)[0]
+            given = None if contexts is None else [contexts]
+            (found, _) = self._contexts([question], given, use_retriever, allowed)[0]
             fitted, _ = self._fit(question, found, "error", max_new_tokens)
-            phi = self._aggregate([question]) if use_memory else None
+            phi = self._current().aggregate([question], allowed).phi if use_memory else None
         return self._pieces(question, fitted, phi, max_new_tokens)
 
     def _pieces(
@@ -250,50 +308,51 @@ class MACEngine:
                 return
             yield piece
 
-    def document_attention(self, questions: Sequence[str]) -> tuple[list[str], Tensor]:
+    def document_attention(
+        self, questions: Sequence[str], allowed: Container[str] | None = None
+    ) -> tuple[list[str], Tensor]:
         """How much of each question's attention goes to each document of the bank.
+
+        Documents that were merged share the attention to their one entry equally.
 
         Returns:
             The document ids, and the attention mass `[B, documents]`; each row sums to 1.
 
         Raises:
-            BankError: for an empty bank.
+            BankError: for an empty bank, or none of its documents allowed.
+            ConfigError: for a way of attending that does not reach single documents.
         """
         with self._lock:
-            bank = self._projected()
-            rows = [self.model.attention(part, bank) for part in self._groups(questions, bank)]
+            mass = self._current().attention_mass(questions, allowed).cpu()
             ids = self.bank.document_ids
             place = {document_id: index for index, document_id in enumerate(ids)}
-            index = torch.tensor([place[members[0]] for members in self.bank.row_members])
-            mass = torch.cat(rows).cpu()
-            return ids, mass.new_zeros(len(questions), len(ids)).index_add_(1, index, mass)
+            owners = [
+                (row, place[i], len(members)) for row, members in enumerate(self.bank.row_members) for i in members
+            ]
+            rows, documents, shared = (torch.tensor(column) for column in zip(*owners, strict=True))
+            found = mass.new_zeros(len(questions), len(ids))
+            return ids, found.index_add_(1, documents, mass[:, rows] / shared)
 
-    def _aggregate(self, questions: Sequence[str]) -> Tensor:
-        bank = self._projected()
-        return torch.cat([self.model.aggregate(part, bank) for part in self._groups(questions, bank)])
-
-    def _groups(self, questions: Sequence[str], bank: BankProjection) -> list[Sequence[str]]:
-        """Questions in groups whose attention logits fit into memory."""
-        sizes = self.model.config
-        size = max(1, _LOGITS // (sizes.aggregation.heads * sizes.tokens**2 * bank.documents))
-        return [questions[first : first + size] for first in range(0, len(questions), size)]
-
-    def _projected(self) -> BankProjection:
+    def _current(self) -> BankReader:
+        """The reader of the bank that is set now."""
         self.bank.check_model(self.model.fingerprint)
-        current = (self.bank, self.bank.version)
-        if self._projection is None or self._projection[0] != current:
-            self._projection = (current, self.model.project(self.bank.phi))
-        return self._projection[1]
+        if self._reader.bank is not self.bank:
+            self._reader = BankReader(self.model, self.bank, self.attention)
+        return self._reader
 
     def _contexts(
-        self, questions: Sequence[str], contexts: Sequence[Sequence[str]] | None, use_retriever: bool
+        self,
+        questions: Sequence[str],
+        contexts: Sequence[Sequence[str]] | None,
+        use_retriever: bool,
+        allowed: Container[str] | None,
     ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         """The documents in front of each question, and the ids of those that the retriever found."""
         if contexts is not None:
             return [(tuple(texts), ()) for texts in contexts]
         if self.retriever is None or not use_retriever:
             return [((), ())] * len(questions)
-        hits = self.retriever.retrieve(questions, self.k)
+        hits = self.retriever.retrieve(questions, self.k, allowed=allowed)
         return [(tuple(hit.text for hit in row), tuple(hit.document_id for hit in row)) for row in hits]
 
     def _fit(

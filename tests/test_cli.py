@@ -9,6 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from mac_rag.cli import app, main
@@ -51,7 +53,7 @@ def test_documents_are_remembered_updated_and_asked_about(model: str, notes: lis
     first = run("adapt", *notes, "--bank", bank, "--model", model)
     assert first.exit_code == 0, first.output
     assert first.stdout == f"4 added, 0 updated, 0 unchanged; {bank} holds 4 documents\n"
-    remembered = MemoryBank.load(bank)
+    remembered = MemoryBank.open(bank)
     assert remembered.document_ids == [notes[0], notes[1], "r[1]", "r2"]
     assert remembered["r[1]"].metadata == {"date": "2024-05-01"}
 
@@ -70,7 +72,7 @@ def test_documents_are_remembered_updated_and_asked_about(model: str, notes: lis
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) == pytest.approx(100, abs=0.3)
 
-    described = run("info", "--bank", bank)
+    described = run("bank", "info", "--bank", bank)
     assert described.exit_code == 0
     assert described.stdout.split()[:2] == ["documents", "4"]
     assert "16 of width 64 (4 for each of 4 rows)" in described.stdout
@@ -83,9 +85,77 @@ def test_a_long_document_is_remembered_in_parts_or_refused(model: str, tmp_path:
     assert "long.txt" in refusal(*arguments, "--on-long", "error")
     assert not (tmp_path / "bank").exists()
     assert run(*arguments).exit_code == 0
-    bank = MemoryBank.load(tmp_path / "bank")
+    bank = MemoryBank.open(tmp_path / "bank")
     assert len(bank) == 1
     assert len(bank.phi) > 1
+
+
+def test_rows_of_a_table_and_standard_input(model: str, tmp_path: Path) -> None:
+    bank = tmp_path / "bank"
+    (tmp_path / "t.csv").write_text("id,text,source\n1,Rain fell on Kell.,radio\n2,Snow fell on Tarn.,post\n")
+    assert run("adapt", tmp_path / "t.csv", "--bank", bank, "--model", model).stdout.startswith("2 added")
+    arguments = ["adapt", "-", "--bank", str(bank), "--model", model]
+    assert CliRunner().invoke(app, arguments, input="Hail fell on Orm.").stdout.startswith("1 added")
+    assert CliRunner().invoke(app, arguments, input='{"id": "3", "text": "Fog."}\n').stdout.startswith("1 added")
+    remembered = MemoryBank.open(bank)
+    assert remembered.document_ids == ["1", "2", "-", "3"]
+    assert remembered["2"].metadata == {"source": "post"}
+    (tmp_path / "bad.csv").write_text("id,body\n1,x\n")
+    assert "missing column 'text'" in refusal("adapt", tmp_path / "bad.csv", "--bank", bank, "--model", model)
+
+
+class TestBank:
+    """Everyday work on a bank of four documents."""
+
+    @pytest.fixture
+    def bank(self, model: str, notes: list[str], tmp_path: Path) -> Path:
+        assert run("adapt", *notes, "--bank", tmp_path / "bank", "--model", model).exit_code == 0
+        return tmp_path / "bank"
+
+    def test_list(self, bank: Path, notes: list[str]) -> None:
+        rows = [json.loads(line) for line in run("bank", "list", "--bank", bank).stdout.splitlines()]
+        assert [row["documents"][0]["id"] for row in rows] == [notes[0], notes[1], "r[1]", "r2"]
+        assert rows[2]["documents"][0]["metadata"] == {"date": "2024-05-01"}
+
+    def test_delete_and_compact(self, bank: Path) -> None:
+        assert run("bank", "delete", "r2", "r[1]", "--bank", bank).stdout == f"2 deleted; {bank} holds 2 documents\n"
+        assert "'r2'" in refusal("bank", "delete", "r2", "--bank", bank)
+        before = sum(file.stat().st_size for file in bank.glob("*.safetensors"))
+        assert run("bank", "compact", "--bank", bank).exit_code == 0
+        assert sum(file.stat().st_size for file in bank.glob("*.safetensors")) < before
+        assert not any(b"r[1]" in file.read_bytes() for file in bank.iterdir())
+
+    def test_deleting_one_of_several_that_are_one_entry_names_the_others(self, model: str, bank: Path) -> None:
+        again = run("adapt", "-", "--bank", bank, "--model", model, "--max-entries", 1)
+        assert again.exit_code != 0  # nothing on standard input
+        (bank.parent / "new.txt").write_text("Fog lay on Ulm.")
+        run("adapt", bank.parent / "new.txt", "--bank", bank, "--model", model, "--max-entries", 1)
+        assert len(list(MemoryBank.open(bank))) == 1
+        shown = run("bank", "delete", "r2", "--bank", bank).stdout
+        assert shown.startswith(f"5 deleted; {bank} holds 0 documents\nmerged with them and gone too: ")
+        assert "r[1]" in shown
+
+    def test_verify_and_repair(self, bank: Path) -> None:
+        assert run("bank", "verify", "--bank", bank).exit_code == 0
+        tokens = next(bank.glob("*.safetensors"))
+        data = bytearray(tokens.read_bytes())
+        data[-1] ^= 1
+        tokens.write_bytes(data)
+        found = run("bank", "verify", "--bank", bank)
+        assert found.exit_code == 1
+        assert tokens.name in found.stdout
+        assert tokens.name in refusal("ask", "Who?", "--bank", bank)
+        assert "r2" in run("bank", "repair", "--bank", bank).stdout
+        assert run("bank", "verify", "--bank", bank).exit_code == 0
+        assert len(MemoryBank.open(bank)) == 3
+
+    def test_export(self, bank: Path, tmp_path: Path) -> None:
+        output = tmp_path / "out"
+        assert run("bank", "export", "--bank", bank, "--output", output).exit_code == 0
+        assert torch.equal(load_file(output / "memory.safetensors")["phi"], MemoryBank.open(bank).phi)
+        rows = [json.loads(line) for line in (output / "documents.jsonl").read_text().splitlines()]
+        assert [row["rows"] for row in rows] == [1, 1, 1, 1]
+        assert "is not empty" in refusal("bank", "export", "--bank", bank, "--output", output)
 
 
 class TestBadInput:
@@ -133,14 +203,14 @@ class TestBadInput:
     def test_empty_bank(self, model: str, tmp_path: Path) -> None:
         MemoryBank.for_model(MACModel.from_pretrained(model)).save(tmp_path)
         assert "empty" in refusal("ask", "Who?", "--bank", tmp_path, "--model", model)
-        assert run("info", "--bank", tmp_path).stdout.split()[:2] == ["documents", "0"]
+        assert run("bank", "info", "--bank", tmp_path).stdout.split()[:2] == ["documents", "0"]
 
     def test_empty_question(self, model: str, notes: list[str], tmp_path: Path) -> None:
         run("adapt", *notes, "--bank", tmp_path / "bank", "--model", model)
         assert "must not be empty" in refusal("ask", " ", "--bank", tmp_path / "bank", "--model", model)
 
     def test_no_bank(self, tmp_path: Path) -> None:
-        for command in (("ask", "Who?"), ("info",)):
+        for command in (("ask", "Who?"), ("bank", "info"), ("bank", "list"), ("bank", "verify")):
             assert "there is no memory bank" in refusal(*command, "--bank", tmp_path / "bank")
 
     def test_folder_of_other_files(self, model: str, notes: list[str], tmp_path: Path) -> None:
@@ -163,7 +233,7 @@ class TestBadInput:
 def test_an_error_ends_with_code_1_and_one_message_on_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["mac-rag", "info", "--bank", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["mac-rag", "bank", "info", "--bank", str(tmp_path)])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 1
@@ -176,7 +246,7 @@ def test_version() -> None:
     assert run("--version").stdout == f"mac-rag {version('mac-rag')}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["adapt"], ["ask"], ["info"]])
+@pytest.mark.parametrize("arguments", [[], ["adapt"], ["ask"], ["bank"], ["bank", "info"]])
 def test_help_needs_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys\n"

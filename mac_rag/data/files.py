@@ -12,7 +12,6 @@ from mac_rag.data.table import read_table
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
 
-
 STDIN = Path("-")
 
 

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -46,7 +46,8 @@ class TrainConfig(Config):
     Attributes:
         model: the networks; or
         preset: the name of one of the paper's models.
-        base_lm: another base LM for the preset, such as one tuned on questions.
+        base_lm: another base LM for the preset, such as one tuned on questions; or
+        start_from: a MAC checkpoint, name or folder, to train on.
         questions_per_document: questions drawn for each document of a batch.
         backprop_dropout: p, the share of documents that are amortized without gradients.
         losses: weight of each term; the paper has `answer` alone.
@@ -58,7 +59,8 @@ class TrainConfig(Config):
         store_dtype: of the weights in the exported checkpoints.
     """
 
-    model: MACConfig
+    model: MACConfig | None = None
+    start_from: str | None = None
     data: DataConfig = DataConfig()
     questions_per_document: int = Field(1, ge=1)
     backprop_dropout: float = Field(0.0, ge=0, lt=1)
@@ -85,6 +87,12 @@ class TrainConfig(Config):
             raise ValueError("give either preset or model, not both")
         return {**values, "model": chosen}
 
+    @model_validator(mode="after")
+    def _one_start(self) -> Self:
+        if (self.model is None) == (self.start_from is None):
+            raise ValueError("give one of model, preset and start_from")
+        return self
+
 
 class TrainTask(Task):
     """The model, its stream of batches and its validation on a held-out stream.
@@ -97,10 +105,13 @@ class TrainTask(Task):
         super().__init__()
         self.config = config
         device = torch.device("cuda" if torch.cuda.is_available() and not config.trainer.cpu else "cpu")
-        for part in (config.model.base_lm, config.model.amortization, config.model.input_encoder):
-            require_gradients(part.quantization, device)
         torch.manual_seed(config.trainer.seed)
-        self.model = MACModel.from_config(config.model, device=device)
+        if config.model is not None:
+            _require_gradients(config.model, device)
+            self.model = MACModel.from_config(config.model, device=device)
+        elif config.start_from is not None:
+            self.model = MACModel.from_pretrained(config.start_from, device=device)
+            _require_gradients(self.model.config, device)
         if config.tune_base_lm != "frozen":
             self.model.train_base_lm(lora_rank=config.lora_rank if config.tune_base_lm == "lora" else None)
         data = config.data.training_set()
@@ -151,7 +162,7 @@ class TrainTask(Task):
 
         A question then starts with tokens like those of the documents that share its words.
         """
-        curriculum, model = self.config.curriculum, self.config.model
+        curriculum, model = self.config.curriculum, self.model.config
         if curriculum is not None and step == curriculum.steps and model.input_encoder == model.amortization:
             self.model.input_encoder.load_state_dict(self.model.amortization.state_dict())
 
@@ -197,6 +208,11 @@ class TrainTask(Task):
 
     def save(self, folder: Path) -> None:
         self.model.save_pretrained(folder, dtype=DTYPES[self.config.store_dtype])
+
+
+def _require_gradients(network: MACConfig, device: torch.device) -> None:
+    for part in (network.base_lm, network.amortization, network.input_encoder):
+        require_gradients(part.quantization, device)
 
 
 def excerpt(text: str, answers: Sequence[str], count: int) -> str:

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.bank_size import groups, measure, parse_sizes
+from eval.bank_size import groups, measure
+from eval.command import whole_numbers
 from eval.results import Result
 from mac_rag.config import AggregationConfig
 from mac_rag.data.newswire import generate
@@ -78,13 +79,13 @@ def test_the_prior_is_off_where_it_should_be_and_on_again_after(tiny_model: MACM
 @pytest.mark.parametrize("text", ["", "32,", "many", "3.5"])
 def test_sizes_must_be_whole_numbers(text: str) -> None:
     with pytest.raises(ConfigError, match="whole numbers"):
-        parse_sizes(text)
+        whole_numbers("--sizes", text)
 
 
 def test_sizes_are_sorted_and_at_least_one() -> None:
-    assert parse_sizes("256, 32,32") == [32, 256]
+    assert whole_numbers("--sizes", "256, 32,32") == [32, 256]
     with pytest.raises(ConfigError, match="at least 1, got '0,5'"):
-        parse_sizes("0,5")
+        whole_numbers("--sizes", "0,5")
 
 
 def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_runs_on_the_embedded_sample_and_says_so(
     [path] = (tmp_path / "results").iterdir()
     assert path.name.startswith(f"{benchmark}-")
     assert lines[-1] == f"Result: {path.relative_to(tmp_path)}"
-    for name in ("LM alone", "MAC", "BM25", "BM25 + MAC"):
+    for name in ("LM alone", "MAC", "bm25 top-2", "bm25 top-2 + MAC"):
         assert f"│ {name} " in shown
         assert name in progress
     result = read(path)
@@ -103,6 +103,12 @@ class TestRefusals:
     def test_unknown_split(self, command: Command, tmp_path: Path) -> None:
         assert "no split 'dev'; choose one of train, val, test" in self.refused(command, tmp_path, "--split", "dev")
 
+    def test_unknown_retriever(self, command: Command, tmp_path: Path) -> None:
+        assert "unknown retriever 'google'" in self.refused(command, tmp_path, "--retriever", "bm25,google")
+
+    def test_no_number_of_documents_to_retrieve(self, command: Command, tmp_path: Path) -> None:
+        assert "--k must be at least 1" in self.refused(command, tmp_path, "--k", "0,5")
+
     def test_output_that_is_a_folder(self, command: Command, tmp_path: Path) -> None:
         assert "is a folder" in self.refused(command, tmp_path, "--output", tmp_path)
 
@@ -110,7 +116,7 @@ class TestRefusals:
         assert "whole numbers" in self.refused(command, tmp_path, "--sizes", "x", benchmark="bank_size")
 
     def test_wrong_usage(self, command: Command) -> None:
-        for arguments in (("--k", 0), ("--retriever", "google"), ("--documents", 0), ("--questions", 0), ("--bogus",)):
+        for arguments in (("--documents", 0), ("--questions", 0), ("--bogus",)):
             code, _, errors = command("eval.archivalqa", *arguments)
             assert code == 2
             assert arguments[0] in errors

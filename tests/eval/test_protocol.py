@@ -10,14 +10,14 @@ from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
+from mac_rag.retrieval.tokenizer import Tokenizer
 
 STREAM = generate("test", 12, seed=5)
 ASKED = [question.question for question in STREAM.questions]
 
 
 def run(model: MACModel, dataset: QADataset = STREAM, *, k: int | None = 1) -> Outcome:
-    engine = MACEngine(model, retriever=BM25Retriever() if k else None, k=k or 1)
-    return run_protocol(engine, dataset, retriever_name="BM25", batch_size=5)
+    return run_protocol(MACEngine(model), dataset, {"bm25": BM25Retriever()} if k else {}, [k or 1], batch_size=5)
 
 
 def predictions(outcome: Outcome, row: str) -> list[str]:
@@ -26,7 +26,7 @@ def predictions(outcome: Outcome, row: str) -> list[str]:
 
 def test_every_row_answers_from_what_its_name_says(tiny_model: MACModel) -> None:
     outcome = run(tiny_model)
-    assert [row.name for row in outcome.rows] == ["LM alone", "MAC", "BM25", "BM25 + MAC"]
+    assert [row.name for row in outcome.rows] == ["LM alone", "MAC", "bm25 top-1", "bm25 top-1 + MAC"]
     retriever = BM25Retriever()
     retriever.add(STREAM.documents)
     hits = retriever.retrieve(ASKED, 1)
@@ -34,17 +34,38 @@ def test_every_row_answers_from_what_its_name_says(tiny_model: MACModel) -> None
     memory = tiny_model.aggregate(ASKED, tiny_model.amortize([document.text for document in STREAM.documents]))
     assert predictions(outcome, "LM alone") == tiny_model.generate(ASKED)
     assert predictions(outcome, "MAC") == tiny_model.generate(ASKED, modulation=memory)
-    assert predictions(outcome, "BM25") == tiny_model.generate(ASKED, contexts)
-    assert predictions(outcome, "BM25 + MAC") == tiny_model.generate(ASKED, contexts, modulation=memory)
+    assert predictions(outcome, "bm25 top-1") == tiny_model.generate(ASKED, contexts)
+    assert predictions(outcome, "bm25 top-1 + MAC") == tiny_model.generate(ASKED, contexts, modulation=memory)
     for sample, found in zip(outcome.samples, hits):
         assert sample.rows["MAC"].retrieved == ()
-        assert sample.rows["BM25"].retrieved == tuple(hit.document_id for hit in found)
+        assert sample.rows["bm25 top-1"].retrieved == tuple(hit.document_id for hit in found)
 
 
 def test_without_a_retriever_there_are_two_rows(tiny_model: MACModel) -> None:
     outcome = run(tiny_model, k=None)
     assert [row.name for row in outcome.rows] == ["LM alone", "MAC"]
     assert [row.recall_at_k for row in outcome.rows] == [None, None]
+
+
+def test_several_retrievers_and_ks_make_one_table(tiny_model: MACModel) -> None:
+    retrievers = {"one": BM25Retriever(), "other": BM25Retriever(tokenizer=Tokenizer(stemmer=None))}
+    outcome = run_protocol(MACEngine(tiny_model), STREAM, retrievers, [1, 3])
+    ways = [f"{name} top-{k}{memory}" for name in retrievers for k in (1, 3) for memory in ("", " + MAC")]
+    assert [row.name for row in outcome.rows] == ["LM alone", "MAC", *ways]
+    assert [row.k for row in outcome.rows] == [None, None, *(k for _ in retrievers for k in (1, 1, 3, 3))]
+    for name, sample in ((row.name, sample) for row in outcome.rows for sample in outcome.samples):
+        assert len(sample.rows[name].retrieved) <= (int(name.split("-")[1].split()[0]) if "top" in name else 0)
+
+
+def test_the_gain_is_that_of_the_memory_over_the_same_prompts(tiny_model: MACModel) -> None:
+    rows = run(tiny_model).rows
+    for without, with_memory in zip(rows[::2], rows[1::2]):
+        assert without.gain is None
+        assert with_memory.gain is not None
+        for figure in ("em", "f1"):
+            gain = getattr(with_memory.gain, figure)
+            assert gain.mean == pytest.approx(getattr(with_memory, figure) - getattr(without, figure))
+            assert gain.low <= gain.mean <= gain.high
 
 
 def test_figures_are_means_over_the_samples(tiny_model: MACModel) -> None:
@@ -86,8 +107,13 @@ def test_long_documents_and_prompts_are_counted(tiny_model: MACModel) -> None:
     assert outcome.adaptation.documents == 2
     assert outcome.adaptation.chunked == 1
     assert outcome.adaptation.rows > 2
-    assert {row.name: row.truncated for row in outcome.rows} == {"LM alone": 0, "MAC": 0, "BM25": 1, "BM25 + MAC": 1}
-    assert [sample.rows["BM25"].truncated for sample in outcome.samples] == [True, False]
+    assert {row.name: row.truncated for row in outcome.rows} == {
+        "LM alone": 0,
+        "MAC": 0,
+        "bm25 top-1": 1,
+        "bm25 top-1 + MAC": 1,
+    }
+    assert [sample.rows["bm25 top-1"].truncated for sample in outcome.samples] == [True, False]
 
 
 def test_equal_runs_have_equal_samples(tiny_model: MACModel) -> None:

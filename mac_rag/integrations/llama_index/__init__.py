@@ -1,4 +1,4 @@
-"""MAC inside LlamaIndex: an LLM, a node postprocessor and an ingestion step around one `MACEngine`.
+"""MAC inside LlamaIndex: an LLM, a node postprocessor and an ingestion step around one `MACEngine`, and retrievers.
 
 How they go together:
 
@@ -21,6 +21,7 @@ except ModuleNotFoundError as error:
 
 from mac_rag.integrations.llama_index.llm import MACLLM
 from mac_rag.integrations.llama_index.postprocessor import MACNodePostprocessor
+from mac_rag.integrations.llama_index.retriever import LlamaIndexRetriever, MACRetriever
 from mac_rag.integrations.llama_index.writer import MemoryWriter
 
-__all__ = ["MACLLM", "MACNodePostprocessor", "MemoryWriter"]
+__all__ = ["MACLLM", "LlamaIndexRetriever", "MACNodePostprocessor", "MACRetriever", "MemoryWriter"]

@@ -1,0 +1,108 @@
+"""Every way of reading a bank gives what plain attention over the bank gives, and sees only what it may see."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+
+from mac_rag.config import AttentionConfig
+from mac_rag.data.newswire import generate
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError, ConfigError
+from mac_rag.memory import MemoryBank
+from mac_rag.memory.codebook import fit, quantize
+from mac_rag.memory.reader import BankReader
+from mac_rag.model import MACModel
+
+Strategy = Literal["streaming", "preselect", "hierarchical"]
+STRATEGIES: tuple[Strategy, ...] = ("streaming", "preselect", "hierarchical")
+NEWS = generate("train", 12)
+QUESTIONS = [question.question for question in NEWS.questions[:3]]
+
+
+def bank_of(model: MACModel, documents: list[Document]) -> MemoryBank:
+    bank = MemoryBank.for_model(model)
+    bank.put(documents, model.amortize([document.text for document in documents]))
+    return bank
+
+
+def exact(strategy: Strategy) -> AttentionConfig:
+    """Of a size that loses nothing."""
+    return AttentionConfig(strategy=strategy, preselected=100, subgroup=100)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("cache_bytes", [0, 2**30])
+def test_all_strategies_agree_where_they_lose_nothing(
+    tiny_model: MACModel, strategy: Strategy, cache_bytes: int
+) -> None:
+    bank = bank_of(tiny_model, NEWS.documents)
+    config = exact(strategy).model_copy(update={"cache_bytes": cache_bytes})
+    found = BankReader(tiny_model, bank, config).aggregate(QUESTIONS)
+    torch.testing.assert_close(found.phi, tiny_model.aggregate(QUESTIONS, bank.phi), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.discarded, torch.zeros(3))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_not_allowed_has_no_influence(tiny_model: MACModel, strategy: Strategy) -> None:
+    """As if the bank had never seen it, in phi* and in the attention mass."""
+    allowed = {document.id for document in NEWS.documents[::3]}
+    whole = BankReader(tiny_model, bank_of(tiny_model, NEWS.documents), exact(strategy))
+    part = BankReader(tiny_model, bank_of(tiny_model, NEWS.documents[::3]), exact(strategy))
+    torch.testing.assert_close(
+        whole.aggregate(QUESTIONS, allowed).phi, part.aggregate(QUESTIONS).phi, atol=1e-4, rtol=1e-4
+    )
+    if strategy != "hierarchical":
+        mass = whole.attention_mass(QUESTIONS, allowed)
+        torch.testing.assert_close(mass[:, ::3], part.attention_mass(QUESTIONS), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mass.sum(1), torch.ones(3))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_nothing_to_see(tiny_model: MACModel, strategy: Strategy) -> None:
+    reader = BankReader(tiny_model, bank_of(tiny_model, NEWS.documents), exact(strategy))
+    with pytest.raises(BankError, match="none of the documents"):
+        reader.aggregate(QUESTIONS, {"nobody"})
+    with pytest.raises(BankError, match="empty"):
+        BankReader(tiny_model, MemoryBank.for_model(tiny_model), exact(strategy)).aggregate(QUESTIONS)
+
+
+def test_preselection_follows_the_bank_and_tells_what_it_left_out(tiny_model: MACModel) -> None:
+    bank = bank_of(tiny_model, NEWS.documents[:8])
+    reader = BankReader(tiny_model, bank, AttentionConfig(strategy="preselect", preselected=2))
+    reader.aggregate(QUESTIONS)
+    bank.put(NEWS.documents[8:], tiny_model.amortize([document.text for document in NEWS.documents[8:]]))
+    bank.delete(NEWS.documents[0].id)
+    found = reader.aggregate(QUESTIONS)
+    encoder = tiny_model.input_encoder
+    question = encoder([encoder.ids(text) for text in QUESTIONS])
+    scores = tiny_model.aggregation.prior_scores(question, tiny_model.project(bank.phi))
+    best = scores.topk(2).indices
+    for i, text in enumerate(QUESTIONS):
+        alone = tiny_model.aggregate([text], bank.phi[best[i]])
+        torch.testing.assert_close(found.phi[i : i + 1], alone, atol=1e-4, rtol=1e-4)
+    kept = scores.softmax(1).gather(1, best).sum(1)
+    torch.testing.assert_close(found.discarded, 1 - kept, atol=1e-5, rtol=1e-4)
+    assert reader.attention_mass(QUESTIONS).gt(0).sum(1).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("strategy", ["streaming", "preselect"])
+@pytest.mark.parametrize("prior", [True, False])
+def test_a_codebook_bank_is_read_as_what_it_holds(tiny_model: MACModel, strategy: Strategy, prior: bool) -> None:
+    bank = bank_of(tiny_model, NEWS.documents)
+    quantized = quantize(bank, fit(bank.phi, 8))
+    tiny_model.aggregation.use_prior = prior
+    try:
+        found = BankReader(tiny_model, quantized, exact(strategy)).aggregate(QUESTIONS).phi
+        expected = tiny_model.aggregate(QUESTIONS, quantized.phi)
+    finally:
+        tiny_model.aggregation.use_prior = True
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_no_attention_to_documents_under_algorithm_3(tiny_model: MACModel) -> None:
+    reader = BankReader(tiny_model, bank_of(tiny_model, NEWS.documents), exact("hierarchical"))
+    with pytest.raises(ConfigError, match="hierarchical"):
+        reader.attention_mass(QUESTIONS)
