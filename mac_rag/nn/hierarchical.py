@@ -23,7 +23,7 @@ from mac_rag.nn.aggregation import (
 )
 
 # Numbers that are made at once: rows, their keys and values, and hidden states of the feed-forward networks.
-_NUMBERS = 1 << 24
+_NUMBERS = 1 << 21
 
 
 @dataclass(frozen=True)
