@@ -94,8 +94,8 @@ def measured(case: Case, sizes: Sizes, device: torch.device, rounds: int) -> Fig
     moved = sizes.blocks * case.documents * sizes.tokens * sizes.width * torch.float32.itemsize
     if case.way == "published":
         phi = bank.phi.to(device)
-        used = usage(lambda: published.attend(network, question, phi), device, rounds)
-        _check(published.attend(network, question, phi), bank.answer(network, question))
+        used, result = usage(lambda: published.attend(network, question, phi), device, rounds)
+        _check(result, bank.answer(network, question))
         return _figures(used, 0, 0, moved)
     began = time.perf_counter()
     view: ProjectedBank | CodebookView
@@ -106,8 +106,8 @@ def measured(case: Case, sizes: Sizes, device: torch.device, rounds: int) -> Fig
     if device.type == "cuda":
         torch.cuda.synchronize()
     prepared = time.perf_counter() - began
-    used = usage(lambda: network(question, view), device, rounds)
-    _check(network(question, view)[0], bank.answer(network, question))
+    used, result = usage(lambda: network(question, view)[0], device, rounds)
+    _check(result, bank.answer(network, question))
     if case.way == "streamed":
         return _figures(used, 0, 0, moved)
     pairs = [pair for block in range(sizes.blocks) for pair in view.chunks(block)]

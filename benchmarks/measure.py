@@ -40,8 +40,10 @@ def medians(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> 
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def usage(run: Callable[[], Any], device: torch.device, rounds: int) -> Usage:
+def usage(run: Callable[[], _Result], device: torch.device, rounds: int) -> tuple[Usage, _Result]:
     """Memory of the first run, and the median time of those after it; of the first itself if that was long.
+
+    The first run's result comes along, so that a long run need not be made again to look at it.
 
     On a GPU torch's allocator tells the peak. Elsewhere it is that of the whole process, so this takes a process of its
     own (`in_child`).
@@ -49,10 +51,11 @@ def usage(run: Callable[[], Any], device: torch.device, rounds: int) -> Usage:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else _memory("VmRSS")
-    first = _seconds(run)
+    results: list[_Result] = []
+    first = _seconds(lambda: results.append(run()))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _memory("VmHWM")
     seconds = first if first > _LONG_SECONDS else statistics.median(_seconds(run) for _ in range(rounds))
-    return Usage(seconds, peak - before)
+    return Usage(seconds, peak - before), results[0]
 
 
 def in_child(function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

@@ -65,7 +65,7 @@ class ProjectedBank:
         device: torch.device | str,
         dtype: torch.dtype = torch.float32,
         budget_bytes: int = 2 << 30,
-        chunk_rows: int = 512,
+        chunk_rows: int = 256,
     ) -> None:
         self.network = network
         self.bank = bank
@@ -174,8 +174,10 @@ class ProjectedBank:
             return
         for start in range(0, self.documents, self.chunk_rows):
             self._check()
-            phi = self._read(start, min(start + self.chunk_rows, self.documents))
-            yield self._project(phi, [self._blocks[block]])[0]
+            stop = min(start + self.chunk_rows, self.documents)
+            # Without a name for the rows, they are gone from memory while their keys and values are attended to.
+            (projected,) = self._project(self._read(start, stop), [self._blocks[block]])
+            yield projected
 
     def select(self, index: Tensor) -> SelectedRows:
         """For each question rows of its own, in the order of `index` `[B, N]`.
