@@ -158,11 +158,7 @@ class MemoryBank(Contents):
         Raises:
             BankError: when the folder holds a bank already.
         """
-        store = Store.create(Path(folder), self.fingerprint, self.codebook)
-        try:
-            store.commit(self._parts, self._next)
-        finally:
-            store.close()
+        Store.create(Path(folder), self.fingerprint, self.codebook, self._parts, self._next).close()
 
     def close(self) -> None:
         """Ends writing and lets others write. What was read can still be used."""
@@ -299,7 +295,14 @@ class MemoryBank(Contents):
             )
 
     def restore(self, entries: Iterable[tuple[tuple[Member, ...], Tensor]]) -> None:
-        """Fills an empty bank with the entries of another, each with its members and memory tokens `[rows, T, D]`."""
+        """Fills an empty bank with the entries of another, each with its members and memory tokens `[rows, T, D]`.
+
+        Raises:
+            BankError: when it is not empty, or memory tokens do not fit it.
+        """
+        self._check_writable()
+        if len(self):
+            raise BankError(f"this bank holds {len(self)} documents already; restore entries into an empty one")
         for members, phi in entries:
             self._append(self._encoded(phi), [(len(phi), members)])
 

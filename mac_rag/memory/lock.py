@@ -36,7 +36,11 @@ class WriterLock:
             ) from None
         since = datetime.now(UTC).isoformat(timespec="seconds")
         note = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-        write_file(self._holder, [json.dumps(note).encode()])
+        try:
+            write_file(self._holder, [json.dumps(note).encode()])
+        except BaseException:
+            self._lock.release()
+            raise
 
     def _named(self) -> str:
         try:

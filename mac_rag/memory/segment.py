@@ -33,11 +33,15 @@ class Segment(Part):
     """A part of a bank that is on disk, its rows memory-mapped.
 
     Attributes:
+        folder: where it is.
         checksums: sha256 of the rows of each entry, by sequence number.
     """
 
-    def __init__(self, info: SegmentInfo, tokens: Tensor, records: Sequence[Record], checksums: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, info: SegmentInfo, tokens: Tensor, records: Sequence[Record], checksums: Sequence[str]
+    ) -> None:
         super().__init__(tokens, records)
+        self.folder = folder
         self.checksums = {record.sequence: checksum for record, checksum in zip(records, checksums, strict=True)}
         self._info = info
         for sequence in info.tombstones:
@@ -76,7 +80,7 @@ def write_segment(folder: Path, parts: Sequence[Part]) -> Segment:
             data = part.tokens[start : start + record.rows].contiguous().numpy().data.cast("B")
             checksums.append(hashlib.sha256(data).hexdigest())
             if isinstance(part, Segment) and part.checksums[record.sequence] != checksums[-1]:
-                raise DamageError(f"{folder / part.info.tokens_file} is damaged: {describe(record.document_ids)}")
+                raise DamageError(f"{part.folder / part.info.tokens_file} is damaged: {describe(record.document_ids)}")
             yield data
 
     def records_file() -> Iterator[bytes]:
@@ -88,7 +92,7 @@ def write_segment(folder: Path, parts: Sequence[Part]) -> Segment:
     tokens = write_file(folder / f"{name}.safetensors", tokens_file())
     records = write_file(folder / f"{name}.jsonl", records_file())
     info = SegmentInfo(name=name, entries=len(placed), shape=shape, offset=len(header), tokens=tokens, records=records)
-    return Segment(info, _mapped(folder, info), [entry.record for _, entry in placed], checksums)
+    return Segment(folder, info, _mapped(folder, info), [entry.record for _, entry in placed], checksums)
 
 
 def read_segment(folder: Path, info: SegmentInfo) -> Segment:
@@ -107,7 +111,7 @@ def read_segment(folder: Path, info: SegmentInfo) -> Segment:
         stated = json.loads(line)
         records.append(record_of(stated))
         checksums.append(stated["tokens"])
-    return Segment(info, tokens, records, checksums)
+    return Segment(folder, info, tokens, records, checksums)
 
 
 def _stated(record: Record) -> dict[str, Any]:

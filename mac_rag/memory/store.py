@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors.torch import load as load_tensors
@@ -26,7 +26,7 @@ from torch import Tensor
 from mac_rag.errors import BankError
 from mac_rag.memory.files import UNFINISHED, DamageError, sync_folder, write_file
 from mac_rag.memory.lock import WriterLock
-from mac_rag.memory.manifest import MANIFEST, Manifest, read_manifest, renew_copy, write_manifest
+from mac_rag.memory.manifest import MANIFEST, MANIFEST_COPY, Manifest, read_manifest, renew_copy, write_manifest
 from mac_rag.memory.parts import Part
 from mac_rag.memory.segment import Segment, read_segment, write_segment
 
@@ -73,53 +73,83 @@ class Store:
         self.segments = list(segments)
         self.codebook = codebook
         self._lock = lock
+        self._was_writable = lock is not None  # and may have been changed, so it never follows another writer
 
     @classmethod
-    def create(cls, folder: Path, fingerprint: str, codebook: Tensor | None) -> Store:
-        """A new and empty bank, open for writing.
+    def create(
+        cls,
+        folder: Path,
+        fingerprint: str,
+        codebook: Tensor | None,
+        parts: Sequence[Part] = (),
+        next_sequence: int = 0,
+    ) -> Store:
+        """A new bank, open for writing. Until all of it is written there is none.
+
+        Args:
+            folder: where it will be.
+            fingerprint: of its model.
+            codebook: `[C, D]`, if it is to have one.
+            parts: all its entries in order.
+            next_sequence: of the entry that comes next.
 
         Raises:
-            BankError: when the folder holds a bank, or someone else makes one there.
+            BankError: when the folder holds a bank, someone else makes one there, or something cannot be written.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = WriterLock(folder)
+        with _errors(folder, "written to"):
+            folder.mkdir(parents=True, exist_ok=True)
+            store = cls(folder, WriterLock(folder), Manifest(fingerprint=fingerprint), [], codebook)
         try:
             if exists(folder):
                 raise BankError(f"{folder} already holds a memory bank; open it, or choose another folder")
-            digest = None
-            if codebook is not None:
-                data = tensor_bytes({"codebook": codebook.contiguous()})
-                digest = write_file(folder / CODEBOOK, [data])
-                write_file(folder / CODEBOOK_COPY, [data])
-            manifest = Manifest(fingerprint=fingerprint, codebook=digest)
-            write_manifest(folder, manifest)
-            sync_folder(folder.parent)
+            with _errors(folder, "written to"):
+                store._begin(parts, next_sequence)
         except BaseException:
-            lock.release()
+            store.close()
             raise
-        return cls(folder, lock, manifest, [], codebook)
+        return store
 
     @classmethod
     def open(cls, folder: Path, *, write: bool) -> Store:
         """The last commit, for reading or for writing.
 
         Raises:
-            BankError: when there is no bank, it is damaged, its format is unknown, or someone else writes to it.
+            BankError: when there is no bank, it is damaged, its format is unknown, it cannot be read, or someone else
+                writes to it.
         """
-        if not exists(folder):
-            raise BankError(f"there is no memory bank in {folder}")
-        lock = WriterLock(folder) if write else None
-        try:
-            manifest, segments = _snapshot(folder, {})
-            store = cls(folder, lock, manifest, segments, _read_codebook(folder, manifest))
-            if write:
-                renew_copy(folder, manifest)
-                store._tidy()
-        except BaseException:
-            if lock is not None:
-                lock.release()
-            raise
+        with _errors(folder, "opened"):
+            if not exists(folder):
+                raise BankError(f"there is no memory bank in {folder}")
+            lock = WriterLock(folder) if write else None
+            try:
+                manifest, segments = _snapshot(folder, {})
+                store = cls(folder, lock, manifest, segments, _read_codebook(folder, manifest))
+                if write:
+                    renew_copy(folder, manifest)
+                    store._tidy()
+            except BaseException:
+                if lock is not None:
+                    lock.release()
+                raise
         return store
+
+    def _begin(self, parts: Sequence[Part], next_sequence: int) -> None:
+        try:
+            digest = None
+            if self.codebook is not None:
+                data = tensor_bytes({"codebook": self.codebook.contiguous()})
+                digest = write_file(self.folder / CODEBOOK, [data])
+                write_file(self.folder / CODEBOOK_COPY, [data])
+            manifest, segments = self._next(parts, next_sequence, compact=False)
+            manifest = manifest.model_copy(update={"codebook": digest})
+            write_manifest(self.folder, manifest)
+            sync_folder(self.folder.parent)
+        except BaseException:
+            if not (self.folder / MANIFEST).is_file():
+                self._tidy()
+            raise
+        self.manifest, self.segments = manifest, segments
+        self._tidy()
 
     @property
     def writable(self) -> bool:
@@ -140,9 +170,10 @@ class Store:
         Raises:
             BankError: when the bank is damaged.
         """
-        if self.writable:
+        if self._was_writable:
             return False
-        manifest, segments = _snapshot(self.folder, {segment.name: segment for segment in self.segments})
+        with _errors(self.folder, "read"):
+            manifest, segments = _snapshot(self.folder, {segment.name: segment for segment in self.segments})
         if manifest == self.manifest:
             return False
         for segment, info in zip(segments, manifest.segments, strict=True):
@@ -161,17 +192,19 @@ class Store:
         Raises:
             BankError: when something cannot be written.
         """
-        try:
-            segments = [self._written(group, compact) for group in _groups(parts)]
-            infos = tuple(segment.info for segment in segments)
-            manifest = self.manifest.model_copy(update={"next_sequence": next_sequence, "segments": infos})
+        with _errors(self.folder, "written to"):
+            manifest, segments = self._next(parts, next_sequence, compact)
             if manifest != self.manifest:
                 manifest = manifest.model_copy(update={"generation": manifest.generation + 1})
                 write_manifest(self.folder, manifest)
-        except OSError as error:
-            raise BankError(f"{self.folder} cannot be written to: {error}; what was committed is unharmed") from error
         self.manifest, self.segments = manifest, segments
         self._tidy()
+
+    def _next(self, parts: Sequence[Part], next_sequence: int, compact: bool) -> tuple[Manifest, list[Segment]]:
+        """The state that a commit leads to. Writes its segments, but not its manifest."""
+        segments = [self._written(group, compact) for group in _groups(parts)]
+        infos = tuple(segment.info for segment in segments)
+        return self.manifest.model_copy(update={"next_sequence": next_sequence, "segments": infos}), segments
 
     def _written(self, group: Sequence[Part], compact: bool) -> Segment:
         """The segment that holds a group of parts: the one that it is already, or a new one."""
@@ -205,6 +238,15 @@ def _groups(parts: Sequence[Part]) -> list[list[Part]]:
     return groups
 
 
+@contextmanager
+def _errors(folder: Path, what: str) -> Iterator[None]:
+    """Says of an error of the system which bank it befell."""
+    try:
+        yield
+    except OSError as error:
+        raise BankError(f"{folder} cannot be {what}: {error}") from error
+
+
 def _rows(parts: Sequence[Part]) -> int:
     return sum(part.count for part in parts)
 
@@ -215,7 +257,9 @@ def _snapshot(folder: Path, known: Mapping[str, Segment]) -> tuple[Manifest, lis
         try:
             manifest = read_manifest(folder / MANIFEST)
         except FileNotFoundError:
-            raise DamageError(f"{folder / MANIFEST} is missing; repair the bank to restore it from its copy") from None
+            has_copy = (folder / MANIFEST_COPY).is_file()
+            remedy = "repair the bank" if has_copy else "nothing is left of this bank; restore a backup, or remove it"
+            raise DamageError(f"{folder / MANIFEST} is missing; {remedy}") from None
         try:
             return manifest, [known.get(info.name) or read_segment(folder, info) for info in manifest.segments]
         except FileNotFoundError as error:

@@ -100,6 +100,11 @@ def change(folder: Path, what: str) -> None:
     if what == "create":
         MemoryBank.create(folder, "f00d", codebook=torch.eye(WIDTH)).close()
         return
+    if what == "save":
+        bank = MemoryBank("f00d")
+        bank.put([Document("a", ""), Document("b", "")], memory(2, 5))
+        bank.save(folder)
+        return
     with MemoryBank.open(folder, write=True) as bank:
         if what == "merge segments":
             names = [f"new {index}" for index in range(len(bank))]

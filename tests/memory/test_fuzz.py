@@ -1,4 +1,4 @@
-"""Every file of a bank cut short, changed by a bit, or removed: it is noticed, named, and costs no more than need be."""
+"""Every file of a bank cut short, changed by a bit, or removed: it is noticed, named, and costs what it must."""
 
 from __future__ import annotations
 

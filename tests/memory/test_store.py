@@ -75,6 +75,18 @@ def test_new_banks(folder: Path) -> None:
         with pytest.raises(BankError, match="no memory bank in"):
             look(folder / "nowhere")
     assert not (folder / "nowhere").exists()
+    (folder / "file").touch()
+    with pytest.raises(BankError, match=r"file/bank cannot be written to: .*Not a directory"):
+        MemoryBank.create(folder / "file" / "bank", "f00d")
+
+
+def test_what_was_never_committed_is_forgotten(folder: Path) -> None:
+    with made(folder, "a", "b") as bank:
+        bank.delete("a")
+        bank.put([Document("c", "")], memory(1))
+    assert not bank.refresh()
+    assert bank.document_ids == ["b", "c"]  # it can still be used as it was
+    assert contents(MemoryBank.open(folder)) == {"a": 0.0, "b": 1.0}
 
 
 def test_a_lost_manifest_is_no_empty_bank(folder: Path) -> None:
@@ -142,13 +154,17 @@ def test_what_the_disk_refuses_can_be_committed_later(folder: Path) -> None:
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-        with pytest.raises(BankError, match=r"cannot be written to: .*File too large.*unharmed"):
-            bank.commit()
+        for write in (bank.commit, lambda: bank.save(folder / "copy")):
+            with pytest.raises(BankError, match=r"cannot be written to: .*File too large"):
+                write()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert contents(bank) == {"b": 1.0, "c": 2.0}
     assert contents(MemoryBank.open(folder)) == {"a": 0.0, "b": 1.0}
+    assert not MemoryBank.exists(folder / "copy")
+    bank.save(folder / "copy")
+    assert contents(MemoryBank.open(folder / "copy")) == {"b": 1.0, "c": 2.0}
     bank.commit()
     assert contents(MemoryBank.open(folder)) == {"b": 1.0, "c": 2.0}
     assert not list(folder.glob("*.new"))
@@ -164,6 +180,9 @@ def test_rows_that_rot_are_not_copied(folder: Path) -> None:
     bank.delete("a")
     with pytest.raises(BankError, match=rf"{tokens.name} is damaged: the memory tokens of 'b'"):
         bank.compact()
+    with pytest.raises(BankError, match=str(tokens)):
+        bank.save(folder / "copy")
+    assert not MemoryBank.exists(folder / "copy")
     assert verify(folder).lost == ("b",)
 
 
