@@ -121,6 +121,7 @@ class MACModel(nn.Module):
         super().train(mode)
         if not self.base_lm_trained:
             self.base_lm.eval()
+        self._fingerprint = None  # fused optimisers change weights without a trace on the tensors
         return self
 
     def train_base_lm(self, *, lora_rank: int | None) -> None:

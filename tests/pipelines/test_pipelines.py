@@ -115,6 +115,29 @@ def test_training_changes_the_networks_and_leaves_the_lm_frozen(model_folder: Fo
     assert int(task.negatives_seen) == 4 * 3
 
 
+@pytest.mark.parametrize("tune", ["frozen", "full"])
+def test_training_goes_on_from_a_checkpoint(model_folder: Folder, tmp_path: Path, tune: str) -> None:
+    """With its weights, the base LM's among them, and to a checkpoint that stands on its own."""
+    first = train_recipe(model_folder, tune_base_lm=tune)
+    Trainer(TrainTask(first), first.trainer, tmp_path / "first").run()
+    start = str(tmp_path / "first" / "last")
+    more = train_recipe(model_folder, model=None, start_from=start, tune_base_lm=tune)
+    task = TrainTask(more)
+    saved = MACModel.from_pretrained(start, device="cpu")
+    for name, weights in saved.state_dict().items():
+        assert torch.equal(task.model.state_dict()[name], weights), name
+    Trainer(task, more.trainer, tmp_path / "more").run()
+    (tmp_path / "first").rename(tmp_path / "gone")
+    again = MACModel.from_pretrained(tmp_path / "more" / "last", device="cpu")
+    assert again.fingerprint == task.model.fingerprint != saved.fingerprint
+
+
+def test_training_starts_in_one_way(model_folder: Folder) -> None:
+    for values in ({"start_from": "mac-tiny"}, {"model": None}):
+        with pytest.raises(ConfigError, match="one of model, preset and start_from"):
+            train_recipe(model_folder, **values)
+
+
 @pytest.mark.parametrize("tune", ["lora", "full"])
 def test_the_lm_and_mac_are_learned_jointly(model_folder: Folder, tmp_path: Path, tune: str) -> None:
     recipe = train_recipe(model_folder, tune_base_lm=tune)
