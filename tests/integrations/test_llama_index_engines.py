@@ -269,16 +269,28 @@ def test_chats_with_context(index: VectorStoreIndex, llm: MACLLM, engine: Record
     ]
 
 
-def test_a_rewriting_prompt_is_a_question_like_any_other(
+@pytest.mark.parametrize("mode", ["condense_plus_context", "best"])
+def test_follow_ups_are_not_rewritten(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str) -> None:
+    chat = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=1)
+    chat.chat("Who leads the museum of Sola?")
+    engine.asked.clear()
+    chat.chat(QUESTION)
+    asyncio.run(chat.achat(QUESTION))
+    assert engine.asked == [(QUESTION, (FACTS["bridge"],))] * 2
+
+
+def test_a_rewriting_prompt_of_ones_own_is_a_question_like_any_other(
     index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine
 ) -> None:
-    """Why skip_condense=True is recommended; too long for the model, the rewriting prompt is refused."""
-    chat = index.as_chat_engine(chat_mode="condense_plus_context", llm=llm)
+    """Why skip_condense=True is recommended then; too long for the model, the prompt is refused."""
+    chat = index.as_chat_engine(
+        chat_mode="condense_plus_context", llm=llm, condense_prompt="Rewrite {question} after {chat_history}"
+    )
     chat.chat(QUESTION)
     engine.asked.clear()
     chat.chat("And when?")
     (rewriting, contexts), asked = engine.asked
-    assert rewriting.strip().startswith("Given the following conversation")
+    assert rewriting.startswith("Rewrite And when? after user: Who opened")
     assert contexts is None
     assert asked[0] == "And when?"
     with pytest.raises(DocumentError, match="longer than the limit"):

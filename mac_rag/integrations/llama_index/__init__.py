@@ -19,9 +19,10 @@ except ModuleNotFoundError as error:
         "get it with: pip install 'mac-rag[llama-index]'"
     ) from error
 
+from mac_rag.integrations.llama_index.filters import FilteredDocuments
 from mac_rag.integrations.llama_index.llm import MACLLM
 from mac_rag.integrations.llama_index.postprocessor import MACNodePostprocessor
 from mac_rag.integrations.llama_index.retriever import LlamaIndexRetriever, MACRetriever
 from mac_rag.integrations.llama_index.writer import MemoryWriter
 
-__all__ = ["MACLLM", "LlamaIndexRetriever", "MACNodePostprocessor", "MACRetriever", "MemoryWriter"]
+__all__ = ["MACLLM", "FilteredDocuments", "LlamaIndexRetriever", "MACNodePostprocessor", "MACRetriever", "MemoryWriter"]

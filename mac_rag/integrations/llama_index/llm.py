@@ -31,12 +31,13 @@ from llama_index.core.llms.llm import (
 )
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import TokenAsyncGen, TokenGen
+from llama_index.core.vector_stores.types import MetadataFilters
 from llama_index_instrumentation import get_dispatcher
 
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, MACError
-from mac_rag.integrations.llama_index.component import EngineComponent
-from mac_rag.integrations.llama_index.slots import Request, read_slots
+from mac_rag.integrations.llama_index.filters import FilteringComponent
+from mac_rag.integrations.llama_index.slots import Request, read_slots, rewritten_question
 from mac_rag.model import MACModel
 
 # LlamaIndex subtracts from the window its own prompt templates, the chat history and 500 tokens for refined answers,
@@ -48,7 +49,7 @@ LLAMA_INDEX_RESERVE = 4096
 dispatcher = get_dispatcher(__name__)
 
 
-class MACLLM(EngineComponent, CustomLLM):
+class MACLLM(FilteringComponent, CustomLLM):
     """A LlamaIndex LLM that answers through a `MACEngine`: from its memory bank, from retrieved context, or both.
 
     Query and chat engines hand it question and context through the slots of their prompt templates, which it formats
@@ -61,9 +62,10 @@ class MACLLM(EngineComponent, CustomLLM):
 
     Context is text as LlamaIndex assembles it: nodes are joined, and each starts with its metadata. Hide metadata
     that the model was not trained on by `node.excluded_llm_metadata_keys`. A context beyond the LM's window raises
-    `DocumentError`; retrieve fewer or smaller nodes, or let LlamaIndex pack by the LM's own tokens (`prompt_helper`).
-    In the chat mode condense_plus_context pass `skip_condense=True`: a model that answers in a few tokens cannot
-    rewrite a question. Structured output, output parsers and tools are refused.
+    `DocumentError`; retrieve fewer or smaller nodes, let LlamaIndex pack by the LM's own tokens (`prompt_helper`), or
+    use `MACSynthesizer`, which also keeps the nodes apart. A model that answers in a few tokens cannot rewrite a
+    question: chat engines get follow-up questions back as they are, and one with a rewriting prompt of its own in the
+    mode condense_plus_context needs `skip_condense=True`. Structured output, output parsers and tools are refused.
 
     Args:
         model: name or path of a checkpoint, or a model; None for `mac-tiny`. Its bank is empty: fill `llm.engine`.
@@ -71,6 +73,8 @@ class MACLLM(EngineComponent, CustomLLM):
         use_memory: True to always answer with the bank, which must not be empty; False never to; None to use it when
             it holds documents, and otherwise answer from the context alone.
         max_new_tokens: longest answer; None for the model's configured length.
+        filters: which documents may have any influence through the bank; give the same to the retriever. For filters
+            of one request, `llm.model_copy(update={"filters": filters})` costs nothing and shares the engine.
         callback_manager: LlamaIndex's.
 
     Raises:
@@ -89,6 +93,7 @@ class MACLLM(EngineComponent, CustomLLM):
         engine: MACEngine | None = None,
         use_memory: bool | None = None,
         max_new_tokens: int | None = None,
+        filters: MetadataFilters | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
         if engine is not None and model is not None:
@@ -104,6 +109,7 @@ class MACLLM(EngineComponent, CustomLLM):
             model=name,
             use_memory=use_memory,
             max_new_tokens=max_new_tokens,
+            filters=filters,
             callback_manager=callback_manager or CallbackManager([]),
         )
         self._engine = engine
@@ -143,17 +149,20 @@ class MACLLM(EngineComponent, CustomLLM):
         """Settings of one call of the engine, once it is sure that there is something to answer from."""
         engine = self.engine
         engine.bank.check_model(engine.model.fingerprint)
-        use_memory = bool(len(engine.bank)) if self.use_memory is None else self.use_memory
+        use_memory = self.remembers if self.use_memory is None else self.use_memory
         retrieves = contexts is None and engine.retriever is not None
         if self.use_memory is None and not (use_memory or contexts or retrieves):
             raise BankError(
-                "there is nothing to answer from: the memory bank is empty and no context was given; adapt to some "
-                "documents first (MemoryWriter, or llm.engine.adapt), or ask the LM alone with use_memory=False; "
-                "a chat engine that rewrites questions needs skip_condense=True"
+                "there is nothing to answer from: the memory bank is empty, or holds nothing that the filters let "
+                "pass, and no context was given; adapt to some documents first (MemoryWriter, or llm.engine.adapt), "
+                "or ask the LM alone with use_memory=False"
             )
-        return {"use_memory": use_memory, "max_new_tokens": self.max_new_tokens}
+        return {"use_memory": use_memory, "max_new_tokens": self.max_new_tokens, "allowed": self.allowed}
 
     def _answer(self, question: str, contexts: Sequence[str] | None) -> str:
+        follow_up = rewritten_question(question)
+        if follow_up is not None:
+            return follow_up
         together = None if contexts is None else [contexts]
         return self.engine.answer([question], contexts=together, **self._settings(contexts))[0].text
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llama_index.core.chat_engine.condense_plus_context import DEFAULT_CONDENSE_PROMPT_TEMPLATE
 from llama_index.core.prompts import BasePromptTemplate
 
 from mac_rag.errors import MACError
+
+# The one prompt that LlamaIndex hands to an LLM as a finished text, in the chat modes condense_plus_context and best.
+_REWRITING = re.compile(
+    re.escape(DEFAULT_CONDENSE_PROMPT_TEMPLATE)
+    .replace(re.escape("{chat_history}"), ".*")
+    .replace(re.escape("{question}"), "(?P<question>.*?)"),
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +76,9 @@ def read_slots(prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Re
         return Request(question)
     texts = [context] if isinstance(context, str) else [str(text) for text in context]
     return Request(question, tuple(text for text in texts if text.strip()))
+
+
+def rewritten_question(prompt: str) -> str | None:
+    """The follow-up question in LlamaIndex's own prompt to rewrite one, as it is; None for any other text."""
+    found = _REWRITING.fullmatch(prompt)
+    return None if found is None else found["question"]
