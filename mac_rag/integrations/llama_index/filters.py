@@ -1,0 +1,103 @@
+"""LlamaIndex's metadata filters for the memory bank: a document that they leave out has no influence through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.vector_stores.types import FilterCondition, MetadataFilters
+from llama_index.core.vector_stores.utils import build_metadata_filter_fn
+
+from mac_rag.engine import MACEngine
+from mac_rag.errors import BankError, ConfigError
+from mac_rag.integrations.llama_index.component import EngineComponent
+from mac_rag.memory.bank import MemoryBank
+
+
+class FilteredDocuments(Container[str]):
+    """The documents of an engine's bank that pass metadata filters, to be its `allowed`.
+
+    It follows the bank. A document passes by the metadata that `MemoryWriter` or `engine.adapt` wrote with it, and by
+    its id as `doc_id`, `document_id` or `ref_doc_id`; a key that it lacks is judged as by LlamaIndex's own
+    `SimpleVectorStore`. A document that the bank does not hold never passes.
+
+    Args:
+        engine: whose bank it is.
+        filters: nested ones too.
+
+    Raises:
+        ConfigError: when asked, for a filter that does not fit the metadata of a document.
+    """
+
+    def __init__(self, engine: MACEngine, filters: MetadataFilters) -> None:
+        self._engine = engine
+        self.filters = filters
+        self._passing: tuple[MemoryBank, int, frozenset[str]] | None = None
+
+    def __contains__(self, document_id: object) -> bool:
+        return document_id in self._current()
+
+    def __len__(self) -> int:
+        return len(self._current())
+
+    def _current(self) -> frozenset[str]:
+        # The version is read first: what changes meanwhile makes the result outdated, never wrong for long.
+        bank, version = self._engine.bank, self._engine.bank.version
+        if self._passing is None or self._passing[0] is not bank or self._passing[1] != version:
+            passing = frozenset(name for name in list(bank.document_ids) if self._passes(bank, name))
+            self._passing = (bank, version, passing)
+        return self._passing[2]
+
+    def _passes(self, bank: MemoryBank, document_id: str) -> bool:
+        try:
+            members = {member.document_id: member.metadata for member in bank[document_id].members}
+        except BankError:  # deleted meanwhile
+            return False
+        named = dict.fromkeys(("doc_id", "document_id", "ref_doc_id"), document_id)
+        metadata = {**members[document_id], **named}
+        try:
+            return _matches(self.filters, lambda _: metadata)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the metadata filters do not fit document {document_id!r} of the memory bank: {error}; "
+                "compare a key with values of its own type, by an operator that they have"
+            ) from None
+
+
+def _matches(filters: MetadataFilters, metadata: Callable[[str], Mapping[str, Any]]) -> bool:
+    """Whether a document passes; single filters are judged by LlamaIndex itself."""
+    results = (
+        _matches(one, metadata)
+        if isinstance(one, MetadataFilters)
+        else build_metadata_filter_fn(metadata, MetadataFilters(filters=[one]))("")
+        for one in filters.filters
+    )
+    if filters.condition == FilterCondition.OR:
+        return not filters.filters or any(results)
+    if filters.condition == FilterCondition.NOT:
+        return not any(results)
+    return all(results)
+
+
+class FilteringComponent(EngineComponent):
+    """A component that reads the bank through metadata filters."""
+
+    filters: MetadataFilters | None = Field(default=None, description="Which documents may have any influence.")
+    _filtered: FilteredDocuments | None = PrivateAttr(default=None)
+
+    @property
+    def allowed(self) -> FilteredDocuments | None:
+        """The documents of the bank that may have any influence; None for all."""
+        filters, filtered = self.filters, self._filtered
+        if filters is None:
+            return None
+        if filtered is None or filtered.filters is not filters:
+            self._filtered = filtered = FilteredDocuments(self.engine, filters)
+        return filtered
+
+    @property
+    def remembers(self) -> bool:
+        """Whether there is anything in the bank that may have influence."""
+        allowed = self.allowed
+        return bool(len(self.engine.bank) if allowed is None else len(allowed))
