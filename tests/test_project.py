@@ -15,7 +15,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from mac_rag.data.types import Document
+from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
+from mac_rag.memory import MemoryBank
+from mac_rag.model import MACModel
 from pipelines.cli import RECIPES
 
 ROOT = Path(__file__).parents[1]
@@ -166,10 +170,24 @@ class TestReadme:
         links = re.findall(r"\]\((?!http)([^)#]+)", self.TEXT)
         assert [link for link in links if not (ROOT / link).exists()] == []
 
+    @property
+    def python(self) -> list[str]:
+        return re.findall(r"```python\n(.*?)```", self.TEXT, re.DOTALL)
+
     def test_its_quickstart_runs(self, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        (quickstart,) = re.findall(r"```python\n(.*?)```", self.TEXT, re.DOTALL)
+        quickstart = self.python[0]
         assert quickstart.count('"mac-tiny"') == 1
         names: dict[str, Any] = {}
         exec(quickstart.replace("mac-tiny", str(tiny_checkpoint)), names)
         assert capsys.readouterr().out.startswith(names["news"].questions[0].question)
         assert len(names["llm"].engine.bank) == 50
+
+    def test_its_example_of_a_bank_runs(
+        self, tiny_model: MACModel, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        with MemoryBank.create("bank", tiny_model.fingerprint) as bank:
+            MACEngine(tiny_model, bank).adapt([Document("reports/may.md", "Ada Voss was appointed.")])
+        names: dict[str, Any] = {}
+        exec(self.python[1].replace("mac-tiny", str(tiny_checkpoint)), names)
+        assert names["engine"].bank.document_ids == ["reports/may.md"]
