@@ -5,28 +5,23 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from llama_index.core import Document, MockEmbedding, VectorStoreIndex
-from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
+from llama_index.core import Document
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
 from llama_index.core.ingestion.pipeline import get_transformation_hash
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
+from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 
-from mac_rag.data.types import Document as MACDocument
 from mac_rag.errors import BankError, DocumentError, FingerprintError, MACError
-from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MemoryWriter
+from mac_rag.integrations.llama_index import MemoryWriter
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
-from tests.integrations.llama_index_parts import FACTS, EventLog, HashEmbedding, RecordingEngine
+from tests.integrations.llama_index_parts import FACTS, HashEmbedding, RecordingEngine
 
 QUESTION = "Who opened the bridge of Norrland?"
 
@@ -198,116 +193,3 @@ def test_workers_of_their_own_are_refused(engine: RecordingEngine) -> None:
     assert copy.deepcopy(writer).engine is engine
     again = MemoryWriter.from_dict(writer.to_dict(), engine=engine)
     assert again.to_dict() == writer.to_dict()
-
-
-# -- MACNodePostprocessor --
-
-
-@pytest.fixture
-def remembering(engine: RecordingEngine) -> RecordingEngine:
-    MemoryWriter(engine)(fresh())
-    return engine
-
-
-def masses(engine: RecordingEngine, question: str = QUESTION) -> dict[str, float]:
-    ids, mass = engine.document_attention([question])
-    return dict(zip(ids, mass[0].tolist()))
-
-
-def test_nodes_come_back_by_falling_attention(remembering: RecordingEngine) -> None:
-    expected = masses(remembering)
-    ranked = MACNodePostprocessor(remembering).postprocess_nodes(scored(*FACTS), query_str=QUESTION)
-    assert {node.node_id: node.score for node in ranked} == expected
-    assert [node.node_id for node in ranked] == sorted(expected, key=expected.__getitem__, reverse=True)
-    assert sum(node.score or 0.0 for node in ranked) == pytest.approx(1.0)
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    names=st.lists(st.sampled_from([*FACTS, "unknown", "stranger"]), max_size=8),
-    top_n=st.none() | st.integers(1, 10),
-)
-def test_ranking_is_a_stable_sort_with_strangers_at_the_end(
-    remembering: RecordingEngine, names: list[str], top_n: int | None
-) -> None:
-    nodes = scored(*names)
-    for position, node in enumerate(nodes):
-        node.node.metadata["position"] = position
-    ranked = MACNodePostprocessor(remembering, top_n=top_n).postprocess_nodes(nodes, query_str=QUESTION)
-    known = masses(remembering)
-    order = sorted(range(len(names)), key=lambda i: (names[i] not in known, -known.get(names[i], 0.0), i))
-    assert [node.node.metadata["position"] for node in ranked] == order[:top_n]
-    assert [node.score for node in ranked] == [known.get(names[i], 0.0) for i in order[:top_n]]
-
-
-def test_strangers_are_flagged_where_neither_llm_nor_embedding_sees_it(remembering: RecordingEngine) -> None:
-    nodes = scored("unknown", "bridge")
-    ranked = MACNodePostprocessor(remembering).postprocess_nodes(nodes, query_str=QUESTION)
-    assert [node.node_id for node in ranked] == ["bridge", "unknown"]
-    assert "mac_in_memory" not in ranked[0].metadata
-    assert ranked[1].metadata["mac_in_memory"] is False
-    for mode in (MetadataMode.LLM, MetadataMode.EMBED):
-        assert ranked[1].get_content(mode) == nodes[0].get_content(mode)
-    assert [node.score for node in nodes] == [0.5, 0.5]
-    assert "mac_in_memory" not in nodes[0].metadata
-
-
-def test_parts_take_the_score_of_their_document(remembering: RecordingEngine) -> None:
-    splitter = SentenceSplitter(chunk_size=16, chunk_overlap=0)
-    parts = splitter([Document(id_="bridge", text=" ".join([FACTS["bridge"]] * 4))])
-    assert len(parts) > 1
-    nodes = [NodeWithScore(node=part, score=0.1) for part in parts]
-    ranked = MACNodePostprocessor(remembering).postprocess_nodes(nodes, query_str=QUESTION)
-    assert [node.node_id for node in ranked] == [part.node_id for part in parts]
-    assert {node.score for node in ranked} == {masses(remembering)["bridge"]}
-    by_node = MACNodePostprocessor(remembering, filed_by="node").postprocess_nodes(nodes, query_str=QUESTION)
-    assert {node.score for node in by_node} == {0.0}
-
-
-def test_it_ranks_what_an_index_retrieves(documents: list[Document], remembering: RecordingEngine) -> None:
-    index = VectorStoreIndex.from_documents(documents, embed_model=MockEmbedding(embed_dim=8))
-    queries = index.as_query_engine(
-        llm=MACLLM(engine=remembering), similarity_top_k=3, node_postprocessors=[MACNodePostprocessor(remembering)]
-    )
-    expected = masses(remembering)
-    for response in (queries.query(QUESTION), asyncio.run(queries.aquery(QUESTION))):
-        assert {node.node.ref_doc_id: node.score for node in response.source_nodes} == expected
-
-
-def test_threads_rank_as_one_does(remembering: RecordingEngine) -> None:
-    rank = MACNodePostprocessor(remembering)
-    questions = [f"Question number {number}?" for number in range(16)]
-
-    def ranked(question: str) -> list[tuple[str, float | None]]:
-        nodes = rank.postprocess_nodes(scored(*FACTS), QueryBundle(question))
-        return [(node.node_id, node.score) for node in nodes]
-
-    expected = [ranked(question) for question in questions]
-    with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(ranked, questions)) == expected
-
-
-def test_ranking_is_announced(remembering: RecordingEngine, event_log: EventLog) -> None:
-    debug = LlamaDebugHandler(print_trace_on_end=False)
-    rank = MACNodePostprocessor(remembering, callback_manager=CallbackManager([debug]))
-    rank.postprocess_nodes(scored(*FACTS), query_str=QUESTION)
-    assert event_log.names() == ["ReRankStartEvent", "ReRankEndEvent"]
-    assert len(debug.get_event_pairs(CBEventType.RERANKING)) == 1
-
-
-def test_what_ranking_cannot_do_is_an_error(remembering: RecordingEngine, tiny_model: MACModel) -> None:
-    rank = MACNodePostprocessor(remembering)
-    assert rank.postprocess_nodes([], query_str=QUESTION) == []
-    with pytest.raises(MACError, match="query_bundle or query_str"):
-        rank.postprocess_nodes(scored("bridge"))
-    with pytest.raises(BankError, match="empty"):
-        MACNodePostprocessor(RecordingEngine(tiny_model)).postprocess_nodes(scored("bridge"), query_str=QUESTION)
-    with pytest.raises(ValueError, match="top_n"):
-        MACNodePostprocessor(remembering, top_n=0)
-
-
-def test_ranking_by_a_foreign_bank_is_refused(remembering: RecordingEngine, other_model: MACModel) -> None:
-    remembering.bank = MemoryBank.for_model(other_model)
-    remembering.bank.put([MACDocument("bridge", FACTS["bridge"])], other_model.amortize([FACTS["bridge"]]))
-    with pytest.raises(FingerprintError):
-        MACNodePostprocessor(remembering).postprocess_nodes(scored("bridge"), query_str=QUESTION)
