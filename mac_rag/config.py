@@ -87,6 +87,8 @@ class AggregationConfig(Config):
         heads, head_width: of their attention.
         feed_forward: hidden width of the feed-forward networks, as a multiple of D.
         prior_width: width of the document prior's space; 0 for no document prior.
+        prior_sharpness: factor on the document prior in attention, except in training. How much it should weigh grows
+            with the bank, and batches of training are small.
     """
 
     blocks: int = Field(4, ge=1)
@@ -94,6 +96,7 @@ class AggregationConfig(Config):
     head_width: int = Field(96, ge=1)
     feed_forward: int = Field(4, ge=1)
     prior_width: int = Field(0, ge=0)
+    prior_sharpness: float = Field(1.0, gt=0)
 
 
 class ModulationConfig(Config):

@@ -56,6 +56,7 @@ class MACModel(nn.Module):
             head_width=sizes.head_width,
             feed_forward=sizes.feed_forward,
             prior_width=sizes.prior_width,
+            prior_sharpness=sizes.prior_sharpness,
         )
         self.modulation = _modulation_network(config, base_lm)
         self.base_lm_trained = False

@@ -139,10 +139,14 @@ class CrossAttentionBlock(nn.Module):
         head_width: d, width of one head.
         feed_forward: width of the hidden layer as a multiple of D.
         prior: whether a document prior is added to the logits, times a learned scale for each head.
+        prior_sharpness: a further factor on it, except in training.
     """
 
-    def __init__(self, width: int, heads: int, head_width: int, feed_forward: int, prior: bool) -> None:
+    def __init__(
+        self, width: int, heads: int, head_width: int, feed_forward: int, prior: bool, prior_sharpness: float = 1.0
+    ) -> None:
         super().__init__()
+        self.prior_sharpness = prior_sharpness
         self.heads = heads
         self.hidden_width = feed_forward * width
         self.norm = nn.LayerNorm(width)
@@ -176,7 +180,10 @@ class CrossAttentionBlock(nn.Module):
 
     def prior_bias(self, scores: Tensor) -> Tensor | None:
         """The document prior `[B, k]` as this block's heads weigh it, `[B, H, k]`; None in a block without one."""
-        return None if self.prior_scale is None else scores[:, None] * self.prior_scale[:, None]
+        if self.prior_scale is None:
+            return None
+        scale = self.prior_scale if self.training else self.prior_sharpness * self.prior_scale
+        return scores[:, None] * scale[:, None]
 
     def forward(
         self, tokens: Tensor, chunks: Iterable[Chunk], attention: BankAttention, mass: bool
@@ -199,6 +206,8 @@ class AggregationNetwork(nn.Module):
         heads, head_width: 8 heads of 96 in the paper.
         feed_forward: hidden width of the feed-forward networks, as a multiple of D.
         prior_width: width of the document prior's space; 0 for the paper's network, which has no prior.
+        prior_sharpness: factor on the document prior in attention, except in training. The scales are learned over the
+            documents of one batch; to keep the same share of attention on a document of a larger bank takes more.
     """
 
     def __init__(
@@ -210,11 +219,13 @@ class AggregationNetwork(nn.Module):
         head_width: int = 96,
         feed_forward: int = 4,
         prior_width: int = 0,
+        prior_sharpness: float = 1.0,
     ) -> None:
         super().__init__()
         self.bank_norm = nn.LayerNorm(width)  # one for all blocks: they look at the same bank
         self.blocks = nn.ModuleList(
-            CrossAttentionBlock(width, heads, head_width, feed_forward, prior_width > 0) for _ in range(blocks)
+            CrossAttentionBlock(width, heads, head_width, feed_forward, prior_width > 0, prior_sharpness)
+            for _ in range(blocks)
         )
         self.prior = DocumentPrior(width, prior_width) if prior_width else None
         self.use_prior = True  # False leaves the prior out of the attention, to measure what it contributes

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mac_rag.nn import aggregation
-from mac_rag.nn.aggregation import BankProjection
+from mac_rag.nn.aggregation import AggregationNetwork, BankProjection
 from mac_rag.nn.attention import direct_attention
 from tests.nn.networks import TOKENS, WIDTH, network, random
 
@@ -153,3 +153,16 @@ def test_a_bank_without_prior_keys_is_refused_while_the_prior_is_in_use() -> Non
     torch.testing.assert_close(built(question, bare, scores=scores)[0], built(question, bank)[0])
     built.use_prior = False
     built(question, bare)
+
+
+def test_the_prior_is_sharper_where_banks_are_large_than_in_training() -> None:
+    torch.manual_seed(0)
+    sharp = AggregationNetwork(WIDTH, blocks=2, heads=2, head_width=8, prior_width=8, prior_sharpness=3.0).double()
+    plain = AggregationNetwork(WIDTH, blocks=2, heads=2, head_width=8, prior_width=8).double()
+    plain.load_state_dict(sharp.state_dict())
+    question, phi = random(2, TOKENS, WIDTH), random(5, TOKENS, WIDTH, seed=1)
+    torch.testing.assert_close(sharp.train()(question, sharp.project(phi))[0], plain(question, plain.project(phi))[0])
+    with torch.no_grad():
+        for block in plain.blocks:
+            block.prior_scale.mul_(3.0)
+    torch.testing.assert_close(sharp.eval()(question, sharp.project(phi))[0], plain(question, plain.project(phi))[0])
