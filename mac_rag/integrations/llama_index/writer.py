@@ -27,9 +27,9 @@ class MemoryWriter(EngineComponent, TransformComponent):
     Its text goes into the bank without metadata headers, its metadata as provenance. Put the writer in front of any
     splitter: the engine itself divides a document that is beyond the model's limit.
 
-    Nothing is ever deleted by a pipeline, also not with the strategy upserts_and_delete. To forget a document, call
-    `engine.forget(document_id)` beside `index.delete_ref_doc(document_id)`. A pipeline with `num_workers` is refused,
-    since each worker would fill a bank of its own.
+    A writer only adds and updates. With a `MACVectorStore` as the vector store of the pipeline or index, the bank also
+    forgets what is deleted there. A pipeline with `num_workers` is refused, since each worker would fill a bank of its
+    own.
 
     Args:
         engine: the one to adapt.

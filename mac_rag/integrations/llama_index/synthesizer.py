@@ -1,0 +1,206 @@
+"""MACSynthesizer: all nodes in one prompt, each as a document of its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from llama_index.core.base.response.schema import RESPONSE_TYPE
+from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload
+from llama_index.core.instrumentation.events.synthesis import SynthesizeEndEvent, SynthesizeStartEvent
+from llama_index.core.llms import LLM
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.prompts.mixin import PromptDictType
+from llama_index.core.response_synthesizers import BaseSynthesizer
+from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, QueryType
+from llama_index.core.settings import Settings
+from llama_index.core.types import RESPONSE_TEXT_TYPE
+from llama_index_instrumentation import get_dispatcher
+from llama_index_instrumentation.base import BaseEvent
+
+from mac_rag.errors import ConfigError
+from mac_rag.integrations.llama_index.llm import MACLLM
+
+TRUNCATED = "mac_truncated"  # key of the response's metadata: whether documents were shortened
+
+# Its slots are read, its wording is not; see `read_slots`.
+_SLOTS = PromptTemplate("{context_str}\n{query_str}")
+
+dispatcher = get_dispatcher(__name__)
+logger = logging.getLogger(__name__)
+
+
+class DocumentsTruncatedEvent(BaseEvent):
+    """Documents were shortened to fit into the LM's window.
+
+    Attributes:
+        query_str: the question, which never is.
+        given: the texts of the nodes.
+        used: what is left of them; one of which nothing is left is missing.
+    """
+
+    query_str: str
+    given: list[str]
+    used: list[str]
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "DocumentsTruncatedEvent"
+
+
+@dataclass
+class _Synthesis:
+    """One synthesis under way: what to ask, and, once it is there, the response."""
+
+    question: str
+    texts: tuple[str, ...]
+    truncated: bool
+    source_nodes: list[NodeWithScore]
+    response: RESPONSE_TYPE | None = None
+
+
+class MACSynthesizer(BaseSynthesizer):
+    """Answers from all nodes at once, as the model was trained to: `LM(d1 + ... + dk + x; phi*)` in one pass.
+
+    Other synthesizers join nodes to one text, or ask about one after the other. Here each is a document `d` of its
+    own, in the order of the nodes, with the metadata that LlamaIndex shows an LLM. Where the window is too short for
+    all of them, documents are shortened, the longest first, and the question never: a warning is logged, a
+    `DocumentsTruncatedEvent` fired, and the response carries the metadata `mac_truncated: True` (False otherwise). Its
+    source nodes stay whole. Without nodes it answers from memory alone, if there is memory, and like LlamaIndex's own
+    synthesizers if not.
+
+        index.as_query_engine(llm=llm, response_synthesizer=MACSynthesizer(llm))
+
+    Args:
+        llm: answers; None for `Settings.llm`.
+        streaming: yields the answer piece by piece.
+        callback_manager: LlamaIndex's.
+
+    Raises:
+        ConfigError: when the LLM is no `MACLLM`.
+    """
+
+    def __init__(
+        self, llm: LLM | None = None, *, streaming: bool = False, callback_manager: CallbackManager | None = None
+    ) -> None:
+        llm = llm or Settings.llm
+        if not isinstance(llm, MACLLM):
+            raise ConfigError(
+                f"MACSynthesizer answers with a MACLLM, not with {type(llm).__name__}; "
+                "give it llm=MACLLM(...), or choose a response_mode for the other LLM"
+            )
+        super().__init__(llm=llm, streaming=streaming, callback_manager=callback_manager)
+
+    def _get_prompts(self) -> PromptDictType:
+        return {}
+
+    def _update_prompts(self, prompts: PromptDictType) -> None:
+        """There are none: the wording of a prompt is the model's own."""
+
+    def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
+        """Answers a question from texts, each a document of its own.
+
+        Raises:
+            BankError, DocumentError, FingerprintError: as `MACLLM.complete`; never for documents that are too long.
+        """
+        return self._answer(query_str, self._fitted(query_str, text_chunks)[0])
+
+    async def aget_response(
+        self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
+    ) -> RESPONSE_TEXT_TYPE:
+        """As `get_response`, without blocking the event loop."""
+        return await self._aanswer(query_str, self._fitted(query_str, text_chunks)[0])
+
+    @dispatcher.span
+    def synthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        """Answers a question from nodes.
+
+        Raises:
+            BankError, DocumentError, FingerprintError: as `get_response`.
+        """
+        if self._is_empty(nodes):
+            return super().synthesize(query, nodes, additional_source_nodes, **response_kwargs)
+        with self._synthesis(query, nodes, additional_source_nodes) as work:
+            return self._respond(work, self._answer(work.question, work.texts))
+
+    @dispatcher.span
+    async def asynthesize(
+        self,
+        query: QueryType,
+        nodes: list[NodeWithScore],
+        additional_source_nodes: Sequence[NodeWithScore] | None = None,
+        **response_kwargs: Any,
+    ) -> RESPONSE_TYPE:
+        """As `synthesize`, without blocking the event loop."""
+        if self._is_empty(nodes):
+            return await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs)
+        with self._synthesis(query, nodes, additional_source_nodes) as work:
+            return self._respond(work, await self._aanswer(work.question, work.texts))
+
+    def _is_empty(self, nodes: Sequence[NodeWithScore]) -> bool:
+        """Whether there is nothing to answer from."""
+        llm = self._mac
+        return not nodes and not (llm.remembers if llm.use_memory is None else llm.use_memory)
+
+    @property
+    def _mac(self) -> MACLLM:
+        assert isinstance(self._llm, MACLLM)
+        return self._llm
+
+    @contextmanager
+    def _synthesis(
+        self, query: QueryType, nodes: Sequence[NodeWithScore], additional: Sequence[NodeWithScore] | None
+    ) -> Iterator[_Synthesis]:
+        """Announces a synthesis as LlamaIndex's own do, and its response, which is set inside."""
+        dispatcher.event(SynthesizeStartEvent(query=query))
+        query = QueryBundle(query) if isinstance(query, str) else query
+        payload: dict[str, Any] = {EventPayload.QUERY_STR: query.query_str}
+        with self._callback_manager.event(CBEventType.SYNTHESIZE, payload=payload) as event:
+            texts = [scored.node.get_content(metadata_mode=MetadataMode.LLM) for scored in nodes]
+            fitted, truncated = self._fitted(query.query_str, texts)
+            work = _Synthesis(query.query_str, fitted, truncated, [*nodes, *(additional or ())])
+            yield work
+            event.on_end(payload={EventPayload.RESPONSE: work.response})
+        dispatcher.event(SynthesizeEndEvent(query=query, response=work.response))
+
+    def _respond(self, work: _Synthesis, answer: RESPONSE_TEXT_TYPE) -> RESPONSE_TYPE:
+        response = self._prepare_response_output(answer, work.source_nodes)
+        response.metadata = {**(response.metadata or {}), TRUNCATED: work.truncated}
+        work.response = response
+        return response
+
+    def _fitted(self, question: str, texts: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+        """The texts as they fit into the window in front of the question, and whether they were shortened.
+
+        A question that is too long by itself is left to the engine, which says so.
+        """
+        model = self._mac.engine.model
+        prompts, room = model.base_lm.prompts, model.context_window - self._mac.metadata.num_output
+        if len(prompts.prompt(question, texts)) <= room:
+            return tuple(texts), False
+        used = prompts.shortened(question, texts, room)
+        logger.warning(
+            "%d documents and the question are beyond the LM's window; the documents were shortened, and %d of them "
+            "left out: retrieve fewer or smaller nodes",
+            len(texts),
+            len(texts) - len(used),
+        )
+        dispatcher.event(DocumentsTruncatedEvent(query_str=question, given=list(texts), used=list(used)))
+        return used, True
+
+    def _answer(self, question: str, texts: Sequence[str]) -> RESPONSE_TEXT_TYPE:
+        ask = self._mac.stream if self._streaming else self._mac.predict
+        return ask(_SLOTS, query_str=question, context_str=list(texts))
+
+    async def _aanswer(self, question: str, texts: Sequence[str]) -> RESPONSE_TEXT_TYPE:
+        ask = self._mac.astream if self._streaming else self._mac.apredict
+        return await ask(_SLOTS, query_str=question, context_str=list(texts))

@@ -1,0 +1,133 @@
+"""MACSynthesizer keeps nodes apart and shortens documents, never the question."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from llama_index.core import VectorStoreIndex
+from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
+from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugHandler
+from llama_index.core.llms import MockLLM
+from llama_index.core.schema import NodeWithScore, TextNode
+
+from mac_rag.data.types import Document as MACDocument
+from mac_rag.errors import ConfigError, DocumentError
+from mac_rag.integrations.llama_index import MACLLM, MACSynthesizer
+from tests.integrations.llama_index_parts import FACTS, EventLog, RecordingEngine
+
+QUESTION = "Who opened the bridge of Norrland?"
+LONG = "Anna Berg opened the bridge of Norrland. " * 80
+
+
+@pytest.fixture
+def llm(engine: RecordingEngine) -> MACLLM:
+    engine.adapt(MACDocument(name, text) for name, text in FACTS.items())
+    return MACLLM(engine=engine)
+
+
+def nodes(*texts: str) -> list[NodeWithScore]:
+    return [
+        NodeWithScore(node=TextNode(id_=f"n{i}", text=text, metadata={}), score=1.0) for i, text in enumerate(texts)
+    ]
+
+
+def answered(engine: RecordingEngine, *contexts: str, overflow: str = "error") -> str:
+    text = engine.answer([QUESTION], contexts=[contexts], overflow=overflow)[0].text
+    engine.asked.clear()
+    return text
+
+
+def every_way(llm: MACLLM, given: list[NodeWithScore]) -> list[str]:
+    """The answer of each way of asking."""
+    plain, streaming = MACSynthesizer(llm), MACSynthesizer(llm, streaming=True)
+
+    async def asked() -> list[str]:
+        response = await streaming.asynthesize(QUESTION, given)
+        assert isinstance(response, AsyncStreamingResponse)
+        return [
+            str(await plain.asynthesize(QUESTION, given)),
+            "".join([t async for t in response.async_response_gen()]),
+        ]
+
+    response = streaming.synthesize(QUESTION, given)
+    assert isinstance(response, StreamingResponse)
+    return [str(plain.synthesize(QUESTION, given)), "".join(response.response_gen), *asyncio.run(asked())]
+
+
+def test_each_node_is_a_document_of_one_prompt(llm: MACLLM, engine: RecordingEngine) -> None:
+    expected = answered(engine, *FACTS.values())
+    assert every_way(llm, nodes(*FACTS.values())) == [expected] * 4
+    assert engine.asked == [(QUESTION, tuple(FACTS.values()))] * 4
+    texts = MACSynthesizer(llm).get_response(QUESTION, list(FACTS.values()))
+    assert texts == asyncio.run(MACSynthesizer(llm).aget_response(QUESTION, list(FACTS.values()))) == expected
+
+
+def test_a_query_engine_keeps_source_nodes_and_metadata(
+    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine
+) -> None:
+    queries = index.as_query_engine(llm=llm, response_synthesizer=MACSynthesizer(llm), similarity_top_k=3)
+    response = queries.query(QUESTION)
+    assert isinstance(response, Response)
+    assert str(response) == answered(engine, *(node.text for node in response.source_nodes))
+    assert response.metadata is not None
+    assert response.metadata["mac_truncated"] is False
+    assert {node.node_id for node in response.source_nodes} == set(response.metadata) - {"mac_truncated"}
+
+
+def test_documents_are_shortened_and_the_user_is_told(
+    llm: MACLLM, engine: RecordingEngine, event_log: EventLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = nodes(LONG, FACTS["museum"])
+    expected = answered(engine, LONG, FACTS["museum"], overflow="truncate")
+    with caplog.at_level(logging.WARNING):
+        assert every_way(llm, given) == [expected] * 4
+    assert caplog.text.count("documents were shortened, and 0 of them left out") == 4
+    ((question, contexts), *_) = engine.asked
+    assert question == QUESTION
+    assert contexts is not None
+    assert LONG.startswith(contexts[0][:-1])
+    assert contexts[1] == FACTS["museum"]
+    (event, *_) = [event for event in event_log.events if event.class_name() == "DocumentsTruncatedEvent"]
+    assert (event.query_str, event.given, event.used) == (QUESTION, [LONG, FACTS["museum"]], list(contexts))
+    response = MACSynthesizer(llm).synthesize(QUESTION, given, additional_source_nodes=nodes("more"))
+    assert response.metadata is not None
+    assert response.metadata["mac_truncated"] is True
+    assert [node.text for node in response.source_nodes] == [LONG, FACTS["museum"], "more"]
+
+
+def test_a_question_is_never_shortened(llm: MACLLM) -> None:
+    with pytest.raises(DocumentError):
+        MACSynthesizer(llm).synthesize("Who? " * llm.engine.model.context_window, nodes(FACTS["museum"]))
+
+
+def test_without_nodes_memory_answers(llm: MACLLM, engine: RecordingEngine) -> None:
+    expected = answered(engine)
+    assert every_way(llm, []) == [expected] * 4
+    engine.forget("bridge"), engine.forget("museum"), engine.forget("river")
+    assert every_way(llm, []) == ["Empty Response"] * 4
+
+
+def test_it_is_announced(llm: MACLLM, event_log: EventLog) -> None:
+    debug = LlamaDebugHandler(print_trace_on_end=False)
+    synthesizer = MACSynthesizer(llm, callback_manager=CallbackManager([debug]))
+    expected = [
+        "SynthesizeStartEvent",
+        "LLMPredictStartEvent",
+        "LLMCompletionStartEvent",
+        "LLMCompletionEndEvent",
+        "LLMPredictEndEvent",
+        "SynthesizeEndEvent",
+    ]
+    response = synthesizer.synthesize(QUESTION, nodes(FACTS["bridge"]))
+    assert event_log.names() == expected
+    assert event_log.events[-1].response.metadata == response.metadata
+    asyncio.run(synthesizer.asynthesize(QUESTION, nodes(FACTS["bridge"])))
+    assert event_log.names() == expected * 2
+    assert len(debug.get_event_pairs(CBEventType.SYNTHESIZE)) == len(debug.get_event_pairs(CBEventType.LLM)) == 2
+
+
+def test_another_llm_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"with a MACLLM, not with MockLLM.*response_mode"):
+        MACSynthesizer(MockLLM())
