@@ -1,0 +1,149 @@
+"""Every response mode and chat mode of LlamaIndex runs with MACLLM as with any LLM, alone and in a crowd."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from llama_index.core import Settings, VectorStoreIndex
+from llama_index.core.chat_engine.types import ChatMode
+from llama_index.core.llms import MockLLM
+from llama_index.core.response_synthesizers import ResponseMode
+from pydantic import BaseModel
+
+from mac_rag.data.types import Document as MACDocument
+from mac_rag.errors import MACError
+from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MACSynthesizer
+from tests.integrations.llama_index_parts import FACTS, RecordingEngine
+
+QUESTION = "Who opened the bridge of Norrland?"
+
+
+@pytest.fixture
+def llm(engine: RecordingEngine) -> MACLLM:
+    engine.adapt(MACDocument(name, text) for name, text in FACTS.items())
+    return MACLLM(engine=engine)
+
+
+def outcome(run: Any) -> Any:
+    """What a query gives: kind of response and source nodes, or the error."""
+    try:
+        response = run()
+        if hasattr(response, "response_gen"):
+            assert "".join(response.response_gen)
+        return type(response).__name__, [node.node_id for node in response.source_nodes]
+    except (ValueError, NotImplementedError) as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.filterwarnings("ignore:a later step of refine")
+@pytest.mark.parametrize("mode", list(ResponseMode))
+@pytest.mark.parametrize("streaming", [False, True])
+def test_response_modes_are_those_of_any_llm(
+    index: VectorStoreIndex, llm: MACLLM, monkeypatch: pytest.MonkeyPatch, mode: ResponseMode, streaming: bool
+) -> None:
+    def ask(which: Any) -> list[Any]:
+        monkeypatch.setattr(Settings, "_llm", which)  # some modes resolve it, whatever they are given
+        queries = index.as_query_engine(llm=which, response_mode=mode, streaming=streaming, similarity_top_k=2)
+        return [outcome(lambda: queries.query(QUESTION))] + (
+            [] if streaming else [outcome(lambda: asyncio.run(queries.aquery(QUESTION)))]
+        )
+
+    assert ask(llm) == ask(MockLLM(max_tokens=4))
+
+
+@pytest.mark.parametrize("mode", list(ChatMode))
+def test_chat_modes_are_those_of_any_llm(index: VectorStoreIndex, llm: MACLLM, mode: ChatMode) -> None:
+    def ask(which: Any) -> Any:
+        try:
+            chat = index.as_chat_engine(chat_mode=mode, llm=which, similarity_top_k=3)
+        except ValueError as error:
+            return str(error)
+        first = chat.chat(QUESTION)
+        second = asyncio.run(chat.achat("And who leads the museum of Sola?"))
+        streamed = chat.stream_chat(QUESTION)
+        assert "".join(streamed.response_gen)
+        return [sorted(node.node_id for node in reply.source_nodes) for reply in (first, second)], len(
+            chat.chat_history
+        )
+
+    assert ask(llm) == ask(MockLLM(max_tokens=4))
+
+
+class Answered(BaseModel):
+    answer: str
+
+
+def test_structured_answers_say_what_to_use(index: VectorStoreIndex, llm: MACLLM) -> None:
+    with pytest.raises(MACError, match="give those steps another LLM"):
+        index.as_query_engine(llm=llm, output_cls=Answered, response_mode="tree_summarize").query(QUESTION)
+
+
+# -- in a crowd --
+
+CROWD = [f"{QUESTION} And what about number {number}?" for number in range(50)]
+
+
+@pytest.fixture(params=["compact", "ours"])
+def engines(request: pytest.FixtureRequest, index: VectorStoreIndex, llm: MACLLM) -> tuple[Any, Any]:
+    """A query engine, and one that streams."""
+    rank = [MACNodePostprocessor(llm.engine)]
+
+    def build(streaming: bool) -> Any:
+        if request.param == "compact":
+            return index.as_query_engine(llm=llm, node_postprocessors=rank, streaming=streaming)
+        synthesizer = MACSynthesizer(llm, streaming=streaming)
+        return index.as_query_engine(llm=llm, node_postprocessors=rank, response_synthesizer=synthesizer)
+
+    return build(False), build(True)
+
+
+def test_fifty_at_once_are_answered_as_one_by_one(engines: tuple[Any, Any]) -> None:
+    plain, streaming = engines
+    expected = [str(plain.query(question)) for question in CROWD]
+
+    async def streamed(question: str) -> str:
+        response = await streaming.aquery(question)
+        return "".join([token async for token in response.async_response_gen()])
+
+    async def crowd(ask: Any) -> list[str]:
+        return [str(text) for text in await asyncio.gather(*(ask(question) for question in CROWD))]
+
+    with ThreadPoolExecutor(50) as threads:
+        assert [str(response) for response in threads.map(plain.query, CROWD)] == expected
+        assert list(threads.map(lambda q: "".join(streaming.query(q).response_gen), CROWD)) == expected
+    assert asyncio.run(crowd(plain.aquery)) == expected
+    assert asyncio.run(crowd(streamed)) == expected
+
+
+def test_slow_consumers_stall_nobody(engines: tuple[Any, Any]) -> None:
+    plain, streaming = engines
+    expected = [str(plain.query(question)) for question in CROWD[:12]]
+    waiting = [iter(streaming.query(question).response_gen) for question in CROWD[:4]]
+    begun = [next(tokens) for tokens in waiting]  # nobody reads on
+
+    async def asked() -> tuple[list[str], int]:
+        slow = [(await streaming.aquery(question)).async_response_gen() for question in CROWD[:40]]
+        first = [await anext(tokens) for tokens in slow]  # more than there are threads
+        ticks, done = 0, False
+
+        async def tick() -> None:
+            nonlocal ticks
+            while not done:
+                await asyncio.sleep(0.001)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        others = [str(text) for text in await asyncio.gather(*map(plain.aquery, CROWD[:12]))]
+        done = True
+        await ticking
+        rest = ["".join([head] + [token async for token in tail]) for head, tail in zip(first, slow)]
+        assert rest[:12] == expected
+        return others, ticks
+
+    others, ticks = asyncio.run(asked())
+    assert others == expected
+    assert ticks > 10
+    assert ["".join([head, *tail]) for head, tail in zip(begun, waiting)] == expected[:4]
