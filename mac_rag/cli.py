@@ -15,12 +15,22 @@ from mac_rag.errors import ConfigError
 if TYPE_CHECKING:
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
+    from mac_rag.retrieval.base import Retriever
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(cli_bank.app, name="bank")
 
 ModelOption = Annotated[
     str, typer.Option("--model", help="A shipped model, a checkpoint folder, or a repository on the Hub.")
+]
+RetrieverOption = Annotated[
+    str,
+    typer.Option(
+        "--retriever", help="For the texts: bm25, minilm, hybrid, chroma:FOLDER, chroma:http://HOST:PORT, ..."
+    ),
+]
+FolderOption = Annotated[
+    Path | None, typer.Option("--retriever-folder", help="Where it is kept; not for Chroma.", file_okay=False)
 ]
 
 
@@ -64,8 +74,10 @@ def adapt(
         Literal["random-pruning", "random-averaging", "nearest-averaging"],
         typer.Option(help="How a full bank makes room: forget one entry, or average two."),
     ] = "nearest-averaging",
+    retriever: RetrieverOption = "none",
+    retriever_folder: FolderOption = None,
 ) -> None:
-    """Remember documents in a bank, which is created if there is none.
+    """Remember documents in a bank, which is created if there is none, and with --retriever keep their texts too.
 
     A row of a .jsonl file is a document {"id": ..., "text": ...}, and so is a row of a .csv file with the columns id
     and text; further keys and columns are kept with it. Any other file is one document, and its path is its id.
@@ -79,6 +91,7 @@ def adapt(
     from mac_rag.memory.bank import MemoryBank
 
     documents = read_documents(files)
+    filing = _retriever(retriever, retriever_folder)
     is_new = not MemoryBank.exists(bank)
     if is_new and bank.is_dir() and any(bank.iterdir()):
         raise ConfigError(f"{bank} holds other files and no memory bank; choose a folder of its own for --bank")
@@ -89,16 +102,23 @@ def adapt(
     if opened is None:
         engine.check(documents, on_long=on_long)
         engine.bank = MemoryBank.create(bank, engine.model.fingerprint)
+    engine.retriever = filing
     if max_entries is not None:
         engine.bound = BoundConfig(maximum=max_entries, method=reduction)
     with engine.bank:
-        report = engine.adapt(documents, on_long=on_long, progress=True)
+        try:
+            report = engine.adapt(documents, on_long=on_long, progress=True)
+        finally:
+            if filing is not None and retriever_folder is not None:
+                filing.save(retriever_folder)
         typer.echo(
             f"{report.added} added, {report.updated} updated, {report.unchanged} unchanged; "
             f"{bank} holds {len(engine.bank)} documents"
         )
         if report.forgotten:
             typer.echo(f"{len(report.forgotten)} forgotten to make room")
+        if filing is not None:
+            typer.echo(f"{report.filed} documents written to {retriever}, which holds {len(filing)}")
 
 
 @app.command()
@@ -107,20 +127,57 @@ def ask(
     bank: BankOption,
     model: ModelOption = "mac-tiny",
     explain: Annotated[bool, typer.Option("--explain", help="Show the documents with most attention.")] = False,
+    retriever: RetrieverOption = "none",
+    retriever_folder: FolderOption = None,
+    k: Annotated[int, typer.Option(min=1, help="How many documents of the retriever to read.")] = 5,
 ) -> None:
-    """Answer a question from the bank alone."""
+    """Answer a question from the bank alone, or with --retriever from the bank and the documents that it finds."""
     from mac_rag.memory.bank import MemoryBank
 
     engine = _engine(model, MemoryBank.open(bank))
-    typer.echo(engine.answer([question])[0].text)
+    engine.retriever, engine.k = _retriever(retriever, retriever_folder), k
+    typer.echo(engine.answer([question], overflow="truncate")[0].text)
     if explain:
         _explain(engine, question)
+
+
+@app.command()
+def reconcile(
+    bank: BankOption,
+    retriever: RetrieverOption,
+    model: ModelOption = "mac-tiny",
+    retriever_folder: FolderOption = None,
+    allow_emptying: Annotated[
+        bool, typer.Option("--allow-emptying", help="Even if the retriever holds none of the bank's documents.")
+    ] = False,
+) -> None:
+    """Let a bank follow its retriever after a crash: adapt to what it lacks, forget what the other does not hold."""
+    from mac_rag.memory.bank import MemoryBank
+
+    with MemoryBank.open(bank, write=True) as opened:
+        engine = _engine(model, opened)
+        engine.retriever = _retriever(retriever, retriever_folder)
+        done = engine.reconcile(allow_emptying=allow_emptying)
+        typer.echo(
+            f"{len(done.added)} added, {len(done.updated)} updated, {len(done.deleted)} deleted; "
+            f"bank and {retriever} hold {len(opened)} documents"
+        )
 
 
 def _engine(model: str, bank: MemoryBank | None) -> MACEngine:
     from mac_rag.engine import MACEngine
 
     return MACEngine(model, bank)
+
+
+def _retriever(spec: str, folder: Path | None) -> Retriever | None:
+    from mac_rag.retrieval.registry import make_retriever, needs_folder
+
+    if folder is None and needs_folder(spec):
+        raise ConfigError(f"{spec} needs a folder to last; name one with --retriever-folder")
+    if folder is not None and not needs_folder(spec):
+        raise ConfigError(f"{spec} has no use for --retriever-folder {folder}; leave it out")
+    return make_retriever(spec, folder=folder, progress=True)
 
 
 def _explain(engine: MACEngine, question: str, shown: int = 5) -> None:

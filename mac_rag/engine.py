@@ -7,7 +7,7 @@ threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from mac_rag.config import AttentionConfig, BoundConfig
+from mac_rag.consistency import Reconciliation, reconcile, unfiled
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError, DocumentError
-from mac_rag.memory.bank import MemoryBank, content_hash
+from mac_rag.errors import BankError, ConfigError, DocumentError
+from mac_rag.memory.bank import Member, MemoryBank, content_hash
 from mac_rag.memory.reader import BankReader
 from mac_rag.memory.reduction import BoundedBank
 from mac_rag.model import MACModel
@@ -48,6 +49,7 @@ class AdaptReport:
     unchanged: int
     rows: int
     forgotten: tuple[str, ...] = ()
+    filed: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class MACEngine:
         model: a model, or the name or path of one.
         bank: a bank that the model wrote; None for an empty one.
         retriever: finds documents to put in front of a question; None for memory alone. It is kept in step with the
-            bank by `adapt` and `forget`.
+            bank by `adapt` and `forget`, which change it first; after a crash, `reconcile` lets the bank follow.
         k: how many documents the retriever finds.
         attention: how questions attend to the bank; None for exact attention to all of it.
         bound: keeps the bank from growing beyond a size; None lets it grow.
@@ -134,44 +136,59 @@ class MACEngine:
             self.bank.check_model(self.model.fingerprint)
             documents = list(documents)
             fresh = self.check(documents, on_long=on_long)
-            updated = rows = 0
+            lacking = unfiled(self.retriever, documents, fresh)
+            pending = [document for document in documents if document.id in fresh or document.id in lacking]
+            if pending:
+                self.bank.commit()  # a bank that cannot be written to says so before the retriever is
+            updated = sum(document_id in self.bank for document_id in fresh)
+            rows = 0
             forgotten: list[str] = []
-            with progress_bar("adapt", len(fresh), disable=not progress) as bar:
-                for first in range(0, len(fresh), _ADAPT_GROUP):
-                    group = fresh[first : first + _ADAPT_GROUP]
-                    phi = self.model.amortize([chunk for _, chunks in group for chunk in chunks])
-                    updated += sum(document.id in self.bank for document, _ in group)
-                    forgotten += self._put(
-                        [document for document, _ in group], phi, [len(chunks) for _, chunks in group]
-                    )
-                    self.bank.commit()
-                    rows += len(phi)
+            with progress_bar("adapt", len(pending), disable=not progress) as bar:
+                for first in range(0, len(pending), _ADAPT_GROUP):
+                    group = pending[first : first + _ADAPT_GROUP]
+                    written, gone = self._write(group, fresh, lacking)
+                    rows += written
+                    forgotten += gone
                     bar.advance(len(group))
-            if self.retriever is not None:
-                for document, _ in fresh:
-                    if document.id in self.retriever:
-                        self.retriever.delete(document.id)
-                self.retriever.add([document for document, _ in fresh])
             unchanged = len(documents) - len(fresh)
-            return AdaptReport(len(fresh) - updated, updated, unchanged, rows, tuple(forgotten))
+            return AdaptReport(len(fresh) - updated, updated, unchanged, rows, tuple(forgotten), len(lacking))
 
     def check(
         self, documents: Iterable[Document], *, on_long: Literal["chunk", "error"] = "chunk"
-    ) -> list[tuple[Document, list[str]]]:
-        """What `adapt` would write: documents that are new or changed, each with its chunks within the model's limit.
+    ) -> dict[str, list[str]]:
+        """What `adapt` would remember: documents that are new or changed, by id, as chunks within the model's limit.
 
         Raises:
             DocumentError, BankError: as `adapt`.
         """
-        fresh: list[tuple[Document, list[str]]] = []
+        fresh: dict[str, list[str]] = {}
         seen: set[str] = set()
         for document in documents:
             if document.id in seen:
                 raise BankError(f"document id {document.id!r} occurs twice; ids must be unique")
             seen.add(document.id)
             if not self._is_known(document):
-                fresh.append((document, self._chunks(document, on_long)))
+                fresh[document.id] = self._chunks(document, on_long)
+                Member.of(document)  # refuses what the bank could not keep
         return fresh
+
+    def _write(
+        self, documents: Sequence[Document], fresh: Mapping[str, list[str]], lacking: Container[str]
+    ) -> tuple[int, tuple[str, ...]]:
+        """Writes `lacking` documents to the retriever and then `fresh` ones to the bank, and commits.
+
+        Returns:
+            How many rows of memory tokens were written, and the ids of documents that the bank forgot.
+        """
+        new = [document for document in documents if document.id in fresh]
+        phi = self.model.amortize([chunk for document in new for chunk in fresh[document.id]]) if new else None
+        if self.retriever is not None:
+            self.retriever.put([document for document in documents if document.id in lacking])
+        if phi is None:
+            return 0, ()
+        gone = self._put(new, phi, [len(fresh[document.id]) for document in new])
+        self.bank.commit()
+        return len(phi), gone
 
     def _is_known(self, document: Document) -> bool:
         if document.id not in self.bank or not isinstance(document.text, str):
@@ -197,20 +214,48 @@ class MACEngine:
         return chunks
 
     def forget(self, document_id: str) -> tuple[str, ...]:
-        """Removes a document from the bank and the retriever.
+        """Removes a document from the retriever and the bank, if only one of them holds it from that one.
 
         Returns:
             The ids of all documents that the bank has forgotten: this one, and those that it was merged with.
 
         Raises:
-            BankError: for an unknown id.
+            BankError: for an id that neither holds.
         """
         with self._lock:
-            gone = self.bank.delete(document_id)
-            self.bank.commit()
+            self.bank.commit()  # a bank that cannot be written to says so before the retriever is
             if self.retriever is not None and document_id in self.retriever:
                 self.retriever.delete(document_id)
+                if document_id not in self.bank:
+                    return ()
+            gone = self.bank.delete(document_id)
+            self.bank.commit()
             return gone
+
+    def reconcile(self, *, allow_emptying: bool = False) -> Reconciliation:
+        """Lets the bank follow the retriever after a crash between the two; see `mac_rag.consistency.reconcile`.
+
+        A bank that is bounded by random pruning lacks documents on purpose. They are adapted again here, and others
+        pruned for them.
+
+        Args:
+            allow_emptying: lets all documents of the bank go, where the retriever holds none of them.
+
+        Raises:
+            ConfigError: without a retriever, or with one that does not tell what it holds.
+            BankError: when the retriever holds none of the bank's documents.
+            DocumentError: for a document of the retriever that cannot be adapted.
+            FingerprintError: when another model wrote the bank.
+        """
+        with self._lock:
+            self.bank.check_model(self.model.fingerprint)
+            if self.retriever is None:
+                raise ConfigError("there is no retriever to reconcile the bank with; give the engine one")
+
+            def remember(documents: Sequence[Document]) -> None:
+                self._write(documents, self.check(documents), ())
+
+            return reconcile(self.bank, self.retriever, remember, group=_ADAPT_GROUP, allow_emptying=allow_emptying)
 
     def answer(
         self,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mac_rag.data.types import Document
-from mac_rag.errors import ConfigError
+from mac_rag.errors import BankError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,18 @@ class Retriever(ABC):
         Raises:
             BankError: for an id that is already there or comes twice.
         """
+
+    def put(self, documents: Sequence[Document]) -> None:
+        """Takes documents in, in place of those of the same ids.
+
+        Raises:
+            BankError: for an id that comes twice.
+        """
+        check_distinct(documents)
+        for document in documents:
+            if document.id in self:
+                self.delete(document.id)
+        self.add(documents)
 
     @abstractmethod
     def delete(self, document_id: str) -> None:
@@ -63,6 +76,26 @@ class Retriever(ABC):
     def __contains__(self, document_id: object) -> bool:
         """Whether a document of this id is there."""
 
+    def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
+        """The sha256 of the text of each document, by id, as the memory bank knows it.
+
+        Args:
+            document_ids: of these documents, as far as they are there; None for all.
+
+        Raises:
+            ConfigError: for a retriever that does not tell what it holds.
+        """
+        raise ConfigError(f"{type(self).__name__} does not tell which texts it holds")
+
+    def documents(self, document_ids: Collection[str]) -> list[Document]:
+        """The documents of these ids, in their order.
+
+        Raises:
+            BankError: for an unknown id.
+            ConfigError: for a retriever that does not tell what it holds.
+        """
+        raise ConfigError(f"{type(self).__name__} does not tell which texts it holds")
+
     def save(self, folder: Path) -> None:
         """Writes the retriever to a folder, from which `make_retriever` reads it.
 
@@ -82,3 +115,14 @@ def check_k(k: int) -> None:
     """
     if k < 1:
         raise ConfigError(f"k must be at least 1, got {k}")
+
+
+def check_distinct(documents: Iterable[Document]) -> None:
+    """Refuses documents of the same id.
+
+    Raises:
+        BankError: naming the id.
+    """
+    for document_id, count in Counter(document.id for document in documents).items():
+        if count > 1:
+            raise BankError(f"document id {document_id!r} comes {count} times; ids must be unique")

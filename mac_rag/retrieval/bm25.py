@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, get_args
@@ -101,6 +101,14 @@ class BM25Retriever(Retriever):
 
     def __contains__(self, document_id: object) -> bool:
         return document_id in self._rows
+
+    def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
+        with self._lock:
+            return self._rows.content_hashes(document_ids)
+
+    def documents(self, document_ids: Collection[str]) -> list[Document]:
+        with self._lock:
+            return [self._rows.get(document_id) for document_id in document_ids]
 
     def save(self, folder: Path) -> None:
         """Writes documents, terms and every setting to a folder.

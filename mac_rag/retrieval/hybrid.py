@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from pathlib import Path
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.retrieval.base import Hit, Retriever, check_k
+from mac_rag.retrieval.base import Hit, Retriever, check_distinct, check_k
 
 RANK_OFFSET = 60  # of Cormack, Clarke and Büttcher, SIGIR 2009: how little the very first ranks stand out
 
@@ -58,6 +58,12 @@ class HybridRetriever(Retriever):
                             other.delete(document.id)
                     raise
 
+    def put(self, documents: Sequence[Document]) -> None:
+        with self._lock:
+            check_distinct(documents)
+            for retriever in self.retrievers:
+                retriever.put(documents)
+
     def delete(self, document_id: str) -> None:
         with self._lock:
             holders = [retriever for retriever in self.retrievers if document_id in retriever]
@@ -82,6 +88,16 @@ class HybridRetriever(Retriever):
 
     def __contains__(self, document_id: object) -> bool:
         return any(document_id in retriever for retriever in self.retrievers)
+
+    def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
+        """See `Retriever.content_hashes`; only documents that all retrievers hold, and with the same text."""
+        with self._lock:
+            first, *others = (retriever.content_hashes(document_ids) for retriever in self.retrievers)
+        return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
+
+    def documents(self, document_ids: Collection[str]) -> list[Document]:
+        with self._lock:
+            return self.retrievers[0].documents(document_ids)
 
     def save(self, folder: Path) -> None:
         """Writes each retriever to a folder of its own, `0`, `1`, ..., inside `folder`.

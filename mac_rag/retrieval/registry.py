@@ -15,11 +15,12 @@ from mac_rag.retrieval.dense import DenseRetriever, Encoder
 from mac_rag.retrieval.hybrid import HybridRetriever
 
 _SENTENCE_TRANSFORMERS = "sentence-transformers:"
+_CHROMA = "chroma:"
 
 # What `make_retriever` takes, for help texts and messages.
 RETRIEVERS = (
     "none", "bm25", "contriever", "contriever-msmarco", "dpr", "minilm", "hybrid", "sentence-transformers:MODEL",
-    "module:attr",
+    "chroma:FOLDER", "chroma:http://HOST:PORT", "module:attr",
 )  # fmt: skip
 
 
@@ -29,10 +30,12 @@ def make_retriever(spec: str, *, folder: Path | None = None, progress: bool = Fa
     Args:
         spec: `none`; `bm25`; `contriever`, `contriever-msmarco`, `dpr` (from the Hub); `minilm` (out of an installed
             package); `hybrid`, which fuses bm25 and minilm; `sentence-transformers:MODEL` for a model's name or
-            folder; `module:attr` for anything importable: a `Retriever`, a LlamaIndex retriever or index, or what
-            makes one when it is called without arguments.
+            folder; `chroma:FOLDER`, `chroma:http://HOST:PORT` or `chroma:http://HOST:PORT/COLLECTION` for vectors of
+            minilm in Chroma; `module:attr` for anything importable: a `Retriever`, a LlamaIndex retriever or index, or
+            what makes one when it is called without arguments.
         folder: where the retriever was saved, or is to be saved; opened if there is one. A dense retriever keeps in
-            it what it has encoded so far. None for a new one in memory. Not for `module:attr`, which has its own.
+            it what it has encoded so far. None for a new one in memory. Not for Chroma, whose place is in its name,
+            nor for `module:attr`, which has its own.
         progress: shows a progress bar while documents are encoded.
 
     Returns:
@@ -41,7 +44,7 @@ def make_retriever(spec: str, *, folder: Path | None = None, progress: bool = Fa
     Raises:
         ConfigError: for an unknown name; lists the names.
         ModelLoadError: when an encoder cannot be loaded.
-        BankError: when `folder` holds another retriever, or is damaged.
+        BankError: when `folder` holds another retriever, or is damaged; when Chroma cannot be reached.
     """
     if spec == "none":
         return None
@@ -53,12 +56,22 @@ def make_retriever(spec: str, *, folder: Path | None = None, progress: bool = Fa
             for place, name in enumerate(("bm25", "minilm"))
         ]
         return HybridRetriever([part for part in parts if part is not None])
+    if spec.startswith(_CHROMA) and spec != _CHROMA:
+        from mac_rag.retrieval import encoders
+        from mac_rag.retrieval.chroma import ChromaRetriever
+
+        return ChromaRetriever(spec.removeprefix(_CHROMA), encoders.minilm())
     make = _encoder(spec)
     if make is None:
         return _imported(spec)
     if folder is not None and snapshot.exists(folder):
         return DenseRetriever.load(folder, make(), progress=progress)
     return DenseRetriever(make(), folder=folder, progress=progress)
+
+
+def needs_folder(spec: str) -> bool:
+    """Whether a retriever of this name lives in memory, and lasts only where it is saved to a folder."""
+    return spec in ("bm25", "hybrid") or _encoder(spec) is not None
 
 
 def _encoder(spec: str) -> Callable[[], Encoder] | None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
-from mac_rag.retrieval.base import Hit
+from mac_rag.retrieval.base import Hit, check_distinct
+from mac_rag.retrieval.embeddings import text_hash
 
 _SPARE = 1024  # empty rows that are never worth a compaction
 
@@ -42,17 +42,16 @@ class Rows:
         """Whether most rows are empty, so that it is time to compact."""
         return self.size > 2 * len(self) + _SPARE
 
-    def check(self, documents: Iterable[Document]) -> None:
+    def check(self, documents: Sequence[Document]) -> None:
         """Refuses documents that cannot be added.
 
         Raises:
             BankError: for an id that is already there or comes twice.
         """
-        for document_id, count in Counter(document.id for document in documents).items():
-            if document_id in self._row:
-                raise BankError(f"document {document_id!r} is already in the index; delete it before adding it again")
-            if count > 1:
-                raise BankError(f"document id {document_id!r} comes {count} times; ids must be unique")
+        for document in documents:
+            if document.id in self._row:
+                raise BankError(f"document {document.id!r} is already in the index; delete it before adding it again")
+        check_distinct(documents)
 
     def append(self, documents: Iterable[Document]) -> None:
         """Takes in documents that were checked."""
@@ -67,13 +66,29 @@ class Rows:
         Raises:
             BankError: for an unknown id.
         """
-        row = self._row.pop(document_id, None)
-        document = None if row is None else self._documents[row]
-        if row is None or document is None:
-            raise BankError(f"no document {document_id!r} in this index of {len(self)} documents")
+        document = self.get(document_id)
+        row = self._row.pop(document_id)
         self._documents[row] = None
         self._live[row] = 0
         return row, document
+
+    def get(self, document_id: str) -> Document:
+        """One document.
+
+        Raises:
+            BankError: for an unknown id.
+        """
+        row = self._row.get(document_id)
+        document = None if row is None else self._documents[row]
+        if document is None:
+            raise BankError(f"no document {document_id!r} in this index of {len(self)} documents")
+        return document
+
+    def content_hashes(self, document_ids: Collection[str] | None) -> dict[str, str]:
+        """The sha256 of the text of each document, by id; of all for None."""
+        if document_ids is None:
+            return {document.id: text_hash(document.text) for document in self}
+        return {name: text_hash(self.get(name).text) for name in document_ids if name in self}
 
     def compact(self) -> NDArray[np.int64]:
         """Closes the gaps and returns the old rows in their new order."""

@@ -1,0 +1,258 @@
+"""Documents and their vectors in Chroma: in a folder of this machine, or on a server that others use too."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Container, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from filelock import FileLock, Timeout
+
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError, ConfigError, FingerprintError
+from mac_rag.memory.records import Member
+from mac_rag.retrieval.base import Hit, Retriever, check_distinct, check_k
+from mac_rag.retrieval.dense import Encoder
+
+COLLECTION = "mac_rag"
+
+_ENCODER = "mac_rag_encoder"  # in the collection's metadata: whose vectors it holds
+_HASH, _METADATA = "content_hash", "metadata"  # in each document's: sha256 of the text, all its metadata as JSON
+_LOCK = "mac_rag.lock"
+_BATCH_BYTES = 8 << 20  # of one request, well below what a server takes
+_IDS = 4096  # ids of one request
+
+
+class ChromaRetriever(Retriever):
+    """Keeps texts, vectors, metadata and content hashes in one Chroma collection and ranks by dot product.
+
+    Every document is a hit; equal scores rank by document id. Chroma searches an HNSW graph, so among very many
+    documents one of the best may be missed, but what `allowed` leaves out is never found. A document that was taken in
+    survives a crash of this process, and of the server, from the end of `add` or `put` on; where either ends during the
+    call, some of its documents are there and others not.
+
+    Args:
+        place: a folder, or `http://HOST:PORT` (or https) of a running server; `/NAME` behind it is a collection of
+            that name. A folder can be open in one process at a time, since two would lose each other's documents; a
+            server takes any number.
+        encoder: makes the vectors.
+
+    Raises:
+        ConfigError: when chromadb is missing, the address is none, or the collection is of something else.
+        FingerprintError: when the collection's vectors are another encoder's.
+        BankError: when the server does not answer, or another process has the folder open.
+    """
+
+    def __init__(self, place: str | Path, encoder: Encoder) -> None:
+        try:
+            import chromadb
+            from chromadb.config import Settings
+        except ImportError:
+            raise ConfigError(f"{place!s} needs chromadb: pip install 'mac-rag[chroma]'") from None
+        self.encoder = encoder
+        self._place = str(place)
+        self._lock = threading.RLock()
+        self._file_lock: FileLock | None = None
+        settings = Settings(anonymized_telemetry=False)
+        self._client: Any  # its interface lacks the `close` that every client has
+        name = COLLECTION
+        with self._errors():
+            if self._place.startswith(("http://", "https://")):
+                host, port, name = _address(self._place)
+                is_secure = self._place.startswith("https://")
+                self._client = chromadb.HttpClient(host, port, ssl=is_secure, settings=settings)
+            else:
+                self._file_lock = _locked(Path(place))
+                self._client = chromadb.PersistentClient(place, settings=settings)
+            self._collection = self._client.get_or_create_collection(
+                name,
+                embedding_function=None,
+                metadata={_ENCODER: encoder.fingerprint},
+                configuration={"hnsw": {"space": "ip"}},
+            )
+            self._batch = self._client.get_max_batch_size()
+        found = (self._collection.metadata or {}).get(_ENCODER)
+        if found is None:
+            raise ConfigError(f"the collection {name!r} in {self._place} is not mac_rag's; name another collection")
+        if found != encoder.fingerprint:
+            raise FingerprintError(
+                f"the vectors in {self._place} were made by the encoder {found!r}, not by {encoder.fingerprint!r}; "
+                "open it with that one, or put the documents into another folder or collection"
+            )
+
+    def close(self) -> None:
+        """Lets another process open the folder. The retriever cannot be used any more."""
+        self._client.close()
+        if self._file_lock is not None:
+            self._file_lock.release()
+
+    def add(self, documents: Sequence[Document]) -> None:
+        with self._lock:
+            for document_id in self.content_hashes([document.id for document in documents]):
+                raise BankError(f"document {document_id!r} is already in the index; delete it before adding it again")
+            self.put(documents)
+
+    def put(self, documents: Sequence[Document]) -> None:
+        with self._lock:
+            check_distinct(documents)
+            records = [_record(document) for document in documents]
+            vectors = self.encoder.documents([document.text for document in documents])
+            for part in self._batches(documents):
+                with self._errors():
+                    self._collection.upsert(
+                        ids=[document.id for document in documents[part]],
+                        embeddings=vectors[part],
+                        documents=[document.text for document in documents[part]],
+                        metadatas=list(records[part]),
+                    )
+
+    def delete(self, document_id: str) -> None:
+        with self._lock:
+            if document_id not in self:
+                raise BankError(f"no document {document_id!r} in this index of {len(self)} documents")
+            with self._errors():
+                self._collection.delete(ids=[document_id])
+
+    def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
+        check_k(k)
+        with self._lock:
+            ids = None if allowed is None else [name for name in self._get(include=[])["ids"] if name in allowed]
+            room = len(self) if ids is None else len(ids)
+            if not questions or not room:
+                return [[] for _ in questions]
+            vectors = self.encoder.questions(questions)
+            with self._errors():
+                found: Any = self._collection.query(query_embeddings=vectors, n_results=min(k, room), ids=ids)
+        columns = zip(found["ids"], found["documents"], found["distances"], found["metadatas"], strict=True)
+        hits = [
+            [
+                Hit(name, text, 1.0 - distance, json.loads(record[_METADATA]))
+                for name, text, distance, record in zip(*column, strict=True)
+            ]
+            for column in columns
+        ]
+        return [sorted(row, key=lambda hit: (-hit.score, hit.document_id)) for row in hits]
+
+    def __len__(self) -> int:
+        with self._lock, self._errors():
+            return int(self._collection.count())
+
+    def __contains__(self, document_id: object) -> bool:
+        return isinstance(document_id, str) and bool(self.content_hashes([document_id]))
+
+    def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
+        hashes: dict[str, str] = {}
+        with self._lock:
+            for found in self._found(document_ids, ["metadatas"]):
+                hashes.update((name, row[_HASH]) for name, row in zip(found["ids"], found["metadatas"], strict=True))
+        return hashes
+
+    def documents(self, document_ids: Collection[str]) -> list[Document]:
+        held: dict[str, Document] = {}
+        with self._lock:
+            for found in self._found(document_ids, ["documents", "metadatas"]):
+                for name, text, row in zip(found["ids"], found["documents"], found["metadatas"], strict=True):
+                    held[name] = Document(name, text, json.loads(row[_METADATA]))
+        if missing := [name for name in document_ids if name not in held]:
+            raise BankError(f"no document {missing[0]!r} in this index of {len(self)} documents")
+        return [held[name] for name in document_ids]
+
+    def _found(self, document_ids: Collection[str] | None, include: list[str]) -> Iterator[Any]:
+        """What Chroma holds of these documents, part by part; of all for None."""
+        if document_ids is None:
+            yield self._get(include=include)
+            return
+        ids = [name for name in dict.fromkeys(document_ids) if isinstance(name, str) and name and _is_unicode(name)]
+        for first in range(0, len(ids), _IDS):
+            yield self._get(ids=ids[first : first + _IDS], include=include)
+
+    def _get(self, **options: Any) -> Any:
+        with self._errors():
+            return self._collection.get(**options)
+
+    def _batches(self, documents: Sequence[Document]) -> Iterator[slice]:
+        """Cuts documents so that Chroma takes each part in one request."""
+        first = size = 0
+        for index, document in enumerate(documents):
+            added = 4 * (len(document.text) + 8 * self.encoder.width)
+            if index > first and (index - first == self._batch or size + added > _BATCH_BYTES):
+                yield slice(first, index)
+                first, size = index, 0
+            size += added
+        if first < len(documents):
+            yield slice(first, len(documents))
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Chroma's errors, and those of the connection to it, as ours."""
+        from chromadb.errors import ChromaError
+        from httpx import HTTPError
+
+        try:
+            yield
+        except (HTTPError, ValueError) as error:
+            if isinstance(error, ValueError) and "connect to a Chroma server" not in str(error):
+                raise BankError(f"Chroma refuses what it was asked in {self._place}: {error}") from error
+            raise BankError(
+                f"no Chroma server answers at {self._place} ({error}); start one: "
+                "chroma run --path FOLDER --host HOST --port PORT"
+            ) from error
+        except ChromaError as error:
+            raise BankError(f"Chroma refuses what it was asked in {self._place}: {error}") from error
+
+
+def _address(place: str) -> tuple[str, int, str]:
+    """Host, port and collection of a server's address."""
+    try:
+        parts = urlsplit(place)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or port is None:
+        raise ConfigError(
+            f"{place!r} is no address of a Chroma server; write http://HOST:PORT or http://HOST:PORT/NAME"
+        )
+    return host, port, parts.path.strip("/") or COLLECTION
+
+
+def _locked(folder: Path) -> FileLock:
+    """The folder, kept from other processes until this one ends or closes it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # One for this process and folder, since Chroma shares what it has open, too.
+        lock = FileLock(folder.resolve() / _LOCK, thread_local=False, is_singleton=True)
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise BankError(
+            f"{folder} is open in another process, and two would lose each other's documents; wait until it is done, "
+            f"or let both use a server: chroma run --path {folder} --host HOST --port PORT"
+        ) from None
+    except OSError as error:
+        raise BankError(f"{folder} cannot be used for Chroma: {error}") from error
+    return lock
+
+
+def _record(document: Document) -> dict[str, str]:
+    """What Chroma keeps of a document beside text and vector.
+
+    Raises:
+        BankError: for an id or a text that Chroma cannot keep, or metadata that are no JSON.
+    """
+    if not document.id:
+        raise BankError("Chroma keeps no document with an empty id; name it")
+    member = Member.of(document)
+    if not _is_unicode(document.id) or not _is_unicode(document.text):
+        raise BankError(f"document {document.id!r} has half a surrogate pair, which is no character; remove it")
+    return {_HASH: member.content_hash, _METADATA: json.dumps(member.metadata)}
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

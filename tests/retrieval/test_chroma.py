@@ -1,0 +1,235 @@
+"""Chroma in a folder and on a real server: it keeps what it is given, finds what may be found, and survives a kill."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError, ConfigError, FingerprintError
+from mac_rag.retrieval import DenseRetriever, make_retriever
+from mac_rag.retrieval import chroma as module
+from mac_rag.retrieval.chroma import ChromaRetriever
+from tests.retrieval.chroma_server import Server
+from tests.retrieval.parts import WordEncoder, documents
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=4,
+)
+DOCUMENTS = st.lists(
+    st.builds(Document, st.text(min_size=1), st.text(), st.dictionaries(st.text(), JSON, max_size=2)),
+    max_size=4,
+    unique_by=lambda document: document.id,
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture(params=["folder", "server"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A new and empty place: a folder, or a collection of a server."""
+    if request.param == "folder":
+        return str(tmp_path / "chroma")
+    return f"{request.getfixturevalue('server').url}/{tmp_path.name}"
+
+
+def test_it_ranks_as_an_exact_search(place: str) -> None:
+    rng = np.random.default_rng(0)
+    words = [f"w{index}" for index in range(60)]
+    texts = [" ".join(rng.choice(words, 8)) for _ in range(300)]
+    chroma, exact = ChromaRetriever(place, WordEncoder()), DenseRetriever(WordEncoder())
+    for retriever in (chroma, exact):
+        retriever.add(documents(*texts))
+    allowed = {f"d{index}" for index in range(0, 300, 7)}
+    questions = [" ".join(rng.choice(words, 3)) for _ in range(20)]
+    for which in (None, allowed):
+        for found, right in zip(
+            chroma.retrieve(questions, 5, allowed=which), exact.retrieve(questions, 5, allowed=which)
+        ):
+            assert [hit.score for hit in found] == pytest.approx([hit.score for hit in right])
+            assert which is None or all(hit.document_id in which for hit in found)
+            for hit in found:
+                place_of = int(hit.document_id[1:])
+                assert (hit.text, hit.metadata) == (texts[place_of], {"place": place_of})
+
+
+def test_what_is_not_allowed_is_never_found(place: str) -> None:
+    chroma = ChromaRetriever(place, WordEncoder())
+    chroma.add(documents("secret storm", "storm", "calm"))
+    [hits] = chroma.retrieve(["secret storm"], 3, allowed={"d1", "d2", "unknown"})
+    assert [hit.document_id for hit in hits] == ["d1", "d2"]
+    assert chroma.retrieve(["secret storm"], 3, allowed=set()) == [[]]
+    assert chroma.retrieve([], 3) == []
+    with pytest.raises(ConfigError, match="k must be at least 1"):
+        chroma.retrieve(["x"], 0)
+
+
+def test_documents_come_and_change_and_go(place: str) -> None:
+    chroma = ChromaRetriever(place, WordEncoder())
+    first, second, third = documents("one", "two", "three")
+    chroma.add([first, second])
+    changed = Document("d1", "two and more", {"deep": [1, {"x": None}], "float": 0.1})
+    chroma.put([changed, third])
+    assert len(chroma) == 3
+    assert chroma.documents(["d2", "d1"]) == [third, changed]
+    [[hit]] = chroma.retrieve(["two and more"], 1)
+    assert (hit.document_id, hit.text, hit.metadata) == ("d1", changed.text, changed.metadata)
+    chroma.delete("d0")
+    assert len(chroma) == 2
+    assert "d0" not in chroma
+    assert all(hit.document_id != "d0" for hit in chroma.retrieve(["one"], 3)[0])
+    assert list(chroma.content_hashes()) == ["d1", "d2"]
+    assert chroma.content_hashes(["d0", "d2"]).keys() == {"d2"}
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda chroma: chroma.add(documents("again")), "document 'd0' is already in the index"),
+        (lambda chroma: chroma.put([Document("x", "1"), Document("x", "2")]), "'x' comes 2 times"),
+        (lambda chroma: chroma.put([Document("new", "1"), Document("", "2")]), "empty id"),
+        (lambda chroma: chroma.put([Document("new", "1"), Document("x", "\ud800")]), "half a surrogate pair"),
+        (lambda chroma: chroma.put([Document("new", "1"), Document("x", "2", {"a": {1}})]), "cannot be kept as JSON"),
+        (lambda chroma: chroma.delete("nothing"), "no document 'nothing' in this index of 1 documents"),
+        (lambda chroma: chroma.documents(["d0", "nothing"]), "no document 'nothing'"),
+    ],
+)
+def test_refusals_change_nothing(tmp_path: Path, act: Callable[[ChromaRetriever], object], message: str) -> None:
+    chroma = ChromaRetriever(tmp_path, WordEncoder())
+    chroma.add(documents("one"))
+    with pytest.raises(BankError, match=message):
+        act(chroma)
+    assert chroma.documents(list(chroma.content_hashes())) == documents("one")
+
+
+@pytest.fixture(scope="module")
+def reused(tmp_path_factory: pytest.TempPathFactory) -> ChromaRetriever:
+    return ChromaRetriever(tmp_path_factory.mktemp("reused"), WordEncoder())
+
+
+@settings(max_examples=15, deadline=None)
+@given(given_documents=DOCUMENTS)
+def test_everything_comes_back_as_it_was(reused: ChromaRetriever, given_documents: list[Document]) -> None:
+    for name in reused.content_hashes():
+        reused.delete(name)
+    reused.put(given_documents)
+    ids = [document.id for document in given_documents]
+    assert reused.documents(ids) == given_documents
+    others = DenseRetriever(WordEncoder())
+    others.add(given_documents)
+    assert reused.content_hashes() == others.content_hashes()
+    assert all(name in reused for name in ids)
+
+
+def test_large_batches_are_cut_to_what_chroma_takes(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chroma = ChromaRetriever(place, WordEncoder())
+    many = [Document(f"d{index}", f"w{index % 97}") for index in range(5471)]
+    chroma.put(many)
+    assert len(chroma) == len(many)
+    assert chroma.documents([document.id for document in many]) == many
+    monkeypatch.setattr(module, "_BATCH_BYTES", 10_000)
+    wide = [Document(f"w{index}", "long " * 1000) for index in range(5)]
+    chroma.put(wide)
+    assert chroma.documents([document.id for document in wide]) == wide
+
+
+def test_another_encoder_is_refused(place: str) -> None:
+    ChromaRetriever(place, WordEncoder()).add(documents("one"))
+    with pytest.raises(FingerprintError, match="made by the encoder 'words', not by 'other'"):
+        ChromaRetriever(place, WordEncoder("other"))
+
+
+def test_a_foreign_collection_is_refused(server: Server) -> None:
+    server.client().create_collection("foreign", embedding_function=None)
+    with pytest.raises(ConfigError, match=r"'foreign' in .* is not mac_rag's"):
+        ChromaRetriever(f"{server.url}/foreign", WordEncoder())
+    with pytest.raises(BankError, match="Chroma refuses"):
+        ChromaRetriever(f"{server.url}/a", WordEncoder())
+
+
+@pytest.mark.parametrize("address", ["http://", "http://localhost", "https://:80", "http://localhost:port"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no address of a Chroma server; write http://HOST:PORT"):
+        ChromaRetriever(address, WordEncoder())
+
+
+def test_a_server_that_is_not_there() -> None:
+    with pytest.raises(BankError, match=r"no Chroma server answers at http://127.0.0.1:1 .*chroma run --path"):
+        ChromaRetriever("http://127.0.0.1:1", WordEncoder())
+
+
+def test_a_folder_is_open_in_one_process_at_a_time(tmp_path: Path) -> None:
+    script = """
+import sys
+from mac_rag.errors import BankError
+from mac_rag.retrieval.chroma import ChromaRetriever
+from tests.retrieval.parts import WordEncoder, documents
+for _ in sys.stdin:
+    try:
+        ChromaRetriever(sys.argv[1], WordEncoder()).put(documents("from there"))
+        print("done", flush=True)
+    except BankError as error:
+        print(error, flush=True)
+"""
+    chroma = ChromaRetriever(tmp_path, WordEncoder())
+    chroma.put(documents("from here"))
+    with subprocess.Popen(
+        [sys.executable, "-c", script, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+
+        def there() -> str:
+            print("go", file=other.stdin)
+            return other.stdout.readline()
+
+        assert "is open in another process" in there()
+        assert chroma.documents(["d0"])[0].text == "from here"
+        chroma.close()
+        assert there() == "done\n"
+        other.stdin.close()
+    again = ChromaRetriever(tmp_path, WordEncoder())
+    assert again.documents(["d0"])[0].text == "from there"
+
+
+def test_a_killed_server_loses_nothing_that_was_taken_in(tmp_path: Path) -> None:
+    with Server(tmp_path) as server:
+        chroma = ChromaRetriever(server.url, WordEncoder())
+        texts = [f"storm number {index}" for index in range(200)]
+        chroma.put(documents(*texts))
+        chroma.delete("d7")
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+        with pytest.raises(BankError, match="no Chroma server answers at"):
+            chroma.put(documents("never"))
+        server.start()
+        kept = [document for document in documents(*texts) if document.id != "d7"]
+        assert chroma.documents(list(chroma.content_hashes())) == kept  # the same retriever goes on
+        assert [hit.document_id for hit in chroma.retrieve(["storm"], 3, allowed={"d7", "d41"})[0]] == ["d41"]
+
+
+def test_by_name(server: Server, tmp_path: Path) -> None:
+    for spec in (f"chroma:{tmp_path / 'folder'}", f"chroma:{server.url}"):
+        chroma = make_retriever(spec)
+        assert isinstance(chroma, ChromaRetriever)
+        chroma.put(documents("A storm hit the coast.", "Cats and dogs."))
+        assert [hits[0].document_id for hits in chroma.retrieve(["hurricane", "pets"], 1)] == ["d0", "d1"]
+        again = make_retriever(spec)
+        assert again is not None
+        assert len(again) == 2
+    with pytest.raises(ConfigError, match="unknown retriever 'chroma:'"):
+        make_retriever("chroma:")

@@ -1,0 +1,213 @@
+"""Bank and retriever agree after every change, every kill, and every refusal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mac_rag.cli import app
+from mac_rag.consistency import difference
+from mac_rag.data.newswire import generate
+from mac_rag.data.types import Document
+from mac_rag.engine import MACEngine
+from mac_rag.errors import BankError, ConfigError
+from mac_rag.memory import MemoryBank
+from mac_rag.model import MACModel
+from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
+from mac_rag.retrieval.chroma import ChromaRetriever
+from tests.retrieval.chroma_server import Server
+from tests.retrieval.parts import WordEncoder
+
+STREAM = generate("val", 8).documents
+CHANGED = Document(STREAM[1].id, "Something else happened.")
+
+# A process that is killed at a given call of a given method: everything before it is done, nothing after it.
+DOOMED = """
+import os, signal, sys
+from mac_rag.data.newswire import generate
+from mac_rag.data.types import Document
+from mac_rag.engine import MACEngine
+from mac_rag.memory import MemoryBank
+from mac_rag.model import MACModel
+from mac_rag.retrieval.chroma import ChromaRetriever
+from tests.retrieval.parts import WordEncoder
+
+STREAM = generate("val", 8).documents
+checkpoint, folder, place, method, what = sys.argv[1:]
+engine = MACEngine(
+    MACModel.from_pretrained(checkpoint, device="cpu"),
+    MemoryBank.open(folder, write=True),
+    ChromaRetriever(place, WordEncoder()),
+)
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+setattr(engine.bank, method, die)
+changed = Document(STREAM[1].id, "Something else happened.")
+engine.adapt([changed, *STREAM[2:]]) if what == "adapt" else engine.forget(STREAM[0].id)
+"""
+
+
+def agree(engine: MACEngine) -> bool:
+    """Whether bank and retriever hold the same, and the bank what the model makes of the retriever's texts."""
+    assert engine.retriever is not None
+    documents = engine.retriever.documents(engine.bank.document_ids)
+    torch.testing.assert_close(engine.bank.phi, engine.model.amortize([document.text for document in documents]))
+    return not difference(engine.bank, engine.retriever)
+
+
+def retriever(kind: str, folder: Path) -> Retriever:
+    if kind == "chroma":
+        return ChromaRetriever(folder / "chroma", WordEncoder())
+    if kind == "bm25":
+        return BM25Retriever()
+    if kind == "dense":
+        return DenseRetriever(WordEncoder())
+    return HybridRetriever([BM25Retriever(), retriever("chroma", folder)])
+
+
+@pytest.mark.parametrize("kind", ["bm25", "dense", "hybrid", "chroma"])
+def test_every_change_goes_to_both(kind: str, tiny_model: MACModel, tmp_path: Path) -> None:
+    engine = MACEngine(tiny_model, retriever=retriever(kind, tmp_path))
+    assert engine.adapt(STREAM).filed == 8
+    assert agree(engine)
+    assert engine.adapt(STREAM).filed == 0
+    report = engine.adapt([STREAM[0], CHANGED])
+    assert (report.updated, report.unchanged, report.filed) == (1, 1, 1)
+    engine.forget(STREAM[2].id)
+    assert agree(engine)
+    assert engine.retriever is not None
+    assert len(engine.retriever) == len(engine.bank) == 7
+    assert engine.retriever.documents([CHANGED.id]) == [CHANGED]
+    done = engine.reconcile()
+    assert (done.added, done.updated, done.deleted) == ((), (), ())
+
+
+@pytest.mark.parametrize(("method", "what"), [("put", "adapt"), ("delete", "forget")])
+def test_a_kill_between_the_two_writes_is_made_good(
+    method: str, what: str, tiny_model: MACModel, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    place, folder = tmp_path / "chroma", tmp_path / "bank"
+    store = ChromaRetriever(place, WordEncoder())
+    with MemoryBank.create(folder, tiny_model.fingerprint) as bank:
+        MACEngine(tiny_model, bank, store).adapt(STREAM[:2])
+    store.close()
+    arguments = [sys.executable, "-c", DOOMED, tiny_checkpoint, folder, place, method, what]
+    killed = subprocess.run(arguments, check=False, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
+    assert killed.returncode == -signal.SIGKILL
+
+    with MemoryBank.open(folder, write=True) as bank:
+        engine = MACEngine(tiny_model, bank, ChromaRetriever(place, WordEncoder()))
+        found = difference(bank, engine.retriever)  # type: ignore[arg-type]
+        done = engine.reconcile()
+        if what == "adapt":
+            assert set(found.missing) == {document.id for document in STREAM[2:]} == set(done.added)
+            assert found.outdated == (CHANGED.id,) == done.updated
+            assert len(bank) == 8
+        else:
+            assert found.surplus == (STREAM[0].id,) == done.deleted
+            assert bank.document_ids == [STREAM[1].id]
+        assert agree(engine)
+    again = MACEngine(tiny_model, MemoryBank.open(folder), engine.retriever)
+    assert agree(again)
+
+
+def test_a_killed_server_and_the_bank_agree(tiny_model: MACModel, tmp_path: Path) -> None:
+    with Server(tmp_path / "server") as server:
+        bank = MemoryBank.create(tmp_path / "bank", tiny_model.fingerprint)
+        engine = MACEngine(tiny_model, bank, ChromaRetriever(server.url, WordEncoder()))
+        engine.adapt(STREAM[:5])
+        server.process.kill()
+        server.process.wait()
+        with pytest.raises(BankError, match="no Chroma server answers"):
+            engine.adapt(STREAM)
+        with pytest.raises(BankError, match="no Chroma server answers"):
+            engine.forget(STREAM[0].id)
+        assert len(bank) == 5
+        server.start()
+        assert agree(engine)
+        engine.adapt(STREAM)
+        engine.forget(STREAM[0].id)
+        assert agree(engine)
+
+
+def test_a_bank_of_before_gets_its_retriever_by_adapting_again(tiny_model: MACModel) -> None:
+    engine = MACEngine(tiny_model)
+    engine.adapt(STREAM)
+    engine.retriever = BM25Retriever()
+    report = engine.adapt(STREAM)
+    assert (report.unchanged, report.rows, report.filed) == (8, 0, 8)
+    assert agree(engine)
+
+
+def test_an_empty_retriever_does_not_empty_the_bank(tiny_model: MACModel) -> None:
+    engine = MACEngine(tiny_model, retriever=BM25Retriever())
+    engine.adapt(STREAM)
+    engine.retriever = BM25Retriever()
+    with pytest.raises(BankError, match="holds none of the bank's 8 documents"):
+        engine.reconcile()
+    assert len(engine.bank) == 8
+    assert set(engine.reconcile(allow_emptying=True).deleted) == {document.id for document in STREAM}
+    assert len(engine.bank) == 0
+    engine.retriever = None
+    with pytest.raises(ConfigError, match="no retriever to reconcile"):
+        engine.reconcile()
+
+
+def test_what_the_bank_would_refuse_never_reaches_the_retriever(tiny_model: MACModel, tmp_path: Path) -> None:
+    engine = MACEngine(tiny_model, retriever=BM25Retriever())
+    with pytest.raises(BankError, match="cannot be kept as JSON"):
+        engine.adapt([STREAM[0], Document("bad", "text", {"a": {1}})])
+    MemoryBank.create(tmp_path / "bank", tiny_model.fingerprint).close()
+    engine.bank = MemoryBank.open(tmp_path / "bank")
+    with pytest.raises(BankError, match="not open for writing"):
+        engine.adapt(STREAM)
+    assert engine.retriever is not None
+    assert len(engine.retriever) == 0
+
+
+def test_what_is_not_allowed_has_no_influence_on_an_answer(tiny_model: MACModel, tmp_path: Path) -> None:
+    """Metadata filters: the documents of one tenant, next to another's, answer as they do alone."""
+    ours = [Document(document.id, document.text, {"tenant": "ours"}) for document in STREAM[:4]]
+    theirs = [Document(document.id, document.text, {"tenant": "theirs"}) for document in STREAM[4:]]
+    both = MACEngine(tiny_model, retriever=retriever("chroma", tmp_path / "both"), k=4)
+    both.adapt([*theirs, *ours])
+    alone = MACEngine(tiny_model, retriever=retriever("chroma", tmp_path / "alone"), k=4)
+    alone.adapt(ours)
+    assert both.retriever is not None
+    allowed = {
+        document.id
+        for document in both.retriever.documents(both.bank.document_ids)
+        if document.metadata["tenant"] == "ours"
+    }
+    questions = [question.question for question in generate("val", 8).questions]
+    assert both.answer(questions, allowed=allowed) == alone.answer(questions)
+
+
+def test_the_command_line_keeps_both(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    def run(*arguments: object) -> str:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert result.exit_code == 0, (result.output, result.exception)
+        return result.stdout
+
+    bank, file = tmp_path / "bank", tmp_path / "rows.jsonl"
+    file.write_text('{"id": "1", "text": "Rain fell on Kell."}\n{"id": "2", "text": "Snow fell on Tarn."}\n')
+    common = ("--bank", bank, "--model", tiny_checkpoint, "--retriever", "bm25", "--retriever-folder", tmp_path / "r")
+    assert "2 documents written to bm25, which holds 2" in run("adapt", file, *common)
+    assert run("ask", "Where did snow fall?", *common, "--k", 1)
+    run("bank", "delete", "2", "--bank", bank)
+    assert run("reconcile", *common) == "1 added, 0 updated, 0 deleted; bank and bm25 hold 2 documents\n"
+    for wrong, message in (
+        (common[:6], "name one with --retriever-folder"),
+        ((*common, "--retriever", "none"), "no use"),
+    ):
+        refused = CliRunner().invoke(app, ["adapt", str(file), *map(str, wrong)])
+        assert message in str(refused.exception)
