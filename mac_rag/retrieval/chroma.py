@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.memory.records import Member
 from mac_rag.retrieval.base import Hit, Retriever, check_distinct, check_k
 from mac_rag.retrieval.dense import Encoder
+from mac_rag.retrieval.embeddings import Vectors
 
 COLLECTION = "mac_rag"
 
@@ -24,7 +25,7 @@ _ENCODER = "mac_rag_encoder"  # in the collection's metadata: whose vectors it h
 _HASH, _METADATA = "content_hash", "metadata"  # in each document's: sha256 of the text, all its metadata as JSON
 _LOCK = "mac_rag.lock"
 _BATCH_BYTES = 8 << 20  # of one request, well below what a server takes
-_IDS = 4096  # ids of one request
+_IDS = 4096  # ids of one request; Chroma fails beyond what its database takes as variables
 
 
 class ChromaRetriever(Retriever):
@@ -120,22 +121,30 @@ class ChromaRetriever(Retriever):
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
         check_k(k)
         with self._lock:
-            ids = None if allowed is None else [name for name in self._get(include=[])["ids"] if name in allowed]
-            room = len(self) if ids is None else len(ids)
-            if not questions or not room:
+            if not questions or not len(self):
                 return [[] for _ in questions]
             vectors = self.encoder.questions(questions)
-            with self._errors():
-                found: Any = self._collection.query(query_embeddings=vectors, n_results=min(k, room), ids=ids)
+            if allowed is None:
+                return self._query(vectors, min(k, len(self)), None)
+            parts = [[name for name in found["ids"] if name in allowed] for found in self._found(None, [])]
+            rankings = [self._query(vectors, min(k, len(ids)), ids) for ids in parts if ids]
+        return [_best((hit for ranking in rankings for hit in ranking[place]), k) for place in range(len(questions))]
+
+    def _query(self, vectors: Vectors, k: int, ids: list[str] | None) -> list[list[Hit]]:
+        """The `k` best of these documents, all of which exist, for each question's vector; of all for None."""
+        with self._errors():
+            found: Any = self._collection.query(query_embeddings=vectors, n_results=k, ids=ids)
         columns = zip(found["ids"], found["documents"], found["distances"], found["metadatas"], strict=True)
-        hits = [
-            [
-                Hit(name, text, 1.0 - distance, json.loads(record[_METADATA]))
-                for name, text, distance, record in zip(*column, strict=True)
-            ]
+        return [
+            _best(
+                (
+                    Hit(name, text, 1.0 - distance, json.loads(record[_METADATA]))
+                    for name, text, distance, record in zip(*column, strict=True)
+                ),
+                k,
+            )
             for column in columns
         ]
-        return [sorted(row, key=lambda hit: (-hit.score, hit.document_id)) for row in hits]
 
     def __len__(self) -> int:
         with self._lock, self._errors():
@@ -164,7 +173,8 @@ class ChromaRetriever(Retriever):
     def _found(self, document_ids: Collection[str] | None, include: list[str]) -> Iterator[Any]:
         """What Chroma holds of these documents, part by part; of all for None."""
         if document_ids is None:
-            yield self._get(include=include)
+            for first in range(0, len(self), _IDS):
+                yield self._get(limit=_IDS, offset=first, include=include)
             return
         ids = [name for name in dict.fromkeys(document_ids) if isinstance(name, str) and name and _is_unicode(name)]
         for first in range(0, len(ids), _IDS):
@@ -203,6 +213,10 @@ class ChromaRetriever(Retriever):
             ) from error
         except ChromaError as error:
             raise BankError(f"Chroma refuses what it was asked in {self._place}: {error}") from error
+
+
+def _best(hits: Iterable[Hit], k: int) -> list[Hit]:
+    return sorted(hits, key=lambda hit: (-hit.score, hit.document_id))[:k]
 
 
 def _address(place: str) -> tuple[str, int, str]:

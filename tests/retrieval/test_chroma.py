@@ -141,6 +141,9 @@ def test_large_batches_are_cut_to_what_chroma_takes(place: str, monkeypatch: pyt
     chroma.put(many)
     assert len(chroma) == len(many)
     assert chroma.documents([document.id for document in many]) == many
+    assert len(chroma.content_hashes()) == len(many)
+    [hits] = chroma.retrieve(["w5"], 3, allowed={"d5", "d6", "d5340"})  # 5 and 5340 have the same text
+    assert [hit.document_id for hit in hits][:2] == ["d5", "d5340"]
     monkeypatch.setattr(module, "_BATCH_BYTES", 10_000)
     wide = [Document(f"w{index}", "long " * 1000) for index in range(5)]
     chroma.put(wide)
