@@ -57,7 +57,7 @@ def main(
     dataset = type(dataset)(dataset.name, split, dataset.documents, dataset.questions[:questions])
     typer.echo(f"Generated newswire: {len(dataset.documents):,} documents, {questions:,} questions, split {split}")
 
-    from eval.protocol import Outcome, adapt, samples
+    from eval.protocol import adapt, samples
     from mac_rag.engine import MACEngine
     from mac_rag.errors import ConfigError
     from mac_rag.model import MACModel
@@ -76,14 +76,14 @@ def main(
             without_prior = not with_prior and loaded.aggregation.prior is not None
             row, verdicts[name] = measure(name, engine, dataset, count, without_prior, batch_size)
             rows.append(row)
-    outcome = Outcome(adaptation, tuple(rows), samples(dataset.questions, verdicts))
     report(
-        outcome,
         path,
-        benchmark="bank_size",
+        experiment="bank_size",
         options=context.params,
+        rows=rows,
+        samples=samples(dataset.questions, verdicts),
+        adaptation=adaptation,
         dataset=dataset,
-        source="generated",
         model=loaded,
     )
 

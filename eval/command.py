@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 if TYPE_CHECKING:
-    from eval.protocol import Outcome
+    from eval.results import Adaptation, Row, Sample
     from mac_rag.data.types import QADataset
     from mac_rag.model import MACModel
 
 ModelOption = Annotated[str, typer.Option(help="A MAC model: mac-tiny, a folder, or a repository on the Hub.")]
 SeedOption = Annotated[int, typer.Option(help="Draws the generated stream, and the questions of --questions.")]
 OutputOption = Annotated[
-    Path | None, typer.Option(help="The result file.", show_default="results/<benchmark>-<time>.json")
+    Path | None, typer.Option(help="The result file.", show_default="results/<experiment>-<time>.json")
+]
+ScaleOption = Annotated[
+    Literal["tiny", "paper"],
+    typer.Option(help="Sizes and models: tiny runs on any machine in minutes, paper is the paper's and needs --data."),
 ]
 BatchOption = Annotated[int, typer.Option(min=1, help="Questions answered at a time.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="a GPU if there is one")]
@@ -76,10 +80,12 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
             MACEngine(loaded), dataset, retrievers, ks, batch_size=batch_size, seed=seed, progress=True
         )
         report(
-            outcome,
             path,
-            benchmark=benchmark,
+            experiment=benchmark,
             options=context.params,
+            rows=outcome.rows,
+            samples=outcome.samples,
+            adaptation=outcome.adaptation,
             dataset=dataset,
             source=source,
             model=loaded,
@@ -145,44 +151,66 @@ def whole_numbers(option: str, text: str) -> list[int]:
 
 
 def report(
-    outcome: Outcome,
     path: Path,
     *,
-    benchmark: str,
-    options: dict[str, Any],
-    dataset: QADataset,
-    source: str,
-    model: MACModel,
+    experiment: str,
+    options: Mapping[str, Any],
+    rows: Sequence[Row],
+    samples: Sequence[Sample] = (),
+    adaptation: Adaptation | None = None,
+    dataset: QADataset | None = None,
+    source: str = "generated",
+    model: MACModel | None = None,
+    not_run: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
 ) -> None:
-    """Writes the result file and prints the table."""
+    """Writes the result file and prints the table.
+
+    Args:
+        path: as `result_path` gave it.
+        options: all options of the command; `seed`, and `model` where there is one, are among them.
+        source: folder of the data set, or "generated".
+        model: the one that was evaluated; None where the rows have different ones.
+        not_run, notes: see `eval.results.Result`.
+    """
     from eval.results import Data, Model, Result, provenance, show
 
     result = Result(
-        **provenance(benchmark),
+        **provenance(experiment),
+        scale=options.get("scale"),
         config={name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
         seed=options["seed"],
-        model=Model(
+        model=None
+        if model is None
+        else Model(
             name=options["model"],
             fingerprint=model.fingerprint,
             device=str(model.device),
             config=model.config.model_dump(mode="json"),
         ),
-        data=Data(
+        data=None
+        if dataset is None
+        else Data(
             name=dataset.name,
             split=dataset.split,
             source=source,
             documents=len(dataset.documents),
             questions=len(dataset.questions),
         ),
-        adaptation=outcome.adaptation,
-        rows=outcome.rows,
-        samples=outcome.samples,
-    )
-    result.write(path)
-    show(result.rows, title=f"{options['model']} on {dataset.name} ({dataset.split})")
-    done = result.adaptation
-    typer.echo(
-        f"Adapted to {done.documents:,} documents in {done.seconds:.1f} s"
-        f" ({done.rows:,} rows of memory, {done.chunked:,} documents in chunks)."
-    )
+        adaptation=adaptation,
+        rows=tuple(rows),
+        not_run=dict(not_run or {}),
+        notes=tuple(notes),
+    ).write(path, samples)
+    where = "" if dataset is None else f" on {dataset.name} ({dataset.split})"
+    show(result.rows, title=f"{options.get('model', experiment)}{where}")
+    if adaptation is not None:
+        typer.echo(
+            f"Adapted to {adaptation.documents:,} documents in {adaptation.seconds:.1f} s"
+            f" ({adaptation.rows:,} rows of memory, {adaptation.chunked:,} documents in chunks)."
+        )
+    for what, why in result.not_run.items():
+        typer.echo(f"Not run: {what}: {why}")
+    for note in result.notes:
+        typer.echo(f"Note: {note}")
     typer.echo(f"Result: {path}")

@@ -1,4 +1,8 @@
-"""The result of an evaluation: what was run, on what, and what came out of it, down to each sample."""
+"""The result of an evaluation: what was run, on what, and what came out of it, down to each sample.
+
+Every experiment writes two files: `<name>.json`, one `Result`, and beside it, where questions were asked,
+`<name>.samples.jsonl`, one `Sample` a line. Both have the same schema for all experiments.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,22 @@ import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from pydantic import ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from eval.bootstrap import Interval
 from mac_rag.config import Config
-from mac_rag.errors import ConfigError
+from mac_rag.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mac_rag.data.types import Question
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 PACKAGES = (
     "mac-rag",
     "torch",
@@ -88,29 +93,39 @@ class Gain(Config):
 
 
 class Row(Config):
-    """One line of the table: a way of answering, over all questions.
+    """One line of the table, or one point of a figure. Everything but its name is left out where it has no meaning.
 
     Attributes:
-        k: documents retrieved for each question; None without a retriever.
+        name: unlike that of any other row of the result.
+        settings: what sets the row apart from the others, by short names: method, M, p, K, retriever ...
+        measures: its figures other than those below, by names that end in their unit where they have one:
+            `peak_mb`, `seconds_per_document`, `perplexity_seen`, ...
+        k: documents retrieved for each question.
         documents: size of the stream that the answers were drawn from.
+        questions: how many were asked.
         em, f1, em_prefix: means over the questions, 0 to 1.
-        recall_at_k: share of questions whose document was retrieved; None without a retriever.
-        gain: over the row of the same prompts without the memory; None for a row without it.
+        recall_at_k: share of questions whose document was retrieved.
+        gain: over the row of the same prompts without the memory.
         truncated: prompts whose documents were shortened to fit the LM's window.
         seconds: of answering.
     """
 
+    # A perplexity may be infinite; JSON has no such number.
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
     name: str
-    k: int | None
-    documents: int
-    questions: int
-    em: float
-    f1: float
-    em_prefix: float
-    recall_at_k: float | None
+    settings: dict[str, str | int | float] = Field(default_factory=dict)
+    measures: dict[str, float] = Field(default_factory=dict)
+    k: int | None = None
+    documents: int | None = None
+    questions: int | None = None
+    em: float | None = None
+    f1: float | None = None
+    em_prefix: float | None = None
+    recall_at_k: float | None = None
     gain: Gain | None = None
-    truncated: int
-    seconds: float
+    truncated: int | None = None
+    seconds: float | None = None
 
 
 class Adaptation(Config):
@@ -154,58 +169,140 @@ class Commit(Config):
     dirty: bool
 
 
+class SamplesFile(Config):
+    """The file of samples, in the same folder as the result: its name, the sha256 of its content, its lines."""
+
+    name: str
+    sha256: str
+    count: int
+
+
 class Result(Config):
     """The whole result file.
 
     Attributes:
+        experiment: the module's name: archivalqa, retention, peft, ...
+        scale: whether sizes and models are those for any machine or the paper's; None where there is no choice.
         created: UTC, ISO 8601.
         config: every option of the command.
         versions: of Python, the platform and the libraries that take part.
         git: None outside a checkout.
+        model, data, adaptation: None where the experiment has no one of them.
+        not_run: what belongs to the experiment but was not run, and why.
+        notes: what a reader of the figures must know about how they came about.
+        samples: None where no questions were asked.
     """
 
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
     schema_version: int = SCHEMA_VERSION
-    benchmark: str
+    experiment: str
+    scale: Literal["tiny", "paper"] | None = None
     created: str
     command: str
     config: dict[str, Any]
     seed: int
     versions: dict[str, str]
     git: Commit | None
-    model: Model
-    data: Data
-    adaptation: Adaptation
+    model: Model | None = None
+    data: Data | None = None
+    adaptation: Adaptation | None = None
     rows: tuple[Row, ...]
-    samples: tuple[Sample, ...]
+    not_run: dict[str, str] = Field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    samples: SamplesFile | None = None
 
-    def write(self, path: Path) -> None:
-        """Writes the result as JSON; the file is either whole or not there."""
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(self.model_dump_json(indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+    def write(self, path: Path, samples: Sequence[Sample] = ()) -> Result:
+        """Writes the result as JSON and its samples beside it; each file is either whole or not there.
+
+        Returns:
+            the result as written, which names the file of samples.
+        """
+        written = self
+        if samples:
+            lines = "".join(sample.model_dump_json() + "\n" for sample in samples)
+            file = path.with_name(path.name.removesuffix(".json") + ".samples.jsonl")
+            _write(file, lines)
+            digest = hashlib.sha256(lines.encode()).hexdigest()
+            written = self.model_copy(
+                update={"samples": SamplesFile(name=file.name, sha256=digest, count=len(samples))}
+            )
+        _write(path, written.model_dump_json(indent=1) + "\n")
+        return written
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Reads a result file.
+
+        Raises:
+            DataError: when it cannot be read, is no result, or has another schema version.
+        """
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise DataError(f"{path} is not JSON: {error}") from None
+        found = values.get("schema_version") if isinstance(values, dict) else None
+        if found is None:
+            raise DataError(f"{path} is no result of an evaluation: it has no schema_version")
+        if found != SCHEMA_VERSION:
+            raise DataError(
+                f"{path} has schema version {found}, but this version reads {SCHEMA_VERSION}; run the experiment again"
+            )
+        try:
+            return cls.parse(values, path)
+        except ConfigError as error:
+            raise DataError(str(error)) from None
+
+    def read_samples(self, path: Path) -> tuple[Sample, ...]:
+        """Reads the samples of this result, which was read from `path`; none where no questions were asked.
+
+        Raises:
+            DataError: when their file is missing or is not the one that was written with the result.
+        """
+        if self.samples is None:
+            return ()
+        file = path.with_name(Path(self.samples.name).name)
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise DataError(f"the samples of {path} cannot be read: {file}: {error.strerror}") from None
+        if hashlib.sha256(content).hexdigest() != self.samples.sha256:
+            raise DataError(f"{file} is not the file of samples that was written with {path}: its sha256 differs")
+        try:
+            return tuple(Sample.model_validate_json(line) for line in content.splitlines())
+        except ValidationError as error:
+            raise DataError(f"{file} holds no samples: {error}") from None
 
 
-def provenance(benchmark: str) -> dict[str, Any]:
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def provenance(experiment: str) -> dict[str, Any]:
     """What every result says about the run itself: time, command, versions and commit."""
     return {
-        "benchmark": benchmark,
+        "experiment": experiment,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", f"eval.{benchmark}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"eval.{experiment}", *sys.argv[1:]]),
         "versions": _versions(),
         "git": _commit(),
     }
 
 
-def result_path(output: Path | None, benchmark: str) -> Path:
+def result_path(output: Path | None, experiment: str) -> Path:
     """Where a result will be written; called before the work, so that no hour of it is lost to a bad path.
 
     Raises:
         ConfigError: when the path cannot be a file.
     """
-    path = output or Path("results") / f"{benchmark}-{datetime.now():%Y%m%d-%H%M%S}.json"
+    path = output or Path("results") / f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}.json"
     if path.is_dir():
         raise ConfigError(f"--output {path} is a folder; give the name of a file")
     try:
@@ -219,26 +316,39 @@ def result_path(output: Path | None, benchmark: str) -> Path:
 
 def show(rows: Sequence[Row], *, title: str) -> None:
     """Prints the rows as a table, with those columns that any row has a figure for."""
-    retrieved, compared = any(row.k for row in rows), any(row.gain for row in rows)
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
-    headers = ["EM %", "F1 %", "prefix %"] + ["recall@k %"] * retrieved + ["+EM (95 %)", "+F1 (95 %)"] * compared
-    for header in [*headers, "truncated", "q/s"]:
+    columns = _columns(rows)
+    for header in columns:
         table.add_column(header, justify="right")
-    for row in rows:
-        figures = [row.em, row.f1, row.em_prefix, *([row.recall_at_k] if retrieved else [])]
-        gains = [] if not compared else [None, None] if row.gain is None else [row.gain.em, row.gain.f1]
-        table.add_row(
-            row.name,
-            *("-" if figure is None else f"{100 * figure:.1f}" for figure in figures),
-            *(
-                "-" if gain is None else f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f}, {100 * gain.high:+.1f})"
-                for gain in gains
-            ),
-            f"{row.truncated:,}",
-            f"{row.questions / row.seconds:,.1f}",
-        )
+    for index, row in enumerate(rows):
+        table.add_row(row.name, *(cells[index] for cells in columns.values()))
     Console().print(table)
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """The cells of the table by their headers; "-" for a figure that a row does not have."""
+    measures = dict.fromkeys(name for row in rows for name in row.measures)
+    columns = {
+        "EM %": [_percent(row.em) for row in rows],
+        "F1 %": [_percent(row.f1) for row in rows],
+        "prefix %": [_percent(row.em_prefix) for row in rows],
+        "recall@k %": [_percent(row.recall_at_k) for row in rows],
+        "+EM (95 %)": [_gain(row.gain and row.gain.em) for row in rows],
+        "+F1 (95 %)": [_gain(row.gain and row.gain.f1) for row in rows],
+        **{name: [f"{row.measures[name]:,.4g}" if name in row.measures else "-" for row in rows] for name in measures},
+        "truncated": ["-" if row.truncated is None else f"{row.truncated:,}" for row in rows],
+        "q/s": [f"{row.questions / row.seconds:,.1f}" if row.questions and row.seconds else "-" for row in rows],
+    }
+    return {header: cells for header, cells in columns.items() if set(cells) != {"-"}}
+
+
+def _percent(figure: float | None) -> str:
+    return "-" if figure is None else f"{100 * figure:.1f}"
+
+
+def _gain(gain: Interval | None) -> str:
+    return "-" if gain is None else f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f}, {100 * gain.high:+.1f})"
 
 
 def _versions() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,7 +92,7 @@ def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> Non
     code, shown, _ = command("eval.bank_size", *arguments)
     assert code == 0
     assert shown.splitlines()[0] == "Generated newswire: 20 documents, 10 questions, split test"
-    result = Result.parse(json.loads((tmp_path / "curve.json").read_text()), "curve.json")
+    result = Result.read(tmp_path / "curve.json")
     assert [(row.name, row.documents, row.questions) for row in result.rows] == [
         ("4 documents, with prior", 4, 10),
         ("4 documents, without prior", 4, 10),
@@ -101,11 +100,12 @@ def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> Non
         ("20 documents, without prior", 20, 10),
     ]
     assert all(row.name in shown for row in result.rows)
-    assert len(result.samples) == 10
+    samples = result.read_samples(tmp_path / "curve.json")
+    assert len(samples) == 10
     _, _, _ = command("eval.bank_size", *arguments[:-1], "off.json", "--prior", "off")
-    off = Result.parse(json.loads((tmp_path / "off.json").read_text()), "off.json")
+    off = Result.read(tmp_path / "off.json")
     assert [row.name for row in off.rows] == ["4 documents, without prior", "20 documents, without prior"]
-    for all_rows, one in zip(result.samples, off.samples):
+    for all_rows, one in zip(samples, off.read_samples(tmp_path / "off.json")):
         assert one.rows["20 documents, without prior"] == all_rows.rows["20 documents, without prior"]
 
 

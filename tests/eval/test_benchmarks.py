@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from eval.results import Result
+from eval.results import Result, Sample
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire import generate
 
 Command = Callable[..., tuple[int, str, str]]
 
 
-def read(path: Path) -> Result:
-    return Result.parse(json.loads(path.read_text()), path)
+def samples(path: Path) -> tuple[Sample, ...]:
+    return Result.read(path).read_samples(path)
 
 
 @pytest.mark.parametrize("benchmark", ["archivalqa", "streamingqa", "squad"])
@@ -31,18 +30,20 @@ def test_runs_on_the_embedded_sample_and_says_so(
     first, *lines = shown.splitlines()
     assert first.startswith("The embedded newswire sample, because no --data was given")
     assert first.endswith("9 documents, 9 questions, split test")
-    [path] = (tmp_path / "results").iterdir()
+    [path] = (tmp_path / "results").glob("*.json")
     assert path.name.startswith(f"{benchmark}-")
     assert lines[-1] == f"Result: {path.relative_to(tmp_path)}"
     for name in ("LM alone", "MAC", "bm25 top-2", "bm25 top-2 + MAC"):
         assert f"│ {name} " in shown
         assert name in progress
-    result = read(path)
+    result = Result.read(path)
     stream = generate("test", 9, seed=4)
-    assert result.benchmark == benchmark
+    assert result.experiment == benchmark
     assert result.seed == result.config["seed"] == 4
+    assert result.data is not None
     assert (result.data.name, result.data.source) == ("newswire", "generated")
-    assert [sample.question for sample in result.samples] == [question.question for question in stream.questions]
+    assert [sample.question for sample in samples(path)] == [question.question for question in stream.questions]
+    assert result.model is not None
     assert result.model.name == str(tiny_checkpoint)
     assert [row.recall_at_k is None for row in result.rows] == [True, True, False, False]
 
@@ -55,8 +56,9 @@ def test_data_are_read_from_the_folder_given(command: Command, tiny_checkpoint: 
     code, shown, _ = command("eval.archivalqa", *common, "--data", tmp_path / "data", "--output", "read.json")
     assert code == 0
     assert shown.splitlines()[0] == f"ArchivalQA-Seq from {tmp_path / 'data'}: 9 documents, 9 questions, split test"
-    result = read(tmp_path / "read.json")
-    assert result.samples == read(tmp_path / "generated.json").samples
+    result = Result.read(tmp_path / "read.json")
+    assert samples(tmp_path / "read.json") == samples(tmp_path / "generated.json")
+    assert result.data is not None
     assert (result.data.name, result.data.source) == ("archivalqa", str(tmp_path / "data"))
     assert [row.name for row in result.rows] == ["LM alone", "MAC"]
 
@@ -72,8 +74,10 @@ def test_documents_and_questions_are_limited(command: Command, tiny_checkpoint: 
     code, shown, _ = command("eval.streamingqa", "--model", tiny_checkpoint, *options)
     assert code == 0
     assert "4 documents, 5 questions, split val" in shown.splitlines()[0]
-    result = read(tmp_path / "r.json")
-    assert (result.data.documents, result.data.questions, len(result.samples)) == (4, 5, 5)
+    result = Result.read(tmp_path / "r.json")
+    assert result.data is not None
+    assert (result.data.documents, result.data.questions, len(samples(tmp_path / "r.json"))) == (4, 5, 5)
+    assert result.adaptation is not None
     assert result.adaptation.documents == 4
 
 

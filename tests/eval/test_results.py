@@ -13,10 +13,11 @@ import pytest
 from eval import results
 from eval.results import Adaptation, Commit, Data, Model, Result, Row, Sample, Verdict, provenance, result_path, show
 from mac_rag.data.types import Question
-from mac_rag.errors import ConfigError
+from mac_rag.errors import ConfigError, DataError
 
 QUESTION = Question("q1", "Who opened the harbour of Lünd?", ("Ada Voss", "Voss"), "d1")
 VERDICT = Verdict(prediction="Ada", em=0.0, f1=2 / 3, em_prefix=0.0, retrieved=("d1", "d2"), truncated=False)
+SAMPLE = Sample.of(QUESTION, {"MAC": VERDICT})
 HASH = "d4493cf344f50bcb902f87fa03c53b9a3de649dba7c1031206f3de99b877d78b"  # of the sample of both, as row MAC
 ROW = Row(
     name="MAC",
@@ -41,7 +42,6 @@ def result(**changes: Any) -> Result:
         "data": Data(name="squad", split="test", source="folder", documents=7, questions=3),
         "adaptation": Adaptation(documents=7, rows=9, chunked=2, seconds=0.1),
         "rows": (ROW,),
-        "samples": (Sample.of(QUESTION, {"MAC": VERDICT}),),
     }
     return Result(**(values | changes))
 
@@ -81,20 +81,73 @@ class TestHash:
 
 class TestFile:
     def test_holds_everything_and_reads_back(self, tmp_path: Path) -> None:
-        written = result()
-        written.write(tmp_path / "result.json")
-        values = json.loads((tmp_path / "result.json").read_text())
-        assert Result.parse(values, "file") == written
+        path = tmp_path / "result.json"
+        written = result(notes=("rule-based spans",), not_run={"4 bit": "needs a GPU"}, scale="tiny").write(
+            path, [SAMPLE]
+        )
+        values = json.loads(path.read_text())
+        assert Result.read(path) == written
+        assert written.read_samples(path) == (SAMPLE,)
         assert values["schema_version"] == results.SCHEMA_VERSION
+        assert values["experiment"] == "squad"
         assert {"python", "torch", "transformers", "mac-rag", "bm25s"} <= values["versions"].keys()
         assert values["command"].startswith("python -m eval.squad")
-        assert values["samples"][0]["rows"]["MAC"]["prediction"] == "Ada"
+        assert values["samples"]["count"] == 1
+        lines = (tmp_path / values["samples"]["name"]).read_bytes()
+        assert values["samples"]["sha256"] == hashlib.sha256(lines).hexdigest()
+        assert json.loads(lines)["rows"]["MAC"]["prediction"] == "Ada"
+
+    def test_an_experiment_needs_neither_questions_nor_a_model(self, tmp_path: Path) -> None:
+        rows = (
+            Row(name="p = 0.25", settings={"p": 0.25, "K": 4, "method": "MAC"}, measures={"peak_mb": 12.5}),
+            Row(name="diverged", measures={"perplexity": float("inf")}),
+        )
+        path = tmp_path / "r.json"
+        result(rows=rows, model=None, data=None, adaptation=None).write(path)
+        read = Result.read(path)
+        assert read.rows == rows
+        assert [type(value) for value in read.rows[0].settings.values()] == [float, int, str]
+        assert read.samples is None
+        assert read.read_samples(path) == ()
+        assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
 
     def test_replaces_another_and_leaves_nothing_beside_it(self, tmp_path: Path) -> None:
-        result(seed=1).write(tmp_path / "result.json")
-        result(seed=2).write(tmp_path / "result.json")
-        assert json.loads((tmp_path / "result.json").read_text())["seed"] == 2
-        assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+        path = tmp_path / "result.json"
+        result(seed=1).write(path, [SAMPLE])
+        result(seed=2).write(path, [SAMPLE])
+        assert Result.read(path).seed == 2
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["result.json", "result.samples.jsonl"]
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("{", "is not JSON"),
+            ("[]", "no result of an evaluation"),
+            ('{"rows": []}', "no result of an evaluation"),
+            ('{"schema_version": 2}', f"has schema version 2, but this version reads {results.SCHEMA_VERSION}"),
+            (f'{{"schema_version": {results.SCHEMA_VERSION}, "bogus": 1}}', "bogus"),
+        ],
+    )
+    def test_what_is_no_result_is_refused(self, tmp_path: Path, content: str, message: str) -> None:
+        (tmp_path / "r.json").write_text(content)
+        with pytest.raises(DataError, match=message) as refusal:
+            Result.read(tmp_path / "r.json")
+        assert "r.json" in str(refusal.value)
+
+    def test_a_missing_file_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(DataError, match=r"r\.json cannot be read: No such file"):
+            Result.read(tmp_path / "r.json")
+
+    def test_samples_are_those_of_the_result(self, tmp_path: Path) -> None:
+        path = tmp_path / "r.json"
+        written = result().write(path, [SAMPLE])
+        file = tmp_path / "r.samples.jsonl"
+        file.write_text(file.read_text().replace("Ada", "Eve", 1))
+        with pytest.raises(DataError, match="sha256 differs"):
+            written.read_samples(path)
+        file.unlink()
+        with pytest.raises(DataError, match="cannot be read"):
+            written.read_samples(path)
 
 
 class TestPath:
@@ -146,3 +199,13 @@ def test_table_shows_percentages(capsys: pytest.CaptureFixture[str]) -> None:
     mac, bm25 = (line.strip("│ ").split() for line in shown.splitlines() if "MAC" in line or "BM25" in line)
     assert [cell for cell in mac if cell != "│"] == ["MAC", "33.3", "50.0", "66.7", "-", "1", "1.5"]
     assert [cell for cell in bm25 if cell != "│"] == ["BM25", "33.3", "50.0", "66.7", "87.5", "1", "1.5"]
+
+
+def test_table_shows_any_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [Row(name="p0", measures={"peak_mb": 1234.5}), Row(name="p1", measures={"seconds": 0.25}, f1=0.5)]
+    show(rows, title="dropout")
+    shown = capsys.readouterr().out
+    header, first, second = (line.strip("│┃ ").split() for line in shown.splitlines() if "┃" in line or "│" in line)
+    assert [cell for cell in header if cell not in "┃%"] == ["F1", "peak_mb", "seconds"]
+    assert [cell for cell in first if cell != "│"] == ["p0", "-", "1,234", "-"]
+    assert [cell for cell in second if cell != "│"] == ["p1", "50.0", "-", "0.25"]
