@@ -1,0 +1,185 @@
+"""Two results question by question, with paired bootstrap intervals: `python -m eval.compare A.json B.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mac_rag.commands import run_command
+
+if TYPE_CHECKING:
+    from eval.bootstrap import Interval
+    from eval.results import Result, Sample, Verdict
+
+FIGURES = ("em", "f1", "em_prefix")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One figure of a row of A and a row of B over the same questions, 0 to 1, and A less B."""
+
+    row: str
+    against: str
+    figure: str
+    ours: float
+    theirs: float
+    interval: Interval
+
+
+def main(
+    a: Annotated[Path, typer.Argument(help="The result file of A.")],
+    b: Annotated[Path, typer.Argument(help="The result file of B.")],
+    row: Annotated[
+        list[str] | None,
+        typer.Option(help="A row of A; may be given several times.", show_default="all that B has too"),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="The row of B to compare with.", show_default="the one of the same name")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
+) -> None:
+    """Compare two results over the questions that both asked: each row's figures, and A less B with 95 % intervals.
+
+    Both must be of the same data set and split. To compare two rows of one result, give its file twice.
+    """
+    from eval.results import Result
+
+    ours, theirs = Result.read(a), Result.read(b)
+    check_data(ours, theirs, a, b)
+    pairs = shared_samples(ours.read_samples(a), theirs.read_samples(b), a, b)
+    differences = compare(pairs, chosen_rows(pairs, row or [], against, a, b), seed)
+    _show(differences, a, b, len(pairs))
+    for path, result in ((a, ours), (b, theirs)):
+        count = result.samples.count if result.samples else 0
+        if count != len(pairs):
+            typer.echo(f"{count - len(pairs):,} of the {count:,} questions of {path} were not asked in the other.")
+    if ours.data and theirs.data and ours.data.documents != theirs.data.documents:
+        typer.echo(f"The streams differ in length: {ours.data.documents:,} and {theirs.data.documents:,} documents.")
+
+
+def check_data(ours: Result, theirs: Result, a: Path, b: Path) -> None:
+    """Refuses results that asked nothing, or that asked about different data.
+
+    Raises:
+        DataError: naming the files.
+    """
+    from mac_rag.errors import DataError
+
+    for path, result in ((a, ours), (b, theirs)):
+        if result.samples is None:
+            raise DataError(f"{path} ({result.experiment}) asked no questions that could be compared one by one")
+    if ours.data and theirs.data:
+        one, other = (f"{data.name} ({data.split})" for data in (ours.data, theirs.data))
+        if one != other:
+            raise DataError(f"the results are of different data: {a} of {one}, {b} of {other}")
+
+
+def shared_samples(
+    ours: Sequence[Sample], theirs: Sequence[Sample], a: Path, b: Path
+) -> list[tuple[dict[str, Verdict], dict[str, Verdict]]]:
+    """What A and B answered to each question that both asked, in the order of A.
+
+    Raises:
+        DataError: when they have no question in common, or one id stands for different questions.
+    """
+    from mac_rag.errors import DataError
+
+    by_id = {sample.id: sample for sample in theirs}
+    pairs = []
+    for sample in ours:
+        other = by_id.get(sample.id)
+        if other is None:
+            continue
+        if (sample.question, sample.answers) != (other.question, other.answers):
+            raise DataError(
+                f"the results are of different questions: {sample.id!r} is {sample.question!r} in {a}, "
+                f"but {other.question!r} in {b}; were they drawn by the same --seed?"
+            )
+        pairs.append((sample.rows, other.rows))
+    if not pairs:
+        raise DataError(f"{a} and {b} have no question in common")
+    return pairs
+
+
+def chosen_rows(
+    pairs: Sequence[tuple[dict[str, Verdict], dict[str, Verdict]]],
+    rows: Sequence[str],
+    against: str | None,
+    a: Path,
+    b: Path,
+) -> list[tuple[str, str]]:
+    """The rows of A to compare, each with its row of B.
+
+    Raises:
+        ConfigError: for a row that a result does not have, naming those that it has.
+    """
+    from mac_rag.errors import ConfigError
+
+    names, others = ([name for name in pairs[0][side] if all(name in pair[side] for pair in pairs)] for side in (0, 1))
+    wanted = list(rows) or (names if against else [name for name in names if name in others])
+    if not wanted:
+        raise ConfigError(f"no row has the same name in both; choose --row from {names} and --against from {others}")
+    chosen = [(name, against or name) for name in wanted]
+    for name, other in chosen:
+        if name not in names:
+            raise ConfigError(f"{a} has no answers of row {name!r}; it has {names}")
+        if other not in others:
+            raise ConfigError(f"{b} has no answers of row {other!r}; it has {others}")
+    return chosen
+
+
+def compare(
+    pairs: Sequence[tuple[dict[str, Verdict], dict[str, Verdict]]], rows: Sequence[tuple[str, str]], seed: int = 0
+) -> list[Difference]:
+    """The figures of each pair of rows and their differences, A less B.
+
+    Args:
+        pairs: what A and B answered to each question.
+        rows: a row of A and the row of B to compare it with.
+        seed: of the bootstrap.
+    """
+    from eval.bootstrap import paired_interval
+
+    differences = []
+    for name, other in rows:
+        for figure in FIGURES:
+            ours = [float(getattr(mine[name], figure)) for mine, _ in pairs]
+            theirs = [float(getattr(yours[other], figure)) for _, yours in pairs]
+            interval = paired_interval(ours, theirs, seed=seed)
+            differences.append(
+                Difference(name, other, figure, sum(ours) / len(ours), sum(theirs) / len(theirs), interval)
+            )
+    return differences
+
+
+def _show(differences: Sequence[Difference], a: Path, b: Path, questions: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    typer.echo(f"A = {a}\nB = {b}\n{questions:,} questions; percent; * where the 95 % interval leaves out zero")
+    table = Table()
+    table.add_column("", no_wrap=True)
+    for header in ("figure", "A", "B", "A - B (95 %)", ""):
+        table.add_column(header, justify="left" if header == "figure" else "right")
+    for index, entry in enumerate(differences):
+        found = entry.interval
+        if index and index % len(FIGURES) == 0:
+            table.add_section()
+        names = entry.row if entry.row == entry.against else f"{entry.row} / {entry.against}"
+        table.add_row(
+            names if index % len(FIGURES) == 0 else "",
+            {"em": "EM", "f1": "F1", "em_prefix": "prefix"}[entry.figure],
+            f"{100 * entry.ours:.1f}",
+            f"{100 * entry.theirs:.1f}",
+            f"{100 * found.mean:+.1f} ({100 * found.low:+.1f}, {100 * found.high:+.1f})",
+            "*" if found.low > 0 or found.high < 0 else "",
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    run_command(main)

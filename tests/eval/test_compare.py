@@ -1,0 +1,99 @@
+"""Comparing results: over which questions, which rows, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eval.bootstrap import paired_interval
+from eval.compare import compare, shared_samples
+from eval.results import Data
+from tests.eval.handmade import result, samples
+
+Command = Callable[..., tuple[int, str, str]]
+OURS, THEIRS = [1.0, 0.5, 1.0, 0.0], [0.0, 0.5, 1.0, 0.25]
+
+
+def write(folder: Path, name: str, **scores: list[float]) -> Path:
+    result("squad").write(folder / name, samples(scores))
+    return folder / name
+
+
+def test_is_the_paired_bootstrap_over_the_shared_questions() -> None:
+    """B lacks the first question of A and asked two more."""
+    ours, theirs = samples({"MAC": OURS}), samples({"MAC": [*THEIRS[1:], 1.0, 1.0]}, first=1)
+    pairs = shared_samples(ours, theirs[::-1], Path("a"), Path("b"))
+    f1 = next(entry for entry in compare(pairs, [("MAC", "MAC")], seed=3) if entry.figure == "f1")
+    assert (f1.ours, f1.theirs) == (sum(OURS[1:]) / 3, sum(THEIRS[1:]) / 3)
+    assert f1.interval == paired_interval(OURS[1:], THEIRS[1:], seed=3)
+
+
+def test_shows_shared_rows_or_those_chosen(command: Command, tmp_path: Path) -> None:
+    a, b = write(tmp_path, "a.json", MAC=OURS, other=OURS), write(tmp_path, "b.json", MAC=THEIRS, Uniform=[0.0] * 4)
+    code, shown, _ = command("eval.compare", a, b)
+    assert code == 0
+    assert "4 questions" in shown
+    assert "│ MAC " in shown
+    assert "other" not in shown
+    assert re.search(r"MAC │ EM +│ 50.0 │ 25.0 │ +\+25.0", shown)
+    code, shown, _ = command("eval.compare", a, b, "--row", "MAC", "--against", "Uniform")
+    assert code == 0
+    assert "MAC / Uniform" in shown
+    code, shown, _ = command("eval.compare", a, a, "--row", "MAC", "--against", "other")
+    assert "+0.0 (+0.0, +0.0)" in shown
+
+
+def test_says_which_questions_were_left_out(command: Command, tmp_path: Path) -> None:
+    a = write(tmp_path, "a.json", MAC=OURS)
+    result("squad").write(tmp_path / "b.json", samples({"MAC": THEIRS}, first=1))
+    _, shown, _ = command("eval.compare", a, tmp_path / "b.json")
+    assert f"1 of the 4 questions of {a} were not asked in the other" in shown
+
+
+class TestRefusals:
+    def refused(self, command: Command, *arguments: object) -> str:
+        code, _, errors = command("eval.compare", *arguments)
+        assert code == 1
+        assert "Traceback" not in errors
+        return errors
+
+    def test_other_data(self, command: Command, tmp_path: Path) -> None:
+        a, b = write(tmp_path, "a.json", MAC=OURS), tmp_path / "b.json"
+        squad = Data(name="squad", split="dev", source="folder", documents=7, questions=4)
+        result("squad", data=squad).write(b, samples({"MAC": THEIRS}))
+        assert "different data" in self.refused(command, a, b)
+
+    def test_other_questions_under_the_same_ids(self, command: Command, tmp_path: Path) -> None:
+        a, b = write(tmp_path, "a.json", MAC=OURS), tmp_path / "b.json"
+        others = [s.model_copy(update={"question": "Who?"}) for s in samples({"MAC": THEIRS})]
+        result("squad").write(b, others)
+        assert "different questions: 'q0' is 'What is 0?'" in self.refused(command, a, b)
+
+    def test_no_question_in_common(self, command: Command, tmp_path: Path) -> None:
+        a, b = write(tmp_path, "a.json", MAC=OURS), tmp_path / "b.json"
+        result("squad").write(b, samples({"MAC": THEIRS}, first=100))
+        assert "no question in common" in self.refused(command, a, b)
+
+    def test_no_questions_at_all(self, command: Command, tmp_path: Path) -> None:
+        a, b = write(tmp_path, "a.json", MAC=OURS), tmp_path / "b.json"
+        result("dropout_memory").write(b)
+        assert "(dropout_memory) asked no questions" in self.refused(command, a, b)
+
+    def test_rows_that_are_not_there(self, command: Command, tmp_path: Path) -> None:
+        a, b = write(tmp_path, "a.json", MAC=OURS), write(tmp_path, "b.json", Uniform=THEIRS)
+        assert "no row has the same name" in self.refused(command, a, b)
+        assert "no answers of row 'nobody'; it has ['MAC']" in self.refused(command, a, b, "--row", "nobody")
+        assert "no answers of row 'nobody'; it has ['Uniform']" in self.refused(command, a, b, "--against", "nobody")
+
+    def test_another_schema_and_missing_files(self, command: Command, tmp_path: Path) -> None:
+        a = write(tmp_path, "a.json", MAC=OURS)
+        (tmp_path / "old.json").write_text('{"schema_version": 2}')
+        assert "schema version 2" in self.refused(command, a, tmp_path / "old.json")
+        assert "cannot be read" in self.refused(command, tmp_path / "nowhere.json", a)
+
+    @pytest.mark.parametrize("arguments", [(), ("a.json",)])
+    def test_wrong_usage(self, command: Command, arguments: tuple[str, ...]) -> None:
+        assert command("eval.compare", *arguments)[0] == 2
