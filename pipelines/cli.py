@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -25,6 +26,31 @@ OutputOption = Annotated[
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Overrides one value of the recipe, e.g. --set trainer.steps=100.")
 ]
+RetrieverOption = Annotated[
+    str | None,
+    typer.Option(
+        "--retriever",
+        help="Whose documents stand in front of the questions: none, bm25, minilm, hybrid, contriever, dpr, "
+        "sentence-transformers:MODEL, module:attr. Short for --set context.retriever=...",
+        show_default="the recipe's",
+    ),
+]
+KOption = Annotated[
+    str | None,
+    typer.Option(
+        "--k",
+        help="How many of them; of several numbers with commas, such as 1,3,5, one is drawn for each question. Short "
+        "for --set context.k=[...]",
+        show_default="the recipe's",
+    ),
+]
+
+
+def with_context(overrides: list[str] | None, retriever: str | None, k: str | None) -> list[str]:
+    """The values of `--set`, and those of `--retriever` and `--k` behind them."""
+    named = [] if retriever is None else [f"context.retriever={json.dumps(retriever)}"]
+    numbers = [] if k is None else [f"context.k=[{k}]"]
+    return [*(overrides or ()), *named, *numbers]
 
 
 def load_recipe(kind: type[C], name: str, overrides: list[str] | None) -> C:
@@ -57,7 +83,10 @@ def _override(values: dict[str, Any], override: str) -> None:
         values = values.setdefault(parent, {})
         if not isinstance(values, dict):
             raise ConfigError(f"--set {override}: {parent!r} holds no further values")
-    values[last] = yaml.safe_load(text)
+    try:
+        values[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override}: {text!r} is not valid YAML") from None
 
 
 def keep_recipe(config: Config, output: Path) -> None:

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
+import typer
+
 from mac_rag.commands import run_command
-from pipelines.cli import ConfigOption, OutputOption, SetOption, keep_recipe, load_recipe
+from pipelines.cli import (
+    ConfigOption,
+    KOption,
+    OutputOption,
+    RetrieverOption,
+    SetOption,
+    keep_recipe,
+    load_recipe,
+    with_context,
+)
 
 
-def main(config: ConfigOption, output: OutputOption, set_: SetOption = None) -> None:
-    """Meta-train the amortization, input and aggregation networks around a frozen LM.
+def main(
+    config: ConfigOption,
+    output: OutputOption,
+    retriever: RetrieverOption = None,
+    k: KOption = None,
+    base_lm: Annotated[
+        Literal["frozen", "lora", "full"] | None,
+        typer.Option(
+            help="Leave the base LM frozen, or train it jointly. Short for --set tune_base_lm=...",
+            show_default="the recipe's",
+        ),
+    ] = None,
+    set_: SetOption = None,
+) -> None:
+    """Meta-train the amortization, input and aggregation networks around an LM, frozen or not.
 
     best/ and last/ in the output folder are MAC checkpoints: MACModel.from_pretrained("<output>/best"). Several
     processes: torchrun --nproc_per_node N -m pipelines.train ...
@@ -15,7 +41,8 @@ def main(config: ConfigOption, output: OutputOption, set_: SetOption = None) -> 
     from pipelines.tasks.train import TrainConfig, TrainTask
     from pipelines.trainer import Trainer
 
-    recipe = load_recipe(TrainConfig, config, set_)
+    overrides = with_context(set_, retriever, k) + ([] if base_lm is None else [f"tune_base_lm={base_lm}"])
+    recipe = load_recipe(TrainConfig, config, overrides)
     keep_recipe(recipe, output)
     Trainer(TrainTask(recipe), recipe.trainer, output).run()
 

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from mac_rag.commands import run_command
-from pipelines.cli import ConfigOption, OutputOption, SetOption, keep_recipe, load_recipe
+from pipelines.cli import (
+    ConfigOption,
+    KOption,
+    OutputOption,
+    RetrieverOption,
+    SetOption,
+    keep_recipe,
+    load_recipe,
+    with_context,
+)
 
 
-def main(config: ConfigOption, output: OutputOption, set_: SetOption = None) -> None:
+def main(
+    config: ConfigOption,
+    output: OutputOption,
+    retriever: RetrieverOption = None,
+    k: KOption = None,
+    set_: SetOption = None,
+) -> None:
     """Tune a base LM on question-answer pairs, with or without retrieved documents in front of them.
 
     best/ and last/ in the output folder are ordinary Hugging Face model folders. The baselines of the paper and MAC
@@ -15,7 +30,7 @@ def main(config: ConfigOption, output: OutputOption, set_: SetOption = None) -> 
     from pipelines.tasks.tune_qa import TuneConfig, TuneTask
     from pipelines.trainer import Trainer
 
-    recipe = load_recipe(TuneConfig, config, set_)
+    recipe = load_recipe(TuneConfig, config, with_context(set_, retriever, k))
     keep_recipe(recipe, output)
     Trainer(TuneTask(recipe), recipe.trainer, output).run()
 

@@ -69,6 +69,16 @@ def make_retriever(spec: str, *, folder: Path | None = None, progress: bool = Fa
     return DenseRetriever(make(), folder=folder, progress=progress)
 
 
+def check_name(spec: str) -> None:
+    """Refuses a name that `make_retriever` does not know, without loading a model.
+
+    Raises:
+        ConfigError: naming it; lists the names.
+    """
+    if spec != "none" and not needs_folder(spec) and (not spec.startswith(_CHROMA) or spec == _CHROMA):
+        _named(spec)
+
+
 def needs_folder(spec: str) -> bool:
     """Whether a retriever of this name lives in memory, and lasts only where it is saved to a folder."""
     return spec in ("bm25", "hybrid") or _encoder(spec) is not None
@@ -91,7 +101,8 @@ def _encoder(spec: str) -> Callable[[], Encoder] | None:
     return lambda: encoders.contriever(f"facebook/{spec}")
 
 
-def _imported(spec: str) -> Retriever:
+def _named(spec: str) -> Any:
+    """What `module:attr` stands for."""
     module, colon, attribute = spec.partition(":")
     if not (colon and module and attribute):
         raise ConfigError(f"unknown retriever {spec!r}; choose one of {', '.join(RETRIEVERS)}")
@@ -104,6 +115,11 @@ def _imported(spec: str) -> Retriever:
             f"cannot import retriever {spec!r}: {error}; choose one of {', '.join(RETRIEVERS)}, where module:attr is "
             "an importable module and a name in it"
         ) from error
+    return found
+
+
+def _imported(spec: str) -> Retriever:
+    found = _named(spec)
     made = found if isinstance(found, Retriever) or not callable(found) else found()
     if isinstance(made, Retriever):
         return made

@@ -6,14 +6,17 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mac_rag.config import Config
 from mac_rag.data import load_dataset
 from mac_rag.data.newswire import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError
-from mac_rag.retrieval.bm25 import BM25Retriever
+from mac_rag.retrieval.registry import check_name
+from pipelines.tasks.mining import Retrieved
+
+_DEPTH = 6  # documents retrieved at least, so that runs with the paper's k of 1, 3 and 5 share what is mined
 
 
 class DataConfig(Config):
@@ -49,16 +52,28 @@ class ContextConfig(Config):
     """Documents in front of the questions, as a retriever would put them there.
 
     Attributes:
-        retriever: `none`, or `bm25` over the training documents.
+        retriever: `none`, or the name of one over the training documents (see `make_retriever`): `bm25`, `minilm`,
+            `hybrid`, `contriever`, `dpr`, `sentence-transformers:MODEL`, `module:attr`.
         k: how many documents; one of these numbers is drawn for each question.
         rate: share of the questions that get documents; the others are asked without.
         gold_rate: share of them in which the document that holds the answer is among the k, and in the others not.
     """
 
-    retriever: Literal["none", "bm25"] = "none"
+    retriever: str = "none"
     k: tuple[int, ...] = (5,)
     rate: float = Field(1.0, ge=0, le=1)
     gold_rate: float = Field(1.0, ge=0, le=1)
+
+    @field_validator("retriever")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        try:
+            check_name(name)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        if name.startswith("chroma:"):
+            raise ValueError("training does not write to a Chroma store; minilm finds the same documents")
+        return name
 
     @model_validator(mode="after")
     def _check(self) -> ContextConfig:
@@ -68,36 +83,46 @@ class ContextConfig(Config):
 
 
 class ContextMiner:
-    """Retrieves the documents in front of training questions.
+    """Puts retrieved documents in front of training questions.
 
-    The order is shuffled, so that rank never tells the LM where the answer is.
+    Their order is shuffled, so that rank never tells the LM where the answer is. They are retrieved once, at the start,
+    for all questions of the data set.
+
+    Raises:
+        ConfigError: when there are not more documents than `k`; and as `Retrieved`.
     """
 
-    def __init__(self, config: ContextConfig, documents: Sequence[Document]) -> None:
+    def __init__(self, config: ContextConfig, data: QADataset) -> None:
         self._config = config
-        self._documents = {document.id: document for document in documents}
+        self._documents = {document.id: document for document in data.documents}
         if max(config.k) >= len(self._documents):
             raise ConfigError(f"context.k is {max(config.k)}, but there are only {len(self._documents)} documents")
-        self._retriever = BM25Retriever() if config.retriever == "bm25" else None
-        if self._retriever is not None:
-            self._retriever.add(documents)
+        self._retrieved = retrieved(config, data)
 
     def mine(self, questions: Sequence[Question], rng: random.Random) -> list[list[Document]]:
         """The documents in front of each question, as many as the retriever finds up to the drawn number.
 
         An empty list stands for a question that is asked without any.
         """
-        if self._retriever is None:
+        if self._retrieved is None:
             return [[] for _ in questions]
         sizes = [rng.choice(self._config.k) if rng.random() < self._config.rate else 0 for _ in questions]
-        asked = [question.question for question, k in zip(questions, sizes, strict=True) if k]
-        hits = iter(self._retriever.retrieve(asked, max(self._config.k) + 1))
         mined = []
         for question, k in zip(questions, sizes, strict=True):
-            row = next(hits) if k else []
             gold = rng.random() < self._config.gold_rate
-            others = [self._documents[hit.document_id] for hit in row if hit.document_id != question.document_id]
+            found = self._retrieved[question.question] if k else []
+            others = [document for document in found if document.id != question.document_id]
             chosen = [*others[: k - 1], self._documents[question.document_id]] if gold and k else others[:k]
             rng.shuffle(chosen)
             mined.append(chosen)
         return mined
+
+
+def retrieved(config: ContextConfig, data: QADataset) -> Retrieved | None:
+    """The best documents of each question of a data set: one more than `k`, of which the gold one may be left out.
+
+    None without a retriever.
+    """
+    if config.retriever == "none":
+        return None
+    return Retrieved(config.retriever, data, max(max(config.k) + 1, _DEPTH))

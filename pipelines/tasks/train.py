@@ -20,8 +20,7 @@ from mac_rag.metrics import best_over, exact_match, f1
 from mac_rag.model import MACModel
 from mac_rag.objective import Batch, LossWeights, mac_loss
 from mac_rag.presets import preset
-from mac_rag.retrieval.bm25 import BM25Retriever
-from pipelines.tasks.questions import ContextConfig, ContextMiner, DataConfig
+from pipelines.tasks.questions import ContextConfig, ContextMiner, DataConfig, retrieved
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 
@@ -117,8 +116,9 @@ class TrainTask(Task):
         data = config.data.training_set()
         self._questions = data.questions_by_document()
         self._stories = _stories(data, self._questions)
-        self._miner = ContextMiner(config.context, data.documents)
+        self._miner = ContextMiner(config.context, data)
         self._validation = config.data.validation_set()
+        self._validation_retrieved = retrieved(config.context, self._validation)
         # A ring of the newest documents' mean memory tokens; part of the state, so that a resumed run has the same.
         self.register_buffer("negatives", torch.zeros(config.negatives, self.model.base_lm.width, device=device))
         self.register_buffer("negatives_seen", torch.zeros((), dtype=torch.long))
@@ -185,21 +185,19 @@ class TrainTask(Task):
 
     def validate(self) -> dict[str, float]:
         """EM and F1 on the held-out stream, from memory alone and, in training with a retriever, with documents."""
-        data, context = self._validation, self.config.context
-        retriever = BM25Retriever() if context.retriever == "bm25" else None
-        engine = MACEngine(self.model, retriever=retriever, k=max(context.k))
+        data, found = self._validation, self._validation_retrieved
+        engine = MACEngine(self.model)
         engine.adapt(data.documents)
-        figures = self._figures(engine, use_retriever=False)
-        if retriever is not None:
-            joint = self._figures(engine, use_retriever=True)
-            figures |= {f"{name}_retrieved": value for name, value in joint.items()}
+        figures = self._figures(engine, None)
+        if found is not None:
+            k = max(self.config.context.k)
+            contexts = [[document.text for document in found[question.question][:k]] for question in data.questions]
+            figures |= {f"{name}_retrieved": value for name, value in self._figures(engine, contexts).items()}
         return figures
 
-    def _figures(self, engine: MACEngine, *, use_retriever: bool) -> dict[str, float]:
+    def _figures(self, engine: MACEngine, contexts: list[list[str]] | None) -> dict[str, float]:
         questions = self._validation.questions
-        given = engine.answer(
-            [question.question for question in questions], use_retriever=use_retriever, overflow="truncate"
-        )
+        given = engine.answer([question.question for question in questions], contexts=contexts, overflow="truncate")
         pairs = [(answer.text, question.answers) for answer, question in zip(given, questions, strict=True)]
         return {
             name: sum(best_over(metric, text, answers) for text, answers in pairs) / len(pairs)

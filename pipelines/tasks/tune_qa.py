@@ -15,9 +15,8 @@ from mac_rag.config import BaseLMConfig, Config
 from mac_rag.data.types import Document, Question
 from mac_rag.loading import load_causal_lm, quiet
 from mac_rag.prompt import PromptEncoder, PromptFormat
-from mac_rag.retrieval.bm25 import BM25Retriever
 from mac_rag.tuning import make_trainable, merged
-from pipelines.tasks.questions import ContextConfig, ContextMiner, DataConfig
+from pipelines.tasks.questions import ContextConfig, ContextMiner, DataConfig, retrieved
 from pipelines.tasks.reading import reading_exact_match
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
@@ -60,8 +59,9 @@ class TuneTask(Task):
         data = config.data.training_set()
         self._questions = data.questions
         self._by_document = data.questions_by_document()
-        self._miner = ContextMiner(config.context, data.documents)
+        self._miner = ContextMiner(config.context, data)
         self._validation = config.data.validation_set()
+        self._validation_retrieved = retrieved(config.context, self._validation)
 
     def batch(self, step: int, micro: int, size: int) -> list[tuple[list[int], list[int]]]:
         """Sequences as token ids, each with the ids that the loss looks at and -100 elsewhere."""
@@ -105,13 +105,10 @@ class TuneTask(Task):
         data = self._validation
         figures = {"em_closed": self._exact_match(data.questions, [()] * len(data.questions))}
         figures["em"] = figures["em_closed"]
-        if self.config.context.retriever == "bm25":
-            retriever = BM25Retriever()
-            retriever.add(data.documents)
-            texts = [q.question for q in data.questions]
-            for k in sorted(set(self.config.context.k)):
-                contexts = [[hit.text for hit in hits] for hits in retriever.retrieve(texts, k)]
-                figures[f"em_bm25_{k}"] = figures["em"] = self._exact_match(data.questions, contexts)
+        found = self._validation_retrieved
+        for k in sorted(set(self.config.context.k)) if found is not None else ():
+            contexts = [[document.text for document in found[q.question][:k]] for q in data.questions]
+            figures[f"em_retrieved_{k}"] = figures["em"] = self._exact_match(data.questions, contexts)
         return figures
 
     def _exact_match(self, questions: Any, contexts: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner, Result
 
 from mac_rag.errors import ConfigError, DataError, QuantizationError
 from mac_rag.model import MACModel
 from pipelines.cli import load_recipe
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
-from pipelines.tasks.questions import ContextConfig, ContextMiner
 from pipelines.tasks.train import TrainConfig, TrainTask, excerpt
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Task, Trainer
@@ -163,7 +165,7 @@ def test_a_tuned_lm_is_an_ordinary_model_folder(model_folder: Folder, tmp_path: 
         "test",
     )
     figures = Trainer(TuneTask(recipe), recipe.trainer, tmp_path).run()
-    assert figures.keys() == {"em_closed", "em_bm25_2", "em"}
+    assert figures.keys() == {"em_closed", "em_retrieved_2", "em"}
     lm = AutoModelForCausalLM.from_pretrained(tmp_path / "best")
     assert not any("lora" in name for name, _ in lm.named_parameters())
     assert AutoTokenizer.from_pretrained(tmp_path / "best")("text").input_ids
@@ -249,39 +251,6 @@ def test_bad_text_files(tmp_path: Path, content: str | None, message: str) -> No
         PretrainTask(pretrain_recipe(corpus=corpus), tmp_path / "out")
 
 
-@pytest.mark.parametrize(("gold_rate", "present"), [(1.0, True), (0.0, False)])
-def test_mined_documents_hold_the_gold_one_at_the_stated_rate(gold_rate: float, present: bool) -> None:
-    import random
-
-    from mac_rag.data.newswire import generate
-
-    data = generate("train", 60)
-    miner = ContextMiner(ContextConfig(retriever="bm25", k=(3,), gold_rate=gold_rate), data.documents)
-    mined = miner.mine(data.questions, random.Random(0))
-    places, whole = [], 0
-    for question, documents in zip(data.questions, mined, strict=True):
-        ids = [document.id for document in documents]
-        assert len(set(ids)) == len(ids) <= 3
-        assert (question.document_id in ids) == present
-        if len(ids) == 3:
-            whole += 1
-            places += [ids.index(question.document_id)] if present else []
-    assert whole > len(data.questions) / 2  # BM25 finds fewer where no further document shares a word
-    # Rank must not tell where the answer is.
-    assert not present or all(places.count(place) > len(places) / 6 for place in range(3))
-
-
-@pytest.mark.parametrize("rate", [0.0, 1.0])
-def test_the_share_of_questions_with_documents(rate: float) -> None:
-    import random
-
-    from mac_rag.data.newswire import generate
-
-    data = generate("train", 30)
-    miner = ContextMiner(ContextConfig(retriever="bm25", k=(2,), rate=rate), data.documents)
-    assert all(bool(documents) == bool(rate) for documents in miner.mine(data.questions, random.Random(0)))
-
-
 def test_training_through_quantised_weights_needs_a_gpu(model_folder: Folder) -> None:
     recipe = train_recipe(model_folder)
     base_lm = recipe.model.base_lm.model_copy(update={"quantization": "nf4"})
@@ -304,6 +273,9 @@ def test_a_preset_stands_for_its_model(tmp_path: Path) -> None:
         ("preset: gpt9\ntrainer: {}", "gpt9"),
         ("model: [", "not valid YAML"),
         ("losses: {anser: 1}", "losses.anser"),
+        ("context: {retriever: google}", "unknown retriever 'google'"),
+        ("context: {retriever: 'chroma:folder'}", "minilm finds the same"),
+        ("context: {retriever: 'no_module:attr'}", "cannot import retriever 'no_module:attr'"),
         ("preset: distilgpt2\nmodel: {}\ntrainer: {}", "not both"),
     ],
 )
@@ -312,3 +284,40 @@ def test_bad_recipes_name_what_is_wrong(tmp_path: Path, text: str, message: str)
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_recipe(TrainConfig, str(path), None)
+
+
+def commanded(module: str, *options: str) -> Result:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(importlib.import_module(module).main)
+    return CliRunner().invoke(app, options)
+
+
+def test_options_stand_for_values_of_the_recipe(model_folder: Folder, tmp_path: Path) -> None:
+    """They win over the recipe and --set, and a run that they made goes on with them alone."""
+    recipe = train_recipe(model_folder, context={}).model_dump(mode="json")
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(recipe))
+    output = tmp_path / "out"
+    common = ("--config", str(tmp_path / "train.yaml"), "--output", str(output))
+    options = (*common, "--retriever", "hybrid-of-nothing", "--k", "1,2", "--base-lm", "lora", "--set", "context.k=[9]")
+    assert "hybrid-of-nothing" in str(commanded("pipelines.train", *options).exception)
+    assert not output.exists()
+    options = (*common, "--retriever", "mac_rag.retrieval:BM25Retriever", "--k", "1,2", "--base-lm", "lora")
+    finished = commanded("pipelines.train", *options, "--set", "context.k=[9]")
+    assert finished.exit_code == 0, finished.exception
+    kept = yaml.safe_load((output / "config.yaml").read_text())
+    assert kept["context"]["retriever"] == "mac_rag.retrieval:BM25Retriever"
+    assert (kept["context"]["k"], kept["tune_base_lm"]) == ([1, 2], "lora")
+    assert {"em_retrieved", "f1_retrieved"} <= metrics(output)[-1].keys()
+    assert commanded("pipelines.train", *options).exit_code == 0
+    assert "another configuration" in str(commanded("pipelines.train", *common).exception)
+
+
+def test_an_lm_is_tuned_with_the_retriever_of_the_option(model_folder: Folder, tmp_path: Path) -> None:
+    recipe = {"base_lm": {"name": str(model_folder("gpt2"))}, "data": DATA, "trainer": TRAINER}
+    (tmp_path / "tune.yaml").write_text(yaml.safe_dump(recipe))
+    common = ("--config", str(tmp_path / "tune.yaml"), "--output", str(tmp_path / "out"), "--retriever", "bm25")
+    assert commanded("pipelines.tune_qa", *common, "--k", "1,3").exit_code == 0
+    assert {"em_closed", "em_retrieved_1", "em_retrieved_3"} <= metrics(tmp_path / "out")[-1].keys()
+    for wrong, message in (("x", "context.k.0"), ("0", "at least 1"), ("1]", "not valid YAML"), ("50", "k is 50")):
+        found = commanded("pipelines.tune_qa", *common[:3], str(tmp_path / wrong), *common[4:], "--k", wrong)
+        assert message in str(found.exception)
