@@ -78,7 +78,7 @@ def main(
         reduction_ways(loaded, engine.bank, stream.documents, seed),
         codebook_ways(loaded, engine.bank, codebooks, preselected, seed),
     ):
-        rows += [measure(loaded, way, asked, batch_size) for way in ways]
+        rows += [measure(loaded, way, asked, batch_size)[0] for way in ways]
     report = provenance("memory_vs_accuracy") | {
         "command": shlex.join(["python", "-m", "benchmarks.memory_vs_accuracy", *sys.argv[1:]]),
         "model": {"name": model, "fingerprint": loaded.fingerprint, "device": str(loaded.device)},

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from benchmarks.allocations import allocated_peak
 from eval.protocol import judge
+from eval.results import Verdict
 from mac_rag.data.types import Document, Question
 from mac_rag.engine import Answer
 from mac_rag.memory.bank import MemoryBank
@@ -81,7 +82,7 @@ class Figures:
 
 
 @torch.no_grad()
-def measure(model: MACModel, way: Way, questions: Sequence[Question], batch_size: int) -> Figures:
+def measure(model: MACModel, way: Way, questions: Sequence[Question], batch_size: int) -> tuple[Figures, list[Verdict]]:
     """Asks all questions in one way; memory is that of the first, full batch."""
     answers: list[Answer] = []
     peak, seconds = 0, 0.0
@@ -105,9 +106,10 @@ def measure(model: MACModel, way: Way, questions: Sequence[Question], batch_size
     em, f1, em_prefix = (
         sum(getattr(verdict, metric) for verdict in verdicts) / len(verdicts) for metric in ("em", "f1", "em_prefix")
     )
-    return Figures(
+    figures = Figures(
         way.group, way.name, way.method, way.parameter, way.entries, way.bank_bytes, em, f1, em_prefix, peak, seconds
     )
+    return figures, verdicts
 
 
 def hierarchical_ways(model: MACModel, bank: MemoryBank, subgroups: Sequence[int]) -> Iterator[Way]:

@@ -163,6 +163,7 @@ def report(
     model: MACModel | None = None,
     not_run: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
+    table: Sequence[Row] | None = None,
 ) -> None:
     """Writes the result file and prints the table.
 
@@ -172,6 +173,7 @@ def report(
         source: folder of the data set, or "generated".
         model: the one that was evaluated; None where the rows have different ones.
         not_run, notes: see `eval.results.Result`.
+        table: the rows to print, where there are too many to read; None for all.
     """
     from eval.results import Data, Model, Result, provenance, show
 
@@ -203,7 +205,7 @@ def report(
         notes=tuple(notes),
     ).write(path, samples)
     where = "" if dataset is None else f" on {dataset.name} ({dataset.split})"
-    show(result.rows, title=f"{options.get('model', experiment)}{where}")
+    show(result.rows if table is None else table, title=f"{options.get('model', experiment)}{where}")
     if adaptation is not None:
         typer.echo(
             f"Adapted to {adaptation.documents:,} documents in {adaptation.seconds:.1f} s"

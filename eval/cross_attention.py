@@ -1,0 +1,182 @@
+"""Where the last cross-attention looks among six documents (figure 6): `python -m eval.cross_attention --help`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eval.command import DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from mac_rag.commands import run_command
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from eval.results import Row
+    from mac_rag.data.types import Document, QADataset, Question
+    from mac_rag.model import MACModel
+    from mac_rag.nn.attention import Chunk
+
+# The paper's figure is of GPT2-Large on StreamingQA, the mean over 25 questions.
+SETUPS = {"tiny": Setup("mac-tiny", 512, 25), "paper": Setup("runs/gpt2-large/train/best", 1665, 25)}
+KINDS = ("bm25", "random")
+
+
+def main(
+    context: typer.Context,
+    model: ModelByScale = None,
+    data: DataOption = None,
+    scale: ScaleOption = "tiny",
+    distractors: Annotated[int, typer.Option(min=1, help="Documents beside the one that holds the answer.")] = 5,
+    documents: DocumentsOption = None,
+    questions: QuestionsOption = None,
+    seed: SeedOption = 0,
+    device: DeviceOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Map the last block's cross-attention over the gold document and distractors: BM25's best others, or random ones.
+
+    Each kind of distractors has a row with the mass on the gold document, and the map, one row for each memory token of
+    each document: the attention to it, a mean over questions, their tokens and heads. A model with a document prior is
+    also measured without it.
+    """
+    from eval.results import result_path
+
+    path = result_path(output, "cross_attention")
+    setup = SETUPS[scale].but(model, documents, questions)
+    dataset, source = open_stream(data, "test", setup, seed, scale=scale)
+    from mac_rag.errors import ConfigError
+    from mac_rag.model import MACModel
+
+    if distractors >= len(dataset.documents):
+        raise ConfigError(f"--distractors is {distractors}, but the stream has only {len(dataset.documents)} documents")
+    loaded = MACModel.from_pretrained(setup.model, device=device)
+    rows, cells = [], []
+    for kind in KINDS:
+        beside = distracting(dataset, kind, distractors, seed)
+        maps = attention_map(loaded, dataset, beside)
+        rows.append(summary(f"{kind} distractors", kind, maps))
+        cells += map_rows(kind, maps)
+        if loaded.aggregation.prior is not None:
+            with loaded.without_document_prior():
+                plain = attention_map(loaded, dataset, beside)
+            rows.append(summary(f"{kind} distractors, without the prior", kind, plain))
+    report(
+        path,
+        experiment="cross_attention",
+        options=setup.options(context.params),
+        rows=[*rows, *cells],
+        table=rows,
+        dataset=dataset,
+        source=source,
+        model=loaded,
+    )
+
+
+def distracting(dataset: QADataset, kind: str, count: int, seed: int) -> list[list[Document]]:
+    """`count` documents for each question beside the one that holds its answer.
+
+    Args:
+        kind: `bm25` for those that BM25 ranks first, filled up with random ones where it finds fewer; or `random`.
+    """
+    from mac_rag.retrieval.bm25 import BM25Retriever
+
+    rng = random.Random(seed)
+    by_id = {document.id: document for document in dataset.documents}
+    found: list[list[str]] = [[] for _ in dataset.questions]
+    if kind == "bm25":
+        retriever = BM25Retriever()
+        retriever.add(dataset.documents)
+        hits = retriever.retrieve([question.question for question in dataset.questions], count + 1)
+        found = [[hit.document_id for hit in row] for row in hits]
+
+    def beside(question: Question, ids: Sequence[str]) -> list[Document]:
+        chosen = [i for i in ids if i != question.document_id][:count]
+        others = [i for i in by_id if i != question.document_id and i not in chosen]
+        return [by_id[i] for i in [*chosen, *rng.sample(others, count - len(chosen))]]
+
+    return [beside(question, ids) for question, ids in zip(dataset.questions, found, strict=True)]
+
+
+def attention_map(model: MACModel, dataset: QADataset, distractors: Sequence[Sequence[Document]]) -> Tensor:
+    """The last block's attention `[N, T, documents, T]` of N questions, over the gold document and its distractors.
+
+    Of a document in several chunks, the first stands for it. A mean over heads; each question's token sums to 1.
+    """
+    import torch
+
+    gold = {document.id: document for document in dataset.documents}
+    maps = []
+    with torch.no_grad():
+        for question, others in zip(dataset.questions, distractors, strict=True):
+            texts = [document.text for document in (gold[question.document_id], *others)]
+            phi = model.amortize([model.amortization.split(text)[0] for text in texts])
+            encoded = model.input_encoder([model.input_encoder.ids(question.question)])
+            recorder = _Recorder()
+            model.aggregation(encoded, model.project(phi), attention=recorder)
+            maps.append(recorder.weights.mean(1)[0].cpu())
+    return torch.stack(maps)
+
+
+class _Recorder:
+    """Direct attention that keeps the weights `[B, H, S, K, T]` of the last block."""
+
+    weights: Tensor
+
+    def __call__(self, query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False) -> tuple[Tensor, Tensor | None]:
+        """As `mac_rag.nn.attention.BankAttention`, for rows that all questions share."""
+        import torch
+
+        parts = list(chunks)
+        keys, values = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("keys", "values"))
+        logits = torch.einsum("bhsd,hktd->bhskt", query, keys)
+        if all(part.bias is not None for part in parts):
+            bias = torch.cat([part.bias for part in parts if part.bias is not None], 2)
+            logits = logits + bias[:, :, None, :, None]
+        self.weights = logits.flatten(3).softmax(-1).view_as(logits)
+        return torch.einsum("bhskt,hktd->bhsd", self.weights, values), None
+
+
+def summary(name: str, kind: str, maps: Tensor) -> Row:
+    """The attention mass on documents as one row.
+
+    Args:
+        maps: `[N, T, documents, T]`, the gold document first.
+    """
+    from eval.results import Row
+
+    masses = maps.sum(-1).mean(1)  # [N, documents]
+    return Row(
+        name=name,
+        settings={"distractors": kind},
+        measures={
+            "gold_mass": float(masses[:, 0].mean()),
+            "largest_distractor_mass": float(masses[:, 1:].max(1).values.mean()),
+            "gold_first": float((masses.argmax(1) == 0).float().mean()),
+        },
+        documents=maps.shape[2],
+        questions=len(maps),
+    )
+
+
+def map_rows(kind: str, maps: Tensor) -> list[Row]:
+    """The mean map, a row for each memory token of each document; all their masses together are 1."""
+    from eval.results import Row
+
+    return [
+        Row(
+            name=f"{kind}, {document}, token {token}",
+            settings={"distractors": kind, "document": document, "token": token},
+            measures={"mass": float(mass)},
+        )
+        for number, row in enumerate(maps.mean((0, 1)))
+        for document in [f"distractor {number}" if number else "gold"]
+        for token, mass in enumerate(row, 1)
+    ]
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,61 @@
+"""Memory and answers of hierarchical aggregation (figure 5): `python -m eval.hierarchical --help`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from eval.bank_memory import measure_ways
+from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, whole_numbers
+from eval.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from mac_rag.commands import run_command
+
+# The paper's figure is of GPT2-XL on ArchivalQA-Seq.
+SETUPS = {"tiny": Setup("mac-tiny", 512, 256), "paper": Setup("runs/gpt2-xl/train/best", 1665)}
+
+
+def main(
+    context: typer.Context,
+    model: ModelByScale = None,
+    data: DataOption = None,
+    scale: ScaleOption = "tiny",
+    subgroups: Annotated[str, typer.Option(help="Sizes M of the subgroups, with commas.")] = "4,8,16,32,64,128,256",
+    documents: DocumentsOption = None,
+    questions: QuestionsOption = None,
+    seed: SeedOption = 0,
+    batch_size: BatchOption = 16,
+    device: DeviceOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Measure what hierarchical aggregation (algorithm 3) saves in memory and costs in answers, by M.
+
+    Beside it stand the whole bank in one softmax ("full", the paper's comparison) and streaming, which gives the same
+    answers at constant memory.
+    """
+    from eval.results import result_path
+    from mac_rag.errors import ConfigError
+
+    path = result_path(output, "hierarchical")
+    sizes = whole_numbers("--subgroups", subgroups)
+    if sizes[0] < 2:
+        raise ConfigError(f"--subgroups must be at least 2, got {subgroups!r}: groups of one never become fewer")
+    setup = SETUPS[scale].but(model, documents, questions)
+    dataset, source = open_stream(data, "test", setup, seed, scale=scale)
+    from benchmarks.memory_ways import hierarchical_ways
+    from mac_rag.model import MACModel
+
+    measure_ways(
+        "hierarchical",
+        lambda network, bank, _: hierarchical_ways(network, bank, sizes),
+        path,
+        MACModel.from_pretrained(setup.model, device=device),
+        dataset,
+        batch_size,
+        options=setup.options(context.params),
+        source=source,
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

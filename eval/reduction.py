@@ -1,0 +1,66 @@
+"""Answers from a bank that is held at a limited size (figure 7): `python -m eval.reduction --help`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import typer
+
+from eval.bank_memory import measure_ways
+from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption
+from eval.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from mac_rag.commands import run_command
+
+if TYPE_CHECKING:
+    from mac_rag.data.types import QADataset
+    from mac_rag.memory.bank import MemoryBank
+
+# The paper's figure is of LLaMA-2-7B on StreamingQA; 75 % of its stream are the paper's 1,250 entries.
+SETUPS = {"tiny": Setup("mac-tiny", 512, 256), "paper": Setup("runs/llama2-7b/train/best", 1665)}
+
+
+def main(
+    context: typer.Context,
+    model: ModelByScale = None,
+    data: DataOption = None,
+    scale: ScaleOption = "tiny",
+    documents: DocumentsOption = None,
+    questions: QuestionsOption = None,
+    seed: SeedOption = 0,
+    batch_size: BatchOption = 16,
+    device: DeviceOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Measure answers from banks that keep 75, 50 and 25 % of the stream's documents as entries.
+
+    Random pruning, random averaging and averaging the nearest make room as the documents arrive; the whole bank stands
+    beside them.
+    """
+    from eval.results import result_path
+
+    path = result_path(output, "reduction")
+    setup = SETUPS[scale].but(model, documents, questions)
+    dataset, source = open_stream(data, "test", setup, seed, scale=scale)
+    from benchmarks.memory_ways import Way, attending, bank_bytes, projected, reduction_ways
+    from mac_rag.model import MACModel
+
+    def ways(network: MACModel, bank: MemoryBank, stream: QADataset) -> Iterator[Way]:
+        whole = attending(network, projected(network, bank))
+        yield Way("reduction", "whole bank", "whole bank", None, len(bank.phi), bank_bytes(bank), True, whole)
+        yield from reduction_ways(network, bank, stream.documents, seed)
+
+    measure_ways(
+        "reduction",
+        ways,
+        path,
+        MACModel.from_pretrained(setup.model, device=device),
+        dataset,
+        batch_size,
+        options=setup.options(context.params),
+        source=source,
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,53 @@
+"""eval.hierarchical and eval.reduction on a tiny model: which rows they write, and what those are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from eval.results import Result
+
+Command = Callable[..., tuple[int, str, str]]
+SIZES = ("--documents", 16, "--questions", 6, "--batch-size", 4)
+
+
+def test_hierarchical(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ("--model", tiny_checkpoint, *SIZES, "--subgroups", "2,8", "--output", "r.json")
+    assert command("eval.hierarchical", *arguments)[0] == 0
+    result = Result.read(tmp_path / "r.json")
+    rows = {row.name: row for row in result.rows}
+    assert list(rows) == ["full", "streaming", "hierarchical, M = 2", "hierarchical, M = 8"]
+    assert rows["hierarchical, M = 8"].settings == {"method": "hierarchical", "entries": 16, "M": 8}
+    full = rows["full"]
+    assert full.measures["memory_kept"] == 100
+    for row in rows.values():
+        kept = row.measures["memory_kept"]
+        assert abs(kept - 100 * row.measures["peak_mb"] / full.measures["peak_mb"]) < 1e-9
+    samples = result.read_samples(tmp_path / "r.json")
+    assert len(samples) == 6
+    assert all(sample.rows["streaming"] == sample.rows["full"] for sample in samples)
+    assert result.config["model"] == str(tiny_checkpoint)
+
+
+def test_a_group_of_one_never_becomes_fewer(command: Command) -> None:
+    code, _, errors = command("eval.hierarchical", "--subgroups", "1,4")
+    assert code == 1
+    assert "--subgroups must be at least 2" in errors
+
+
+def test_reduction(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    assert command("eval.reduction", "--model", tiny_checkpoint, *SIZES, "--output", "r.json")[0] == 0
+    rows = {row.name: row for row in Result.read(tmp_path / "r.json").rows}
+    assert next(iter(rows)) == "whole bank"
+    assert len(rows) == 1 + 3 * 3
+    for share, entries in ((75, 12), (50, 8), (25, 4)):
+        row = rows[f"nearest averaging, {share} %"]
+        assert row.settings == {"method": "nearest averaging", "entries": entries}
+        assert row.measures["bank_mb"] * 16 == rows["whole bank"].measures["bank_mb"] * entries
+
+
+def test_the_papers_scale_needs_its_data(command: Command) -> None:
+    for module in ("eval.hierarchical", "eval.reduction", "eval.cross_attention"):
+        code, _, errors = command(module, "--scale", "paper")
+        assert code == 1
+        assert "give one with --data" in errors
