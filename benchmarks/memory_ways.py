@@ -15,7 +15,6 @@ from benchmarks.allocations import allocated_peak
 from eval.protocol import judge
 from eval.results import Verdict
 from mac_rag.data.types import Document, Question
-from mac_rag.engine import Answer
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.codebook import CodebookView, fit, quantize
 from mac_rag.memory.prior_index import PriorIndex
@@ -26,6 +25,7 @@ from mac_rag.nn.aggregation import BankView
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.hierarchical import hierarchical
 from mac_rag.progress import progress_bar
+from mac_rag.reports import Answer
 
 Group = Literal["hierarchical", "reduction", "codebook"]
 Aggregate = Callable[[Tensor], Tensor]  # encoded questions [B, T, D] -> phi* [B, T, D]

@@ -102,8 +102,9 @@ def measure(
         batch_size: questions of one generation.
     """
     from eval.protocol import judge, summarize
-    from mac_rag.engine import Answer, MACEngine
+    from mac_rag.engine import MACEngine
     from mac_rag.progress import progress_bar
+    from mac_rag.reports import Answer
 
     model, documents, questions = whole.model, dataset.documents, dataset.questions
     answers: list[Answer] = []

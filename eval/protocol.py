@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from eval.bootstrap import paired_interval
 from eval.results import Adaptation, Gain, Row, Sample, Verdict
 from mac_rag.data.types import Document, QADataset, Question
-from mac_rag.engine import Answer, MACEngine
+from mac_rag.engine import MACEngine
 from mac_rag.metrics import best_over, exact_match, f1, prefix_match, recall_at_k
+from mac_rag.reports import Answer
 from mac_rag.retrieval import Retriever
 
 

@@ -21,7 +21,7 @@ class Difference:
 
     Attributes:
         missing: in the retriever alone.
-        outdated: in both, with other texts.
+        outdated: in both, with another text or other metadata.
         surplus: in the bank alone.
     """
 
@@ -39,7 +39,7 @@ class Reconciliation:
 
     Attributes:
         added: adapted, for the bank had forgotten them or never known.
-        updated: adapted again, for the bank knew another text.
+        updated: adapted again, for the bank knew another text or other metadata.
         deleted: forgotten, for the retriever does not hold them.
     """
 
@@ -64,7 +64,7 @@ def difference(bank: MemoryBank, retriever: Retriever) -> Difference:
 
 
 def unfiled(retriever: Retriever | None, documents: Sequence[Document], fresh: Container[str]) -> set[str]:
-    """The ids of those documents that a retriever lacks, or holds with another text.
+    """The ids of those documents that a retriever lacks, or holds with another text or other metadata.
 
     Args:
         retriever: where it does not tell which texts it holds, every document that is `fresh` counts as changed.
@@ -77,7 +77,7 @@ def unfiled(retriever: Retriever | None, documents: Sequence[Document], fresh: C
         filed = retriever.content_hashes([document.id for document in documents])
     except ConfigError:
         return {document.id for document in documents if document.id in fresh or document.id not in retriever}
-    return {document.id for document in documents if filed.get(document.id) != content_hash(document.text)}
+    return {document.id for document in documents if filed.get(document.id) != content_hash(document)}
 
 
 def reconcile(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +22,7 @@ from mac_rag.memory.reader import BankReader
 from mac_rag.memory.reduction import BoundedBank
 from mac_rag.model import MACModel
 from mac_rag.progress import progress_bar
+from mac_rag.reports import AdaptReport, Answer
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -31,44 +31,6 @@ if TYPE_CHECKING:
 
 # Documents that are encoded and committed at a time: enough to fill length-sorted batches, few enough to lose little.
 _ADAPT_GROUP = 512
-
-
-@dataclass(frozen=True)
-class AdaptReport:
-    """What a call of `adapt` did.
-
-    Attributes:
-        added, updated, unchanged: how many documents.
-        rows: rows of memory tokens that were written.
-        forgotten: ids of documents that went to make room in a bounded bank, or because they had been merged with one
-            that was updated.
-    """
-
-    added: int
-    updated: int
-    unchanged: int
-    rows: int
-    forgotten: tuple[str, ...] = ()
-    filed: int = 0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer and what it was given from.
-
-    Attributes:
-        text: the answer.
-        contexts: the documents that stood in front of the question, as they were used.
-        document_ids: ids of the documents that the retriever found, best first.
-        truncated: whether documents were shortened to fit the LM's window.
-        discarded_prior: share of the document prior on documents that preselection left out; zero without it.
-    """
-
-    text: str
-    contexts: tuple[str, ...]
-    document_ids: tuple[str, ...]
-    truncated: bool
-    discarded_prior: float = 0.0
 
 
 class MACEngine:
@@ -118,9 +80,10 @@ class MACEngine:
     ) -> AdaptReport:
         """Remembers documents (the online stage of algorithm 2): no gradient, no question, one pass.
 
-        A document whose id and text the bank already holds costs nothing; one with a known id and a new text replaces
-        the old. All documents are checked before the first is written, so bad input loses nothing. A bank on disk is
-        committed every few hundred documents: after an interruption, the same call goes on where it stopped.
+        A document that the bank already holds with this id, text and metadata costs nothing; one with a known id and
+        other text or metadata replaces the old. All documents are checked before the first is written, so bad input
+        loses nothing. A bank on disk is committed every few hundred documents: after an interruption, the same call
+        goes on where it stopped.
 
         Args:
             documents: with ids of their own.
@@ -194,7 +157,7 @@ class MACEngine:
         if document.id not in self.bank or not isinstance(document.text, str):
             return False
         hashes = {member.document_id: member.content_hash for member in self.bank[document.id].members}
-        return hashes[document.id] == content_hash(document.text)
+        return hashes[document.id] == content_hash(document)
 
     def _put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int]) -> tuple[str, ...]:
         """Writes documents to the bank; returns the ids of others that went."""

@@ -192,6 +192,19 @@ def test_what_is_not_allowed_has_no_influence_on_an_answer(tiny_model: MACModel,
     assert both.answer(questions, allowed=allowed) == alone.answer(questions)
 
 
+@pytest.mark.parametrize("kind", ["bm25", "chroma"])
+def test_a_document_of_another_tenant_now_is_one_that_changed(tiny_model: MACModel, tmp_path: Path, kind: str) -> None:
+    engine = MACEngine(tiny_model, retriever=retriever(kind, tmp_path))
+    engine.adapt([Document("1", "Rain fell on Kell.", {"tenant": "ours", "seen": [1, 2]})])
+    assert engine.adapt([Document("1", "Rain fell on Kell.", {"seen": (1, 2), "tenant": "ours"})]).unchanged == 1
+    moved = Document("1", "Rain fell on Kell.", {"tenant": "theirs", "seen": [1, 2]})
+    report = engine.adapt([moved])
+    assert (report.updated, report.filed) == (1, 1)
+    assert engine.bank["1"].metadata == moved.metadata
+    assert engine.retriever is not None
+    assert engine.retriever.documents(["1"]) == [moved]
+
+
 def test_the_command_line_keeps_both(tiny_checkpoint: Path, tmp_path: Path) -> None:
     def run(*arguments: object) -> str:
         result = CliRunner().invoke(app, [str(argument) for argument in arguments])

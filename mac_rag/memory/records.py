@@ -19,7 +19,7 @@ class Member:
 
     Attributes:
         document_id: the document's id.
-        content_hash: of its text, so that an unchanged document is known again.
+        content_hash: of its text and metadata, so that an unchanged document is known again.
         metadata: its metadata, as JSON gives them back.
         added: when it was put into the bank, ISO 8601 in UTC.
     """
@@ -38,11 +38,8 @@ class Member:
         """
         if not isinstance(document.id, str):
             raise BankError(f"ids of documents must be texts, got {document.id!r}")
-        try:
-            metadata = json.loads(json.dumps(dict(document.metadata), allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise BankError(f"metadata of document {document.id!r} cannot be kept as JSON: {error}") from error
-        return cls(document.id, content_hash(document.text), metadata, datetime.now(UTC).isoformat(timespec="seconds"))
+        added = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(document.id, content_hash(document), _as_json(document), added)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +61,20 @@ class Record:
         return tuple(member.document_id for member in self.members)
 
 
-def content_hash(text: str) -> str:
-    """What an unchanged document is known by."""
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+def content_hash(document: Document) -> str:
+    """What an unchanged document is known by: the sha256 of its text and metadata.
+
+    Metadata count because filters go by them: a document that now belongs to another tenant has changed.
+
+    Raises:
+        BankError: for metadata that cannot be kept as JSON.
+    """
+    return hashlib.sha256(json.dumps([document.text, _as_json(document)], sort_keys=True).encode()).hexdigest()
+
+
+def _as_json(document: Document) -> dict[str, Any]:
+    try:
+        metadata: dict[str, Any] = json.loads(json.dumps(dict(document.metadata), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise BankError(f"metadata of document {document.id!r} cannot be kept as JSON: {error}") from error
+    return metadata

@@ -77,7 +77,7 @@ class Retriever(ABC):
         """Whether a document of this id is there."""
 
     def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
-        """The sha256 of the text of each document, by id, as the memory bank knows it.
+        """The `content_hash` of each document, by id, as the memory bank knows it.
 
         Args:
             document_ids: of these documents, as far as they are there; None for all.

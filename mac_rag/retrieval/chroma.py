@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import threading
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 from filelock import FileLock, Timeout
 
 from mac_rag.data.types import Document
@@ -22,7 +24,7 @@ from mac_rag.retrieval.embeddings import Vectors
 COLLECTION = "mac_rag"
 
 _ENCODER = "mac_rag_encoder"  # in the collection's metadata: whose vectors it holds
-_HASH, _METADATA = "content_hash", "metadata"  # in each document's: sha256 of the text, all its metadata as JSON
+_HASH, _METADATA = "content_hash", "metadata"  # in each document's; all its metadata as JSON
 _LOCK = "mac_rag.lock"
 _BATCH_BYTES = 8 << 20  # of one request, well below what a server takes
 _IDS = 4096  # ids of one request; Chroma fails beyond what its database takes as variables
@@ -32,9 +34,9 @@ class ChromaRetriever(Retriever):
     """Keeps texts, vectors, metadata and content hashes in one Chroma collection and ranks by dot product.
 
     Every document is a hit; equal scores rank by document id. Chroma searches an HNSW graph, so among very many
-    documents one of the best may be missed, but what `allowed` leaves out is never found. A document that was taken in
-    survives a crash of this process, and of the server, from the end of `add` or `put` on; where either ends during the
-    call, some of its documents are there and others not.
+    documents one of the best may be missed; those that `allowed` names are compared exactly, and no others. A document
+    that was taken in survives a crash of this process, and of the server, from the end of `add` or `put` on; where
+    either ends during the call, some of its documents are there and others not.
 
     Args:
         place: a folder, or `http://HOST:PORT` (or https) of a running server; `/NAME` behind it is a collection of
@@ -125,15 +127,30 @@ class ChromaRetriever(Retriever):
                 return [[] for _ in questions]
             vectors = self.encoder.questions(questions)
             if allowed is None:
-                return self._query(vectors, min(k, len(self)), None)
+                return self._query(vectors, min(k, len(self)))
             parts = [[name for name in found["ids"] if name in allowed] for found in self._found(None, [])]
-            rankings = [self._query(vectors, min(k, len(ids)), ids) for ids in parts if ids]
+            rankings = [self._compare(vectors, k, ids) for ids in parts if ids]
         return [_best((hit for ranking in rankings for hit in ranking[place]), k) for place in range(len(questions))]
 
-    def _query(self, vectors: Vectors, k: int, ids: list[str] | None) -> list[list[Hit]]:
-        """The `k` best of these documents, all of which exist, for each question's vector; of all for None."""
+    def _compare(self, vectors: Vectors, k: int, ids: list[str]) -> list[list[Hit]]:
+        """The `k` best of these documents for each question's vector, without the graph.
+
+        In a graph filtered down to few documents a search ends before it has seen them all.
+        """
+        found = self._get(ids=ids, include=["embeddings", "documents", "metadatas"])
+        scores = vectors @ np.asarray(found["embeddings"], dtype=np.float32).T
+        records = list(zip(found["ids"], found["documents"], found["metadatas"], strict=True))
+        rankings = []
+        for row in scores.tolist():
+            ranked = zip(row, records, strict=True)
+            best = heapq.nsmallest(k, ranked, key=lambda scored: (-scored[0], scored[1][0]))
+            rankings.append([Hit(name, text, score, json.loads(r[_METADATA])) for score, (name, text, r) in best])
+        return rankings
+
+    def _query(self, vectors: Vectors, k: int) -> list[list[Hit]]:
+        """The `k` best of all documents for each question's vector."""
         with self._errors():
-            found: Any = self._collection.query(query_embeddings=vectors, n_results=k, ids=ids)
+            found: Any = self._collection.query(query_embeddings=vectors, n_results=k)
         columns = zip(found["ids"], found["documents"], found["distances"], found["metadatas"], strict=True)
         return [
             _best(

@@ -90,7 +90,7 @@ class HybridRetriever(Retriever):
         return any(document_id in retriever for retriever in self.retrievers)
 
     def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
-        """See `Retriever.content_hashes`; only documents that all retrievers hold, and with the same text."""
+        """See `Retriever.content_hashes`; only documents that all retrievers hold, and alike."""
         with self._lock:
             first, *others = (retriever.content_hashes(document_ids) for retriever in self.retrievers)
         return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}

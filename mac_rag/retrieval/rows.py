@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
+from mac_rag.memory.records import content_hash
 from mac_rag.retrieval.base import Hit, check_distinct
-from mac_rag.retrieval.embeddings import text_hash
 
 _SPARE = 1024  # empty rows that are never worth a compaction
 
@@ -85,10 +85,10 @@ class Rows:
         return document
 
     def content_hashes(self, document_ids: Collection[str] | None) -> dict[str, str]:
-        """The sha256 of the text of each document, by id; of all for None."""
+        """The content hash of each document, by id; of all for None."""
         if document_ids is None:
-            return {document.id: text_hash(document.text) for document in self}
-        return {name: text_hash(self.get(name).text) for name in document_ids if name in self}
+            return {document.id: content_hash(document) for document in self}
+        return {name: content_hash(self.get(name)) for name in document_ids if name in self}
 
     def compact(self) -> NDArray[np.int64]:
         """Closes the gaps and returns the old rows in their new order."""

@@ -150,13 +150,8 @@ def test_the_limit_holds_and_every_document_is_accounted_for(
     for entry in bounded.bank:
         for member in entry.members:
             assert member.metadata == {"n": int(member.document_id)}
-            assert member.content_hash == content_hash_of(member.document_id)
-
-
-def content_hash_of(document_id: str) -> str:
-    bank = MemoryBank("f00d")
-    bank.put([Document(document_id, f"text {document_id}")], random_phi(0, 1))
-    return bank[document_id].content_hash
+            [document] = documents(int(member.document_id), int(member.document_id) + 1)
+            assert member.content_hash == content_hash(document)
 
 
 @every_method
