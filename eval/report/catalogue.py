@@ -1,0 +1,169 @@
+"""The experiments in the order of the paper: what each asks, where the paper shows it, and how it is drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eval.report.plots import Bars, Heat, Lines, Plot
+
+SCORES = ("f1", "em")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One section of the report.
+
+    Attributes:
+        name: the module, `eval.<name>`.
+        title: for readers.
+        source: where the paper shows it; empty for what the paper does not have.
+        question: what it asks, in a sentence or two.
+        plots: how it is drawn.
+        drawn_only: rows that have this setting are points of a plot, and no lines of the table.
+    """
+
+    name: str
+    title: str
+    source: str
+    question: str
+    plots: tuple[Plot, ...]
+    drawn_only: str = ""
+
+
+_SCORED = (Bars(SCORES, "F1 and exact match of each way of answering; red where the memory takes part."),)
+
+CATALOGUE = (
+    Experiment(
+        "main_table",
+        "Online adaptation against the baselines",
+        "Tables 1 and 9",
+        "One pass over a stream of documents, then questions about all of them: how do fine-tuning, compressed "
+        "contexts and the memory compare?",
+        _SCORED,
+    ),
+    *(
+        Experiment(
+            name,
+            f"{title}: the memory with and without retrieval",
+            source,
+            "Documents put in front of the question by a retriever, alone and together with the memory.",
+            _SCORED,
+        )
+        for name, title, source in (
+            ("archivalqa", "ArchivalQA-Seq", "Table 2"),
+            ("squad", "SQuAD-Seq", "protocol of Table 2"),
+            ("streamingqa", "StreamingQA", "protocol of Table 2"),
+        )
+    ),
+    Experiment(
+        "adaptation_cost",
+        "Time and memory of adapting",
+        "Figure 2",
+        "What does it take to adapt to a document, and to the whole stream?",
+        (
+            Bars(("peak_mb",), "Peak memory of adapting to one document."),
+            Bars(("minutes",), "Time of adapting to the stream."),
+        ),
+    ),
+    Experiment(
+        "retention",
+        "Retention over a growing stream",
+        "Figure 3",
+        "How much of the F1 on the first documents is left after adapting to more and more others?",
+        (Lines("added", "retention", "F1 on the first documents, as a share of what it was at first.", "method"),),
+    ),
+    Experiment(
+        "dropout_memory",
+        "Memory of back-propagation dropout",
+        "Figure 4 and Table 3",
+        "Training with K contexts takes memory for each; dropping the back-propagation through a share p of them "
+        "saves most of it.",
+        (Lines("K", "peak_mb", "Peak memory of a training step, by the number of contexts K.", "p"),),
+    ),
+    Experiment(
+        "hierarchical",
+        "Hierarchical aggregation",
+        "Figure 5",
+        "Aggregating in subgroups of M takes less memory than one softmax over the whole bank. What does it cost?",
+        (
+            Lines("M", "f1", "F1 by the size of the subgroups; the levels are exact.", "method", log_x=2),
+            Lines("M", "peak_mb", "Peak memory of aggregation.", "method", log_x=2, log_y=True),
+        ),
+    ),
+    Experiment(
+        "cross_attention",
+        "Where the memory looks",
+        "Figure 6",
+        "The last block's attention over the document that holds the answer and five others: the most alike by BM25, "
+        "or random ones.",
+        (
+            Heat("document", "token", "mass", "distractors", "Attention to each memory token of each document."),
+            Bars(("gold_mass",), "Share of the attention on the document that holds the answer."),
+        ),
+        drawn_only="token",
+    ),
+    Experiment(
+        "reduction",
+        "A bank of limited size",
+        "Figure 7",
+        "When the bank is full, what should make room: dropping entries, averaging random ones, or averaging the most "
+        "alike?",
+        (Lines("entries", "f1", "F1 by the entries that the bank is held at.", "method"),),
+    ),
+    Experiment(
+        "peft",
+        "Kinds of modulation",
+        "Table 4",
+        "The memory may change the model through P-tuning v2 prefixes, through LoRA, or through FiLM.",
+        _SCORED,
+    ),
+    Experiment(
+        "ood",
+        "Out of distribution",
+        "Table 5",
+        "Trained on one set of documents, adapted to another.",
+        _SCORED,
+    ),
+    Experiment(
+        "perplexity",
+        "Language modelling",
+        "Table 6",
+        "Perplexity of the rest of a document after its first tenth, on documents adapted to and on unseen ones.",
+        (Bars(("perplexity_adapted", "perplexity_unseen"), "Perplexity; less is better."),),
+    ),
+    Experiment(
+        "amortization",
+        "Designs of the amortization network",
+        "Table 7",
+        "Which network should turn a document into memory tokens?",
+        _SCORED,
+    ),
+    Experiment(
+        "quantization",
+        "Quantised training",
+        "Table 8",
+        "What does training on a 4-bit base model cost?",
+        _SCORED,
+    ),
+    Experiment(
+        "contamination",
+        "Contamination check",
+        "Table 10",
+        "How much of the test set can be answered without the documents?",
+        _SCORED,
+    ),
+    Experiment(
+        "bank_size",
+        "The memory as the bank grows",
+        "",
+        "The same questions asked of banks of more and more documents.",
+        (Lines("documents", "f1", "F1 by the documents in the bank.", "prior", log_x=10),),
+    ),
+    Experiment(
+        "conflict",
+        "Documents that contradict each other",
+        "",
+        "What is answered when documents say different things about the same question?",
+        _SCORED,
+    ),
+)

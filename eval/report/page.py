@@ -1,0 +1,152 @@
+"""The report as one HTML page that needs nothing beside it: no script, no network, no other file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+
+from eval.report.collect import Collection, Found
+from eval.report.published import published_of
+from eval.report.summary import TITLE, Checked, Section, about, checked, provenance, sections, tally
+from eval.report.tables import Table, paper_table, table
+
+NONE = '<span class="mark none">not run</span>'
+
+
+def page(collection: Collection) -> str:
+    """The whole page."""
+    style = files("eval.report").joinpath("style.css").read_text(encoding="utf-8")
+    parts, findings = sections(collection), checked(collection)
+    body = [
+        _header(collection, parts, findings),
+        "<main>",
+        _findings(findings),
+        *(_section(part) for part in parts if part.results),
+        _missing([part for part in parts if not part.results]),
+        "</main>",
+        _footer(collection),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{TITLE}: results</title>\n<style>\n{style}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n"
+        "</body>\n</html>\n"
+    )
+
+
+def _header(collection: Collection, parts: Sequence[Section], findings: list[Checked]) -> str:
+    run = sum(bool(part.results) for part in parts)
+    dates = sorted(found.result.created[:10] for found in collection.found)
+    models = dict.fromkeys(found.result.model.name for found in collection.found if found.result.model)
+    when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    links = "".join(
+        f'<a href="#{_id(part)}">{escape(part.experiment.title)}</a>' for part in parts if part.results
+    ) + '<a class="none" href="#missing">What was not run</a>' * any(not part.results for part in parts)
+    counts = "".join(f"<li><b>{count}</b>{escape(name)}</li>" for name, count in tally(findings))
+    return (
+        f'<header>\n<p class="kicker">Online adaptation of language models</p>\n<h1>{TITLE}: results</h1>\n'
+        f'<p class="lede">The tables and figures of the paper, measured here: {run} of {len(parts)} experiments, '
+        f"{escape(', '.join(models)) or 'no model'}, {when}. "
+        "Numbers are comparable with the paper’s only where they stand beside each other.</p>\n"
+        f'<ul class="tally">{counts}</ul>\n<nav>{links}</nav>\n</header>'
+    )
+
+
+def _findings(findings: Iterable[Checked]) -> str:
+    lines = []
+    for entry in findings:
+        kind = "none" if entry.verdict == "not run" else entry.verdict
+        numbers = "".join(
+            f'<p class="numbers"><b>{escape(check.where)}</b> — {escape(check.numbers)}</p>' for check in entry.checks
+        )
+        lines.append(
+            f'<div class="finding"><p><span class="mark {kind}">{entry.verdict}</span></p><div>'
+            f'<p class="claim">{escape(entry.finding.claim)}</p>{numbers}'
+            f'<p class="paper">Paper: {escape(entry.finding.paper)}</p></div></div>'
+        )
+    return (
+        '<section id="findings"><h2>The paper’s findings, one by one</h2>'
+        "<p>Each is checked on our own numbers. “Yes” says that the order or the share that the paper finds is there; "
+        "where questions were answered one by one, the 95 % interval tells how sure the difference is.</p>"
+        + "".join(lines)
+        + "</section>"
+    )
+
+
+def _section(part: Section) -> str:
+    experiment = part.experiment
+    source = f'<p class="source">{escape(experiment.source or "not in the paper")}</p>'
+    question = f"<p>{escape(experiment.question)}</p>" if experiment.question else ""
+    body = "".join(_result(part, found) for found in part.results)
+    absent = "".join(f"<p>{NONE} {escape(reason)}</p>" for reason in part.absent)
+    paper = "".join(
+        f"<h3>{escape(entry.source)}</h3>{_table(paper_table(entry))}" for entry in published_of(experiment.name)
+    )
+    theirs = f"<details><summary>What the paper reports, on its own models and data</summary>{paper}</details>"
+    return (
+        f'<section id="{_id(part)}"><h2>{escape(experiment.title)}</h2>{source}{question}{body}{absent}'
+        f"{theirs if paper else ''}</section>"
+    )
+
+
+def _result(part: Section, found: Found) -> str:
+    drawings = []
+    for number, plot in enumerate(part.experiment.plots):
+        drawing = plot.draw(found.result.rows, f"{found.path.name}-{number}")
+        if drawing:
+            drawings.append(f"<figure>{drawing}<figcaption>{escape(plot.caption)}</figcaption></figure>")
+    notes = [escape(note) for note in found.result.notes]
+    notes += [f"{NONE} {escape(what)}: {escape(why)}" for what, why in found.result.not_run.items()]
+    listed = f'<ul class="notes">{"".join(f"<li>{note}</li>" for note in notes)}</ul>' if notes else ""
+    origin = "".join(
+        f"<dt>{escape(name)}</dt><dd>{f'<code>{escape(text)}</code>' if name == 'command' else escape(text)}</dd>"
+        for name, text in provenance(found)
+    )
+    title = found.where or part.experiment.name
+    return (
+        f'<h3>{escape(title)}</h3><p class="data">{escape(about(found))}</p>{"".join(drawings)}'
+        f"{_table(table(found.result, part.experiment))}{listed}"
+        f"<details><summary>Configuration and commit of these numbers</summary><dl>{origin}</dl></details>"
+    )
+
+
+def _table(content: Table) -> str:
+    head = "".join(f'<th scope="col">{escape(header)}</th>' for header in content.headers)
+    lines = []
+    for row in content.rows:
+        cells = []
+        for cell in row:
+            kind = "of-paper" if cell.paper and cell.text != "–" else "best" if cell.best else ""
+            cells.append(f'<td class="{kind}">{escape(cell.text)}</td>' if kind else f"<td>{escape(cell.text)}</td>")
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _missing(parts: Sequence[Section]) -> str:
+    if not parts:
+        return ""
+    lines = "".join(
+        f'<div class="finding" id="{_id(part)}"><p>{NONE}</p><div><p class="claim">{escape(part.experiment.title)}</p>'
+        f'<p class="paper">{escape(part.experiment.source or "not in the paper")} · '
+        f"<code>python -m eval.{escape(part.experiment.name)}</code></p>"
+        + "".join(f'<p class="numbers">{escape(reason)}</p>' for reason in part.absent)
+        + "</div></div>"
+        for part in parts
+    )
+    return f'<section id="missing"><h2>What was not run</h2>{lines}</section>'
+
+
+def _footer(collection: Collection) -> str:
+    commits = dict.fromkeys(found.result.git.commit[:12] for found in collection.found if found.result.git)
+    refused = "".join(f"<p>Left out: {escape(reason)}</p>" for reason in collection.refused.values())
+    return (
+        f"<footer><p>Made by <code>python -m eval.report</code> from {len(collection.found)} result files"
+        f"{' of commit ' + ', '.join(commits) if commits else ''}. "
+        "<code>python -m eval.paper</code> runs them all, <code>python -m eval.compare</code> compares two.</p>"
+        f"{refused}</footer>"
+    )
+
+
+def _id(part: Section) -> str:
+    return escape(part.experiment.name)

@@ -1,0 +1,73 @@
+"""The table of a result: our figures, and beside them the paper's where it has the same row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eval.bootstrap import Interval
+from eval.report.catalogue import Experiment
+from eval.report.figures import SCORES, figure, label, written
+from eval.report.published import Published, published_of
+from eval.results import Result, Row
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure as text; `best` of its column, or the paper's."""
+
+    text: str
+    best: bool = False
+    paper: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Headers and rows; the first cell of a row is its name."""
+
+    headers: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+def table(result: Result, experiment: Experiment) -> Table:
+    """All rows of a result with the figures that any of them has, the best scores marked."""
+    rows = [row for row in result.rows if not experiment.drawn_only or experiment.drawn_only not in row.settings]
+    theirs: list[dict[str, float]] = [_published(result, row) for row in rows]
+    columns: list[tuple[str, list[Cell]]] = []
+    for name in [*SCORES, *dict.fromkeys(name for row in rows for name in row.measures)]:
+        columns.append((label(name), _figures(rows, name)))
+        columns.append((f"paper {label(name)}", [Cell(written(name, found.get(name)), paper=True) for found in theirs]))
+    gains = [Cell(_gain(row.gain.f1 if row.gain else None)) for row in rows]
+    columns.append(("F1 gained by the memory (95 %)", gains))
+    shown = [(header, cells) for header, cells in columns if any(cell.text != "–" for cell in cells)]
+    lines = zip([Cell(row.name) for row in rows], *(cells for _, cells in shown))
+    return Table(("", *(header for header, _ in shown)), tuple(lines))
+
+
+def paper_table(published: Published) -> Table:
+    """One table of the paper as it stands there."""
+    rows = (
+        tuple(Cell(f"{value:g}" if isinstance(value, int | float) else value, paper=True) for value in row)
+        for row in published.rows
+    )
+    return Table((*map(label, published.key), *map(label, published.figures)), tuple(rows))
+
+
+def _published(result: Result, row: Row) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for published in published_of(result.experiment):
+        found |= published.of(result, row)
+    return found
+
+
+def _figures(rows: Sequence[Row], name: str) -> list[Cell]:
+    values = [figure(row, name) for row in rows]
+    top = max((value for value in values if value is not None), default=0.0)
+    best = top if name in ("em", "f1") and len(rows) > 1 and top > 0 else None
+    return [Cell(written(name, value), best=best is not None and value == best) for value in values]
+
+
+def _gain(gain: Interval | None) -> str:
+    if gain is None:
+        return "–"
+    return f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f}, {100 * gain.high:+.1f})"

@@ -1,0 +1,53 @@
+"""What became of each step of `eval.paper`, kept beside its results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from mac_rag.config import Config
+from mac_rag.errors import ConfigError, DataError
+
+RECORDS = "steps.json"
+
+
+class StepRecord(Config):
+    """One step.
+
+    Attributes:
+        name: unlike that of any other step; its result is `<name>.json`.
+        experiment: the module that it runs, `eval.<experiment>`.
+        reason: why it failed or was not run.
+        seconds: that it took; None where it was not run.
+    """
+
+    name: str
+    experiment: str
+    command: str
+    status: Literal["done", "failed", "not run"]
+    reason: str = ""
+    seconds: float | None = None
+
+
+def write_records(folder: Path, records: Sequence[StepRecord]) -> None:
+    """Writes the records of a folder of results."""
+    partial = folder / f"{RECORDS}.partial"
+    partial.write_text(json.dumps([record.model_dump() for record in records], indent=1) + "\n", encoding="utf-8")
+    partial.replace(folder / RECORDS)
+
+
+def read_records(folder: Path) -> list[StepRecord]:
+    """The records of a folder of results; none where `eval.paper` has not run.
+
+    Raises:
+        DataError: when their file is damaged.
+    """
+    path = folder / RECORDS
+    if not path.exists():
+        return []
+    try:
+        return [StepRecord.parse(record, path) for record in json.loads(path.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError, ConfigError) as error:
+        raise DataError(f"{path} is damaged; delete it: {error}") from None

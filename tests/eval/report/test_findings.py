@@ -1,0 +1,117 @@
+"""Each check of a finding on rows made by hand: where it holds, where it does not, and where it cannot be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eval.bootstrap import paired_interval
+from eval.report.collect import Found
+from eval.report.findings import (
+    FINE_TUNING,
+    Check,
+    ahead,
+    falling,
+    kept,
+    nearest_best,
+    retained,
+    retrieval_gains,
+    verdict,
+)
+from eval.results import Row
+from tests.eval.handmade import result, samples, scored
+
+
+def found(*rows: Row) -> Found:
+    return Found(Path("r.json"), result("any", rows))
+
+
+def measured(name: str, settings: dict[str, str | int | float], **measures: float) -> Row:
+    return Row(name=name, settings=settings, measures=measures)
+
+
+@pytest.mark.parametrize(("mac", "holds"), [(0.31, True), (0.3, False), (0.25, False)])
+def test_ahead_of_every_other(mac: float, holds: bool) -> None:
+    rows = (scored("Uniform", 0.2), scored("a row", 0.3, method="CaMeLS"), scored("MAC", mac), scored("RAG", 0.9))
+    check = ahead(("MAC",), FINE_TUNING)(found(*rows))
+    assert check.holds is holds
+    assert f"MAC {100 * mac:.1f}, best other a row 30.0" in check.numbers
+
+
+def test_equal_is_enough_where_ties_count() -> None:
+    rows = found(scored("P-tuning v2", 0.3), scored("LoRA", 0.3))
+    assert ahead(("P-tuning v2",), ("LoRA",), ties=True)(rows).holds
+    assert not ahead(("P-tuning v2",), ("LoRA",))(rows).holds
+
+
+def test_less_is_better_for_perplexity() -> None:
+    rows = [measured(name, {"method": name}, perplexity=value) for name, value in (("MAC", 9.0), ("Uniform", 11.0))]
+    assert ahead(("MAC",), ("Uniform",), "perplexity", less=True)(found(*rows)).holds
+    assert not ahead(("Uniform",), ("MAC",), "perplexity", less=True)(found(*rows)).holds
+
+
+def test_a_difference_comes_with_its_interval_where_questions_were_kept(tmp_path: Path) -> None:
+    ours, theirs = [1.0, 0.5, 1.0, 0.0], [0.0, 0.5, 1.0, 0.25]
+    rows = (scored("MAC", 0.625), scored("Uniform", 0.4375))
+    written = result("main_table", rows).write(tmp_path / "r.json", samples({"MAC": ours, "Uniform": theirs}))
+    interval = paired_interval(ours, theirs)
+    numbers = ahead(("MAC",), FINE_TUNING)(Found(tmp_path / "r.json", written)).numbers
+    assert f"difference +18.8, 95 % {100 * interval.low:+.1f} to {100 * interval.high:+.1f}" in numbers
+
+
+@pytest.mark.parametrize(("camels", "holds"), [(70.8, True), (97.0, False)])
+def test_retention_is_compared_at_the_last_point(camels: float, holds: bool) -> None:
+    rows = [
+        measured(f"{name} {added}", {"method": name, "added": added}, retention=value)
+        for name, last in (("MAC", 96.2), ("CaMeLS", camels))
+        for added, value in ((0, 100.0), (700, 10.0), (1400, last))
+    ]
+    check = retained(found(*rows))
+    assert check.holds is holds
+    assert "after 1,400 more documents: MAC 96.2 %" in check.numbers
+
+
+@pytest.mark.parametrize(
+    ("peaks", "holds"), [((90, 70, 60), True), ((90, 70, 71), False), ((90, 90, 80), True), ((90, 90, 90), False)]
+)
+def test_memory_falls_with_p(peaks: tuple[float, ...], holds: bool) -> None:
+    rows = [measured(f"{p}", {"K": 4, "p": p}, peak_mb=peak) for p, peak in reversed(list(zip((0, 0.5, 0.75), peaks)))]
+    single = [measured(f"one {p}", {"K": 1, "p": p}, peak_mb=50.0) for p in (0, 0.5)]  # nothing to drop
+    assert falling(found(*rows, *single)).holds is holds
+
+
+@pytest.mark.parametrize(("share", "memory", "holds"), [(93.2, 34.4, True), (89.0, 34.4, False), (95.0, 100.0, False)])
+def test_subgroups_of_16_keep_most(share: float, memory: float, holds: bool) -> None:
+    rows = [measured(f"{m}", {"M": m}, f1_kept=50.0, memory_kept=10.0) for m in (2, 64)]
+    assert kept(found(*rows, measured("16", {"M": 16}, f1_kept=share, memory_kept=memory))).holds is holds
+
+
+@pytest.mark.parametrize(("nearest", "holds"), [(0.36, True), (0.34, False)])
+def test_nearest_averaging_is_first_at_every_size(nearest: float, holds: bool) -> None:
+    rows = [
+        scored(f"{method} {entries}", f1, method=method, entries=entries)
+        for entries in (128, 256)
+        for method, f1 in (("random-pruning", 0.3), ("random-averaging", 0.35))
+    ]
+    rows += [scored(f"n {n}", f1, method="nearest-averaging", entries=n) for n, f1 in ((128, nearest), (256, 0.4))]
+    assert nearest_best(found(*rows)).holds is holds
+
+
+@pytest.mark.parametrize(("together", "holds"), [(0.61, True), (0.6, False)])
+def test_every_retriever_gains(together: float, holds: bool) -> None:
+    rows = (scored("MAC", 0.9), scored("bm25", 0.5), scored("bm25 + MAC", 0.7))
+    assert retrieval_gains(found(*rows, scored("dpr", 0.6), scored("dpr + MAC", together))).holds is holds
+
+
+@pytest.mark.parametrize(
+    "check", [ahead(("MAC",), FINE_TUNING), retained, falling, kept, nearest_best, retrieval_gains]
+)
+def test_nothing_is_claimed_without_the_rows(check) -> None:  # type: ignore[no-untyped-def]
+    assert check(found()).holds is None
+    assert check(found(scored("MAC", 0.9))).holds is None
+
+
+def test_verdicts() -> None:
+    yes, no = Check(True, ""), Check(False, "")
+    assert [verdict(checks) for checks in ([], [yes, yes], [no], [yes, no])] == ["not run", "yes", "no", "partly"]

@@ -1,0 +1,192 @@
+"""The page and the Markdown file of results made by hand."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from eval.report.catalogue import CATALOGUE
+from eval.report.collect import collect
+from eval.report.page import page
+from eval.report.published import published
+from eval.report.summary import checked
+from eval.results import Data, Model
+from eval.steps import StepRecord, write_records
+from tests.eval.handmade import COMMIT, result, scored
+from tests.eval.report.made import every_result
+
+Command = Callable[..., tuple[int, str, str]]
+VOID = {"meta", "br", "img"}
+
+
+class Page(HTMLParser):
+    """Checks that elements are closed in the order they were opened, and gathers ids, links and counts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] += 1
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        self.links += [value or "" for name, value in attrs if name in ("href", "src", "xlink:href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("results")
+    every_result(folder)
+    steps = [
+        StepRecord(name="quantization", experiment="quantization", command="c", status="not run", reason="needs a GPU"),
+        StepRecord(name="ood-squad", experiment="ood", command="c", status="failed", reason="no <b>memory</b>"),
+    ]
+    write_records(folder, steps)
+    return folder, page(collect([folder]))
+
+
+class TestPage:
+    def test_needs_nothing_beside_it(self, made: tuple[Path, str]) -> None:
+        parsed = Page(made[1])
+        assert parsed.counts["script"] == parsed.counts["link"] == parsed.counts["img"] == 0
+        assert all(link.startswith(("#", "data:image/png;base64,")) for link in parsed.links)
+        assert re.findall(r"url\((?!#)", made[1]) == []
+        assert "@import" not in made[1]
+
+    def test_ids_are_its_own_and_links_lead_somewhere(self, made: tuple[Path, str]) -> None:
+        parsed = Page(made[1])
+        assert [name for name, count in Counter(parsed.ids).items() if count > 1] == []
+        assert {link[1:] for link in parsed.links if link.startswith("#")} <= set(parsed.ids)
+
+    def test_shows_every_experiment_and_draws_it(self, made: tuple[Path, str]) -> None:
+        folder, text = made
+        run = {path.stem for path in folder.glob("*.json")} - {"steps"}
+        sections = dict(re.findall(r'<section id="([a-z_]+)">(.*?)</section>', text, flags=re.DOTALL))
+        for experiment in CATALOGUE:
+            if experiment.name in run:
+                assert sections[experiment.name].count("<svg") == len(experiment.plots), experiment.name
+                assert COMMIT.commit[:12] in sections[experiment.name]
+                assert f"python -m eval.{experiment.name}" in sections[experiment.name]
+            else:
+                assert f"python -m eval.{experiment.name}" in sections["missing"]
+
+    def test_says_what_was_not_run_and_what_failed(self, made: tuple[Path, str]) -> None:
+        assert "quantization: not run, needs a GPU" in made[1]
+        assert "ood-squad: failed, no &lt;b&gt;memory&lt;/b&gt;" in made[1]
+        assert "CaMeLS on a GPU: there is none" in made[1]
+
+    def test_points_of_a_map_are_no_lines_of_a_table(self, made: tuple[Path, str]) -> None:
+        assert "random distractors" in made[1]
+        assert "gold, token 1" not in made[1]
+
+    def test_is_the_same_each_time(self, made: tuple[Path, str], tmp_path: Path) -> None:
+        (tmp_path / "retention.json").write_bytes((made[0] / "retention.json").read_bytes())
+        assert page(collect([tmp_path])) == page(collect([tmp_path]))
+
+
+def test_findings_are_checked_one_by_one(made: tuple[Path, str]) -> None:
+    verdicts = {entry.finding.claim: entry.verdict for entry in checked(collect([made[0]]))}
+    assert Counter(verdicts.values()) == {"yes": len(verdicts) - 3, "no": 2, "not run": 1}
+    assert verdicts["P-tuning v2 is at or above LoRA."] == "no"
+    assert verdicts["Out of distribution MAC is ahead of CaMeLS."] == "no"
+    assert verdicts["Training on a 16-bit base model is better than on a 4-bit one."] == "not run"
+
+
+class TestPublished:
+    def section(self, folder: Path, **changes: object) -> str:
+        result("main_table", [scored("MAC", 0.2)], **changes).write(folder / "main_table.json")
+        return page(collect([folder])).split("<details>")[0]
+
+    DATA = Data(name="streamingqa", split="test", source="folder", documents=1665, questions=1665)
+    MODEL = Model(name="xl", fingerprint="ab", device="cuda", config={"base_lm": {"name": "openai-community/gpt2-xl"}})
+
+    def test_stands_beside_ours_where_data_and_base_lm_are_the_same(self, tmp_path: Path) -> None:
+        text = self.section(tmp_path, data=self.DATA, model=self.MODEL, scale="paper")
+        assert "paper F1 %" in text
+        assert '<td class="of-paper">15.4</td>' in text
+        assert '<td class="of-paper">9.0</td>' in text
+
+    def test_does_not_stand_beside_another_scale(self, tmp_path: Path) -> None:
+        assert "paper F1 %" not in self.section(tmp_path)
+        assert "paper F1 %" not in self.section(tmp_path, data=self.DATA)
+        assert "paper F1 %" not in self.section(tmp_path, model=self.MODEL)
+
+    def test_each_row_is_whole_and_belongs_to_an_experiment(self) -> None:
+        names = {experiment.name for experiment in CATALOGUE}
+        for entry in published():
+            assert entry.experiment in names
+            for row in entry.rows:
+                assert len(row) == len(entry.key) + len(entry.figures)
+            assert len({row[: len(entry.key)] for row in entry.rows}) == len(entry.rows)
+
+
+class TestCollection:
+    def test_shows_the_newest_of_a_kind(self, tmp_path: Path) -> None:
+        for name, created, f1 in (("a", "2026-02-01", 0.7), ("b", "2026-01-01", 0.6)):
+            result("peft", [scored("LoRA", f1)], created=created).write(tmp_path / f"{name}.json")
+        squad = Data(name="squad", split="dev", source="folder", documents=1, questions=1)
+        result("peft", [scored("LoRA", 0.5)], data=squad).write(tmp_path / "c.json")
+        found = collect([tmp_path]).of("peft")
+        assert [entry.path.name for entry in found] == ["a.json", "c.json"]
+
+    def test_says_which_files_it_left_out(self, tmp_path: Path) -> None:
+        result("peft", [scored("LoRA", 0.5)]).write(tmp_path / "a.json")
+        (tmp_path / "old.json").write_text('{"schema_version": 2}')
+        text = page(collect([tmp_path]))
+        assert "Left out: " in text
+        assert "old.json has schema version 2" in text
+
+    def test_shows_experiments_that_it_does_not_know(self, tmp_path: Path) -> None:
+        result("new_idea", [scored("<b>bold</b>", 0.5)]).write(tmp_path / "a.json")
+        text = page(collect([tmp_path]))
+        assert "New idea" in text
+        assert "&lt;b&gt;bold" in text
+
+
+class TestCommand:
+    def test_writes_both_files(self, command: Command, tmp_path: Path) -> None:
+        result("peft", [scored("LoRA", 0.4), scored("P-tuning v2", 0.5)], not_run={"FiLM": "no time"}).write(
+            tmp_path / "peft.json"
+        )
+        code, shown, _ = command("eval.report.__main__", tmp_path, "--output", tmp_path / "out" / "all.html")
+        assert code == 0
+        assert shown.splitlines() == [f"Report: {tmp_path / 'out' / 'all'}.{end}" for end in ("html", "md")]
+        text = (tmp_path / "out" / "all.md").read_text()
+        assert "| P-tuning v2 | **25.0** | **50.0** | 50.0 |" in text
+        assert "- not run: FiLM: no time" in text.split("## Not run")[0]
+        assert "python -m eval.quantization" in text.split("## Not run")[1]
+        for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+            assert len({line.count(" | ") for line in block.splitlines()[:1] + block.splitlines()[2:]}) == 1
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("nowhere",), "nowhere is no folder of results"),
+            ((".",), "no result in .; python -m eval.paper makes them"),
+            ((".", "--output", "report.txt"), "--output must end in .html"),
+        ],
+    )
+    def test_refusals(self, command: Command, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+        code, _, errors = command("eval.report.__main__", *arguments)
+        assert code == 1
+        assert message in errors
+        assert not list(tmp_path.iterdir())
