@@ -1,0 +1,158 @@
+"""Online fine-tuning: the LM is updated on the stream, document by document, and then asked."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import Field
+
+from eval.baselines.weighting import TokenWeighting, passages, weighted_loss
+from eval.systems import System, generate
+from mac_rag.base_lm import BaseLM
+from mac_rag.config import Config
+from mac_rag.progress import progress_bar
+from mac_rag.tuning import make_trainable
+
+if TYPE_CHECKING:
+    from mac_rag.data.types import Document, Question
+
+
+class AnswerTuning(Config):
+    """Tuning on questions and answers of the training set, after adaptation and before the questions of the stream.
+
+    Attributes:
+        steps: of Adam; 0 for none.
+        batch_size: questions of one step.
+        learning_rate: constant.
+    """
+
+    steps: int = Field(0, ge=0)
+    batch_size: int = Field(16, ge=1)
+    learning_rate: float = Field(2.5e-5, gt=0)
+
+
+class FineTuning(System):
+    """An LM of its own that takes one step of Adam on each document, in the order of the stream.
+
+    Nothing is dropped out, so equal streams give equal LMs.
+
+    Args:
+        base_lm: tuned on questions and answers; it stays as it is.
+        weighting: of the tokens in the loss.
+        learning_rate: of Adam, constant.
+        max_new_tokens: longest answer.
+        batch_size: questions of one generation.
+        tuning: on questions and answers, each time before the system is asked.
+        training_questions: what that tunes on.
+        seed: of their order.
+
+    Raises:
+        ConfigError: for a quantised LM, whose weights cannot be updated.
+    """
+
+    def __init__(
+        self,
+        base_lm: BaseLM,
+        weighting: TokenWeighting,
+        learning_rate: float,
+        *,
+        max_new_tokens: int = 16,
+        batch_size: int = 32,
+        tuning: AnswerTuning | None = None,
+        training_questions: Sequence[Question] = (),
+        seed: int = 0,
+    ) -> None:
+        self.name = weighting.name
+        self.settings = {"learning_rate": learning_rate, **weighting.settings}
+        if tuning is not None and tuning.steps:
+            self.settings["answer_tuning_steps"] = tuning.steps
+        self.lm = trainable_copy(base_lm)
+        self._weighting = weighting
+        self._optimizer = torch.optim.Adam(self.lm.parameters(), lr=learning_rate)
+        self._max_new_tokens = max_new_tokens
+        self._batch_size = batch_size
+        self._tuning = tuning or AnswerTuning()
+        self._training_questions = training_questions
+        self._seed = seed
+        self._asked: BaseLM | None = None
+
+    def adapt(self, documents: Sequence[Document]) -> None:
+        self._asked = None
+        window, device = self.lm.context_window, self.lm.device
+        with progress_bar(self.name, len(documents)) as bar:
+            for document in documents:
+                for passage in passages(self.lm.prompts, document.text, window, device):
+                    weights = self._weighting.weights(passage)
+                    logits = self.lm.model(input_ids=passage.ids[None], use_cache=False).logits[0]
+                    self._optimizer.zero_grad()
+                    weighted_loss(logits, passage.ids, weights).backward()
+                    self._optimizer.step()
+                bar.advance()
+
+    def answer(self, questions: Sequence[str]) -> list[str]:
+        if self._asked is None:
+            self._asked = self.lm
+            if self._tuning.steps:
+                self._asked = trainable_copy(self.lm)
+                tune_answers(self._asked, self._training_questions, self._tuning, seed=self._seed)
+        prompts = [self._asked.prompts.prompt(question) for question in questions]
+        return generate(self._asked, prompts, max_new_tokens=self._max_new_tokens, batch_size=self._batch_size)
+
+
+def trainable_copy(base_lm: BaseLM) -> BaseLM:
+    """The LM with all of its weights copied and ready for training.
+
+    Raises:
+        ConfigError: for a quantised LM.
+    """
+    lm = copy.deepcopy(base_lm.model)
+    make_trainable(lm, None)
+    return BaseLM(lm.eval(), base_lm.tokenizer, base_lm.prompts.format)
+
+
+def tune_answers(base_lm: BaseLM, questions: Sequence[Question], tuning: AnswerTuning, *, seed: int = 0) -> None:
+    """Trains an LM on answers to questions without any document, round after round in one order drawn by the seed."""
+    order = cycle(random.Random(seed).sample(range(len(questions)), len(questions)))
+    optimizer = torch.optim.Adam(base_lm.parameters(), lr=tuning.learning_rate)
+    with progress_bar("tune answers", tuning.steps) as bar:
+        for _ in range(tuning.steps):
+            batch = [questions[index] for index in islice(order, tuning.batch_size)]
+            prompts = [base_lm.prompts.prompt(question.question) for question in batch]
+            answers = [base_lm.prompts.answer(question.answers[0]) for question in batch]
+            optimizer.zero_grad()
+            (base_lm.answer_loss(prompts, answers, None).sum() / sum(map(len, answers))).backward()
+            optimizer.step()
+            bar.advance()
+
+
+def search_learning_rate(
+    make: Callable[[float], System],
+    rates: Sequence[float],
+    documents: Sequence[Document],
+    questions: Sequence[Question],
+) -> tuple[float, dict[float, float]]:
+    """Tries learning rates on a validation stream: adapt, then ask (appendix A).
+
+    Args:
+        make: a new system of one learning rate.
+        rates: to try.
+        documents, questions: of the validation stream.
+
+    Returns:
+        The rate of the highest mean F1, the smallest of equals; and the F1 of each.
+    """
+    from mac_rag.metrics import best_over, f1
+
+    found = {}
+    for rate in sorted(rates):
+        system = make(rate)
+        system.adapt(documents)
+        answers = system.answer([question.question for question in questions])
+        scores = [best_over(f1, text, question.answers) for text, question in zip(answers, questions, strict=True)]
+        found[rate] = sum(scores) / len(scores)
+    return max(found, key=lambda rate: found[rate]), found
