@@ -1,0 +1,221 @@
+"""What is answered where the retrieved document contradicts the memory: `python -m eval.conflict --help`."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from mac_rag.commands import run_command
+
+if TYPE_CHECKING:
+    from eval.conflict_documents import Conflict
+    from eval.results import Row, Verdict
+    from mac_rag.data.types import QADataset
+    from mac_rag.engine import MACEngine
+
+SETUPS = {"tiny": Setup("mac-tiny", 1665, 128), "paper": Setup("runs/llama2-7b/train/best", 1665)}
+
+_NAMES = {"outdated": ("outdated document", "newest document"), "counterfactual": ("false document", "true document")}
+
+
+def main(
+    context: typer.Context,
+    model: ModelByScale = None,
+    data: DataOption = None,
+    scale: ScaleOption = "tiny",
+    split: Annotated[Literal["train", "val", "test"], typer.Option(help="Which split to stream.")] = "test",
+    documents: DocumentsOption = None,
+    questions: QuestionsOption = None,
+    seed: SeedOption = 0,
+    batch_size: BatchOption = 32,
+    device: DeviceOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Measure answers from one retrieved document that is wrong, alone and with a memory that knows better.
+
+    Outdated, on the generated newswire: the document is superseded by a later one; the memory holds both, or the later
+    one alone. Counterfactual, also on data sets with --data: the answer in the document is replaced by another of its
+    kind; the memory holds the true document. `wrong_share` is the share of answers that are the wrong document's, and
+    `wrong_gain` what the memory adds to it, with its 95 % interval; the right document stands beside for comparison.
+    --questions limits each of the two.
+    """
+    from eval.results import result_path
+
+    path = result_path(output, "conflict")
+    setup = SETUPS[scale].but(model, documents, questions)
+    if data is None and scale == "tiny":
+        from mac_rag.data import newswire
+
+        dataset = newswire.generate(split, setup.documents, seed=seed, questions_per_document=4)
+        source = "generated"
+    else:
+        dataset, source = open_stream(data, split, replace(setup, questions=None), seed, scale=scale)
+    groups = conflicts(dataset, setup.questions, seed)
+
+    from eval.protocol import adapt, samples
+    from mac_rag.data.types import QADataset
+    from mac_rag.engine import MACEngine
+    from mac_rag.model import MACModel
+
+    loaded = MACModel.from_pretrained(setup.model, device=device)
+    engine = MACEngine(loaded)
+    adaptation = adapt(engine, dataset.documents, progress=True)
+    rows: list[Row] = []
+    sampled = []
+    for group in groups:
+        answered = measure(engine, group, newest_only(dataset), batch_size=batch_size, seed=seed, progress=True)
+        rows += [row for row, _ in answered]
+        sampled += samples([case.question for case in group], {row.name: verdicts for row, verdicts in answered})
+    asked = tuple(case.question for group in groups for case in group)
+    report(
+        path,
+        experiment="conflict",
+        options=setup.options(context.params),
+        rows=rows,
+        samples=sampled,
+        adaptation=adaptation,
+        dataset=QADataset(dataset.name, dataset.split, dataset.documents, asked),
+        source=source,
+        model=loaded,
+        table=[_in_short(row) for row in rows],
+        not_run={} if source == "generated" else {"outdated documents": "only newswire tells which ones update others"},
+    )
+
+
+def conflicts(dataset: QADataset, questions: int | None, seed: int) -> list[list[Conflict]]:
+    """At most so many conflicts of each kind, drawn by the seed, as far as the data set has any.
+
+    Raises:
+        DataError: where it has none at all.
+    """
+    from eval.conflict_documents import counterfactual, outdated
+    from mac_rag.errors import DataError
+
+    groups = [outdated(dataset) if dataset.name == "newswire" else [], counterfactual(dataset, seed)]
+    if not any(groups):
+        raise DataError(
+            f"no answer in the {len(dataset.documents)} documents of {dataset.name} can be replaced by another of its "
+            "kind; give more --documents"
+        )
+    rng = random.Random(seed)
+    return [
+        [group[index] for index in sorted(rng.sample(range(len(group)), min(questions or len(group), len(group))))]
+        for group in groups
+        if group
+    ]
+
+
+def newest_only(dataset: QADataset) -> set[str]:
+    """The ids of the documents that no later one updates."""
+    from eval.conflict_documents import superseded
+
+    return {document.id for document in dataset.documents} - superseded(dataset)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way of answering: the document in front of the question, and what the memory holds."""
+
+    name: str
+    document: Literal["none", "wrong", "right"]
+    memory: Literal["none", "all", "newest"]
+
+
+def _ways(kind: str) -> Iterator[_Way]:
+    """All ways, each without the memory before those with it."""
+    wrong, right = _NAMES[kind]
+    about = ", updated facts" if kind == "outdated" else ""
+    yield _Way(f"LM alone{about}", "none", "none")
+    yield _Way(f"MAC{about}", "none", "all")
+    yield _Way(wrong, "wrong", "none")
+    yield _Way(f"{wrong} + MAC", "wrong", "all")
+    if kind == "outdated":
+        yield _Way(f"{wrong} + MAC of the newest", "wrong", "newest")
+    yield _Way(right, "right", "none")
+    yield _Way(f"{right} + MAC", "right", "all")
+
+
+def measure(
+    engine: MACEngine,
+    cases: Sequence[Conflict],
+    newest: Collection[str],
+    *,
+    batch_size: int = 32,
+    seed: int = 0,
+    progress: bool = False,
+) -> list[tuple[Row, list[Verdict]]]:
+    """Asks the questions of conflicts of one kind in every way.
+
+    Args:
+        engine: has adapted to the whole stream.
+        cases: at least one.
+        newest: ids of the documents that a memory of the newest alone consists of.
+        seed: of the bootstrap.
+
+    Returns:
+        A row for each way, with what it answered. The gain of a way with the memory is over the same prompts without.
+    """
+    from eval.bootstrap import paired_interval
+    from eval.protocol import judge, summarize
+    from eval.results import Gain
+    from mac_rag.metrics import exact_match
+
+    questions = [case.question for case in cases]
+    kind = cases[0].kind
+    answered: list[tuple[Row, list[Verdict]]] = []
+    without: dict[str, dict[str, list[float]]] = {}  # figures of each question by document in front of it
+    for way in _ways(kind):
+        if progress:
+            print(way.name, file=sys.stderr)
+        began = time.perf_counter()
+        answers = engine.answer(
+            [question.question for question in questions],
+            contexts=[_contexts(case, way) for case in cases],
+            use_memory=way.memory != "none",
+            allowed=newest if way.memory == "newest" else None,
+            overflow="truncate",
+            batch_size=batch_size,
+            progress=progress,
+        )
+        seconds = time.perf_counter() - began
+        verdicts = judge(questions, answers)
+        figures = {
+            "em": [verdict.em for verdict in verdicts],
+            "f1": [verdict.f1 for verdict in verdicts],
+            "wrong": [exact_match(answer.text, case.wrong_answer) for answer, case in zip(answers, cases)],
+        }
+        measures, gain = {"wrong_share": sum(figures["wrong"]) / len(cases)}, None
+        if way.memory == "none":
+            without[way.document] = figures
+        else:
+            before = without[way.document]
+            em, f1, wrong = (paired_interval(figures[name], before[name], seed=seed) for name in ("em", "f1", "wrong"))
+            gain = Gain(em=em, f1=f1)
+            measures |= {"wrong_gain": wrong.mean, "wrong_gain_low": wrong.low, "wrong_gain_high": wrong.high}
+        held = len(newest) if way.memory == "newest" else len(engine.bank)
+        row = summarize(way.name, questions, verdicts, held, None, seconds)
+        settings: dict[str, str | int | float] = {"conflict": kind, "document": way.document, "memory": way.memory}
+        answered.append((row.model_copy(update={"gain": gain, "measures": measures, "settings": settings}), verdicts))
+    return answered
+
+
+def _in_short(row: Row) -> Row:
+    """What of a row fits on a screen."""
+    measures = {name: row.measures[name] for name in ("wrong_share", "wrong_gain") if name in row.measures}
+    return row.model_copy(update={"em_prefix": None, "truncated": None, "seconds": None, "measures": measures})
+
+
+def _contexts(case: Conflict, way: _Way) -> list[str]:
+    return {"none": [], "wrong": [case.wrong], "right": [case.right]}[way.document]
+
+
+if __name__ == "__main__":
+    run_command(main)
