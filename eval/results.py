@@ -292,7 +292,7 @@ def provenance(experiment: str) -> dict[str, Any]:
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", f"eval.{experiment}", *sys.argv[1:]]),
         "versions": _versions(),
-        "git": _commit(),
+        "git": checkout(),
     }
 
 
@@ -361,7 +361,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> Commit | None:
+def checkout() -> Commit | None:
     """The commit of the checkout this very file belongs to; an installed copy inside another project's has none."""
     try:
         _git("ls-files", "--error-unmatch", Path(__file__).name)

@@ -163,7 +163,7 @@ CATALOGUE = (
         "conflict",
         "Documents that contradict each other",
         "",
-        "What is answered when documents say different things about the same question?",
-        _SCORED,
+        "The retriever finds a document that is outdated or false. Is it believed, and does the memory help?",
+        (Bars(("wrong_share",), "Share of the answers that are the wrong document's; less is better."), *_SCORED),
     ),
 )

@@ -231,7 +231,7 @@ def svg(drawing: Figure, salt: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
-    text = re.sub(r' id="[A-Za-z0-9.]+_\d+"', "", text)
+    text = re.sub(r' id="(?:[A-Za-z0-9.]+_\d+|image[0-9a-f]+)"', "", text)
     text = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", text)
     replace: Callable[[str], str] = lambda found: found.replace(INK, "var(--ink)").replace(RULE, "var(--rule)")  # noqa: E731
     return replace(text).strip()

@@ -1,0 +1,176 @@
+"""Every experiment of the paper, one after the other, and the report at the end: `python -m eval.paper --help`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from mac_rag.commands import run_command
+
+if TYPE_CHECKING:
+    from eval.plan import Step
+    from eval.results import Commit, Result
+    from eval.steps import StepRecord
+
+
+def main(
+    scale: Annotated[
+        Literal["tiny", "paper"],
+        typer.Option(
+            help="tiny runs on any machine within an hour; paper needs GPUs, --data, and models of its recipes."
+        ),
+    ] = "tiny",
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder with folders streamingqa, squad and archivalqa, or some of them.",
+            show_default="the generated newswire alone",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of every experiment.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder for results, logs and the report.")] = Path("results/paper"),
+) -> None:
+    """Run every experiment of the paper, step by step, and make the report.
+
+    A step whose result is there already, of the same command, commit and model, is not repeated; so a run that was
+    interrupted goes on where it stopped. A step that fails is reported, and the others go on.
+    """
+    from eval.plan import steps
+    from eval.report.__main__ import write_report
+    from mac_rag.errors import ConfigError, DataError
+
+    planned = steps(scale, data, seed)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be a folder: {error.strerror}") from None
+    records = run_steps(planned, output)
+    failed = [record for record in records if record.status == "failed"]
+    counts = {status: sum(record.status == status for record in records) for status in ("done", "failed", "not run")}
+    typer.echo(", ".join(f"{count} {status}" for status, count in counts.items()))
+    for record in failed:
+        typer.echo(f"failed: {record.name}: {record.reason}; see {output / record.name}.log", err=True)
+    try:
+        for made in write_report([output], output / "report.html"):
+            typer.echo(f"Report: {made}")
+    except DataError as error:
+        typer.echo(f"No report: {error}", err=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
+    """Runs steps in subprocesses, in order, each with a log beside its result.
+
+    Returns:
+        what became of each; also kept in the folder, after every step.
+    """
+    from eval.results import checkout
+    from eval.steps import StepRecord, read_records, write_records
+
+    before = {record.name: record for record in read_records(output)}
+    commit, fingerprints = checkout(), Fingerprints()
+    if commit is not None and commit.dirty:
+        typer.echo("The checkout has uncommitted changes: finished steps are kept though the code may differ.")
+    records: list[StepRecord] = []
+    for number, step in enumerate(planned, 1):
+        known, head = before.get(step.name), f"[{number}/{len(planned)}] {step.name}"
+        record = StepRecord(
+            name=step.name, experiment=step.experiment, command=step.shown(output), status="not run",
+            reason=step.missing,
+        )  # fmt: skip
+        if step.missing:
+            typer.echo(f"{head}: not run: {step.missing}")
+        elif finished(step, output, commit, fingerprints):
+            record = record.model_copy(update={"status": "done", "seconds": known.seconds if known else None})
+            typer.echo(f"{head}: done before")
+        else:
+            left = [minutes_of(later, before) for later in planned[number - 1 :] if not later.missing]
+            typer.echo(f"{head}: {_about(left[:1])}; {_about(left)} left in all, at most")
+            began = time.perf_counter()
+            reason = run_step(step, output)
+            seconds = time.perf_counter() - began
+            status = "failed" if reason else "done"
+            record = record.model_copy(update={"status": status, "reason": reason, "seconds": seconds})
+            typer.echo(f"{' ' * len(head)}  {status} in {seconds / 60:.1f} min{f': {reason}' if reason else ''}")
+        records.append(record)
+        rest = [before[later.name] for later in planned[number:] if later.name in before]
+        write_records(output, [*records, *rest])
+    return records
+
+
+def run_step(step: Step, output: Path) -> str:
+    """Runs one step; what it prints is in its log.
+
+    Returns:
+        why it failed; empty when it did not.
+    """
+    log, result = output / f"{step.name}.log", step.result(output)
+    # What an earlier run left must not pass for this one's result.
+    before = result.stat().st_mtime_ns if result.exists() else None
+    with log.open("w", encoding="utf-8") as file:
+        done = subprocess.run(
+            [sys.executable, "-m", *step.command(output)], stdin=subprocess.DEVNULL, stdout=file, stderr=file
+        )
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    if done.returncode:
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return (errors or lines or [f"exit code {done.returncode}"])[-1]
+    if not result.exists() or result.stat().st_mtime_ns == before:
+        return f"it wrote no {result}"
+    return ""
+
+
+class Fingerprints:
+    """Fingerprints of models by name, each model loaded once; None for one that cannot be loaded."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, str | None] = {}
+
+    def of(self, name: str) -> str | None:
+        if name not in self._known:
+            from mac_rag.errors import MACError
+            from mac_rag.model import MACModel
+
+            try:
+                self._known[name] = MACModel.from_pretrained(name).fingerprint
+            except MACError:
+                self._known[name] = None
+        return self._known[name]
+
+
+def finished(step: Step, output: Path, commit: Commit | None, fingerprints: Fingerprints) -> bool:
+    """Whether a step's result is there, made by the same command and commit with a model of the same weights."""
+    from eval.results import Result
+    from mac_rag.errors import DataError
+
+    try:
+        result: Result = Result.read(step.result(output))
+    except DataError:
+        return False
+    if (result.command, result.git) != (step.shown(output), commit):
+        return False
+    return result.model is None or fingerprints.of(result.model.name) == result.model.fingerprint
+
+
+def minutes_of(step: Step, before: dict[str, StepRecord]) -> float | None:
+    """How long a step should take: what it took before, if it ran here."""
+    known = before.get(step.name)
+    if known is not None and known.status == "done" and known.seconds is not None:
+        return known.seconds / 60
+    return step.minutes
+
+
+def _about(minutes: Sequence[float | None]) -> str:
+    known = [each for each in minutes if each is not None]
+    return f"about {max(1, round(sum(known)))} min" if len(known) == len(minutes) else "time unknown"
+
+
+if __name__ == "__main__":
+    run_command(main)

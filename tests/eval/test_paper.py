@@ -1,0 +1,170 @@
+"""Running all experiments: what is planned, what is run again and what is not, and what becomes of failures."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+
+from eval import paper, plan
+from eval.paper import Fingerprints, finished, run_steps
+from eval.plan import DATASETS, Step, steps
+from eval.report.catalogue import CATALOGUE
+from eval.results import Result, checkout
+from eval.steps import StepRecord, read_records, write_records
+from mac_rag.errors import ConfigError, DataError
+from mac_rag.model import MACModel
+from tests.eval.handmade import result, scored
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+def folders(path: Path, *names: str) -> Path:
+    for name in names:
+        (path / name).mkdir(parents=True)
+    return path
+
+
+class TestPlan:
+    def test_every_experiment_has_a_place_in_the_report_and_a_step(self) -> None:
+        assert {entry.experiment for entry in plan.PLANS} == {experiment.name for experiment in CATALOGUE}
+
+    def test_the_tiny_scale_needs_no_data_for_any_experiment_but_those_of_a_data_set(self) -> None:
+        planned = steps("tiny", None, 0)
+        assert [step.name for step in planned if step.missing and "-" not in step.name] == ["squad", "streamingqa"]
+        assert sum(step.minutes or 0 for step in planned if not step.missing) <= 45
+
+    def test_data_sets_that_are_given_are_added(self, tmp_path: Path) -> None:
+        ready = [step for step in steps("tiny", folders(tmp_path, "squad"), 0) if not step.missing]
+        added = {step.name for step in ready} - {step.name for step in steps("tiny", None, 0) if not step.missing}
+        assert added == {"squad", "main_table-squad", "retention-squad", "ood-squad"}
+        for step in ready:
+            assert (str(tmp_path / "squad") in step.arguments) == (step.name in added)
+
+    def test_the_paper_s_scale_runs_on_its_data_sets_alone(self, tmp_path: Path) -> None:
+        assert all(step.missing for step in steps("paper", None, 0))
+        planned = steps("paper", folders(tmp_path, *DATASETS), 0)
+        assert not any(step.missing for step in planned)
+        assert all("--data" in step.arguments for step in planned)
+        assert {f"main_table-{name}" for name in DATASETS} <= {step.name for step in planned}
+
+    @pytest.mark.parametrize("scale", plan.SCALES)
+    def test_names_are_unique_and_options_exist(self, tmp_path: Path, scale: plan.Scale) -> None:
+        planned = steps(scale, folders(tmp_path, *DATASETS), 3)
+        assert len({step.name for step in planned}) == len(planned)
+        for step in planned:
+            app = typer.Typer()
+            app.command()(importlib.import_module(f"eval.{step.experiment}").main)
+            command = typer.main.get_command(app)
+            arguments = list(step.command(tmp_path)[1:])
+            command.make_context(step.name, arguments)  # stops at what the command would refuse
+            assert arguments[arguments.index("--seed") + 1] == "3"
+
+    def test_a_folder_without_any_data_set_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="none of the folders streamingqa, squad, archivalqa"):
+            steps("tiny", tmp_path, 0)
+
+
+def on(checkpoint: Path) -> Step:
+    arguments = ("--model", str(checkpoint), "--sizes", "3", "--questions", "3", "--prior", "off")
+    return Step("bank_size", "bank_size", arguments, minutes=2)
+
+
+class TestRun:
+    def test_goes_on_after_failures_and_repeats_nothing_that_is_done(
+        self, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        planned = [
+            Step("lost", "bank_size", ("--sizes", "none"), minutes=2),
+            Step("elsewhere", "ood", (), missing="no folder squad in --data"),
+            on(tiny_checkpoint),
+        ]
+        records = run_steps(planned, tmp_path)
+        assert [(record.name, record.status) for record in records] == [
+            ("lost", "failed"),
+            ("elsewhere", "not run"),
+            ("bank_size", "done"),
+        ]
+        assert records[0].reason == "--sizes takes whole numbers separated by commas, got 'none'"
+        assert records[1].reason == "no folder squad in --data"
+        assert Result.read(tmp_path / "bank_size.json").command == planned[2].shown(tmp_path)
+        assert "Generated newswire" in (tmp_path / "bank_size.log").read_text()
+        assert read_records(tmp_path) == records
+        assert "[1/3] lost: about 2 min; about 4 min left in all" in capsys.readouterr().out
+
+        written = (tmp_path / "bank_size.json").stat().st_mtime_ns
+        again = run_steps(planned[1:], tmp_path)
+        assert again[1] == records[2]
+        assert (tmp_path / "bank_size.json").stat().st_mtime_ns == written
+        assert "[2/2] bank_size: done before" in capsys.readouterr().out
+
+    def test_a_result_of_another_command_commit_or_model_is_not_this_one(
+        self, tiny_checkpoint: Path, tiny_model: MACModel, tmp_path: Path
+    ) -> None:
+        step, commit, prints = on(tiny_checkpoint), checkout(), Fingerprints()
+        model = result("bank_size").model
+        assert model is not None
+        mine = model.model_copy(
+            update={
+                "name": str(tiny_checkpoint),
+                "fingerprint": MACModel.from_pretrained(str(tiny_checkpoint)).fingerprint,
+            }
+        )
+        made = result("bank_size", command=step.shown(tmp_path), git=commit, model=mine)
+        assert not finished(step, tmp_path, commit, prints)
+        made.write(step.result(tmp_path))
+        assert finished(step, tmp_path, commit, prints)
+        assert not finished(replace(step, arguments=("--seed", "1")), tmp_path, commit, prints)
+        assert not finished(step, tmp_path, None if commit else result("x").git, prints)
+        for other in ({"fingerprint": "00"}, {"name": str(tmp_path / "gone")}):
+            made.model_copy(update={"model": mine.model_copy(update=other)}).write(step.result(tmp_path))
+            assert not finished(step, tmp_path, commit, prints)
+        step.result(tmp_path).write_text("{")
+        assert not finished(step, tmp_path, commit, prints)
+
+    def test_damaged_records_are_named(self, tmp_path: Path) -> None:
+        (tmp_path / "steps.json").write_text("[1]")
+        with pytest.raises(DataError, match=r"steps\.json is damaged"):
+            read_records(tmp_path)
+
+
+class TestCommand:
+    def test_ends_with_the_report_and_a_code_that_tells_of_failures(
+        self, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def planned(scale: str, data: Path | None, seed: int) -> list[Step]:
+            return [Step("peft", "peft", (), missing="no time"), Step("gone", "nowhere", ())]
+
+        monkeypatch.setattr(plan, "steps", planned)
+        (tmp_path / "out").mkdir()
+        result("archivalqa", [scored("MAC", 0.5)]).write(tmp_path / "out" / "archivalqa.json")
+        code, shown, errors = command("eval.paper", "--output", "out")
+        assert code == 1
+        assert "0 done, 1 failed, 1 not run" in shown
+        assert "failed: gone: " in errors
+        assert "eval.nowhere" in errors
+        assert "peft: not run, no time" in (tmp_path / "out" / "report.html").read_text()
+
+    def test_refusals(self, command: Command, tmp_path: Path) -> None:
+        code, _, errors = command("eval.paper", "--data", tmp_path)
+        assert code == 1
+        assert "none of the folders" in errors
+        assert command("eval.paper", "--scale", "huge")[0] == 2
+        (tmp_path / "file").touch()
+        code, _, errors = command("eval.paper", "--output", tmp_path / "file")
+        assert code == 1
+        assert "cannot be a folder" in errors
+
+
+def test_time_is_estimated_from_what_a_step_took_before(tmp_path: Path) -> None:
+    step = Step("peft", "peft", (), minutes=4)
+    took = StepRecord(name="peft", experiment="peft", command="c", status="done", seconds=90)
+    assert paper.minutes_of(step, {}) == 4
+    assert paper.minutes_of(step, {"peft": took}) == 1.5
+    assert paper.minutes_of(step, {"peft": took.model_copy(update={"status": "failed"})}) == 4
+    write_records(tmp_path, [took])
+    assert read_records(tmp_path) == [took]
