@@ -75,7 +75,7 @@ def main(
             print(name, file=sys.stderr)
             without_prior = not with_prior and loaded.aggregation.prior is not None
             row, verdicts[name] = measure(name, engine, dataset, count, without_prior, batch_size)
-            rows.append(row)
+            rows.append(row.model_copy(update={"settings": {"prior": "with prior" if with_prior else "without prior"}}))
     report(
         path,
         experiment="bank_size",

@@ -22,8 +22,22 @@ class Found:
     @property
     def where(self) -> str:
         """The data it is about, as a reader calls it."""
-        data = self.result.data
-        return "" if data is None else data.name
+        if self.result.data is not None:
+            return self.result.data.name
+        return ", ".join(
+            dict.fromkeys(str(row.settings["dataset"]) for row in self.result.rows if "dataset" in row.settings)
+        )
+
+    def by_dataset(self) -> list[Found]:
+        """The same, apart for each data set that its rows name; rows without one belong to none of them."""
+        named = dict.fromkeys(row.settings.get("dataset") for row in self.result.rows)
+        if len(named) < 2:
+            return [self]
+        parts = []
+        for name in named:
+            rows = tuple(row for row in self.result.rows if row.settings.get("dataset") == name)
+            parts.append(Found(self.path, self.result.model_copy(update={"rows": rows, "data": None})))
+        return parts
 
     def samples(self) -> tuple[Sample, ...]:
         return self.result.read_samples(self.path)
@@ -95,4 +109,5 @@ def _result_files(folder: Path) -> Iterator[Path]:
 def _kind(result: Result) -> tuple[str | None, ...]:
     data = result.data
     model = result.model.name if result.model else None
-    return (result.experiment, result.scale, model, *((data.name, data.split) if data else ()))
+    where = (data.name, data.split) if data else (str(result.config.get("data")),)
+    return (result.experiment, result.scale, model, *where)

@@ -14,6 +14,8 @@ from eval.results import Row
 FINE_TUNING = ("Uniform", "Salient Spans", "CaMeLS")
 # "Most of the accuracy", where the paper keeps 93.2 % with subgroups of 16.
 MOST = 90.0
+# What an allocator may add from one measurement to the next.
+SLACK = 0.01
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,9 @@ class Finding:
     check: Callable[[Found], Check]
 
     def checks(self, collection: Collection) -> list[Check]:
-        """One check for each result that has the rows it takes."""
-        found = [found for experiment in self.experiments for found in collection.of(experiment)]
+        """One check for each result, and each data set in it, that has the rows it takes."""
+        results = [found for experiment in self.experiments for found in collection.of(experiment)]
+        found = [part for whole in results for part in whole.by_dataset()]
         return [check for check in map(self.check, found) if check.holds is not None]
 
 
@@ -132,7 +135,8 @@ def falling(found: Found) -> Check:
         peaks = [figure(row, "peak_mb") or 0 for row in mine]
         if len(peaks) < 2 or size < 2:
             continue
-        holds &= all(after <= before for before, after in pairwise(peaks)) and peaks[-1] < peaks[0]
+        steady = all(after <= before * (1 + SLACK) for before, after in pairwise(peaks))
+        holds &= steady and peaks[-1] < peaks[0]
         steps = " → ".join(f"{peak:,.0f}" for peak in peaks)
         lines.append(f"K = {size:g}: {steps} MB")
     if not lines:
@@ -268,7 +272,7 @@ FINDINGS = (
         "MAC is ahead of compressed contexts with a trained retriever.",
         "F1 27.20 against 25.98 of CCM (Table 9).",
         ("main_table",),
-        ahead(("MAC",), ("CCM", "CCM + T5 encoder retriever")),
+        ahead(("MAC",), ("CCM + encoder retriever",)),
     ),
     Finding(
         "Without the documents few questions can be answered.",

@@ -19,6 +19,7 @@ SAME = {
     "ptuning": "ptuningv2",
     "prefix": "ptuningv2",
     "lmalone": "zeroshot",
+    "ccm+t5encoderretriever": "ccm+encoderretriever",
 }
 
 

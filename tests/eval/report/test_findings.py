@@ -73,7 +73,7 @@ def test_retention_is_compared_at_the_last_point(camels: float, holds: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("peaks", "holds"), [((90, 70, 60), True), ((90, 70, 71), False), ((90, 90, 80), True), ((90, 90, 90), False)]
+    ("peaks", "holds"), [((90, 70, 60), True), ((90, 70, 71), False), ((90, 90.5, 80), True), ((90, 90, 90), False)]
 )
 def test_memory_falls_with_p(peaks: tuple[float, ...], holds: bool) -> None:
     rows = [measured(f"{p}", {"K": 4, "p": p}, peak_mb=peak) for p, peak in reversed(list(zip((0, 0.5, 0.75), peaks)))]
