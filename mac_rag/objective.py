@@ -65,6 +65,7 @@ def mac_loss(
     *,
     backprop_dropout: float = 0.0,
     negatives: Tensor | None = None,
+    distractors: int = 0,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The losses of one batch.
 
@@ -77,16 +78,21 @@ def mac_loss(
         batch: documents and questions.
         weights: of the terms; a term of weight zero costs nothing.
         backprop_dropout: p, the share of documents without gradients; at least one always has them.
-        negatives: means of the memory tokens of other documents `[N, D]`, further negatives of the contrastive term.
+        negatives: memory tokens of other documents `[N, T, D]`, without gradients; further negatives of the contrastive
+            term.
+        distractors: how many of them, those with the highest document prior for each question, all questions also
+            attend to in the answer term, as they do in a bank of many documents.
 
     Returns:
         `loss` and each term that has a weight, as scalars; and the memory tokens `[K, T, D]`, detached.
 
     Raises:
-        ConfigError: for a contrastive term without a document prior, or p outside [0, 1).
+        ConfigError: for a contrastive term or distractors without a document prior, or p outside [0, 1).
     """
-    if weights.contrastive and model.aggregation.prior is None:
-        raise ConfigError("the contrastive loss trains the document prior; set model.aggregation.prior_width above 0")
+    prior = model.aggregation.prior
+    if prior is None and (weights.contrastive or distractors):
+        needs = "the contrastive loss trains" if weights.contrastive else "distractors are chosen by"
+        raise ConfigError(f"{needs} the document prior; set model.aggregation.prior_width above 0")
     rows = [model.amortization.ids(document) for document in batch.documents]
     phi = amortize_with_dropout(model, rows, backprop_dropout)
     gold = torch.tensor(batch.gold, device=phi.device)
@@ -99,8 +105,15 @@ def mac_loss(
     terms: dict[str, Tensor] = {}
     if weights.answer or weights.contrastive:
         encoded = model.input_encoder([model.input_encoder.ids(question) for question in batch.questions])
-        bank = model.aggregation.project(phi)
+        known = phi if negatives is None else torch.cat([phi, negatives.to(phi.dtype)])
+        scores = None if prior is None else prior.score(prior.queries(encoded), prior.keys(known))
     if weights.answer:
+        attended = phi
+        if scores is not None and distractors and len(known) > len(phi):
+            others = scores.detach()[:, len(phi) :]
+            hardest = others.topk(min(distractors, others.shape[1])).indices.unique()
+            attended = torch.cat([phi, known[len(phi) + hardest]])
+        bank = model.aggregation.project(attended)
         aggregated, _ = model.aggregation(encoded, bank, attention=direct_attention)
         terms["answer"] = _mean_loss(model, asked, answers, aggregated)
     if weights.direct:
@@ -109,12 +122,7 @@ def mac_loss(
         starts = [prompts.start or [prompts.eos]] * len(rows)
         texts = [prompts.document(document) for document in batch.documents]
         terms["reconstruction"] = _mean_loss(model, starts, texts, phi)
-    if weights.contrastive and model.aggregation.prior is not None:
-        scores = model.aggregation.prior_scores(encoded, bank)
-        if negatives is not None and len(negatives):
-            prior = model.aggregation.prior
-            further = prior.score(prior.queries(encoded), prior.keys(negatives[:, None]))
-            scores = torch.cat([scores, further], 1)
+    if weights.contrastive and scores is not None:
         terms["contrastive"] = functional.cross_entropy(scores, gold)
     total = torch.stack([getattr(weights, name) * term for name, term in terms.items()]).sum()
     return {"loss": total, **{name: term.detach() for name, term in terms.items()}}, phi.detach()

@@ -112,14 +112,40 @@ def test_the_contrastive_term_prefers_the_questions_own_document(tiny_model: MAC
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.1
-    negatives = tiny_model.amortize(["Another thing.", "And one more."]).mean(1)
+    negatives = tiny_model.amortize(["Another thing.", "And one more."])
     assert (
         mac_loss(tiny_model, BATCH, weights, negatives=negatives)[0]["loss"]
         > mac_loss(tiny_model, BATCH, weights)[0]["loss"]
     )
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("distractors", [1, 2, 9])
+def test_distractors_are_the_others_of_the_highest_prior_for_each_question(
+    tiny_model: MACModel, distractors: int
+) -> None:
+    """The answer loss with them is that over a bank that holds them, too."""
+    others = tiny_model.amortize([document.text for document in generate("val", 12).documents[4:]])
+    phi = tiny_model.amortize(BATCH.documents)
+    network = tiny_model.aggregation
+    encoded = tiny_model.input_encoder([tiny_model.input_encoder.ids(question) for question in BATCH.questions])
+    best = [row.tolist() for row in network.prior_scores(encoded, network.project(others)).argsort(1, descending=True)]
+    chosen = sorted({place for row in best for place in row[:distractors]})
+    assert 0 < len(chosen) <= len(others)
+    terms, returned = mac_loss(tiny_model, BATCH, LossWeights(), negatives=others, distractors=distractors)
+    assert len(returned) == len(BATCH.documents)
+    bank = network.project(torch.cat([phi, others[chosen]]))
+    modulation = tiny_model.modulation(network(encoded, bank)[0])
+    prompts = tiny_model.base_lm.prompts
+    answers = [prompts.answer(answer) for answer in BATCH.answers]
+    asked = [prompts.prompt(question) for question in BATCH.questions]
+    expected = tiny_model.base_lm.answer_loss(asked, answers, modulation).sum() / sum(map(len, answers))
+    torch.testing.assert_close(terms["answer"], expected, rtol=1e-4, atol=1e-5)
+
+
 def test_contrastive_loss_needs_a_prior(tiny_model: MACModel) -> None:
     tiny_model.aggregation.prior = None
     with pytest.raises(ConfigError, match="prior_width"):
         mac_loss(tiny_model, BATCH, LossWeights(contrastive=1))
+    with pytest.raises(ConfigError, match="distractors are chosen by the document prior"):
+        mac_loss(tiny_model, BATCH, LossWeights(), distractors=1)

@@ -51,6 +51,8 @@ class TrainConfig(Config):
         backprop_dropout: p, the share of documents that are amortized without gradients.
         losses: weight of each term; the paper has `answer` alone.
         negatives: documents of earlier batches that the contrastive loss sets against each question.
+        distractors: of these, how many of the highest document prior for each question join the documents that the
+            questions attend to.
         context: retrieved documents in front of the questions, `LM(d + x; phi*)`; without a retriever the LM sees the
             question alone.
         curriculum: what the first steps are on; without one, all are on whole documents and all losses.
@@ -65,6 +67,7 @@ class TrainConfig(Config):
     backprop_dropout: float = Field(0.0, ge=0, lt=1)
     losses: LossWeights = LossWeights()
     negatives: int = Field(0, ge=0)
+    distractors: int = Field(0, ge=0)
     context: ContextConfig = ContextConfig()
     curriculum: CurriculumConfig | None = None
     tune_base_lm: Literal["frozen", "lora", "full"] = "frozen"
@@ -90,6 +93,14 @@ class TrainConfig(Config):
     def _one_start(self) -> Self:
         if (self.model is None) == (self.start_from is None):
             raise ValueError("give one of model, preset and start_from")
+        return self
+
+    @model_validator(mode="after")
+    def _distractors_are_negatives(self) -> Self:
+        if self.distractors > self.negatives:
+            raise ValueError(
+                f"distractors ({self.distractors}) are chosen among negatives ({self.negatives}); raise these"
+            )
         return self
 
 
@@ -119,8 +130,9 @@ class TrainTask(Task):
         self._miner = ContextMiner(config.context, data)
         self._validation = config.data.validation_set()
         self._validation_retrieved = retrieved(config.context, self._validation)
-        # A ring of the newest documents' mean memory tokens; part of the state, so that a resumed run has the same.
-        self.register_buffer("negatives", torch.zeros(config.negatives, self.model.base_lm.width, device=device))
+        # A ring of the newest documents' memory tokens; part of the state, so that a resumed run has the same.
+        shape = config.negatives, self.model.config.tokens, self.model.base_lm.width
+        self.register_buffer("negatives", torch.zeros(shape, dtype=torch.bfloat16, device=device))
         self.register_buffer("negatives_seen", torch.zeros((), dtype=torch.long))
         self.negatives: Tensor
         self.negatives_seen: Tensor
@@ -173,14 +185,15 @@ class TrainTask(Task):
             self.model,
             *batch,
             backprop_dropout=config.backprop_dropout,
-            negatives=self.negatives[: min(seen, config.negatives)],
+            negatives=self.negatives[: min(seen, config.negatives)] if config.negatives else None,
+            distractors=config.distractors,
         )
         if config.negatives:
-            means = _from_all_processes(phi.mean(1).float())[: config.negatives]
-            places = (torch.arange(len(means)) + seen) % config.negatives
+            newest = _from_all_processes(phi.to(self.negatives.dtype))[: config.negatives]
+            places = (torch.arange(len(newest)) + seen) % config.negatives
             # A new buffer: the loss of this batch still holds the old one for its backward pass.
-            self.negatives = self.negatives.index_copy(0, places.to(means.device), means)
-            self.negatives_seen += len(means)
+            self.negatives = self.negatives.index_copy(0, places.to(newest.device), newest)
+            self.negatives_seen += len(newest)
         return terms
 
     def validate(self) -> dict[str, float]:
@@ -225,12 +238,12 @@ def excerpt(text: str, answers: Sequence[str], count: int) -> str:
     return " ".join(sentences[i] for i in sorted(order[:count]))
 
 
-def _from_all_processes(means: Tensor) -> Tensor:
-    """The rows of every process, so that all keep the same ring and one checkpoint holds it."""
+def _from_all_processes(phi: Tensor) -> Tensor:
+    """The documents of every process, so that all keep the same ring and one checkpoint holds it."""
     if not torch.distributed.is_initialized():
-        return means
-    gathered = [torch.empty_like(means) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(gathered, means)
+        return phi
+    gathered = [torch.empty_like(phi) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(gathered, phi)
     return torch.cat(gathered)
 
 

@@ -46,6 +46,7 @@ def train_recipe(model_folder: Folder, **values: Any) -> TrainConfig:
         "backprop_dropout": 0.5,
         "losses": {"answer": 1, "direct": 1, "reconstruction": 1, "contrastive": 1},
         "negatives": 7,
+        "distractors": 1,
         "context": {"retriever": "bm25", "k": [1, 2], "rate": 0.5, "gold_rate": 0.5},
         "trainer": TRAINER,
     }
@@ -102,6 +103,11 @@ def test_an_excerpt_without_the_answer_is_the_whole_text() -> None:
     assert excerpt(text, ["Another"], 1) == "Another thing!"
     assert excerpt(text, ["Another"], 2) == "One thing. Another thing!"
     assert excerpt(text, ["nowhere"], 1) == text
+
+
+def test_there_are_no_more_distractors_than_negatives(model_folder: Folder) -> None:
+    with pytest.raises(ConfigError, match="chosen among 3 negatives, so there are no 4"):
+        train_recipe(model_folder, negatives=3, distractors=4)
 
 
 def test_training_changes_the_networks_and_leaves_the_lm_frozen(model_folder: Folder, tmp_path: Path) -> None:
