@@ -8,29 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mac_rag import cli_bank
-from mac_rag.cli_bank import BankOption
+from mac_rag.cli_options import BankOption, FolderOption, RetrieverOption, open_retriever, warn_of_disagreement
 from mac_rag.commands import run_app
 from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
-    from mac_rag.retrieval.base import Retriever
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(cli_bank.app, name="bank")
 
 ModelOption = Annotated[
     str, typer.Option("--model", help="A shipped model, a checkpoint folder, or a repository on the Hub.")
-]
-RetrieverOption = Annotated[
-    str,
-    typer.Option(
-        "--retriever", help="For the texts: bm25, minilm, hybrid, chroma:FOLDER, chroma:http://HOST:PORT, ..."
-    ),
-]
-FolderOption = Annotated[
-    Path | None, typer.Option("--retriever-folder", help="Where it is kept; not for Chroma.", file_okay=False)
 ]
 
 
@@ -91,7 +81,7 @@ def adapt(
     from mac_rag.memory.bank import MemoryBank
 
     documents = read_documents(files)
-    filing = _retriever(retriever, retriever_folder)
+    filing = open_retriever(retriever, retriever_folder)
     is_new = not MemoryBank.exists(bank)
     if is_new and bank.is_dir() and any(bank.iterdir()):
         raise ConfigError(f"{bank} holds other files and no memory bank; choose a folder of its own for --bank")
@@ -119,6 +109,7 @@ def adapt(
             typer.echo(f"{len(report.forgotten)} forgotten to make room")
         if filing is not None:
             typer.echo(f"{report.filed} documents written to {retriever}, which holds {len(filing)}")
+        warn_of_disagreement(engine.bank, filing, retriever, retriever_folder)
 
 
 @app.command()
@@ -135,7 +126,8 @@ def ask(
     from mac_rag.memory.bank import MemoryBank
 
     engine = _engine(model, MemoryBank.open(bank))
-    engine.retriever, engine.k = _retriever(retriever, retriever_folder), k
+    engine.retriever, engine.k = open_retriever(retriever, retriever_folder), k
+    warn_of_disagreement(engine.bank, engine.retriever, retriever, retriever_folder)
     typer.echo(engine.answer([question], overflow="truncate")[0].text)
     if explain:
         _explain(engine, question)
@@ -156,7 +148,7 @@ def reconcile(
 
     with MemoryBank.open(bank, write=True) as opened:
         engine = _engine(model, opened)
-        engine.retriever = _retriever(retriever, retriever_folder)
+        engine.retriever = open_retriever(retriever, retriever_folder)
         done = engine.reconcile(allow_emptying=allow_emptying)
         typer.echo(
             f"{len(done.added)} added, {len(done.updated)} updated, {len(done.deleted)} deleted; "
@@ -168,16 +160,6 @@ def _engine(model: str, bank: MemoryBank | None) -> MACEngine:
     from mac_rag.engine import MACEngine
 
     return MACEngine(model, bank)
-
-
-def _retriever(spec: str, folder: Path | None) -> Retriever | None:
-    from mac_rag.retrieval.registry import make_retriever, needs_folder
-
-    if folder is None and needs_folder(spec):
-        raise ConfigError(f"{spec} needs a folder to last; name one with --retriever-folder")
-    if folder is not None and not needs_folder(spec):
-        raise ConfigError(f"{spec} has no use for --retriever-folder {folder}; leave it out")
-    return make_retriever(spec, folder=folder, progress=True)
 
 
 def _explain(engine: MACEngine, question: str, shown: int = 5) -> None:

@@ -1,4 +1,4 @@
-"""`mac-rag bank`: look at a memory bank on disk, delete from it, and keep it in order. None of it loads a model."""
+"""`mac-rag bank`: look at a memory bank on disk, delete from it, and keep it in order. None of it loads a MAC model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mac_rag.cli_options import BankOption, FolderOption, RetrieverOption, open_retriever
+from mac_rag.errors import BankError, ConfigError
+
 if TYPE_CHECKING:
     from mac_rag.memory.bank import MemoryBank
 
 app = typer.Typer(no_args_is_help=True, help="Look at a memory bank, delete from it, and keep it in order.")
-
-BankOption = Annotated[Path, typer.Option("--bank", help="Folder of the memory bank.", file_okay=False)]
 
 
 @app.command()
@@ -42,24 +43,46 @@ def list_documents(bank: BankOption) -> None:
 
 @app.command()
 def delete(
-    document_ids: Annotated[list[str], typer.Argument(help="Ids of the documents to forget.")], bank: BankOption
+    document_ids: Annotated[list[str], typer.Argument(help="Ids of the documents to forget.")],
+    bank: BankOption,
+    retriever: RetrieverOption = "none",
+    retriever_folder: FolderOption = None,
 ) -> None:
-    """Forget documents. Their memory has no influence from here on; `compact` removes its bytes from the disk.
+    """Forget documents, and with --retriever delete their texts from it too.
+
+    Their memory has no influence from here on; `compact` removes its bytes from the disk. The retriever loses them
+    first: after an interruption, give the same command again.
 
     Documents that a bounded bank has merged with one of them go too, since their memory is one; they are named, so
-    that you can adapt to them again.
+    that you can adapt to them again. The retriever keeps those.
     """
+    ids = dict.fromkeys(document_ids)
     gone: dict[str, None] = {}
     with _opened(bank, write=True) as found:
-        for document_id in dict.fromkeys(document_ids):
-            if document_id not in gone:  # it may have gone with one that it was merged with
+        filing = open_retriever(retriever, retriever_folder)
+        if filing is not None and not len(filing):
+            place = "" if retriever_folder is None else f" in {retriever_folder}"
+            raise ConfigError(f"{retriever}{place} holds no documents; name the one that holds them, or none")
+        filed = [] if filing is None else [document_id for document_id in ids if document_id in filing]
+        for document_id in ids:
+            if document_id not in found and document_id not in filed:
+                raise BankError(f"no document {document_id!r} in {bank}" + (f" or {retriever}" if filing else ""))
+        if filing is not None:
+            for document_id in filed:
+                filing.delete(document_id)
+            if retriever_folder is not None:
+                filing.save(retriever_folder)
+        for document_id in ids:
+            if document_id in found:  # it may be in the retriever alone, or gone with one that it was merged with
                 gone |= dict.fromkeys(found.delete(document_id))
         found.commit()
         left = len(found)
-    others = [document_id for document_id in gone if document_id not in document_ids]
+    others = [document_id for document_id in gone if document_id not in ids]
     typer.echo(f"{len(gone)} deleted; {bank} holds {left} documents")
     if others:
         typer.echo(f"merged with them and gone too: {', '.join(others)}")
+    if filing is not None:
+        typer.echo(f"{len(filed)} deleted from {retriever}, which holds {len(filing)}")
 
 
 @app.command()
@@ -98,8 +121,6 @@ def export(
     import json
 
     from safetensors.torch import save_file
-
-    from mac_rag.errors import ConfigError
 
     if output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty; choose a new folder for --output")

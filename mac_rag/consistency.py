@@ -14,6 +14,8 @@ from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory.bank import MemoryBank, content_hash
 from mac_rag.retrieval.base import Retriever
 
+_COMPARED = 20_000  # documents whose hashes are read in passing; of more than that, only the numbers are compared
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -61,6 +63,22 @@ def difference(bank: MemoryBank, retriever: Retriever) -> Difference:
         outdated=tuple(name for name, value in filed.items() if known.get(name, value) != value),
         surplus=tuple(name for name in known if name not in filed),
     )
+
+
+def disagreement(bank: MemoryBank, retriever: Retriever) -> str | None:
+    """Where a bank is not what its retriever says, in a few words; cheap enough to be asked whenever both are opened.
+
+    None where they agree, as far as they are compared, or where the retriever does not tell what it holds.
+    """
+    try:
+        held = len(retriever)
+        if max(held, len(bank)) > _COMPARED:
+            return None if held == len(bank) else f"{len(bank)} documents against {held}"
+        found = difference(bank, retriever)
+    except ConfigError:
+        return None
+    parts = {"missing from the bank": found.missing, "outdated in it": found.outdated, "only in it": found.surplus}
+    return ", ".join(f"{len(names)} {what}" for what, names in parts.items() if names) or None
 
 
 def unfiled(retriever: Retriever | None, documents: Sequence[Document], fresh: Container[str]) -> set[str]:

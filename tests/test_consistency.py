@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
+from mac_rag import consistency
 from mac_rag.cli import app
-from mac_rag.consistency import difference
+from mac_rag.consistency import difference, disagreement
 from mac_rag.data.newswire import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
@@ -217,6 +218,12 @@ def test_the_command_line_keeps_both(tiny_checkpoint: Path, tmp_path: Path) -> N
     assert "2 documents written to bm25, which holds 2" in run("adapt", file, *common)
     assert run("ask", "Where did snow fall?", *common, "--k", 1)
     run("bank", "delete", "2", "--bank", bank)
+    asked = CliRunner().invoke(app, ["ask", "Where did snow fall?", *map(str, common)])
+    assert asked.exit_code == 0
+    remedy = f"mac-rag reconcile --bank {bank} --retriever bm25 --retriever-folder {tmp_path / 'r'}"
+    assert asked.stderr.splitlines()[-1] == (
+        f"warning: {bank} and bm25 do not agree (1 missing from the bank); let the bank follow: {remedy}"
+    )
     assert run("reconcile", *common) == "1 added, 0 updated, 0 deleted; bank and bm25 hold 2 documents\n"
     for wrong, message in (
         (common[:6], "name one with --retriever-folder"),
@@ -224,3 +231,44 @@ def test_the_command_line_keeps_both(tiny_checkpoint: Path, tmp_path: Path) -> N
     ):
         refused = CliRunner().invoke(app, ["adapt", str(file), *map(str, wrong)])
         assert message in str(refused.exception)
+
+
+def test_a_document_is_deleted_from_both_by_one_command(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    def run(*arguments: object) -> Result:
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    bank, file, folder = tmp_path / "bank", tmp_path / "rows.jsonl", tmp_path / "r"
+    file.write_text("".join(f'{{"id": "{number}", "text": "Rain fell on Kell {number}."}}\n' for number in range(4)))
+    both = ("--bank", bank, "--retriever", "bm25", "--retriever-folder", folder)
+    assert run("adapt", file, *both, "--model", tiny_checkpoint).exit_code == 0
+    shown = run("bank", "delete", "2", "0", *both).stdout
+    assert shown == f"2 deleted; {bank} holds 2 documents\n2 deleted from bm25, which holds 2\n"
+    assert MemoryBank.open(bank).document_ids == ["1", "3"]
+    assert BM25Retriever.load(folder).content_hashes().keys() == {"1", "3"}
+    assert not any(b"Kell 2" in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    # Of several ids, one of which is unknown, none is deleted; nor from a retriever that is not the bank's.
+    assert "'7' in" in str(run("bank", "delete", "1", "7", *both).exception)
+    assert "holds no documents" in str(run("bank", "delete", "1", *both[:4], "--retriever-folder", bank).exception)
+    assert len(MemoryBank.open(bank)) == len(BM25Retriever.load(folder)) == 2
+    # What an interruption left in one of the two goes with the same command.
+    run("bank", "delete", "1", "--bank", bank)
+    assert run("bank", "delete", "1", *both).stdout.splitlines()[1] == "1 deleted from bm25, which holds 1"
+    half = BM25Retriever.load(folder)
+    half.add([Document("9", "Snow.")])
+    half.delete("3")
+    half.save(folder)
+    assert run("bank", "delete", "3", *both).stdout.startswith("1 deleted;")
+
+
+def test_large_ones_are_compared_by_number(tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = MACEngine(tiny_model, retriever=BM25Retriever())
+    engine.adapt(STREAM)
+    assert engine.retriever is not None
+    assert disagreement(engine.bank, engine.retriever) is None
+    engine.retriever.put([CHANGED])
+    engine.retriever.delete(STREAM[2].id)
+    assert disagreement(engine.bank, engine.retriever) == "1 outdated in it, 1 only in it"
+    monkeypatch.setattr(consistency, "_COMPARED", 6)
+    assert disagreement(engine.bank, engine.retriever) == "8 documents against 7"
+    engine.bank.delete(STREAM[2].id)
+    assert disagreement(engine.bank, engine.retriever) is None
