@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mac_rag.engine import MACEngine
+from torch import nn
+
+from eval.protocol import judge, summarize
+from mac_rag.engine import Answer, MACEngine
 from mac_rag.progress import progress_bar
 
 if TYPE_CHECKING:
+    from eval.results import Row, Verdict
     from mac_rag.base_lm import BaseLM
-    from mac_rag.data.types import Document
+    from mac_rag.data.types import Document, Question
     from mac_rag.model import MACModel
 
 
@@ -21,10 +26,12 @@ class System(ABC):
     Attributes:
         name: what tables call it.
         settings: what it was made with, for the result: learning rate, kind of spans, k, ...
+        networks: what adapting needs in memory.
     """
 
     name: str
     settings: Mapping[str, str | int | float] = {}
+    networks: Sequence[nn.Module] = ()
 
     @abstractmethod
     def adapt(self, documents: Sequence[Document]) -> None:
@@ -54,6 +61,7 @@ class MACSystem(System):
     name = "MAC"
 
     def __init__(self, model: MACModel, *, batch_size: int = 32) -> None:
+        self.networks = [model.amortization]
         self._engine = MACEngine(model)
         self._batch_size = batch_size
 
@@ -83,3 +91,20 @@ def generate(base_lm: BaseLM, prompts: Sequence[Sequence[int]], *, max_new_token
                 answers[index] = text
             bar.advance(len(chosen))
     return answers
+
+
+def ask(name: str, system: System, questions: Sequence[Question], documents: int) -> tuple[Row, list[Verdict]]:
+    """Asks a system questions, and scores what it answers.
+
+    Args:
+        name: of the row.
+        system: after its adaptation.
+        questions: about documents of the stream.
+        documents: that the system has adapted to.
+    """
+    began = time.perf_counter()
+    texts = system.answer([question.question for question in questions])
+    seconds = time.perf_counter() - began
+    verdicts = judge(questions, [Answer(text, (), (), False) for text in texts])
+    row = summarize(name, questions, verdicts, documents, None, seconds)
+    return row.model_copy(update={"settings": {"method": system.name, **system.settings}}), verdicts

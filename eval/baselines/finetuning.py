@@ -72,6 +72,7 @@ class FineTuning(System):
         if tuning is not None and tuning.steps:
             self.settings["answer_tuning_steps"] = tuning.steps
         self.lm = trainable_copy(base_lm)
+        self.networks = [self.lm, *weighting.networks]
         self._weighting = weighting
         self._optimizer = torch.optim.Adam(self.lm.parameters(), lr=learning_rate)
         self._max_new_tokens = max_new_tokens

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from mac_rag.errors import DocumentError
@@ -57,10 +57,12 @@ class TokenWeighting(ABC):
     Attributes:
         name: of the fine-tuning that uses these weights.
         settings: what the result says about them.
+        networks: what they come from.
     """
 
     name: str
     settings: Mapping[str, str | int | float] = {}
+    networks: Sequence[nn.Module] = ()
 
     @abstractmethod
     def weights(self, passage: Passage) -> Tensor:

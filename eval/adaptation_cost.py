@@ -1,0 +1,116 @@
+"""Time and memory that adaptation takes, for each system (figure 2): `python -m eval.adaptation_cost --help`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eval.baselines.options import ADAPTING, SETUPS, chosen_methods, open_bench
+from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.streams import DataOption, DocumentsOption, ModelByScale, open_stream
+from mac_rag.commands import run_command
+
+if TYPE_CHECKING:
+    import torch
+
+    from eval.results import Row
+    from eval.systems import System
+    from mac_rag.data.types import Document
+
+_STREAM = 1665
+_MB = 1e6
+
+
+def main(
+    context: typer.Context,
+    model: ModelByScale = None,
+    data: DataOption = None,
+    scale: ScaleOption = "tiny",
+    methods: Annotated[str, typer.Option(help="Which to compare, with commas.")] = ",".join(ADAPTING),
+    documents: DocumentsOption = None,
+    seed: SeedOption = 0,
+    batch_size: BatchOption = 32,
+    device: DeviceOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Measure the time and peak memory of adapting to documents.
+
+    The memory is that of adapting to one document, the networks that take part included: the LM and the state of its
+    optimiser for fine-tuning, the amortization network for MAC. The time is that of a stream, document by document for
+    fine-tuning, in batches for the others, and is given for 1,665 documents. Neither depends on what networks have
+    learned, so CaMeLS and CCM are not trained for this.
+    """
+    import os
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler announces each start and stop on standard error
+    from eval.results import result_path
+
+    path = result_path(output, "adaptation_cost")
+    from mac_rag.errors import ConfigError
+
+    chosen = chosen_methods(methods, ADAPTING)
+    setup = SETUPS[scale].but(model, documents or {"tiny": 200, "paper": _STREAM}[scale], None)
+    options = setup.options(context.params)
+    dataset, source = open_stream(data, "test", setup, seed, scale=scale)
+    bench = open_bench(setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size)
+    rows: list[Row] = []
+    not_run: dict[str, str] = {}
+    for method in chosen:
+        print(method, file=sys.stderr)
+        try:
+            system = bench.make(method, learning_rate=bench.setup.retention_rate, trained=False)
+        except ConfigError as error:
+            not_run[method] = str(error)
+            continue
+        rows.append(measure(system, dataset.documents, bench.model.device))
+    report(
+        path,
+        experiment="adaptation_cost",
+        options=options,
+        rows=rows,
+        dataset=dataset,
+        source=source,
+        model=bench.model,
+        not_run=not_run,
+    )
+
+
+def measure(system: System, documents: Sequence[Document], device: torch.device) -> Row:
+    """Adapts a system to a stream.
+
+    Args:
+        system: a new one.
+        documents: the first is for memory, and warms up; the others are for time.
+        device: that it runs on.
+    """
+    import torch
+
+    from benchmarks.allocations import allocated_peak
+    from eval.results import Row
+
+    networks = {id(weight): weight.nbytes for network in system.networks for weight in network.parameters()}
+    _, extra = allocated_peak(lambda: system.adapt(documents[:1]), device)
+    began = time.perf_counter()
+    system.adapt(documents[1:])
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = (time.perf_counter() - began) / (len(documents) - 1)
+    return Row(
+        name=system.name,
+        settings={"method": system.name},
+        documents=len(documents),
+        measures={
+            "peak_mb": (sum(networks.values()) + extra) / _MB,
+            "networks_mb": sum(networks.values()) / _MB,
+            "seconds_per_document": seconds,
+            "minutes": _STREAM * seconds / 60,
+        },
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,163 @@
+"""Makes every system of the comparison, by name; what it needs trained is trained, what it needs searched, searched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eval.baselines.options import FINE_TUNING, METHODS
+from eval.systems import MACSystem, System
+from mac_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from eval.baselines.finetuning import AnswerTuning
+    from eval.baselines.setups import BaselineSetup
+    from eval.baselines.weighting import TokenWeighting
+    from mac_rag.data.types import QADataset
+    from mac_rag.model import MACModel
+
+
+class Bench:
+    """Makes systems around one model.
+
+    Args:
+        model: MAC; its base LM is that of every other system.
+        setup: of the baselines.
+        training_set, validation_set: give the data, which only some systems need.
+        folder: keeps networks that were trained; None to keep none.
+        tuning: of fine-tuned LMs on questions and answers before they are asked.
+        retriever: for the system that has nothing else.
+        batch_size: questions of one generation.
+        seed: of all training.
+    """
+
+    def __init__(
+        self,
+        model: MACModel,
+        setup: BaselineSetup,
+        training_set: Callable[[], QADataset],
+        validation_set: Callable[[], QADataset],
+        *,
+        folder: Path | None = None,
+        tuning: AnswerTuning | None = None,
+        retriever: str = "bm25",
+        batch_size: int = 32,
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.setup = setup
+        self.searched: dict[str, dict[float, float]] = {}
+        self._make_training_set = training_set
+        self._make_validation_set = validation_set
+        self._folder = folder
+        self._tuning = tuning
+        self._retriever = retriever
+        self._batch_size = batch_size
+        self._seed = seed
+
+    @cached_property
+    def training_set(self) -> QADataset:
+        return self._make_training_set()
+
+    @cached_property
+    def validation_set(self) -> QADataset:
+        return self._make_validation_set()
+
+    def make(self, method: str, *, learning_rate: float | None = None, trained: bool = True) -> System:
+        """A new system that has seen no document of the stream.
+
+        Args:
+            method: one of `METHODS`.
+            learning_rate: of fine-tuning; None to search it on the validation set, once for each method. What was found
+                is in `searched`.
+            trained: False leaves networks of CaMeLS and CCM as they start, where only the cost of running them matters.
+
+        Raises:
+            ConfigError: for an unknown method, or one that does not work with this model.
+        """
+        if method in FINE_TUNING:
+            return self._fine_tuning(method, learning_rate, trained)
+        if method in ("zero-shot", "few-shot"):
+            from eval.baselines.prompting import FewShot, drawn_examples
+
+            wanted = self.setup.examples if method == "few-shot" else 0
+            examples = drawn_examples(self.training_set.questions, wanted, self._seed) if wanted else []
+            return FewShot(self.model, examples, batch_size=self._batch_size)
+        if method == "retriever":
+            from eval.baselines.prompting import RetrieverOnly
+            from mac_rag.retrieval.registry import make_retriever
+
+            retriever = make_retriever(self._retriever, progress=True)
+            if retriever is None:
+                raise ConfigError(f"the method retriever needs a retriever, got {self._retriever!r}")
+            return RetrieverOnly(self.model, retriever, self._retriever, self.setup.k, batch_size=self._batch_size)
+        if method == "ccm":
+            return self._ccm(trained)
+        if method == "mac":
+            return MACSystem(self.model, batch_size=self._batch_size)
+        raise ConfigError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
+
+    def _fine_tuning(self, method: str, learning_rate: float | None, trained: bool) -> System:
+        from eval.baselines.finetuning import FineTuning, search_learning_rate
+
+        weighting = self._weighting(method, trained)
+
+        def make(rate: float) -> FineTuning:
+            return FineTuning(
+                self.model.base_lm,
+                weighting,
+                rate,
+                max_new_tokens=self.model.config.max_new_tokens,
+                batch_size=self._batch_size,
+                tuning=self._tuning,
+                training_questions=self.training_set.questions if self._tuning and self._tuning.steps else (),
+                seed=self._seed,
+            )
+
+        if learning_rate is None:
+            if method not in self.searched:
+                stream = self.validation_set
+                _, self.searched[method] = search_learning_rate(
+                    make, self.setup.rates, stream.documents, stream.questions
+                )
+            found = self.searched[method]
+            learning_rate = max(found, key=lambda rate: found[rate])
+        return make(learning_rate)
+
+    def _weighting(self, method: str, trained: bool) -> TokenWeighting:
+        if method == "uniform":
+            from eval.baselines.weighting import UniformWeights
+
+            return UniformWeights()
+        if method == "salient-spans":
+            from eval.baselines.spans import salient_spans
+
+            return salient_spans()
+        return self._camels(trained)
+
+    def _camels(self, trained: bool) -> TokenWeighting:
+        from eval.baselines.camels import CamelsWeights, check_proxy, new_network
+        from eval.baselines.camels_training import trained_network
+        from mac_rag.base_lm import BaseLM
+
+        config, base_lm = self.setup.camels, self.model.base_lm
+        proxy = base_lm
+        if config.proxy is not None:
+            proxy = BaseLM.load(config.proxy, base_lm.prompts.format, base_lm.device)
+            check_proxy(proxy, base_lm)
+        if not trained:
+            return CamelsWeights(new_network(proxy))
+        return CamelsWeights(trained_network(proxy, self.training_set, config, seed=self._seed, folder=self._folder))
+
+    def _ccm(self, trained: bool) -> System:
+        from eval.baselines.ccm import CCM
+        from eval.baselines.ccm_system import CCMSystem, trained_ccm
+
+        config, base_lm = self.setup.ccm, self.model.base_lm
+        if trained:
+            ccm = trained_ccm(base_lm, self.training_set, config, seed=self._seed, folder=self._folder)
+        else:
+            ccm = CCM(base_lm, tokens=config.tokens, rank=config.rank, encoder=config.encoder)
+        return CCMSystem(base_lm, ccm, max_new_tokens=self.model.config.max_new_tokens, batch_size=self._batch_size)

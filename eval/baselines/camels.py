@@ -1,0 +1,198 @@
+"""CaMeLS (Hu et al., 2023): token weights meta-learned so that an LM, updated by them, answers questions.
+
+A weighting network reads a document and gives each token a weight. The LM takes one step of gradient descent on the
+weighted loss; how well it then answers questions about the document, and how little it has changed elsewhere, is
+differentiated through that step, second derivatives included, to train the weighting network.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from eval.baselines.weighting import Passage, TokenWeighting, weighted_loss
+from mac_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mac_rag.base_lm import BaseLM
+
+Weights = dict[str, Tensor]
+_INNER_WIDTH = 128
+
+
+class WeightingNetwork(nn.Module):
+    """A proxy LM and a small head on its last hidden states; starts with equal weights for all tokens.
+
+    Args:
+        backbone: a transformers model without a language-modelling head.
+    """
+
+    def __init__(self, backbone: Any) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.inner = nn.Linear(backbone.config.hidden_size, _INNER_WIDTH)
+        self.outer = nn.Linear(_INNER_WIDTH, 1)
+        nn.init.zeros_(self.outer.weight)
+        nn.init.zeros_(self.outer.bias)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids `[L]` -> weights `[L]`, positive."""
+        states = self.backbone(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+        raw = self.outer(functional.gelu(self.inner(states.to(self.inner.weight.dtype))))
+        return functional.softplus(raw[:, 0], beta=3)
+
+
+class CamelsWeights(TokenWeighting):
+    """The weights of a trained network; for any LM of the same tokenizer as its proxy."""
+
+    name = "CaMeLS"
+
+    def __init__(self, network: WeightingNetwork) -> None:
+        self.network = network
+        self.networks = [network]
+
+    @torch.no_grad()
+    def weights(self, passage: Passage) -> Tensor:
+        weights: Tensor = self.network(passage.ids)
+        return weights
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One document to learn from, as token ids.
+
+    Attributes:
+        document: `[L]`.
+        questions: prompts, each with its answer, about the document.
+    """
+
+    document: Tensor
+    questions: Sequence[tuple[Sequence[int], Sequence[int]]]
+
+
+def new_network(proxy: BaseLM) -> WeightingNetwork:
+    """A network on a copy of the proxy LM's weights, all of which it trains."""
+    return WeightingNetwork(copy.deepcopy(proxy.model.base_model).float().requires_grad_(True)).to(proxy.device)
+
+
+def check_proxy(proxy: BaseLM, base_lm: BaseLM) -> None:
+    """Refuses a proxy LM whose tokens are not those of the LM that is to be updated.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    if proxy.tokenizer.get_vocab() != base_lm.tokenizer.get_vocab():
+        names = [lm.model.config.name_or_path or lm.model.config.model_type for lm in (proxy, base_lm)]
+        raise ConfigError(
+            f"the proxy LM {names[0]!r} has another tokenizer than {names[1]!r}, so its token weights do not fit; "
+            "take a smaller LM of the same family"
+        )
+
+
+def parameters(lm: nn.Module) -> Weights:
+    """The LM's weights by name, detached."""
+    return {name: weight.detach() for name, weight in lm.named_parameters()}
+
+
+def inner_update(lm: nn.Module, theta: Weights, ids: Tensor, weights: Tensor, rate: float) -> Weights:
+    """One step of gradient descent on the weighted loss of a document, differentiable in `theta` and `weights`.
+
+    Args:
+        lm: a causal LM; its own weights are not looked at.
+        theta: its weights before the step.
+        ids: the document `[L]`.
+        weights: of its tokens, `[L]`.
+        rate: of descent.
+
+    Returns:
+        The weights after the step.
+    """
+
+    def loss(theta: Weights) -> Tensor:
+        return weighted_loss(_logits(lm, theta, ids[None])[0], ids, weights)
+
+    with twice_differentiable():
+        gradients = grad(loss)(theta)
+    return {name: weight - rate * gradients[name] for name, weight in theta.items()}
+
+
+def answer_loss(lm: nn.Module, theta: Weights, questions: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
+    """Mean negative log-likelihood of the answers' tokens."""
+    length = max(len(prompt) + len(answer) for prompt, answer in questions)
+    device = next(iter(theta.values())).device
+    ids = torch.zeros(len(questions), length, dtype=torch.long, device=device)
+    labels = torch.full_like(ids, -100)
+    # Padding on the right needs no mask in a causal LM: nothing that counts looks at it.
+    for row, label, (prompt, answer) in zip(ids, labels, questions, strict=True):
+        row[: len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
+        label[len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+    logits = _logits(lm, theta, ids)[:, :-1]
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def drift(lm: nn.Module, before: Weights, after: Weights, ids: Tensor) -> Tensor:
+    """KL divergence, mean over the tokens of an unrelated text `[L]`, of the updated LM from the one before."""
+    with torch.no_grad():
+        old = _logits(lm, before, ids[None])[0].float().log_softmax(-1)
+    new = _logits(lm, after, ids[None])[0].float().log_softmax(-1)
+    return functional.kl_div(new, old, log_target=True, reduction="batchmean")
+
+
+def meta_loss(
+    lm: nn.Module,
+    network: WeightingNetwork,
+    theta: Weights,
+    lessons: Sequence[Lesson],
+    unrelated: Tensor,
+    *,
+    rate: float,
+    locality: float,
+    norm: float,
+) -> tuple[Tensor, Weights]:
+    """What the network is trained by: updates on some documents, one after the other, and then their questions.
+
+    Args:
+        lm: the LM that is updated.
+        network: gives the weights.
+        theta: the LM's weights before.
+        lessons: at least one.
+        unrelated: token ids of another text `[L]`.
+        rate: of the updates.
+        locality: weight of the divergence on the unrelated text.
+        norm: weight of the root mean square of the token weights' distance from 1, an l2 locality term.
+
+    Returns:
+        The loss, and the LM's weights after the updates.
+    """
+    with twice_differentiable():
+        after, distances = theta, []
+        for lesson in lessons:
+            weights = network(lesson.document)
+            after = inner_update(lm, after, lesson.document, weights, rate)
+            distances.append((weights - 1).square().mean().sqrt())
+        loss = answer_loss(lm, after, [question for lesson in lessons for question in lesson.questions])
+        if locality:
+            loss = loss + locality * drift(lm, theta, after, unrelated)
+        if norm:
+            loss = loss + norm * torch.stack(distances).mean()
+        return loss, after
+
+
+def twice_differentiable() -> AbstractContextManager[None]:
+    """The attention of torch that has second derivatives; the fused kernels have none."""
+    context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
+    return context
+
+
+def _logits(lm: nn.Module, theta: Weights, ids: Tensor) -> Tensor:
+    logits: Tensor = functional_call(lm, theta, (), {"input_ids": ids, "use_cache": False}).logits
+    return logits

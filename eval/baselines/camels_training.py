@@ -1,0 +1,116 @@
+"""Meta-training of CaMeLS' weighting network, once for each LM and recipe."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import Field
+
+from eval.baselines import trained
+from eval.baselines.camels import Lesson, WeightingNetwork, meta_loss, new_network, parameters, twice_differentiable
+from eval.baselines.weighting import passages
+from mac_rag.config import BaseLMConfig, Config
+from mac_rag.progress import progress_bar
+
+if TYPE_CHECKING:
+    from mac_rag.base_lm import BaseLM
+    from mac_rag.data.types import QADataset
+
+
+class CamelsConfig(Config):
+    """How to meta-train; the defaults are those published.
+
+    Attributes:
+        proxy: a smaller LM of the same tokenizer that takes the place of the base LM; None for the base LM itself.
+        steps: of Adam on the weighting network.
+        batch_size: documents that the LM is updated on, one by one, before their questions are asked.
+        accumulate: batches for each step.
+        inner_rate: of the LM's gradient descent.
+        learning_rate: of Adam on the weighting network.
+        locality: weight of the KL divergence on an unrelated text.
+        norm: weight of the l2 distance of the token weights from 1.
+        reset_every: batches after which the LM starts again from its own weights.
+        clip: largest gradient norm.
+    """
+
+    proxy: BaseLMConfig | None = None
+    steps: int = Field(ge=1)
+    batch_size: int = Field(6, ge=1)
+    accumulate: int = Field(4, ge=1)
+    inner_rate: float = Field(5e-4, gt=0)
+    learning_rate: float = Field(1e-5, gt=0)
+    locality: float = Field(0.1, ge=0)
+    norm: float = Field(0.0, ge=0)
+    reset_every: int = Field(24, ge=1)
+    clip: float = Field(1e5, gt=0)
+
+
+def trained_network(
+    proxy: BaseLM, dataset: QADataset, config: CamelsConfig, *, seed: int = 0, folder: Path | None = None
+) -> WeightingNetwork:
+    """A trained weighting network: from `folder`, if it was trained there before on the same, or trained now.
+
+    Args:
+        proxy: the LM that is updated in training, and that the network starts from.
+        dataset: training documents with their questions.
+        config: of the training.
+        seed: of the order of documents.
+        folder: keeps the trained network; None to keep none.
+    """
+    network = new_network(proxy)
+    key = trained.key("camels", proxy.model, dataset, config, seed)
+    if not trained.load(network, folder, key):
+        meta_train(network, proxy, dataset, config, seed=seed)
+        trained.save(network, folder, key)
+    return network.eval().requires_grad_(False)
+
+
+def meta_train(
+    network: WeightingNetwork, lm: BaseLM, dataset: QADataset, config: CamelsConfig, *, seed: int = 0
+) -> list[float]:
+    """Trains a weighting network in place; returns the loss of each step."""
+    lessons = _lessons(lm, dataset)
+    rng = random.Random(seed)
+    optimizer = torch.optim.Adam(network.parameters(), lr=config.learning_rate)
+    start = parameters(lm.model)
+    theta, batches = start, 0
+    losses = []
+    with twice_differentiable(), progress_bar("meta-train CaMeLS", config.steps) as bar:
+        for _ in range(config.steps):
+            optimizer.zero_grad()
+            total = 0.0
+            for _ in range(config.accumulate):
+                *batch, other = rng.sample(lessons, config.batch_size + 1)
+                loss, after = meta_loss(
+                    lm.model, network, theta, batch, other.document,
+                    rate=config.inner_rate, locality=config.locality, norm=config.norm,
+                )  # fmt: skip
+                (loss / config.accumulate).backward()
+                total += loss.item() / config.accumulate
+                batches += 1
+                theta = {name: weight.detach() for name, weight in after.items()}
+                if batches % config.reset_every == 0:
+                    theta = start
+            torch.nn.utils.clip_grad_norm_(network.parameters(), config.clip)
+            optimizer.step()
+            losses.append(total)
+            bar.note(f"loss {total:.3f}")
+            bar.advance()
+    return losses
+
+
+def _lessons(lm: BaseLM, dataset: QADataset) -> Sequence[Lesson]:
+    """Documents that questions are asked about, long ones by their beginning."""
+    asked = dataset.questions_by_document()
+    return [
+        Lesson(
+            next(passages(lm.prompts, document.text, lm.context_window, lm.device)).ids,
+            [(lm.prompts.prompt(q.question), lm.prompts.answer(q.answers[0])) for q in asked[document.id]],
+        )
+        for document in dataset.documents
+        if asked[document.id]
+    ]

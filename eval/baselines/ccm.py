@@ -1,0 +1,234 @@
+"""Compressed contexts with a trained retriever (appendix, "Comparison with memory augmented LMs").
+
+After Kim et al. (2024, CCM): the frozen LM reads a document and behind it C learned vectors, on which alone a low-rank
+update of its attention is in force; the keys and values of those C positions are the compressed document. An encoder,
+trained beside it, finds the compressed document that belongs to a question, and the LM answers behind it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import DynamicCache
+
+from mac_rag.base_lm import LORA_TARGETS
+from mac_rag.encoder import length_buckets
+from mac_rag.errors import ConfigError
+from mac_rag.loading import load_backbone, load_tokenizer
+from mac_rag.nn.modulation import Change, HookedModulation, linear_names
+
+if TYPE_CHECKING:
+    from mac_rag.base_lm import BaseLM
+    from mac_rag.config import EncoderConfig
+
+_BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """Compressed documents.
+
+    Attributes:
+        keys_values: `[K, layers, 2, kv_heads, C, head_width]`.
+        lengths: tokens of each document `[K]`: the question goes on where the compressed tokens stood.
+    """
+
+    keys_values: Tensor
+    lengths: Tensor
+
+    def __getitem__(self, rows: Tensor) -> Compressed:
+        return Compressed(self.keys_values[rows], self.lengths[rows])
+
+
+class Compressor(nn.Module):
+    """The learned vectors and the conditional low-rank update; the LM itself is no part of it.
+
+    Args:
+        base_lm: frozen.
+        tokens: C.
+        rank: of the update.
+
+    Raises:
+        ConfigError: when the LM's attention has no linear layers of known names.
+    """
+
+    def __init__(self, base_lm: BaseLM, *, tokens: int, rank: int) -> None:
+        super().__init__()
+        linears = linear_names(base_lm.model, LORA_TARGETS)
+        if not linears:
+            raise ConfigError(f"CCM knows no attention layers of {base_lm.model.config.model_type}")
+        scale = float(base_lm.model.get_input_embeddings().weight.detach().float().std())
+        self.vectors = nn.Parameter(scale * torch.randn(tokens, base_lm.width))
+        self.names = list(linears)
+        self.down = nn.ParameterList(inputs**-0.5 * torch.randn(inputs, rank) for inputs, _ in linears.values())
+        self.up = nn.ParameterList(torch.zeros(rank, outputs) for _, outputs in linears.values())
+        self.to(base_lm.device)
+
+    def forward(self, base_lm: BaseLM, documents: Sequence[Sequence[int]]) -> Compressed:
+        """Compresses K documents, given as token ids."""
+        ids, mask = _left_padded(documents, base_lm)
+        embedded = base_lm.model.get_input_embeddings()(ids)
+        vectors = self.vectors.to(embedded.dtype).expand(len(ids), -1, -1)
+        mask = torch.cat([mask, mask.new_ones(vectors.shape[:2])], 1)
+        changes = {name: self._change(down, up) for name, down, up in zip(self.names, self.down, self.up)}
+        with HookedModulation(changes).attached(base_lm.model):
+            output = base_lm.model(
+                inputs_embeds=torch.cat([embedded, vectors], 1),
+                attention_mask=mask,
+                position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        kept = len(self.vectors)
+        layers = [
+            torch.stack([layer.keys[:, :, -kept:], layer.values[:, :, -kept:]], 1)
+            for layer in output.past_key_values.layers
+        ]
+        return Compressed(torch.stack(layers, 1), mask.sum(1) - kept)
+
+    def _change(self, down: Tensor, up: Tensor) -> Change:
+        count = len(self.vectors)
+
+        def change(inputs: Tensor, output: Tensor) -> Tensor:
+            added = inputs[:, -count:].to(down.dtype) @ down @ up  # only where the vectors stand
+            return torch.cat([output[:, :-count], output[:, -count:] + added.to(output.dtype)], 1)
+
+        return change
+
+
+class EncoderRetriever(nn.Module):
+    """One encoder for questions and documents: mean over its last states, a linear map, cosine.
+
+    Args:
+        backbone: a transformers model without a language-modelling head.
+        tokenizer: its tokenizer.
+    """
+
+    def __init__(self, backbone: Any, tokenizer: Any) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.tokenizer = tokenizer
+        self.map = nn.Linear(backbone.config.hidden_size, backbone.config.hidden_size, bias=False)
+        self.log_scale = nn.Parameter(torch.tensor(20.0).log())
+
+    def forward(self, texts: Sequence[str]) -> Tensor:
+        """Texts, read up to 512 tokens -> unit vectors `[B, width]`."""
+        encoded = self.tokenizer(
+            [text.strip() for text in texts], padding=True, truncation=True, max_length=512, return_tensors="pt"
+        ).to(self.map.weight.device)
+        mask = encoded.attention_mask
+        states = self.backbone(input_ids=encoded.input_ids, attention_mask=mask).last_hidden_state
+        mean = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return functional.normalize(self.map(mean.to(self.map.weight.dtype)), dim=-1)
+
+
+class CCM(nn.Module):
+    """What is trained: the compressor and the retriever around a frozen LM.
+
+    Args:
+        base_lm: the LM.
+        tokens: C.
+        rank: of the low-rank update.
+        encoder: the retriever's pretrained encoder (T5's in the paper); None for one that starts from the LM itself.
+    """
+
+    def __init__(self, base_lm: BaseLM, *, tokens: int, rank: int, encoder: EncoderConfig | None = None) -> None:
+        super().__init__()
+        self.compressor = Compressor(base_lm, tokens=tokens, rank=rank)
+        if encoder is None or encoder.name is None:
+            backbone: Any = copy.deepcopy(base_lm.model.base_model).float().requires_grad_(True)
+            tokenizer = copy.deepcopy(base_lm.tokenizer)
+        else:
+            backbone = load_backbone(encoder, base_lm.device)
+            tokenizer = load_tokenizer(encoder.name, encoder.revision)
+        tokenizer.padding_side = "right"
+        self.retriever = EncoderRetriever(backbone, tokenizer).to(base_lm.device)
+
+    def answer_loss(
+        self,
+        base_lm: BaseLM,
+        documents: Sequence[Sequence[int]],
+        prompts: Sequence[list[int]],
+        answers: Sequence[list[int]],
+    ) -> Tensor:
+        """Mean negative log-likelihood of the answers' tokens, each behind its own compressed document."""
+        compressed = self.compressor(base_lm, documents)
+        rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        ids, mask = _left_padded(rows, base_lm)
+        logits = _behind(base_lm, compressed, ids, mask).logits[:, :-1]
+        labels = torch.full_like(ids, -100)
+        for label, answer in zip(labels, answers, strict=True):
+            label[len(label) - len(answer) :] = torch.tensor(answer)
+        return functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
+
+    def retrieval_loss(self, questions: Sequence[str], documents: Sequence[str]) -> Tensor:
+        """Cross-entropy of each question's own document among those of the batch."""
+        scores = self.retriever.log_scale.exp() * self.retriever(questions) @ self.retriever(documents).T
+        return functional.cross_entropy(scores, torch.arange(len(questions), device=scores.device))
+
+    @torch.no_grad()
+    def compress(self, base_lm: BaseLM, documents: Sequence[Sequence[int]]) -> Compressed:
+        """Compresses any number of documents, those of similar length together."""
+        order: list[int] = []
+        parts = []
+        for bucket in length_buckets([len(document) for document in documents], _BATCH_TOKENS):
+            parts.append(self.compressor(base_lm, [documents[index] for index in bucket]))
+            order += bucket
+        whole = Compressed(torch.cat([p.keys_values for p in parts]), torch.cat([p.lengths for p in parts]))
+        return whole[torch.tensor(order).argsort()]
+
+
+@torch.no_grad()
+def generate_behind(
+    base_lm: BaseLM, compressed: Compressed, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
+) -> list[str]:
+    """Greedy answers, each prompt behind its own compressed document."""
+    ids, mask = _left_padded(prompts, base_lm)
+    eos = base_lm.tokenizer.eos_token_id
+    output = _behind(base_lm, compressed, ids, mask)
+    mask = torch.cat([mask.new_ones(len(ids), compressed.keys_values.shape[4]), mask], 1)
+    position = compressed.lengths + mask.sum(1) - 1
+    generated: list[Tensor] = []
+    ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    while True:
+        token = torch.where(ended, eos, output.logits[:, -1].argmax(-1))
+        generated.append(token)
+        ended |= token == eos
+        if len(generated) == max_new_tokens or bool(ended.all()):
+            break
+        position = position + 1
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        output = base_lm.model(
+            input_ids=token[:, None], attention_mask=mask, position_ids=position[:, None],
+            past_key_values=output.past_key_values, use_cache=True,
+        )  # fmt: skip
+    texts = base_lm.tokenizer.batch_decode(torch.stack(generated, 1), skip_special_tokens=True)
+    return [text.strip() for text in texts]
+
+
+def _behind(base_lm: BaseLM, compressed: Compressed, ids: Tensor, mask: Tensor) -> Any:
+    """The LM's output for prompts `[B, L]` behind compressed documents, at the positions of an uncompressed one."""
+    count = compressed.keys_values.shape[4]
+    positions = (mask.cumsum(1) - 1).clamp(min=0) + (compressed.lengths + count)[:, None]
+    return base_lm.model(
+        input_ids=ids,
+        attention_mask=torch.cat([mask.new_ones(len(ids), count), mask], 1),
+        position_ids=positions,
+        past_key_values=DynamicCache([(layer[:, 0], layer[:, 1]) for layer in compressed.keys_values.unbind(1)]),
+        use_cache=True,
+    )
+
+
+def _left_padded(rows: Sequence[Sequence[int]], base_lm: BaseLM) -> tuple[Tensor, Tensor]:
+    """Ids `[B, L]` and mask `[B, L]`."""
+    length = max(map(len, rows))
+    pad = base_lm.tokenizer.pad_token_id
+    ids = torch.tensor([[pad] * (length - len(row)) + [*row] for row in rows], device=base_lm.device)
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=base_lm.device)
+    return ids, mask

@@ -1,0 +1,143 @@
+"""CCM as a system: trained once for each LM and recipe, then documents are compressed and found again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from eval.baselines import trained
+from eval.baselines.ccm import CCM, Compressed, generate_behind
+from eval.baselines.weighting import passages
+from eval.systems import System
+from mac_rag.config import Config, EncoderConfig
+from mac_rag.errors import BankError
+from mac_rag.progress import progress_bar
+
+if TYPE_CHECKING:
+    from mac_rag.base_lm import BaseLM
+    from mac_rag.data.types import Document, QADataset
+
+
+class CCMConfig(Config):
+    """How to train CCM and its retriever.
+
+    Attributes:
+        tokens: C, compressed tokens of a document.
+        rank: of the conditional low-rank update.
+        encoder: of the retriever; None for one that starts from the LM.
+        steps: of Adam.
+        batch_size: documents with one question each; also what a question's document is told from.
+        learning_rate: constant.
+    """
+
+    tokens: int = Field(16, ge=1)
+    rank: int = Field(8, ge=1)
+    encoder: EncoderConfig | None = None
+    steps: int = Field(ge=1)
+    batch_size: int = Field(16, ge=2)
+    learning_rate: float = Field(1e-3, gt=0)
+
+
+class CCMSystem(System):
+    """The LM behind the compressed document that the retriever finds first.
+
+    Args:
+        base_lm: the frozen LM.
+        ccm: trained for it.
+        max_new_tokens: longest answer.
+        batch_size: questions of one generation.
+    """
+
+    name = "CCM + encoder retriever"
+
+    def __init__(self, base_lm: BaseLM, ccm: CCM, *, max_new_tokens: int = 16, batch_size: int = 32) -> None:
+        self.settings = {"tokens": len(ccm.compressor.vectors)}
+        self.networks = [base_lm, ccm]
+        self._base_lm = base_lm
+        self._ccm = ccm
+        self._max_new_tokens = max_new_tokens
+        self._batch_size = batch_size
+        self._keys_values: list[Tensor] = []
+        self._lengths: list[Tensor] = []
+        self._embedded: list[Tensor] = []
+
+    @torch.no_grad()
+    def adapt(self, documents: Sequence[Document]) -> None:
+        with progress_bar(self.name, len(documents)) as bar:
+            for first in range(0, len(documents), self._batch_size):
+                group = documents[first : first + self._batch_size]
+                parts = [(row, text) for document in group for row, text in compressible(self._base_lm, document.text)]
+                compressed = self._ccm.compress(self._base_lm, [row for row, _ in parts])
+                self._keys_values.append(compressed.keys_values)
+                self._lengths.append(compressed.lengths)
+                self._embedded.append(self._ccm.retriever([text for _, text in parts]))
+                bar.advance(len(group))
+
+    @torch.no_grad()
+    def answer(self, questions: Sequence[str]) -> list[str]:
+        if not self._embedded:
+            raise BankError("there are no compressed documents; adapt to some first")
+        bank = Compressed(torch.cat(self._keys_values), torch.cat(self._lengths))
+        embedded = torch.cat(self._embedded)
+        answers = []
+        with progress_bar("answer", len(questions)) as bar:
+            for first in range(0, len(questions), self._batch_size):
+                asked = questions[first : first + self._batch_size]
+                found = (self._ccm.retriever(asked) @ embedded.T).argmax(1)
+                prompts = [self._base_lm.prompts.question(question) for question in asked]
+                answers += generate_behind(self._base_lm, bank[found], prompts, max_new_tokens=self._max_new_tokens)
+                bar.advance(len(asked))
+        return answers
+
+
+def compressible(base_lm: BaseLM, text: str) -> list[tuple[list[int], str]]:
+    """A document in parts that leave half of the LM's window free: the token ids of each, and its text."""
+    parts = []
+    for passage in passages(base_lm.prompts, text, base_lm.context_window // 2):
+        covered = [span for span in passage.spans if span[1] > span[0]]
+        parts.append((passage.ids.tolist(), passage.text[covered[0][0] : covered[-1][1]]))
+    return parts
+
+
+def trained_ccm(
+    base_lm: BaseLM, dataset: QADataset, config: CCMConfig, *, seed: int = 0, folder: Path | None = None
+) -> CCM:
+    """A trained CCM: from `folder`, if it was trained there before on the same, or trained now."""
+    torch.manual_seed(seed)
+    ccm = CCM(base_lm, tokens=config.tokens, rank=config.rank, encoder=config.encoder)
+    key = trained.key("ccm", base_lm.model, dataset, config, seed)
+    if not trained.load(ccm, folder, key):
+        train(ccm, base_lm, dataset, config, seed=seed)
+        trained.save(ccm, folder, key)
+    return ccm.eval().requires_grad_(False)
+
+
+def train(ccm: CCM, base_lm: BaseLM, dataset: QADataset, config: CCMConfig, *, seed: int = 0) -> list[float]:
+    """Trains the compressor by answers and the retriever by matching; returns the loss of each step."""
+    documents = {document.id: document.text for document in dataset.documents}
+    by_document = [asked for asked in dataset.questions_by_document().values() if asked]
+    rng = random.Random(seed)
+    optimizer = torch.optim.Adam(ccm.parameters(), lr=config.learning_rate)
+    losses = []
+    with progress_bar("train CCM", config.steps) as bar:
+        for _ in range(config.steps):
+            batch = [rng.choice(asked) for asked in rng.sample(by_document, min(config.batch_size, len(by_document)))]
+            read = [compressible(base_lm, documents[question.document_id])[0] for question in batch]
+            prompts = [base_lm.prompts.question(question.question) for question in batch]
+            answers = [base_lm.prompts.answer(question.answers[0]) for question in batch]
+            loss = ccm.answer_loss(base_lm, [ids for ids, _ in read], prompts, answers)
+            loss = loss + ccm.retrieval_loss([q.question for q in batch], [text for _, text in read])
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(ccm.parameters(), 1.0)
+            optimizer.step()
+            losses.append(loss.item())
+            bar.note(f"loss {losses[-1]:.3f}")
+            bar.advance()
+    return losses

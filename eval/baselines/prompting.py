@@ -1,0 +1,85 @@
+"""Baselines that never change the LM: questions alone, examples in front of them, or retrieved documents."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from eval.systems import System, generate
+from mac_rag.engine import MACEngine
+from mac_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mac_rag.data.types import Document, Question
+    from mac_rag.model import MACModel
+    from mac_rag.retrieval.base import Retriever
+
+
+class FewShot(System):
+    """The LM behind the same examples for every question, as it was tuned: each answer closed by the end token.
+
+    Args:
+        model: its base LM answers.
+        examples: training questions with their answers; none for zero-shot.
+        batch_size: questions of one generation.
+    """
+
+    def __init__(self, model: MACModel, examples: Sequence[Question] = (), *, batch_size: int = 32) -> None:
+        self.name = f"{len(examples)}-shot" if examples else "Zero-shot"
+        self.settings = {"examples": len(examples)}
+        self._model = model
+        self._batch_size = batch_size
+        prompts = model.base_lm.prompts
+        self._shown = list(prompts.start)
+        for example in examples:
+            self._shown += prompts.question(example.question) + prompts.answer(example.answers[0])
+
+    def adapt(self, documents: Sequence[Document]) -> None:
+        """Leaves everything as it is."""
+
+    def answer(self, questions: Sequence[str]) -> list[str]:
+        lm, longest = self._model.base_lm, self._model.config.max_new_tokens
+        asked = [self._shown + lm.prompts.question(question) for question in questions]
+        return generate(lm, asked, max_new_tokens=longest, batch_size=self._batch_size)
+
+
+class RetrieverOnly(System):
+    """The LM behind documents that a retriever finds, without any memory.
+
+    Args:
+        model: its base LM answers.
+        retriever: an empty one.
+        name: of the retriever.
+        k: documents in front of each question.
+        batch_size: questions of one generation.
+    """
+
+    def __init__(self, model: MACModel, retriever: Retriever, name: str, k: int, *, batch_size: int = 32) -> None:
+        self.name = f"{name} top-{k}"
+        self.settings = {"retriever": name, "k": k}
+        self._retriever = retriever
+        self._k = k
+        self._engine = MACEngine(model)
+        self._batch_size = batch_size
+
+    def adapt(self, documents: Sequence[Document]) -> None:
+        self._retriever.add(documents)
+
+    def answer(self, questions: Sequence[str]) -> list[str]:
+        found = [[hit.text for hit in hits] for hits in self._retriever.retrieve(questions, self._k)]
+        answers = self._engine.answer(
+            questions, contexts=found, use_memory=False, overflow="truncate", batch_size=self._batch_size, progress=True
+        )
+        return [answer.text for answer in answers]
+
+
+def drawn_examples(questions: Sequence[Question], count: int, seed: int) -> list[Question]:
+    """Examples for `FewShot`.
+
+    Raises:
+        ConfigError: when there are fewer questions.
+    """
+    if count > len(questions):
+        raise ConfigError(f"{count} examples are wanted, but the training set has {len(questions)} questions")
+    return random.Random(seed).sample(list(questions), count)

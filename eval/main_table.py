@@ -1,0 +1,111 @@
+"""MAC against online fine-tuning and other baselines (tables 1 and 9): `python -m eval.main_table --help`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eval.baselines.options import METHODS, SETUPS, TrainedOption, chosen_methods, open_bench, searched_notes
+from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
+from mac_rag.commands import run_command
+
+if TYPE_CHECKING:
+    from eval.results import Row, Verdict
+
+
+def main(
+    context: typer.Context,
+    model: ModelByScale = None,
+    data: DataOption = None,
+    scale: ScaleOption = "tiny",
+    methods: Annotated[
+        str,
+        typer.Option(help="Which to compare, with commas."),
+    ] = ",".join(METHODS),
+    documents: DocumentsOption = None,
+    questions: QuestionsOption = None,
+    retriever: Annotated[str, typer.Option(help="Of the method retriever: bm25, minilm, hybrid, ...")] = "bm25",
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Of all fine-tuning.", show_default="searched for each method on validation documents"
+        ),
+    ] = None,
+    tuning_steps: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Steps of tuning fine-tuned LMs on training questions, between documents and questions."
+        ),
+    ] = 0,
+    seed: SeedOption = 0,
+    batch_size: BatchOption = 32,
+    device: DeviceOption = None,
+    trained: TrainedOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Compare all systems by the paper's protocol: one pass over a stream of documents, then all questions.
+
+    Every system has the same LM, tuned on questions and answers. Fine-tuning takes one step of Adam on each document;
+    its learning rate is searched on a validation stream. CaMeLS and CCM are trained first, and kept for the next time.
+    """
+    from eval.results import result_path
+
+    path = result_path(output, "main_table")
+    chosen = chosen_methods(methods)
+    setup = SETUPS[scale].but(model, documents, questions)
+    options = setup.options(context.params)
+    dataset, source = open_stream(data, "test", setup, seed, scale=scale)
+    typer.echo(f"{dataset.name}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, {source}")
+
+    from eval.baselines.finetuning import AnswerTuning
+    from eval.protocol import samples
+    from eval.systems import ask
+    from mac_rag.errors import ConfigError, QuantizationError
+
+    bench = open_bench(
+        setup,
+        path,
+        scale=scale,
+        data=data,
+        seed=seed,
+        device=device,
+        batch_size=batch_size,
+        trained=trained,
+        tuning=AnswerTuning(steps=tuning_steps),
+        retriever=retriever,
+    )
+    rows: list[Row] = []
+    verdicts: dict[str, list[Verdict]] = {}
+    not_run: dict[str, str] = {}
+    for method in chosen:
+        print(method, file=sys.stderr)
+        try:
+            system = bench.make(method, learning_rate=learning_rate)
+        except (ConfigError, QuantizationError) as error:
+            not_run[method] = str(error)
+            continue
+        began = time.perf_counter()
+        system.adapt(dataset.documents)
+        seconds = time.perf_counter() - began
+        row, verdicts[system.name] = ask(system.name, system, dataset.questions, len(dataset.documents))
+        rows.append(row.model_copy(update={"measures": {"adaptation_seconds": seconds}}))
+    report(
+        path,
+        experiment="main_table",
+        options=options,
+        rows=rows,
+        samples=samples(dataset.questions, verdicts),
+        dataset=dataset,
+        source=source,
+        model=bench.model,
+        not_run=not_run,
+        notes=searched_notes(bench),
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

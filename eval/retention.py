@@ -1,0 +1,114 @@
+"""How much of what was learned first is left as the stream goes on (figure 3): `python -m eval.retention --help`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eval.baselines.options import ADAPTING, FINE_TUNING, SETUPS, TrainedOption, chosen_methods, open_bench
+from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.streams import DataOption, ModelByScale, QuestionsOption, open_stream
+from mac_rag.commands import run_command
+
+if TYPE_CHECKING:
+    from eval.results import Row, Verdict
+
+
+def main(
+    context: typer.Context,
+    model: ModelByScale = None,
+    data: DataOption = None,
+    scale: ScaleOption = "tiny",
+    methods: Annotated[str, typer.Option(help=f"Which to compare, with commas: {', '.join(ADAPTING)}.")] = ",".join(
+        (*FINE_TUNING, "mac")
+    ),
+    first: Annotated[int, typer.Option(min=1, help="Documents whose questions are asked.")] = 200,
+    further: Annotated[int, typer.Option(min=1, help="Documents that follow them.")] = 1400,
+    step: Annotated[int, typer.Option(min=1, help="Ask again after so many.")] = 200,
+    questions: QuestionsOption = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0, help="Of all fine-tuning.", show_default="by scale, fixed as in the paper")
+    ] = None,
+    seed: SeedOption = 0,
+    batch_size: BatchOption = 32,
+    device: DeviceOption = None,
+    trained: TrainedOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Ask about the first documents of a stream again and again while further ones follow.
+
+    Retention is the F1 as a share of that right after the first documents. An LM that learned nothing from them keeps
+    all of it, so what the LM answered before it had read anything stands beside it.
+    """
+    from eval.results import result_path
+
+    path = result_path(output, "retention")
+    from mac_rag.errors import ConfigError, DataError
+
+    chosen = chosen_methods(methods, ADAPTING)
+    setup = SETUPS[scale].but(model, first + further, None)
+    options = setup.options(context.params) | {"questions": questions}
+    dataset, source = open_stream(data, "test", setup, seed, scale=scale)
+    if len(dataset.documents) < first + further:
+        raise DataError(
+            f"{dataset.name} has only {len(dataset.documents):,} documents, but --first and --further ask for "
+            f"{first + further:,}; give smaller ones"
+        )
+    from eval.protocol import samples, some_questions
+    from eval.systems import ask
+    from mac_rag.data.protocol import first_documents
+
+    asked = some_questions(first_documents(dataset, first), questions, seed)
+    if not asked.questions:
+        raise DataError(f"there are no questions about the first {first:,} documents; give a larger --first")
+    bench = open_bench(
+        setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size, trained=trained
+    )
+    rate = bench.setup.retention_rate if learning_rate is None else learning_rate
+    rows: list[Row] = []
+    verdicts: dict[str, list[Verdict]] = {}
+    not_run: dict[str, str] = {}
+    before, _ = ask("before", bench.make("zero-shot"), asked.questions, 0)
+    for method in chosen:
+        print(method, file=sys.stderr)
+        try:
+            system = bench.make(method, learning_rate=rate)
+        except ConfigError as error:
+            not_run[method] = str(error)
+            continue
+        done, at_first = 0, 0.0
+        for added in [*range(0, further, step), further]:
+            system.adapt(dataset.documents[done : first + added])
+            done = first + added
+            name = f"{system.name}, +{added:,}"
+            row, verdicts[name] = ask(name, system, asked.questions, done)
+            f1 = row.f1 or 0.0
+            at_first = at_first if added else f1
+            measures = {"retention": 100 * f1 / at_first} if at_first else {}
+            rows.append(
+                row.model_copy(
+                    update={
+                        "settings": {**row.settings, "added": added},
+                        "measures": {**measures, "f1_before_adaptation": before.f1 or 0.0},
+                    }
+                )
+            )
+        if not at_first:
+            not_run[f"retention of {method}"] = "its F1 was 0 from the beginning, and has no share"
+    report(
+        path,
+        experiment="retention",
+        options=options,
+        rows=rows,
+        samples=samples(asked.questions, verdicts),
+        dataset=dataset,
+        source=source,
+        model=bench.model,
+        not_run=not_run,
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)
