@@ -320,10 +320,11 @@ def show(rows: Sequence[Row], *, title: str) -> None:
     table.add_column("", no_wrap=True)
     columns = _columns(rows)
     for header in columns:
-        table.add_column(header, justify="right")
+        table.add_column(header, justify="right", overflow="fold")
     for index, row in enumerate(rows):
         table.add_row(row.name, *(cells[index] for cells in columns.values()))
-    Console().print(table)
+    # Away from a terminal no width is known, and eighty columns would cut figures in two.
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[str]]:
@@ -340,7 +341,7 @@ def _columns(rows: Sequence[Row]) -> dict[str, list[str]]:
         "truncated": ["-" if row.truncated is None else f"{row.truncated:,}" for row in rows],
         "q/s": [f"{row.questions / row.seconds:,.1f}" if row.questions and row.seconds else "-" for row in rows],
     }
-    return {header: cells for header, cells in columns.items() if set(cells) != {"-"}}
+    return {header: cells for header, cells in columns.items() if set(cells) - {"-"}}
 
 
 def _percent(figure: float | None) -> str:

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import isfinite
 
 from eval.results import Row
 
 SCORES = {"em": "EM %", "f1": "F1 %", "em_prefix": "prefix %", "recall_at_k": "recall@k %"}
+NAMES = {
+    "added": "documents added",
+    "entries": "entries of the bank",
+    "documents": "documents in the bank",
+    "dataset": "data set",
+    "retention": "F1 retained, %",
+    "minutes": "time of adapting, min",
+    "f1_kept": "F1 kept, %",
+    "memory_kept": "memory kept, %",
+    "peak_mb": "peak memory, MB",
+    "K": "contexts K",
+    "M": "size of subgroups M",
+    "token": "memory token",
+    "mass": "attention",
+    "gold_mass": "attention to the gold document",
+    "largest_distractor_mass": "attention to the strongest distractor",
+    "gold_first": "gold document first",
+}
 UNITS = {
     "mb": "MB",
     "gb": "GB",
@@ -32,8 +50,8 @@ def figure(row: Row, name: str) -> float | None:
 
 def label(name: str) -> str:
     """A figure's name for a reader: "peak_mb" is "peak, MB"."""
-    if name in SCORES:
-        return SCORES[name]
+    if name in SCORES or name in NAMES:
+        return SCORES.get(name) or NAMES[name]
     words = name.split("_")
     if len(words) > 1 and words[-1] in UNITS:
         return f"{' '.join(words[:-1])}, {UNITS[words[-1]]}"
@@ -51,6 +69,19 @@ def written(name: str, value: float | None) -> str:
     if value.is_integer() and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def column(name: str, values: Sequence[float | None]) -> list[str]:
+    """The figures of a column, all to the same digit where they are of about the same size."""
+    known = [abs(value) for value in values if value is not None and isfinite(value)]
+    sizes = [value for value in known if value]
+    if name in SCORES or not sizes or max(sizes) / min(sizes) > 1000 or max(sizes) < 0.01:
+        return [written(name, value) for value in values]
+    whole = all(value.is_integer() for value in known)
+    digits = 0 if whole or max(sizes) >= 1000 else 1 if max(sizes) >= 100 else 2 if max(sizes) >= 1 else 3
+    return [
+        f"{value:,.{digits}f}" if value is not None and isfinite(value) else written(name, value) for value in values
+    ]
 
 
 def with_figure(rows: Iterable[Row], *names: str) -> list[Row]:

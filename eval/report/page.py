@@ -11,6 +11,8 @@ from eval.report.published import published_of
 from eval.report.summary import TITLE, Checked, Section, about, checked, provenance, sections, tally
 from eval.report.tables import Table, paper_table, table
 
+# Rows of a table that is folded up, for its plot says more.
+LONG = 14
 NONE = '<span class="mark none">not run</span>'
 
 
@@ -104,9 +106,13 @@ def _result(part: Section, found: Found) -> str:
         for name, text in provenance(found)
     )
     title = found.where or part.experiment.name
+    content = table(found.result, part.experiment)
+    figures = _table(content)
+    if drawings and len(content.rows) > LONG:
+        figures = f"<details><summary>All {len(content.rows)} rows</summary>{figures}</details>"
     return (
         f'<h3>{escape(title)}</h3><p class="data">{escape(about(found))}</p>{"".join(drawings)}'
-        f"{_table(table(found.result, part.experiment))}{listed}"
+        f"{figures}{listed}"
         f"<details><summary>Configuration and commit of these numbers</summary><dl>{origin}</dl></details>"
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from eval.report.figures import figure, label, with_figure, written
+from eval.report.figures import column, figure, label, with_figure
 from eval.results import Row
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Bars:
             widths = [_drawable(row, name) or 0.0 for row in rows]
             colours = [MAC if is_mac(row) else OTHERS[0] for row in rows]
             bars = axes.barh(places, widths, height * 0.92, color=colours, alpha=1.0 if order == 0 else 0.45)
-            shown = ["" if figure(row, name) is None else written(name, figure(row, name)) for row in rows]
+            shown = ["" if text == "–" else text for text in column(name, [figure(row, name) for row in rows])]
             axes.bar_label(bars, shown, padding=3, fontsize=8, color=INK)
         axes.set_yticks(range(len(rows)), [row.name for row in rows])
         axes.invert_yaxis()
@@ -81,12 +81,17 @@ class Lines:
         lines, level = self._points(rows)
         if not lines:
             return None
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
         drawing = _canvas(3.1)
         axes = drawing.subplots()
         if self.log_x:
             axes.set_xscale("log", base=self.log_x)
         if self.log_y:
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+            axes.yaxis.set_minor_locator(NullLocator())
         colours = palette(lines)
         for marker, (name, points) in zip(MARKERS * len(lines), lines.items()):
             points = sorted(points)
@@ -103,7 +108,8 @@ class Lines:
         axes.set_xlabel(label(self.x))
         axes.set_ylabel(label(self.y))
         if not self.log_y:
-            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+            low, high = axes.get_ylim()
+            axes.set_ylim(min(0.0, low), high + 0.03 * (high - low))
         _finish(axes, grid="both")
         if len(lines) + len(level) > 1:
             axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -120,11 +126,15 @@ class Lines:
             if x is None:
                 level[row.name] = y
             else:
-                name = str(row.settings.get(self.group, row.name)) if self.group else ""
-                if self.group and not isinstance(row.settings.get(self.group), str):
-                    name = f"{label(self.group)} = {name}"
-                lines.setdefault(name, []).append((x, y))
+                lines.setdefault(self._line(row), []).append((x, y))
         return lines, level
+
+    def _line(self, row: Row) -> str:
+        if self.group is None:
+            return ""
+        value = row.settings.get(self.group, row.name)
+        # One letter is a symbol, and says nothing without its name.
+        return f"{self.group} = {value}" if len(self.group) == 1 else str(value)
 
 
 @dataclass(frozen=True)
@@ -160,7 +170,7 @@ class Heat:
             cells = {(row.settings[self.y], row.settings[self.x]): figure(row, self.value) for row in mine}
             grid = [[cells.get((line, column)) or 0.0 for column in columns] for line in lines]
             image = panel.imshow(grid, cmap="OrRd", vmin=0.0, vmax=top, aspect="auto", interpolation="nearest")
-            panel.set_title(str(facet), fontsize=9, color=INK)
+            panel.set_title(f"{facet} {self.facet}", fontsize=9, color=INK)
             panel.set_xticks(range(len(columns)), list(map(str, columns)), rotation=30, ha="right")
             step = max(1, len(lines) // 12)
             panel.set_yticks(range(0, len(lines), step), list(map(str, lines[::step])))

@@ -10,7 +10,7 @@ from eval.report.collect import Collection, Found
 from eval.report.findings import FINDINGS, Check, Finding, verdict
 
 TITLE = "Memory of amortized contexts"
-MARKS = {"yes": "holds", "no": "does not hold", "partly": "partly", "not run": "not run"}
+MARKS = {"yes": "findings hold", "no": "do not hold", "partly": "hold in part", "not run": "not run"}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from eval.bootstrap import Interval
 from eval.report.catalogue import Experiment
-from eval.report.figures import SCORES, figure, label, written
+from eval.report.figures import SCORES, column, figure, label, written
 from eval.report.published import Published, published_of
 from eval.results import Result, Row
 
@@ -64,7 +64,8 @@ def _figures(rows: Sequence[Row], name: str) -> list[Cell]:
     values = [figure(row, name) for row in rows]
     top = max((value for value in values if value is not None), default=0.0)
     best = top if name in ("em", "f1") and len(rows) > 1 and top > 0 else None
-    return [Cell(written(name, value), best=best is not None and value == best) for value in values]
+    texts = column(name, values)
+    return [Cell(text, best=best is not None and value == best) for text, value in zip(texts, values)]
 
 
 def _gain(gain: Interval | None) -> str:
