@@ -70,7 +70,10 @@ CATALOGUE = (
         "Retention over a growing stream",
         "Figure 3",
         "How much of the F1 on the first documents is left after adapting to more and more others?",
-        (Lines("added", "retention", "F1 on the first documents, as a share of what it was at first.", "method"),),
+        (
+            Lines("added", "retention", "F1 on the first documents, as a share of what it was at first.", "method"),
+            Lines("added", "f1", "The F1 itself: who learned little has little to forget.", "method"),
+        ),
     ),
     Experiment(
         "dropout_memory",

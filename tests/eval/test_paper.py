@@ -61,7 +61,7 @@ class TestPlan:
             app.command()(importlib.import_module(f"eval.{step.experiment}").main)
             command = typer.main.get_command(app)
             arguments = list(step.command(tmp_path)[1:])
-            command.make_context(step.name, arguments)  # stops at what the command would refuse
+            command.make_context(step.name, list(arguments))  # stops at what the command would refuse
             assert arguments[arguments.index("--seed") + 1] == "3"
 
     def test_a_folder_without_any_data_set_is_refused(self, tmp_path: Path) -> None:

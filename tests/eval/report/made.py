@@ -26,10 +26,8 @@ def every_result(folder: Path) -> None:
             for name, mb in {"Uniform": 80.0, "CaMeLS": 300.0, "MAC": 40.0}.items()
         ],
         "retention": [
-            Row(
-                name=f"{name} +{added}",
-                settings={"method": name, "added": added},
-                measures={"retention": 100 - added * loss},
+            scored(f"{name} +{added}", 0.5 - added * loss / 200, method=name, added=added).model_copy(
+                update={"measures": {"retention": 100 - added * loss}}
             )
             for name, loss in {"Uniform": 0.03, "CaMeLS": 0.02, "MAC": 0.003}.items()
             for added in (0, 200, 600, 1000, 1400)
