@@ -19,7 +19,7 @@ from torch.func import functional_call, grad
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from eval.baselines.weighting import Passage, TokenWeighting, weighted_loss
+from eval.baselines.weighting import Passage, TokenWeighting, at_least_single, weighted_loss
 from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,9 +79,12 @@ class Lesson:
     questions: Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
-def new_network(proxy: BaseLM) -> WeightingNetwork:
-    """A network on a copy of the proxy LM's weights, all of which it trains."""
-    return WeightingNetwork(copy.deepcopy(proxy.model.base_model).float().requires_grad_(True)).to(proxy.device)
+def new_network(proxy: BaseLM, *, seed: int = 0) -> WeightingNetwork:
+    """A network on a copy of the proxy LM's weights, all of which it trains; the seed draws its head."""
+    backbone = copy.deepcopy(proxy.model.base_model).float().requires_grad_(True)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return WeightingNetwork(backbone).to(proxy.device)
 
 
 def check_proxy(proxy: BaseLM, base_lm: BaseLM) -> None:
@@ -136,14 +139,14 @@ def answer_loss(lm: nn.Module, theta: Weights, questions: Sequence[tuple[Sequenc
         row[: len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
         label[len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
     logits = _logits(lm, theta, ids)[:, :-1]
-    return functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
+    return functional.cross_entropy(at_least_single(logits.flatten(0, 1)), labels[:, 1:].flatten(), ignore_index=-100)
 
 
 def drift(lm: nn.Module, before: Weights, after: Weights, ids: Tensor) -> Tensor:
     """KL divergence, mean over the tokens of an unrelated text `[L]`, of the updated LM from the one before."""
     with torch.no_grad():
-        old = _logits(lm, before, ids[None])[0].float().log_softmax(-1)
-    new = _logits(lm, after, ids[None])[0].float().log_softmax(-1)
+        old = at_least_single(_logits(lm, before, ids[None])[0]).log_softmax(-1)
+    new = at_least_single(_logits(lm, after, ids[None])[0]).log_softmax(-1)
     return functional.kl_div(new, old, log_target=True, reduction="batchmean")
 
 

@@ -61,7 +61,7 @@ def trained_network(
         seed: of the order of documents.
         folder: keeps the trained network; None to keep none.
     """
-    network = new_network(proxy)
+    network = new_network(proxy, seed=seed)
     key = trained.key("camels", proxy.model, dataset, config, seed)
     if not trained.load(network, folder, key):
         meta_train(network, proxy, dataset, config, seed=seed)

@@ -109,8 +109,9 @@ def trained_ccm(
     base_lm: BaseLM, dataset: QADataset, config: CCMConfig, *, seed: int = 0, folder: Path | None = None
 ) -> CCM:
     """A trained CCM: from `folder`, if it was trained there before on the same, or trained now."""
-    torch.manual_seed(seed)
-    ccm = CCM(base_lm, tokens=config.tokens, rank=config.rank, encoder=config.encoder)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        ccm = CCM(base_lm, tokens=config.tokens, rank=config.rank, encoder=config.encoder)
     key = trained.key("ccm", base_lm.model, dataset, config, seed)
     if not trained.load(ccm, folder, key):
         train(ccm, base_lm, dataset, config, seed=seed)

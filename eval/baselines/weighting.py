@@ -108,5 +108,10 @@ def weighted_loss(logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         ids: `[L]`.
         weights: `[L]`; the first one has nothing to weigh.
     """
-    losses = functional.cross_entropy(logits[:-1].float(), ids[1:], reduction="none")
+    losses = functional.cross_entropy(at_least_single(logits[:-1]), ids[1:], reduction="none")
     return (weights[1:] * losses).mean()
+
+
+def at_least_single(values: Tensor) -> Tensor:
+    """The values in single precision, or double where they are: half is not enough for a loss."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))

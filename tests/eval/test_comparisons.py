@@ -1,0 +1,136 @@
+"""The commands that compare systems, on a real, untrained model: what they run, write and refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from eval.baselines.bench import Bench
+from eval.baselines.camels_training import CamelsConfig
+from eval.baselines.ccm_system import CCMConfig
+from eval.baselines.options import METHODS
+from eval.baselines.setups import SETUPS, BaselineSetup
+from eval.results import Result, Row
+from mac_rag.config import BaseLMConfig
+from mac_rag.data.newswire import generate
+from mac_rag.errors import ConfigError
+from mac_rag.model import MACModel
+
+Command = Callable[..., tuple[int, str, str]]
+SMALL = BaselineSetup(
+    training_documents=8,
+    validation_documents=3,
+    rates=(1e-4, 1e-3),
+    retention_rate=1e-4,
+    camels=CamelsConfig(steps=1, batch_size=1, accumulate=1),
+    ccm=CCMConfig(steps=1, batch_size=2),
+)
+
+
+def bench(model: MACModel, folder: Path, setup: BaselineSetup = SMALL) -> Bench:
+    return Bench(model, setup, lambda: generate("train", 8), lambda: generate("val", 3), folder=folder)
+
+
+def test_every_method_makes_a_system_that_adapts_and_answers(tiny_model: MACModel, tmp_path: Path) -> None:
+    made = bench(tiny_model, tmp_path)
+    stream = generate("test", 3)
+    names = []
+    for method in METHODS:
+        system = made.make(method)
+        system.adapt(stream.documents)
+        assert len(system.answer([question.question for question in stream.questions])) == 3
+        names.append(system.name)
+    assert len(set(names)) == len(METHODS)
+    assert {"Uniform", "Salient Spans", "CaMeLS", "CCM + encoder retriever", "MAC", "5-shot", "Zero-shot"} < set(names)
+    assert {len(found) for found in made.searched.values()} == {2}
+    assert len(made.searched) == 3
+    with pytest.raises(ConfigError, match="unknown method 'magic'"):
+        made.make("magic")
+
+
+def test_both_scales_are_complete() -> None:
+    for setup in SETUPS.values():
+        assert len(setup.rates) > 1
+        assert setup.retention_rate <= max(setup.rates)
+    assert SETUPS["paper"].retention_rate == 6.5e-6
+    assert SETUPS["paper"].camels.proxy == BaseLMConfig(name="runs/distilgpt2/tune_qa/best")
+
+
+def read(path: Path) -> tuple[Result, dict[str, Row]]:
+    result = Result.read(path)
+    return result, {row.name: row for row in result.rows}
+
+
+def test_main_table(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    options = ("--model", tiny_checkpoint, "--documents", 6, "--questions", 5, "--learning-rate", 1e-3)
+    for file in ("a.json", "b.json"):
+        code, shown, _ = command(
+            "eval.main_table", *options, "--methods", "zero-shot,uniform,mac", "--seed", 2, "--output", file
+        )
+        assert code == 0
+        assert shown.splitlines()[0] == "newswire: 6 documents, 5 questions, generated"
+    result, rows = read(tmp_path / "a.json")
+    assert list(rows) == ["Zero-shot", "Uniform", "MAC"]
+    assert rows["Uniform"].settings == {"method": "Uniform", "learning_rate": 1e-3}
+    assert (rows["MAC"].documents, rows["MAC"].questions) == (6, 5)
+    assert (result.experiment, result.scale, result.seed) == ("main_table", "tiny", 2)
+    again, _ = read(tmp_path / "b.json")
+    assert result.read_samples(tmp_path / "a.json") == again.read_samples(tmp_path / "b.json")
+
+
+def test_retention(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    code, _, _ = command(
+        "eval.retention", "--model", tiny_checkpoint, "--methods", "uniform,mac", "--first", 3, "--further", 5,
+        "--step", 2, "--output", "r.json",
+    )  # fmt: skip
+    assert code == 0
+    result, rows = read(tmp_path / "r.json")
+    assert list(rows) == [f"{name}, +{added}" for name in ("Uniform", "MAC") for added in (0, 2, 4, 5)]
+    assert [row.settings["added"] for row in rows.values()] == [0, 2, 4, 5] * 2
+    assert [row.documents for row in rows.values()] == [3, 5, 7, 8] * 2
+    assert {row.questions for row in rows.values()} == {3}
+    for name in ("Uniform", "MAC"):
+        first = rows[f"{name}, +0"].f1
+        assert first is not None
+        for added in (0, 2, 4, 5):
+            row = rows[f"{name}, +{added}"]
+            assert row.settings["method"] == name
+            if first:
+                assert row.f1 is not None
+                assert row.measures["retention"] == pytest.approx(100 * row.f1 / first)
+            else:
+                assert "retention" not in row.measures
+                assert f"retention of {name.lower()}" in result.not_run
+
+
+def test_adaptation_cost(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    code, _, _ = command("eval.adaptation_cost", "--model", tiny_checkpoint, "--documents", 3, "--output", "c.json")
+    assert code == 0
+    _, rows = read(tmp_path / "c.json")
+    assert list(rows) == ["Uniform", "Salient Spans", "CaMeLS", "CCM + encoder retriever", "MAC"]
+    for row in rows.values():
+        assert row.measures["peak_mb"] > row.measures["networks_mb"] > 0
+        assert row.measures["minutes"] == pytest.approx(1665 * row.measures["seconds_per_document"] / 60)
+    # Fine-tuning holds the weights, their gradients and both moments of Adam.
+    assert rows["Uniform"].measures["peak_mb"] > 4 * rows["Uniform"].measures["networks_mb"]
+    assert rows["CaMeLS"].measures["peak_mb"] > rows["Uniform"].measures["peak_mb"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("eval.main_table", "--methods", "uniform,magic"), "--methods 'uniform,magic': choose among"),
+        (("eval.main_table", "--scale", "paper"), "--scale paper runs on the paper's data sets"),
+        (("eval.main_table", "--model", "mac-nowhere", "--documents", 3), "no MAC model 'mac-nowhere'"),
+        (("eval.retention", "--methods", "zero-shot"), "choose among uniform"),
+        (("eval.adaptation_cost", "--data", "squad:nowhere"), "nowhere"),
+    ],
+)
+def test_refusals(command: Command, tmp_path: Path, arguments: tuple[object, ...], message: str) -> None:
+    code, _, errors = command(*arguments)
+    assert code == 1
+    assert message in errors
+    assert "Traceback" not in errors
+    assert not list(tmp_path.rglob("*.json"))
