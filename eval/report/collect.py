@@ -24,7 +24,7 @@ class Found:
         """The data it is about, as a reader calls it."""
         if self.result.data is not None:
             return self.result.data.name
-        return ", ".join(
+        return " and ".join(
             dict.fromkeys(str(row.settings["dataset"]) for row in self.result.rows if "dataset" in row.settings)
         )
 

@@ -23,14 +23,19 @@ class Check:
     """What one result says of a finding.
 
     Attributes:
-        holds: None where the rows that it takes are missing.
+        held: comparisons that come out as in the paper.
+        of: all comparisons; 0 where the rows that they take are missing.
         numbers: the figures, in words.
         where: the data they are of.
     """
 
-    holds: bool | None
+    held: int
+    of: int
     numbers: str
-    where: str = ""
+    where: str
+
+
+NOTHING = Check(0, 0, "", "")
 
 
 @dataclass(frozen=True)
@@ -52,14 +57,15 @@ class Finding:
         """One check for each result, and each data set in it, that has the rows it takes."""
         results = [found for experiment in self.experiments for found in collection.of(experiment)]
         found = [part for whole in results for part in whole.by_dataset()]
-        return [check for check in map(self.check, found) if check.holds is not None]
+        return [check for check in map(self.check, found) if check.of]
 
 
 def verdict(checks: Sequence[Check]) -> Literal["yes", "no", "partly", "not run"]:
-    """Whether a finding holds in all results, in none, or in some."""
-    if not checks:
+    """Whether all comparisons come out as in the paper, some, or none."""
+    held, of = sum(check.held for check in checks), sum(check.of for check in checks)
+    if not of:
         return "not run"
-    return "yes" if all(check.holds for check in checks) else "partly" if any(check.holds for check in checks) else "no"
+    return "yes" if held == of else "partly" if held else "no"
 
 
 def named(rows: Sequence[Row], *methods: str) -> list[Row]:
@@ -84,12 +90,12 @@ def ahead(
         rows = with_figure(found.result.rows, value)
         ours, theirs = named(rows, *winners), named(rows, *others)
         if not ours or not theirs:
-            return Check(None, "")
+            return NOTHING
         best, rival = (_best(group, value, less) for group in (ours, theirs))
         lead = (figure(best, value) or 0) - (figure(rival, value) or 0)
         lead = -lead if less else lead
         holds = lead >= 0 if ties else lead > 0
-        return Check(holds, f"{label(value)}: {_against(found, best, rival, value)}", _where(found))
+        return Check(holds, 1, f"{label(value)}: {_against(found, best, rival, value)}", _where(found))
 
     return check
 
@@ -119,54 +125,52 @@ def retained(found: Found) -> Check:
     rows = [row for row in rows if figure(row, "added") == last]
     ours, theirs = named(rows, "MAC"), named(rows, *FINE_TUNING)
     if not ours or not theirs:
-        return Check(None, "")
+        return NOTHING
     values = {str(row.settings["method"]): figure(row, "retention") or 0 for row in [*ours, *theirs]}
     numbers = ", ".join(f"{name} {value:.1f} %" for name, value in values.items())
     holds = all(values["MAC"] > value for name, value in values.items() if name != "MAC")
-    return Check(holds, f"after {last:,.0f} more documents: {numbers}", _where(found))
+    return Check(holds, 1, f"after {last:,.0f} more documents: {numbers}", _where(found))
 
 
 def falling(found: Found) -> Check:
     """Checks that memory falls with every step of p, at each K that was measured with several."""
     rows = with_figure(found.result.rows, "K", "p", "peak_mb")
-    lines, holds = [], True
+    lines, held = [], 0
     for size in sorted({figure(row, "K") or 0 for row in rows}):
         mine = sorted((row for row in rows if figure(row, "K") == size), key=lambda row: figure(row, "p") or 0)
         peaks = [figure(row, "peak_mb") or 0 for row in mine]
         if len(peaks) < 2 or size < 2:
             continue
         steady = all(after <= before * (1 + SLACK) for before, after in pairwise(peaks))
-        holds &= steady and peaks[-1] < peaks[0]
+        held += steady and peaks[-1] < peaks[0]
         steps = " → ".join(f"{peak:,.0f}" for peak in peaks)
         lines.append(f"K = {size:g}: {steps} MB")
-    if not lines:
-        return Check(None, "")
     points = ", ".join(f"{p:g}" for p in sorted({figure(row, "p") or 0 for row in rows}))
-    return Check(holds, f"p = {points}; " + "; ".join(lines), _where(found))
+    return Check(held, len(lines), f"p = {points}; " + "; ".join(lines), _where(found))
 
 
 def kept(found: Found) -> Check:
     """Checks subgroups of 16, or of the nearest size that was measured."""
     rows = with_figure(found.result.rows, "M", "f1_kept", "memory_kept")
     if not rows:
-        return Check(None, "")
+        return NOTHING
     row = min(rows, key=lambda row: abs((figure(row, "M") or 0) - 16))
     share, memory = figure(row, "f1_kept") or 0, figure(row, "memory_kept") or 0
     numbers = f"M = {figure(row, 'M'):g}: {share:.1f} % of the F1 in {memory:.1f} % of the memory"
-    return Check(share >= MOST and memory < 100, f"{numbers} (at least {MOST:g} % count as most)", _where(found))
+    return Check(share >= MOST and memory < 100, 1, f"{numbers} (at least {MOST:g} % count as most)", _where(found))
 
 
 def nearest_best(found: Found) -> Check:
-    """Checks that averaging the nearest is first at every size of the bank."""
-    methods = ("random-pruning", "random-averaging", "nearest-averaging")
+    """Checks at each size of the bank that averaging the nearest is first."""
+    methods = ("random pruning", "random averaging", "nearest averaging")
     rows = named(with_figure(found.result.rows, "entries", "f1"), *methods)
-    parts, holds = [], True
+    parts, held = [], 0
     for size in sorted({figure(row, "entries") or 0 for row in rows}, reverse=True):
         scores = {str(row.settings["method"]): figure(row, "f1") or 0 for row in rows if figure(row, "entries") == size}
         if set(scores) == set(methods):
-            holds &= scores["nearest-averaging"] >= max(scores.values())
+            held += scores["nearest averaging"] >= max(scores.values())
             parts.append(f"{size:,.0f} entries: " + ", ".join(f"{name} {score:.1f}" for name, score in scores.items()))
-    return Check(holds if parts else None, "F1 %; " + "; ".join(parts), _where(found))
+    return Check(held, len(parts), "F1 %; " + "; ".join(parts), _where(found))
 
 
 def retrieval_gains(found: Found) -> Check:
@@ -177,8 +181,8 @@ def retrieval_gains(found: Found) -> Check:
         f"{without.name} {figure(without, 'f1'):.1f} → {figure(together, 'f1'):.1f}" + _interval(together)
         for without, together in pairs
     )
-    holds = all((together.f1 or 0) > (without.f1 or 0) for without, together in pairs)
-    return Check(holds if pairs else None, f"F1 %; {numbers}", _where(found))
+    held = sum((together.f1 or 0) > (without.f1 or 0) for without, together in pairs)
+    return Check(held, len(pairs), f"F1 %; {numbers}", _where(found))
 
 
 def _pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:

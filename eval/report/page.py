@@ -13,6 +13,7 @@ from eval.report.tables import Table, paper_table, table
 
 # Rows of a table that is folded up, for its plot says more.
 LONG = 14
+NBSP = "\u00a0"
 NONE = '<span class="mark none">not run</span>'
 
 
@@ -118,7 +119,7 @@ def _result(part: Section, found: Found) -> str:
 
 
 def _table(content: Table) -> str:
-    head = "".join(f'<th scope="col">{escape(header)}</th>' for header in content.headers)
+    head = "".join(f'<th scope="col">{escape(header.replace(" %", NBSP + "%"))}</th>' for header in content.headers)
     lines = []
     for row in content.rows:
         cells = []

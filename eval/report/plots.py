@@ -134,7 +134,8 @@ class Lines:
             return ""
         value = row.settings.get(self.group, row.name)
         # One letter is a symbol, and says nothing without its name.
-        return f"{self.group} = {value}" if len(self.group) == 1 else str(value)
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        return f"{self.group} = {text}" if len(self.group) == 1 else text
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def every_result(folder: Path) -> None:
         ],
         "reduction": [
             scored(f"{method}, {entries} entries", f1 * entries / 512, method=method, entries=entries)
-            for method, f1 in {"random-pruning": 0.3, "random-averaging": 0.35, "nearest-averaging": 0.5}.items()
+            for method, f1 in {"random pruning": 0.3, "random averaging": 0.35, "nearest averaging": 0.5}.items()
             for entries in (384, 256, 128)
         ],
         "peft": [scored("P-tuning v2", 0.4, method="P-tuning v2"), scored("LoRA", 0.45, method="LoRA")],

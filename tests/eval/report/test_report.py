@@ -121,14 +121,14 @@ class TestPublished:
 
     def test_stands_beside_ours_where_data_and_base_lm_are_the_same(self, tmp_path: Path) -> None:
         text = self.section(tmp_path, data=self.DATA, model=self.MODEL, scale="paper")
-        assert "paper F1 %" in text
+        assert "paper F1\u00a0%" in text
         assert '<td class="of-paper">15.4</td>' in text
         assert '<td class="of-paper">9.0</td>' in text
 
     def test_does_not_stand_beside_another_scale(self, tmp_path: Path) -> None:
-        assert "paper F1 %" not in self.section(tmp_path)
-        assert "paper F1 %" not in self.section(tmp_path, data=self.DATA)
-        assert "paper F1 %" not in self.section(tmp_path, model=self.MODEL)
+        assert "paper F1\u00a0%" not in self.section(tmp_path)
+        assert "paper F1\u00a0%" not in self.section(tmp_path, data=self.DATA)
+        assert "paper F1\u00a0%" not in self.section(tmp_path, model=self.MODEL)
 
     def test_each_row_is_whole_and_belongs_to_an_experiment(self) -> None:
         names = {experiment.name for experiment in CATALOGUE}
