@@ -28,6 +28,16 @@ ModelByScale = Annotated[
         show_default="mac-tiny; at the paper's scale, what its recipe leaves under runs/",
     ),
 ]
+TrainedModel = Annotated[
+    str | None,
+    typer.Option(
+        help="What the trainings start from: at the tiny scale a MAC model, at the paper's one of its presets.",
+        show_default="mac-tiny; at the paper's scale, the preset that the paper used",
+    ),
+]
+StepsOption = Annotated[
+    int | None, typer.Option(min=1, help="Steps of each training.", show_default="by scale; about a minute at tiny")
+]
 DocumentsOption = Annotated[
     int | None, typer.Option(min=2, help="Documents of the stream, from its beginning.", show_default="by scale")
 ]

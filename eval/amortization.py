@@ -1,0 +1,122 @@
+"""Designs of the amortization network (table 7): `python -m eval.amortization --help`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from eval.command import BatchOption, OutputOption, ScaleOption, SeedOption
+from eval.streams import DataOption, DocumentsOption, QuestionsOption, Setup, StepsOption, TrainedModel
+from mac_rag.commands import run_command
+
+# The paper's table is of GPT2-XL on StreamingQA.
+SETUPS = {"tiny": Setup("mac-tiny", 256), "paper": Setup("gpt2-xl", 1665)}
+# None of them quantised: quantising freezes all of an encoder and of a decoder, but only the encoder of a T5.
+PAPER: dict[str, dict[str, Any]] = {
+    "encoder-decoder": {"design": "encoder-decoder", "name": "google-t5/t5-large"},
+    "encoder-only": {"design": "encoder-only", "name": "google-t5/t5-large"},
+    "decoder-only": {"design": "decoder-only", "name": "openai-community/gpt2-large"},
+}
+PRETRAINED = "decoder-only, pretrained"
+NOTE = (
+    "No pretrained encoder of this size is at hand: encoder-decoder, encoder-only and decoder-only start from random "
+    f"layers and the base LM's embeddings. {PRETRAINED!r} starts from the base LM. All else starts from {{model}}."
+)
+
+
+def main(
+    context: typer.Context,
+    model: TrainedModel = None,
+    data: DataOption = None,
+    scale: ScaleOption = "tiny",
+    steps: StepsOption = None,
+    documents: DocumentsOption = None,
+    questions: QuestionsOption = None,
+    seed: SeedOption = 0,
+    batch_size: BatchOption = 32,
+    output: OutputOption = None,
+) -> None:
+    """Train MAC with each design of the amortization network on the same budget, and compare answers from memory alone.
+
+    Trainings are kept beside the result, in variants/, and are not made twice.
+    """
+    from eval.results import result_path
+
+    path = result_path(output, "amortization")
+    setup = SETUPS[scale].but(model, documents, questions)
+    from eval.variants import Training, Variant, run_variants
+
+    training = Training(setup.model, data, path.parent / "variants", seed, steps, scale)
+    designs = PAPER if scale == "paper" else tiny_designs(setup.model, training.runs, seed)
+    plain = {"quantization": "none", "dtype": "fp32", "revision": None}
+    variants = [
+        Variant(name, training.recipe("amortization", {"model": {"amortization": {**plain, **design}}}))
+        for name, design in designs.items()
+    ]
+    run_variants(
+        "amortization",
+        variants,
+        training,
+        setup,
+        path,
+        batch_size=batch_size,
+        options=setup.options(context.params),
+        notes=[NOTE.format(model=setup.model)] if scale == "tiny" else [],
+    )
+
+
+def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]:
+    """Backbones of each design as large as the base LM of a MAC model, saved where the variants are."""
+    import shutil
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
+
+    from mac_rag.checkpoint import find, read_config
+    from mac_rag.loading import quiet, resolve
+
+    folder = find(model, None)
+    base_lm = resolve(read_config(folder).base_lm.name, folder)
+    with quiet():
+        lm = AutoModelForCausalLM.from_pretrained(base_lm)
+    sizes = AutoConfig.from_pretrained(base_lm)
+    t5 = T5Config(
+        vocab_size=sizes.vocab_size,
+        d_model=sizes.hidden_size,
+        d_kv=sizes.hidden_size // sizes.num_attention_heads,
+        d_ff=2 * sizes.hidden_size,
+        num_layers=sizes.num_hidden_layers,
+        num_heads=sizes.num_attention_heads,
+        pad_token_id=sizes.pad_token_id or 0,
+        decoder_start_token_id=sizes.pad_token_id or 0,
+        eos_token_id=sizes.eos_token_id,
+    )
+    places = {}
+    for kind, make in (("t5", T5ForConditionalGeneration), ("decoder", AutoModelForCausalLM.from_config)):
+        places[kind] = (
+            runs / "starts" / f"{kind}-{seed}-{sizes.hidden_size}x{sizes.num_hidden_layers}-{sizes.vocab_size}"
+        )
+        if places[kind].exists():
+            continue
+        torch.manual_seed(seed)
+        network = make(t5 if kind == "t5" else sizes)
+        with torch.no_grad():
+            network.get_input_embeddings().weight.copy_(lm.get_input_embeddings().weight)
+        partial = places[kind].with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        with quiet():
+            network.save_pretrained(partial)
+        AutoTokenizer.from_pretrained(base_lm).save_pretrained(partial)
+        partial.rename(places[kind])
+    return {
+        "encoder-decoder": {"design": "encoder-decoder", "name": str(places["t5"])},
+        "encoder-only": {"design": "encoder-only", "name": str(places["t5"])},
+        "decoder-only": {"design": "decoder-only", "name": str(places["decoder"])},
+        PRETRAINED: {"design": "decoder-only", "name": None},
+    }
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,59 @@
+"""How phi* may change the LM: P-tuning v2, LoRA and FiLM (table 4): `python -m eval.peft --help`."""
+
+from __future__ import annotations
+
+import typer
+
+from eval.command import BatchOption, OutputOption, ScaleOption, SeedOption
+from eval.streams import DataOption, DocumentsOption, QuestionsOption, Setup, StepsOption, TrainedModel
+from mac_rag.commands import run_command
+
+# The paper's table is of GPT2-XL on StreamingQA, and has no FiLM.
+SETUPS = {"tiny": Setup("mac-tiny", 256), "paper": Setup("gpt2-xl", 1665)}
+KINDS = {"P-tuning v2": "prefix", "LoRA": "lora", "FiLM": "film"}
+NOTE = (
+    "Each kind's map from phi* starts anew; all else starts from {model}, whose networks were trained with P-tuning v2."
+)
+
+
+def main(
+    context: typer.Context,
+    model: TrainedModel = None,
+    data: DataOption = None,
+    scale: ScaleOption = "tiny",
+    steps: StepsOption = None,
+    documents: DocumentsOption = None,
+    questions: QuestionsOption = None,
+    seed: SeedOption = 0,
+    batch_size: BatchOption = 32,
+    output: OutputOption = None,
+) -> None:
+    """Train MAC with each kind of modulation on the same budget, and compare their answers from memory alone.
+
+    Trainings are kept beside the result, in variants/, and are not made twice.
+    """
+    from eval.results import result_path
+
+    path = result_path(output, "peft")
+    setup = SETUPS[scale].but(model, documents, questions)
+    from eval.variants import Training, Variant, run_variants
+
+    training = Training(setup.model, data, path.parent / "variants", seed, steps, scale)
+    variants = [
+        Variant(name, training.recipe("modulation", {"model": {"modulation": {"kind": kind}}}))
+        for name, kind in KINDS.items()
+    ]
+    run_variants(
+        "peft",
+        variants,
+        training,
+        setup,
+        path,
+        batch_size=batch_size,
+        options=setup.options(context.params),
+        notes=[NOTE.format(model=setup.model)] if scale == "tiny" else [],
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,197 @@
+"""Perplexity under the memory on adapted and unseen documents (table 6): `python -m eval.perplexity --help`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from eval.command import BatchOption, OutputOption, ScaleOption, SeedOption, report
+from eval.streams import (
+    DataOption,
+    DocumentsOption,
+    Setup,
+    StepsOption,
+    TrainedModel,
+    named_folder,
+    open_stream,
+)
+from mac_rag.commands import run_command
+
+if TYPE_CHECKING:
+    from eval.results import Row
+    from eval.variants import Training
+    from mac_rag.data.types import Document, QADataset
+    from mac_rag.model import MACModel
+    from mac_rag.prompt import PromptEncoder
+    from pipelines.tasks.train import TrainConfig
+
+# The paper's table is of GPT2-Large, trained on the documents of StreamingQA.
+SETUPS = {"tiny": Setup("mac-tiny", 256), "paper": Setup("gpt2-large", 1665)}
+BEGINNING = 0.1  # of a document's tokens: what the input encoder sees and the LM goes on from
+STEPS = 150
+DOCUMENTS = {"tiny": 2_500, "paper": 1_000_000}  # of the training split, at most
+# Nothing around a document's beginning and its rest: together they are the document.
+PROMPT = {"document": "{document}\n", "question": "{question}", "answer": " {answer}"}
+
+
+def main(
+    context: typer.Context,
+    model: TrainedModel = None,
+    data: DataOption = None,
+    scale: ScaleOption = "tiny",
+    steps: StepsOption = None,
+    documents: DocumentsOption = None,
+    seed: SeedOption = 0,
+    batch_size: BatchOption = 32,
+    output: OutputOption = None,
+) -> None:
+    """Adapt to a stream, then measure perplexity on its documents and on as many that were not adapted to.
+
+    The first 10 % of a document's tokens take the place of the question; perplexity is that of the other 90 %. At both
+    scales MAC is trained for this task first, on documents of the training split; the training is kept beside the
+    result, in variants/. At the tiny scale it goes on from the model, which also has a row as it is.
+    """
+    from eval.results import result_path
+
+    path = result_path(output, "perplexity")
+    setup = SETUPS[scale].but(model, documents, None)
+    whole = Setup(setup.model, 2 * setup.documents)
+    stream, source = open_stream(data, "test", whole, seed, scale=scale)
+    from eval.variants import Training, trained
+    from mac_rag.model import MACModel
+
+    tiny_steps = STEPS if scale == "tiny" and steps is None else steps
+    training = Training(setup.model, data, path.parent / "variants", seed, tiny_steps, scale)
+    half = len(stream.documents) // 2
+    adapted, unseen = stream.documents[:half], stream.documents[half:]
+    models = {} if scale == "paper" else {"MAC, trained on questions": MACModel.from_pretrained(setup.model)}
+    models["MAC"] = trained(language_recipe(training), training.runs)
+    rows: list[Row] = []
+    for name, network in models.items():
+        ways = {name: True} if rows else {"LM alone": False, name: True}
+        rows += [perplexity_row(way, network, adapted, unseen, memory, batch_size) for way, memory in ways.items()]
+    report(
+        path,
+        experiment="perplexity",
+        options=setup.options(context.params),
+        rows=rows,
+        dataset=stream,
+        source=source,
+        model=models["MAC"],
+    )
+
+
+def perplexity_row(
+    name: str,
+    model: MACModel,
+    adapted: Sequence[Document],
+    unseen: Sequence[Document],
+    memory: bool,
+    batch_size: int,
+) -> Row:
+    """Perplexity on both, with a bank that holds the adapted documents."""
+    from eval.results import Row
+    from mac_rag.engine import MACEngine
+
+    engine = MACEngine(model)
+    if memory:
+        engine.adapt(adapted, progress=True)
+    phi = engine.bank.phi if memory else None
+    return Row(
+        name=name,
+        settings={"method": name},
+        measures={
+            "perplexity_adapted": perplexity(model, adapted, phi, batch_size),
+            "perplexity_unseen": perplexity(model, unseen, phi, batch_size),
+        },
+        documents=len(adapted),
+    )
+
+
+def perplexity(model: MACModel, documents: Sequence[Document], phi: Any, batch_size: int) -> float:
+    """Perplexity of all tokens of documents behind their first 10 %.
+
+    Args:
+        model: the model.
+        documents: longer ones than the model's limit are cut to it.
+        phi: the bank's memory tokens `[K, T, D]`; None for the LM alone.
+        batch_size: documents at a time.
+    """
+    import torch
+
+    from mac_rag.progress import progress_bar
+
+    prompts = model.base_lm.prompts
+    halves = [cut(prompts, model.amortization.split(document.text)[0]) for document in documents]
+    order = sorted(range(len(halves)), key=lambda i: len(halves[i][1]))
+    bank = None if phi is None else model.project(phi)
+    total, tokens = 0.0, 0
+    with torch.no_grad(), progress_bar("perplexity", len(halves)) as bar:
+        for first in range(0, len(order), batch_size):
+            batch = [halves[i] for i in order[first : first + batch_size]]
+            modulation = None
+            if bank is not None:
+                asked = [prompts.tokenizer.decode(beginning) for beginning, _ in batch]
+                modulation = model.modulation(model.aggregate(asked, bank))
+            starts = [[*prompts.start, *beginning] for beginning, _ in batch]
+            losses = model.base_lm.answer_loss(starts, [rest for _, rest in batch], modulation)
+            total += float(losses.sum())
+            tokens += sum(len(rest) for _, rest in batch)
+            bar.advance(len(batch))
+    return math.exp(total / tokens)
+
+
+def cut(prompts: PromptEncoder, text: str) -> tuple[list[int], list[int]]:
+    """A document's first 10 % of tokens, at least one, and the others, at least one."""
+    ids: list[int] = prompts.tokenizer(text.strip(), add_special_tokens=False).input_ids
+    count = min(max(1, round(BEGINNING * len(ids))), len(ids) - 1)
+    return ids[:count], ids[count:]
+
+
+def language_recipe(training: Training) -> TrainConfig:
+    """Training on documents of the training split: the first 10 % of words as the question, the rest as the answer.
+
+    Raises:
+        DataError: for documents that cannot be written as a data set of questions.
+    """
+    name = "newswire" if training.data is None else named_folder(training.data)[0]
+    folder = training.runs / f"language-{name}-{training.seed}"
+    for split, size in (("train", DOCUMENTS[training.scale]), ("val", 32)):
+        stream, _ = open_stream(training.data, split, Setup(training.model, size), training.seed, scale=training.scale)
+        _write_once(continuations(stream), folder / f"{split}.csv")
+    data = {"name": "archivalqa", "path": str(folder), "validation_documents": 32}
+    return training.recipe(None, {"model": {"prompt": PROMPT}, "data": data})
+
+
+def continuations(stream: QADataset) -> QADataset:
+    """Each document with its beginning as the question and the rest as the answer."""
+    from mac_rag.data.types import Document, QADataset, Question
+
+    documents, questions = [], []
+    for document in stream.documents:
+        words = document.text.split()
+        if len(words) < 2:
+            continue
+        count = max(1, round(BEGINNING * len(words)))
+        documents.append(Document(document.id, document.text, {"date": "2000-01-01"}))
+        rest = " ".join(words[count:])
+        questions.append(Question(f"{document.id}-rest", " ".join(words[:count]), (rest,), document.id))
+    return QADataset(stream.name, stream.split, tuple(documents), tuple(questions))
+
+
+def _write_once(dataset: QADataset, path: Path) -> None:
+    from mac_rag.data.archivalqa import write_archivalqa
+
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial.csv")
+        write_archivalqa(dataset, partial)
+        partial.replace(path)
+
+
+if __name__ == "__main__":
+    run_command(main)

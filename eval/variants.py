@@ -1,0 +1,306 @@
+"""Variants of MAC: each trained by the same recipe with one thing changed, cached, and evaluated on the same questions.
+
+At the paper's scale a variant is the recipe of one of its models (`pipelines/recipes/<preset>/train.yaml`). At the tiny
+scale one part of a trained model starts anew and learns for a minute or two on stories of one sentence while the rest
+goes on from where it is. A whole model would not leave its plateau in that time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from accelerate.state import AcceleratorState
+from filelock import FileLock
+
+from eval.command import report
+from eval.protocol import judge, samples, summarize
+from eval.streams import Setup, named_folder, open_stream
+from mac_rag.checkpoint import find, read_config
+from mac_rag.config import MACConfig
+from mac_rag.data.archivalqa import write_archivalqa
+from mac_rag.data.newswire import generate
+from mac_rag.data.types import Document, QADataset
+from mac_rag.engine import MACEngine
+from mac_rag.errors import ConfigError
+from mac_rag.loading import resolve
+from mac_rag.model import MACModel
+from mac_rag.presets import preset
+from mac_rag.progress import progress_bar
+from pipelines.cli import keep_recipe, load_recipe
+from pipelines.tasks.train import TrainConfig, TrainTask
+from pipelines.trainer import Trainer
+
+if TYPE_CHECKING:
+    from eval.results import Row, Verdict
+
+Part = Literal["amortization", "aggregation", "modulation"]
+STEPS = 250  # about a minute on one core
+STORIES = 4_000  # as many as STEPS batches of 16 take
+# All of it is for stories of one sentence; the losses are those of mac-tiny's recipe but for the reconstruction.
+TINY: dict[str, Any] = {
+    "losses": {"answer": 1.0, "direct": 1.0, "contrastive": 0.5},
+    "negatives": 512,
+    "trainer": {
+        "batch_size": 16,
+        "learning_rate": 1.0e-3,
+        "warmup_steps": 20,
+        "schedule": "cosine",
+        "weight_decay": 0.01,
+        "betas": [0.9, 0.98],
+        "clip": 1.0,
+        "save_every": 100,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of several ways to build or train MAC.
+
+    Attributes:
+        name: what the table calls it.
+        recipe: how it is trained.
+        settings: what sets its row apart besides its name, or instead of it as `method`.
+    """
+
+    name: str
+    recipe: TrainConfig
+    settings: Mapping[str, str | int | float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Where and how the variants of one experiment are trained.
+
+    Attributes:
+        model: at the tiny scale the MAC model whose parts are kept, at the paper's the preset.
+        data: as `--data` gives it; None for newswire, each story cut to its first sentence.
+        runs: folder in which trainings are kept; equal ones are made once, and one that stopped goes on.
+        seed: of data and training.
+        steps: of each training; None for those of the scale.
+
+    Raises:
+        ConfigError: for a model that is no preset at the paper's scale, or no data there.
+    """
+
+    model: str
+    data: str | None
+    runs: Path
+    seed: int
+    steps: int | None
+    scale: str
+
+    def __post_init__(self) -> None:
+        if self.scale == "paper":
+            preset(self.model)
+            if self.data is None:
+                raise ConfigError("--scale paper trains on the paper's data sets; give one with --data")
+
+    def recipe(self, fresh: Part | None, changes: Mapping[str, Any] | None = None) -> TrainConfig:
+        """The recipe of one variant.
+
+        Args:
+            fresh: the part that starts anew at the tiny scale; None for none.
+            changes: values of the recipe that differ, `model` among them; see `pipelines.tasks.train.TrainConfig`.
+
+        Raises:
+            ConfigError: for a value that the recipe cannot have.
+        """
+        changes = dict(changes or {})
+        if self.scale == "paper":
+            return self._paper(changes)
+        folder = find(self.model, None)
+        config = read_config(folder)
+        base_lm = {"name": resolve(config.base_lm.name, folder)}
+        values = merged(config.model_dump(mode="json"), merged({"base_lm": base_lm}, changes.pop("model", {})))
+        start = grafted(MACConfig.parse(values, "the variant"), folder, fresh, self.runs / "starts", self.seed)
+        steps = self.steps or STEPS
+        trainer = {"steps": steps, "validate_every": steps, "seed": self.seed}
+        recipe = {**TINY, "start_from": str(start), "data": changes.pop("data", None) or self._data()}
+        return TrainConfig.parse(merged(merged(recipe, {"trainer": trainer}), changes), "the variant")
+
+    def _paper(self, changes: Mapping[str, Any]) -> TrainConfig:
+        name, folder = named_folder(self.data or "")
+        overrides = [f"data.name={name}", f"data.path={folder}", f"trainer.seed={self.seed}"]
+        overrides += [] if self.steps is None else [f"trainer.steps={self.steps}"]
+        recipe = load_recipe(TrainConfig, f"{self.model}/train", overrides)
+        return TrainConfig.parse(merged(recipe.model_dump(mode="json"), changes), f"{self.model}/train")
+
+    def _data(self) -> dict[str, Any]:
+        if self.data is not None:
+            name, folder = named_folder(self.data)
+            return {"name": name, "path": str(folder), "validation_documents": 32}
+        folder = self.runs / f"stories-{self.seed}"
+        for split, count in (("train", STORIES), ("val", 32)):
+            if not (folder / f"{split}.csv").exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                partial = folder / f"{split}.partial.csv"
+                write_archivalqa(stories(split, count, self.seed), partial)
+                partial.replace(folder / f"{split}.csv")
+        return {"name": "archivalqa", "path": str(folder), "validation_documents": 32}
+
+
+def stories(split: str, count: int, seed: int) -> QADataset:
+    """Newswire of one sentence and one question each: the lead, which names the subject and tells one fact."""
+    whole = generate(split, count, seed=seed, questions_per_document=4, update_rate=0.0)
+    leads = [re.split(r"(?<=[.!?])\s+(?=[A-Z])", document.text)[1] for document in whole.documents]
+    documents = [Document(document.id, lead, document.metadata) for document, lead in zip(whole.documents, leads)]
+    questions = [question for question in whole.questions if question.id.endswith("-0")]
+    return QADataset("newswire", split, tuple(documents), tuple(questions))
+
+
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values with others in their place."""
+    result = dict(values)
+    for name, change in changes.items():
+        old = result.get(name)
+        result[name] = merged(old, change) if isinstance(change, Mapping) and isinstance(old, Mapping) else change
+    return result
+
+
+def grafted(config: MACConfig, trained: Path, fresh: Part | None, folder: Path, seed: int) -> Path:
+    """A checkpoint of a new model that has all parts of a trained one but the fresh one; made once.
+
+    Args:
+        config: of the new model; only the fresh part may have other sizes.
+        trained: a checkpoint.
+        fresh: the part that starts as training from the beginning would start it.
+        folder: where the checkpoint is kept.
+        seed: of the fresh part.
+    """
+    place = folder / _digest(config.model_dump_json(), str(trained.resolve()), str(fresh), str(seed))
+    with _locked(place):
+        if not place.exists():
+            torch.manual_seed(seed)
+            model = MACModel.from_config(config, device="cpu")
+            kept = MACModel.from_pretrained(trained, device="cpu").mac_state()
+            with torch.no_grad():
+                for name, parameter in model.mac_state().items():
+                    if not name.startswith(f"{fresh}."):
+                        parameter.copy_(kept[name])
+            partial = place.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            model.save_pretrained(partial)
+            partial.rename(place)
+    return place
+
+
+def trained(recipe: TrainConfig, runs: Path) -> MACModel:
+    """Trains a model, or goes on where its training stopped; one that was finished before is only loaded.
+
+    Raises:
+        QuantizationError: when this machine cannot train it.
+    """
+    place = runs / _digest(recipe.model_dump_json())
+    with _locked(place):
+        if not (place / "last").exists():
+            keep_recipe(recipe, place)
+            AcceleratorState._reset_state()  # a process may have trained in another precision before
+            Trainer(TrainTask(recipe), recipe.trainer, place).run()
+    return MACModel.from_pretrained(place / "best")
+
+
+def run_variants(
+    experiment: str,
+    variants: Sequence[Variant],
+    training: Training,
+    setup: Setup,
+    path: Path,
+    *,
+    batch_size: int,
+    options: dict[str, Any],
+    notes: Sequence[str] = (),
+    not_run: Mapping[str, str] | None = None,
+    further: Sequence[Row] = (),
+) -> None:
+    """Trains variants, asks each the same questions about the same stream from memory alone, and writes the result.
+
+    Args:
+        experiment: name of the module.
+        training: which the variants' recipes came from.
+        setup: of the stream.
+        path: of the result.
+        options, notes, not_run: see `eval.command.report`.
+        batch_size: questions answered at a time.
+        further: rows that need no training.
+    """
+    if training.data is None:
+        dataset, source = stories("test", setup.documents, training.seed), "generated"
+    else:
+        dataset, source = open_stream(training.data, "test", setup, training.seed, scale=training.scale)
+    rows: list[Row] = []
+    verdicts: dict[str, list[Verdict]] = {}
+    for variant in variants:
+        print(variant.name, file=sys.stderr)
+        model = trained(variant.recipe, training.runs)
+        row, verdicts[variant.name] = evaluate(variant.name, model, dataset, batch_size)
+        lm = training.model if variant.recipe.model is None else Path(variant.recipe.model.base_lm.name).name
+        settings = {"method": variant.name, "dataset": dataset.name, "model": lm, **variant.settings}
+        rows.append(row.model_copy(update={"settings": settings}))
+    report(
+        path,
+        experiment=experiment,
+        options=options,
+        rows=[*rows, *further],
+        samples=samples(dataset.questions, verdicts),
+        dataset=dataset,
+        source=source,
+        notes=notes,
+        not_run=not_run,
+        table=rows,
+    )
+
+
+def evaluate(name: str, model: MACModel, dataset: QADataset, batch_size: int) -> tuple[Row, list[Verdict]]:
+    """Adapts a model to a stream and asks its questions, from memory alone.
+
+    Returns:
+        The row, which has the answer loss besides: negative log-likelihood for each token of the answers under phi*;
+        and the verdicts.
+    """
+    engine = MACEngine(model)
+    engine.adapt(dataset.documents, progress=True)
+    asked = [question.question for question in dataset.questions]
+    with torch.no_grad():
+        answers = engine.answer(asked, batch_size=batch_size, progress=True)
+        loss = answer_loss(model, engine, dataset, batch_size)
+    verdicts = judge(dataset.questions, answers)
+    row = summarize(name, dataset.questions, verdicts, len(dataset.documents), None, 0.0)
+    return row.model_copy(update={"seconds": None, "measures": {"answer_loss": loss}}), verdicts
+
+
+def answer_loss(model: MACModel, engine: MACEngine, dataset: QADataset, batch_size: int) -> float:
+    """Negative log-likelihood of the answers under phi*, for each of their tokens; the mean of equation 2."""
+    prompts = model.base_lm.prompts
+    bank = model.project(engine.bank.phi)
+    total, tokens = 0.0, 0
+    with progress_bar("answer loss", len(dataset.questions)) as bar:
+        for first in range(0, len(dataset.questions), batch_size):
+            batch = dataset.questions[first : first + batch_size]
+            phi = model.aggregate([question.question for question in batch], bank)
+            targets = [prompts.answer(question.answers[0]) for question in batch]
+            losses = model.base_lm.answer_loss(
+                [prompts.prompt(question.question) for question in batch], targets, model.modulation(phi)
+            )
+            total += float(losses.sum())
+            tokens += sum(map(len, targets))
+            bar.advance(len(batch))
+    return total / tokens
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
+
+
+def _locked(place: Path) -> FileLock:
+    """For experiments that run side by side and share a training."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(place.with_name(f"{place.name}.lock"))

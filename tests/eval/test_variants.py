@@ -1,0 +1,144 @@
+"""Variants: what starts anew and what is kept, trained once, evaluated alike, and complete at the paper's scale."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eval.amortization import PAPER as DESIGNS
+from eval.dropout_memory import TABLE
+from eval.peft import KINDS
+from eval.quantization import PRECISIONS
+from eval.results import Result
+from eval.variants import Training, evaluate, grafted, merged, stories
+from mac_rag.checkpoint import read_config
+from mac_rag.config import ModulationConfig
+from mac_rag.engine import MACEngine
+from mac_rag.errors import ConfigError
+from mac_rag.model import MACModel
+
+Command = Callable[..., tuple[int, str, str]]
+SMALL = ("--steps", 2, "--documents", 5, "--output", "r.json")
+
+
+@pytest.fixture(autouse=True)
+def few_stories(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.variants.STORIES", 64)
+
+
+def test_stories_are_one_sentence_with_its_question() -> None:
+    dataset = stories("test", 30, 0)
+    assert [question.document_id for question in dataset.questions] == [document.id for document in dataset.documents]
+    for document, question in zip(dataset.documents, dataset.questions):
+        assert question.answers[0] in document.text
+        assert document.text.endswith(".")
+
+
+def test_nested_values_are_merged() -> None:
+    values = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+    assert merged(values, {"a": {"c": {"d": 4}}, "e": {"f": 5}}) == {"a": {"b": 1, "c": {"d": 4}}, "e": {"f": 5}}
+    assert values["a"] == {"b": 1, "c": {"d": 2}}
+
+
+@pytest.mark.parametrize("kind", ["lora", "film"])
+def test_a_graft_keeps_all_but_the_fresh_part(tiny_checkpoint: Path, tmp_path: Path, kind: Any) -> None:
+    config = read_config(tiny_checkpoint)
+    base_lm = config.base_lm.model_copy(update={"name": str(tiny_checkpoint / "base_lm")})
+    config = config.model_copy(update={"base_lm": base_lm, "modulation": ModulationConfig(kind=kind)})
+    place = grafted(config, tiny_checkpoint, "modulation", tmp_path, 0)
+    old, new = (MACModel.from_pretrained(folder, device="cpu") for folder in (tiny_checkpoint, place))
+    assert new.config.modulation.kind == kind
+    kept = {name: weight for name, weight in old.mac_state().items() if not name.startswith("modulation.")}
+    for name, weight in kept.items():
+        assert torch.equal(new.mac_state()[name], weight), name
+    again = (place / "model.safetensors").stat().st_mtime_ns
+    assert grafted(config, tiny_checkpoint, "modulation", tmp_path, 0) == place
+    assert (place / "model.safetensors").stat().st_mtime_ns == again
+
+
+def test_the_answer_loss_is_that_of_a_plain_loop(tiny_model: MACModel) -> None:
+    dataset = stories("test", 7, 1)
+    row, verdicts = evaluate("row", tiny_model, dataset, 3)
+    engine = MACEngine(tiny_model)
+    engine.adapt(dataset.documents)
+    total, tokens = 0.0, 0
+    prompts = tiny_model.base_lm.prompts
+    for question in dataset.questions:
+        phi = tiny_model.aggregate([question.question], engine.bank.phi)
+        answer = prompts.answer(question.answers[0])
+        with torch.no_grad():
+            modulation = tiny_model.modulation(phi)
+            total += float(tiny_model.base_lm.answer_loss([prompts.prompt(question.question)], [answer], modulation))
+        tokens += len(answer)
+    assert row.measures["answer_loss"] == pytest.approx(total / tokens, rel=1e-5)
+    assert row.em == sum(verdict.em for verdict in verdicts) / 7
+
+
+def test_peft(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, _ = command("eval.peft", "--model", tiny_checkpoint, *SMALL)
+    assert code == 0
+    result = Result.read(tmp_path / "r.json")
+    assert [row.settings["method"] for row in result.rows] == list(KINDS)
+    assert all(row.em is not None and row.measures["answer_loss"] > 0 for row in result.rows)
+    assert len(result.read_samples(tmp_path / "r.json")) == 5
+    losses = [row.measures["answer_loss"] for row in result.rows]
+    assert len(set(losses)) == 3
+
+    def again(*_: object) -> None:
+        raise AssertionError("a finished training was made again")
+
+    monkeypatch.setattr("pipelines.trainer.Trainer.run", again)
+    assert command("eval.peft", "--model", tiny_checkpoint, *SMALL)[0] == 0
+    assert [row.measures["answer_loss"] for row in Result.read(tmp_path / "r.json").rows] == losses
+
+
+def test_quantization_says_what_it_did_not_run(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    code, shown, _ = command("eval.quantization", "--model", tiny_checkpoint, *SMALL)
+    assert code == 0
+    result = Result.read(tmp_path / "r.json")
+    expected = ["32bit", "16bit"] + ["4bit"] * torch.cuda.is_available()
+    assert [row.settings["method"] for row in result.rows] == expected
+    if not torch.cuda.is_available():
+        assert "needs a CUDA GPU" in result.not_run["4bit"]
+        assert "Not run: 4bit" in shown
+
+
+def test_amortization(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    assert command("eval.amortization", "--model", tiny_checkpoint, *SMALL)[0] == 0
+    result = Result.read(tmp_path / "r.json")
+    assert [row.settings["method"] for row in result.rows] == [*DESIGNS, "decoder-only, pretrained"]
+    trained = [json.loads(path.read_text()) for path in (tmp_path / "variants").glob("*/best/config.json")]
+    assert sorted(config["amortization"]["design"] for config in trained) == [
+        "decoder-only", "decoder-only", "encoder-decoder", "encoder-only",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("preset", "fresh", "changes"),
+    [
+        *(("gpt2-xl", "modulation", {"model": {"modulation": {"kind": kind}}}) for kind in KINDS.values()),
+        *(("gpt2-xl", "amortization", {"model": {"amortization": design}}) for design in DESIGNS.values()),
+        *(("llama2-7b", "modulation", changes) for changes in PRECISIONS["paper"].values()),
+        *(("llama2-7b", "amortization", {"trainer": {"batch_size": k}}) for k, _, _ in TABLE["paper"].values()),
+        *((preset, None, {}) for preset in ("distilgpt2", "gpt2-large")),
+    ],
+)
+def test_the_papers_recipes_load(preset: str, fresh: Any, changes: dict[str, Any]) -> None:
+    training = Training(preset, "data/streamingqa", Path("variants"), 3, None, "paper")
+    recipe = training.recipe(fresh, changes)
+    assert recipe.model is not None
+    assert (recipe.data.name, recipe.data.path, recipe.trainer.seed) == ("streamingqa", "data/streamingqa", 3)
+    values = recipe.model_dump(mode="json")
+    assert merged(values, changes) == values
+
+
+def test_the_papers_scale_needs_a_preset_and_data() -> None:
+    with pytest.raises(ConfigError, match="unknown preset 'mac-tiny'"):
+        Training("mac-tiny", "data/squad", Path("variants"), 0, None, "paper")
+    with pytest.raises(ConfigError, match="give one with --data"):
+        Training("gpt2-xl", None, Path("variants"), 0, None, "paper")
