@@ -7,7 +7,13 @@ from math import isfinite
 
 from eval.results import Row
 
-SCORES = {"em": "EM %", "f1": "F1 %", "em_prefix": "prefix %", "recall_at_k": "recall@k %"}
+SCORES = {
+    "em": "EM %",
+    "f1": "F1 %",
+    "em_prefix": "prefix %",
+    "recall_at_k": "recall@k %",
+    "f1_before_adaptation": "F1 % before adapting",
+}
 NAMES = {
     "added": "documents added",
     "entries": "entries of the bank",
@@ -40,8 +46,8 @@ UNITS = {
 def figure(row: Row, name: str) -> float | None:
     """A figure of a row by its name: a score in percent, a measure, or a setting or count that is a number."""
     if name in SCORES:
-        score = getattr(row, name)
-        return None if score is None else 100 * float(score)
+        score = row.measures.get(name, getattr(row, name, None))
+        return None if score is None else 100 * score
     for value in (row.measures.get(name), row.settings.get(name), getattr(row, name, None)):
         if isinstance(value, int | float):
             return float(value)

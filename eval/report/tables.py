@@ -34,7 +34,7 @@ def table(result: Result, experiment: Experiment) -> Table:
     rows = [row for row in result.rows if not experiment.drawn_only or experiment.drawn_only not in row.settings]
     theirs: list[dict[str, float]] = [_published(result, row) for row in rows]
     columns: list[tuple[str, list[Cell]]] = []
-    for name in [*SCORES, *dict.fromkeys(name for row in rows for name in row.measures)]:
+    for name in dict.fromkeys([*SCORES, *(name for row in rows for name in row.measures)]):
         columns.append((label(name), _figures(rows, name)))
         columns.append((f"paper {label(name)}", [Cell(written(name, found.get(name)), paper=True) for found in theirs]))
     gains = [Cell(_gain(row.gain.f1 if row.gain else None)) for row in rows]

@@ -16,7 +16,7 @@ def every_result(folder: Path) -> None:
         name: scored(name, f1, method=name)
         for name, f1 in {**BASELINES, "MAC": 0.5, "CCM + encoder retriever": 0.4}.items()
     }
-    result("main_table", table.values(), not_run={"CaMeLS on a GPU": "there is none"}).write(
+    result("main_table", list(table.values()), not_run={"CaMeLS on a GPU": "there is none"}).write(
         folder / "main_table.json", samples({name: [row.f1 or 0.0] * 3 for name, row in table.items()})
     )
     made = {

@@ -63,13 +63,16 @@ def test_a_difference_comes_with_its_interval_where_questions_were_kept(tmp_path
 @pytest.mark.parametrize(("camels", "holds"), [(70.8, True), (97.0, False)])
 def test_retention_is_compared_at_the_last_point(camels: float, holds: bool) -> None:
     rows = [
-        measured(f"{name} {added}", {"method": name, "added": added}, retention=value)
+        scored(f"{name} {added}", 0.5, method=name, added=added).model_copy(
+            update={"measures": {"retention": value, "f1_before_adaptation": 0.125}}
+        )
         for name, last in (("MAC", 96.2), ("CaMeLS", camels))
         for added, value in ((0, 100.0), (700, 10.0), (1400, last))
     ]
     check = retained(found(*rows))
     assert (check.held == check.of == 1) is holds
-    assert "after 1,400 more documents: MAC 96.2 %" in check.numbers
+    assert "after 1,400 more documents: MAC 96.2 % (F1 50.0)" in check.numbers
+    assert check.numbers.endswith("F1 12.5 before any document")
 
 
 @pytest.mark.parametrize(
