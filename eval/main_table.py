@@ -93,6 +93,7 @@ def main(
         seconds = time.perf_counter() - began
         row, verdicts[system.name] = ask(system.name, system, dataset.questions, len(dataset.documents))
         rows.append(row.model_copy(update={"measures": {"adaptation_seconds": seconds}}))
+        print(f"{row.name}: EM {100 * (row.em or 0):.1f} %, F1 {100 * (row.f1 or 0):.1f} %", file=sys.stderr)
     report(
         path,
         experiment="main_table",

@@ -39,8 +39,8 @@ SETUPS = {
         validation_documents=100,
         rates=(6.5e-6, 2.5e-5, 1e-4, 3e-4),
         retention_rate=1e-4,
-        camels=CamelsConfig(steps=200, accumulate=1, inner_rate=0.03, learning_rate=3e-4, reset_every=4, clip=1.0),
-        ccm=CCMConfig(steps=500),
+        camels=CamelsConfig(steps=120, accumulate=1, inner_rate=0.03, learning_rate=3e-4, reset_every=4, clip=1.0),
+        ccm=CCMConfig(steps=400),
     ),
     # CaMeLS: 50 epochs of 21,000 documents, 24 documents a step, on DistilGPT2, the proxy of the whole GPT-2 family.
     # It starts where the LM that it stands for starts, so it is tuned on questions first.
