@@ -109,7 +109,7 @@ class Lines:
         axes.set_ylabel(label(self.y))
         if not self.log_y:
             low, high = axes.get_ylim()
-            axes.set_ylim(min(0.0, low), high + 0.03 * (high - low))
+            axes.set_ylim(min(0.0, low), high + 0.03 * (high - min(0.0, low)))
         _finish(axes, grid="both")
         if len(lines) + len(level) > 1:
             axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="center left", bbox_to_anchor=(1.0, 0.5))
