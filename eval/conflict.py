@@ -17,7 +17,7 @@ from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
     from eval.conflict_documents import Conflict
-    from eval.results import Row, Verdict
+    from eval.results import Row, Sample, Verdict
     from mac_rag.data.types import QADataset
     from mac_rag.engine import MACEngine
 
@@ -69,7 +69,7 @@ def main(
     engine = MACEngine(loaded)
     adaptation = adapt(engine, dataset.documents, progress=True)
     rows: list[Row] = []
-    sampled = []
+    sampled: list[Sample] = []
     for group in groups:
         answered = measure(engine, group, newest_only(dataset), batch_size=batch_size, seed=seed, progress=True)
         rows += [row for row, _ in answered]

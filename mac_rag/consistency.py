@@ -14,7 +14,7 @@ from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory.bank import MemoryBank, content_hash
 from mac_rag.retrieval.base import Retriever
 
-_COMPARED = 20_000  # documents whose hashes are read in passing; of more than that, only the numbers are compared
+_COMPARED = 10_000  # documents whose hashes are read in passing; of more than that, only the numbers are compared
 
 
 @dataclass(frozen=True)

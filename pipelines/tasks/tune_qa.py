@@ -106,9 +106,10 @@ class TuneTask(Task):
         figures = {"em_closed": self._exact_match(data.questions, [()] * len(data.questions))}
         figures["em"] = figures["em_closed"]
         found = self._validation_retrieved
-        for k in sorted(set(self.config.context.k)) if found is not None else ():
-            contexts = [[document.text for document in found[q.question][:k]] for q in data.questions]
-            figures[f"em_retrieved_{k}"] = figures["em"] = self._exact_match(data.questions, contexts)
+        if found is not None:
+            for k in sorted(set(self.config.context.k)):
+                contexts = [[document.text for document in found[q.question][:k]] for q in data.questions]
+                figures[f"em_retrieved_{k}"] = figures["em"] = self._exact_match(data.questions, contexts)
         return figures
 
     def _exact_match(self, questions: Any, contexts: Any) -> float:
