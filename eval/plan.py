@@ -84,7 +84,7 @@ def _retrieval(dataset: str, *, newswire: bool = False) -> Plan:
 
 
 PLANS = (
-    Plan("main_table", 8, DATASETS, also=("squad",)),
+    Plan("main_table", 8, DATASETS, also=("squad",), tiny_arguments=("--questions", "500")),
     _retrieval("archivalqa", newswire=True),
     _retrieval("squad"),
     _retrieval("streamingqa"),
