@@ -15,6 +15,7 @@ from mac_rag.loading import DTYPES
 from mac_rag.memory.codebook import CodebookView
 from mac_rag.memory.prior_index import PriorIndex
 from mac_rag.memory.projection import ProjectedBank
+from mac_rag.memory.recent import RecentQuestions
 from mac_rag.nn.aggregation import BankView
 from mac_rag.nn.attention import BankAttention, streaming_attention
 from mac_rag.nn.hierarchical import hierarchical
@@ -64,11 +65,13 @@ class BankReader:
         self._rows: ProjectedBank | None = None
         self._codes: CodebookView | None = None
         self._priors = PriorIndex(exact_rows=config.exact_rows)
+        self._recent = RecentQuestions()
         self._attention: BankAttention = ShardedAttention() if config.strategy == "sharded" else streaming_attention
 
-    @torch.no_grad()
     def aggregate(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Aggregated:
         """Aggregates the bank for each question (equation 1).
+
+        What recent questions found is kept until the bank changes, so that asking them again costs nothing.
 
         Args:
             questions: B texts.
@@ -77,6 +80,19 @@ class BankReader:
         Raises:
             BankError: when the bank is empty or none of its documents is allowed.
         """
+        if allowed is not None or self.config.strategy == "sharded":  # shards must all compute, or none
+            return self._aggregate(questions, allowed)
+        network = self.model.aggregation
+        state = (self.bank.version, network.use_prior, network.training)
+
+        def compute(new: Sequence[str]) -> tuple[Tensor, Tensor]:
+            found = self._aggregate(new, None)
+            return found.phi, found.discarded
+
+        return Aggregated(*self._recent.look_up(questions, state, compute))
+
+    @torch.no_grad()
+    def _aggregate(self, questions: Sequence[str], allowed: Container[str] | None) -> Aggregated:
         network = self.model.aggregation
         question = self._encoded(questions)
         visible = self._visible(allowed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import pytest
@@ -12,8 +13,10 @@ from mac_rag.data.newswire import generate
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory import MemoryBank
+from mac_rag.memory import recent as module
 from mac_rag.memory.codebook import fit, quantize
 from mac_rag.memory.reader import BankReader
+from mac_rag.memory.recent import RecentQuestions
 from mac_rag.model import MACModel
 
 Strategy = Literal["streaming", "preselect", "hierarchical"]
@@ -58,6 +61,46 @@ def test_what_is_not_allowed_has_no_influence(tiny_model: MACModel, strategy: St
         mass = whole.attention_mass(QUESTIONS, allowed)
         torch.testing.assert_close(mass[:, ::3], part.attention_mass(QUESTIONS), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(mass.sum(1), torch.ones(3))
+
+
+def test_a_question_asked_again_costs_nothing_until_the_bank_changes(
+    tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    forward = tiny_model.input_encoder.forward
+
+    def counting(rows: list[list[int]]) -> torch.Tensor:
+        encoded.append(len(rows))
+        return forward(rows)
+
+    monkeypatch.setattr(tiny_model.input_encoder, "forward", counting)
+    bank = bank_of(tiny_model, NEWS.documents[:8])
+    reader = BankReader(tiny_model, bank, exact("streaming"))
+    first = reader.aggregate(QUESTIONS[:2])
+    again = reader.aggregate([QUESTIONS[1], QUESTIONS[2], QUESTIONS[1]])
+    assert encoded == [2, 1]
+    torch.testing.assert_close(again.phi[0], first.phi[1], atol=0, rtol=0)
+    torch.testing.assert_close(again.phi[2], first.phi[1], atol=0, rtol=0)
+    torch.testing.assert_close(again.phi, tiny_model.aggregate([QUESTIONS[i] for i in (1, 2, 1)], bank.phi))
+    bank.delete(NEWS.documents[0].id)
+    torch.testing.assert_close(reader.aggregate(QUESTIONS).phi, tiny_model.aggregate(QUESTIONS, bank.phi))
+    tiny_model.aggregation.use_prior = False
+    torch.testing.assert_close(reader.aggregate(QUESTIONS).phi, tiny_model.aggregate(QUESTIONS, bank.phi))
+
+
+def test_only_so_many_questions_are_kept(tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    recent = RecentQuestions()
+    asked: list[str] = []
+
+    def compute(new: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.extend(new)
+        return torch.tensor([[[float(text)]] for text in new]), torch.zeros(len(new))
+
+    monkeypatch.setattr(module, "_BYTES", 12)  # three of one number each
+    for questions in (["1", "2"], ["3"], ["1"], ["4"], ["1", "3", "2"]):
+        phi, _ = recent.look_up(questions, None, compute)
+        assert phi.flatten().tolist() == [float(text) for text in questions]
+    assert asked == ["1", "2", "3", "4", "2"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
