@@ -90,7 +90,6 @@ def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]
         num_layers=sizes.num_hidden_layers,
         num_heads=sizes.num_attention_heads,
         pad_token_id=sizes.pad_token_id or 0,
-        decoder_start_token_id=sizes.pad_token_id or 0,
         eos_token_id=sizes.eos_token_id,
     )
     places = {}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # The paper's table 10 is of GPT2-XL and LLaMA-2-7B on StreamingQA.
 SETUPS = {"tiny": Setup("mac-tiny", 512, 256), "paper": Setup("runs/gpt2-xl/train/best", 1665)}
+METHODS = ("zero-shot", "few-shot", "mac")
 TRAINING = {"tiny": 5_000, "paper": 1_000_000}  # documents of the training split to look at, at most
 
 
@@ -37,8 +38,8 @@ def main(
     """Check the test stream for what the model may have known before.
 
     First what the stream shares with the training split: whole documents, titles, questions and n-grams, after SQuAD's
-    normalisation. Then, as in the paper's table 10, how well the LM answers without the documents, and how well with
-    the memory of them.
+    normalisation. Then, as in the paper's table 10, how well the LM answers without the documents, alone and behind
+    five examples, and how well with the memory of them.
     """
     from eval.results import result_path
 
@@ -47,27 +48,26 @@ def main(
     test, source = open_stream(data, "test", setup, seed, scale=scale)
     training = open_stream(data, "train", Setup(setup.model, TRAINING[scale]), seed, scale=scale)[0]
     shared = overlap_row(training, test, ngram)
-    from eval.protocol import run_protocol
-    from mac_rag.engine import MACEngine
-    from mac_rag.model import MACModel
+    from eval.baselines.options import open_bench
+    from eval.protocol import samples
+    from eval.systems import ask
 
-    loaded = MACModel.from_pretrained(setup.model, device=device)
-    outcome = run_protocol(MACEngine(loaded), test, batch_size=batch_size, seed=seed, progress=True)
-    names = {"LM alone": "zero-shot"}
-    answered = [
-        row.model_copy(update={"settings": {"method": names.get(row.name, row.name), "dataset": test.name}})
-        for row in outcome.rows
-    ]
+    bench = open_bench(setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size)
+    rows, verdicts = [shared], {}
+    for method in METHODS:
+        system = bench.make(method)
+        system.adapt(test.documents)
+        row, verdicts[system.name] = ask(system.name, system, test.questions, len(test.documents))
+        rows.append(row)
     report(
         path,
         experiment="contamination",
         options=setup.options(context.params),
-        rows=[shared, *answered],
-        samples=outcome.samples,
-        adaptation=outcome.adaptation,
+        rows=rows,
+        samples=samples(test.questions, verdicts),
         dataset=test,
         source=source,
-        model=loaded,
+        model=bench.model,
     )
 
 

@@ -74,8 +74,8 @@ def main(
     for name, (count, passes, share) in table.items():
         changes: dict[str, Any] = {"backprop_dropout": share, "trainer": {"batch_size": count, "accumulate": passes}}
         peak = step_memory(loaded, first_batch(loaded, stream, count), share, seed)[0]
-        settings = {"K": count, "p": share, "memory_gb": peak / 1e9}
-        variants.append(Variant(name, training.recipe("amortization", changes), settings))
+        recipe = training.recipe("amortization", changes)
+        variants.append(Variant(name, recipe, {"K": count, "p": share}, {"memory_gb": peak / 1e9}))
     run_variants(
         "dropout_memory",
         variants,

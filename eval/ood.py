@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eval.baselines.options import RateOption, TrainedOption, chosen_methods
 from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.streams import DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
-    from eval.results import Row
+    from eval.results import Row, Sample
     from mac_rag.data.types import QADataset
 
 # The paper's table is of GPT2-XL trained on StreamingQA and adapted to SQuAD and ArchivalQA.
@@ -31,22 +32,33 @@ def main(
     scale: ScaleOption = "tiny",
     documents: DocumentsOption = None,
     questions: QuestionsOption = None,
+    trained_on: Annotated[
+        str | None,
+        typer.Option(help="The data set of training, as --data names one.", show_default="the generated newswire"),
+    ] = None,
+    methods: Annotated[str, typer.Option(help="Which to compare, with commas.")] = "zero-shot,camels,mac",
+    learning_rate: RateOption = None,
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
     device: DeviceOption = None,
+    trained: TrainedOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Adapt a model to sets that it was not trained on, and ask about each: the LM alone, and with the memory.
+    """Adapt to sets that nothing was trained on, and ask about each.
 
-    At the tiny scale newswire like that of mac-tiny's training stands first, to be held against.
+    CaMeLS, like MAC, is trained on another set; the learning rate of fine-tuning is not searched. At the tiny scale
+    newswire like that of mac-tiny's training stands first, to be held against.
     """
     from eval.results import result_path
     from mac_rag.errors import ConfigError
 
     path = result_path(output, "ood")
+    chosen = chosen_methods(methods)
     setup = SETUPS[scale].but(model, documents, questions)
     streams = [] if scale == "paper" else [open_stream(None, "test", setup, seed, scale=scale)[0]]
     names = [None] if data is None else data.split(",")
+    if scale == "paper" and trained_on is None:
+        raise ConfigError("--scale paper trains on the paper's data sets; give the one of training with --trained-on")
     if data is None and scale == "tiny":
         streams.append(paired(streams[0]))
     else:
@@ -54,36 +66,31 @@ def main(
     twice = sorted({stream.name for stream in streams if [each.name for each in streams].count(stream.name) > 1})
     if twice:
         raise ConfigError(f"--data names {', '.join(twice)} twice; run them one by one")
-    from eval.protocol import run_protocol
-    from eval.results import Sample
-    from mac_rag.engine import MACEngine
-    from mac_rag.model import MACModel
+    from eval.baselines.options import open_bench
+    from eval.protocol import samples
+    from eval.systems import ask
 
-    loaded = MACModel.from_pretrained(setup.model, device=device)
+    bench = open_bench(
+        setup, path, scale=scale, data=trained_on, seed=seed, device=device, batch_size=batch_size, trained=trained
+    )
     rows: list[Row] = []
-    samples: list[Sample] = []
+    asked: list[Sample] = []
     for stream in streams:
-        outcome = run_protocol(MACEngine(loaded), stream, batch_size=batch_size, seed=seed, progress=True)
-        rows += [
-            row.model_copy(
-                update={
-                    "name": f"{stream.name}: {row.name}",
-                    "settings": {"dataset": stream.name, "method": row.name},
-                }
-            )
-            for row in outcome.rows
-        ]
-        samples += [
-            Sample.of(question, {f"{stream.name}: {name}": verdict for name, verdict in sample.rows.items()})
-            for question, sample in zip(stream.questions, outcome.samples, strict=True)
-        ]
+        verdicts = {}
+        for method in chosen:
+            system = bench.make(method, learning_rate=learning_rate or bench.setup.retention_rate)
+            system.adapt(stream.documents)
+            name = f"{stream.name}: {system.name}"
+            row, verdicts[name] = ask(name, system, stream.questions, len(stream.documents))
+            rows.append(row.model_copy(update={"settings": {**row.settings, "dataset": stream.name}}))
+        asked += samples(stream.questions, verdicts)
     report(
         path,
         experiment="ood",
         options=setup.options(context.params),
         rows=rows,
-        samples=samples,
-        model=loaded,
+        samples=asked,
+        model=bench.model,
     )
 
 
@@ -91,7 +98,7 @@ def paired(stream: QADataset) -> QADataset:
     """The same stories and questions, each two neighbours in one document: twice as long as any of training."""
     from mac_rag.data.types import Document, QADataset, Question
 
-    documents, home = [], {}
+    documents, home = [], dict[str, str]()
     for first in range(0, len(stream.documents), 2):
         together = stream.documents[first : first + 2]
         documents.append(Document(together[0].id, " ".join(document.text for document in together)))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eval.baselines.options import FINE_TUNING, RateOption, TrainedOption, chosen_methods, open_bench
 from eval.command import BatchOption, OutputOption, ScaleOption, SeedOption, report
 from eval.streams import (
     DataOption,
@@ -22,8 +23,11 @@ from eval.streams import (
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from eval.results import Row
     from eval.variants import Training
+    from mac_rag.base_lm import BaseLM
     from mac_rag.data.types import Document, QADataset
     from mac_rag.model import MACModel
     from mac_rag.prompt import PromptEncoder
@@ -44,6 +48,11 @@ def main(
     data: DataOption = None,
     scale: ScaleOption = "tiny",
     steps: StepsOption = None,
+    baselines: Annotated[str, typer.Option(help="Online fine-tuning to compare with, with commas.")] = ",".join(
+        FINE_TUNING
+    ),
+    learning_rate: RateOption = None,
+    networks: TrainedOption = None,
     documents: DocumentsOption = None,
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
@@ -58,9 +67,11 @@ def main(
     from eval.results import result_path
 
     path = result_path(output, "perplexity")
+    chosen = chosen_methods(baselines, FINE_TUNING) if baselines else []
     setup = SETUPS[scale].but(model, documents, None)
     whole = Setup(setup.model, 2 * setup.documents)
     stream, source = open_stream(data, "test", whole, seed, scale=scale)
+    from eval.baselines.finetuning import FineTuning
     from eval.variants import Training, trained
     from mac_rag.model import MACModel
 
@@ -70,10 +81,27 @@ def main(
     adapted, unseen = stream.documents[:half], stream.documents[half:]
     models = {} if scale == "paper" else {"MAC, trained on questions": MACModel.from_pretrained(setup.model)}
     models["MAC"] = trained(language_recipe(training), training.runs)
-    rows: list[Row] = []
+    rows = [perplexity_row("LM alone", models["MAC"], adapted, unseen, batch_size, lm=models["MAC"].base_lm)]
     for name, network in models.items():
-        ways = {name: True} if rows else {"LM alone": False, name: True}
-        rows += [perplexity_row(way, network, adapted, unseen, memory, batch_size) for way, memory in ways.items()]
+        rows.append(perplexity_row(name, network, adapted, unseen, batch_size))
+    if chosen:
+        checkpoint = setup.model if scale == "tiny" else f"runs/{setup.model}/train/best"
+        bench = open_bench(
+            setup.but(checkpoint, None, None),
+            path,
+            scale=scale,
+            data=data,
+            seed=seed,
+            device=None,
+            batch_size=batch_size,
+            trained=networks,
+        )
+        for method in chosen:
+            system = bench.make(method, learning_rate=learning_rate or bench.setup.retention_rate)
+            assert isinstance(system, FineTuning)
+            system.adapt(adapted)
+            row = perplexity_row(system.name, bench.model, adapted, unseen, batch_size, lm=system.lm)
+            rows.append(row.model_copy(update={"settings": {"method": system.name, **system.settings}}))
     report(
         path,
         experiment="perplexity",
@@ -90,42 +118,48 @@ def perplexity_row(
     model: MACModel,
     adapted: Sequence[Document],
     unseen: Sequence[Document],
-    memory: bool,
     batch_size: int,
+    *,
+    lm: BaseLM | None = None,
 ) -> Row:
-    """Perplexity on both, with a bank that holds the adapted documents."""
+    """Perplexity on both kinds of documents: of the model with a bank of the adapted ones, or of an LM without any."""
     from eval.results import Row
     from mac_rag.engine import MACEngine
 
-    engine = MACEngine(model)
-    if memory:
+    phi = None
+    if lm is None:
+        engine = MACEngine(model)
         engine.adapt(adapted, progress=True)
-    phi = engine.bank.phi if memory else None
+        phi = engine.bank.phi
     return Row(
         name=name,
         settings={"method": name},
         measures={
-            "perplexity_adapted": perplexity(model, adapted, phi, batch_size),
-            "perplexity_unseen": perplexity(model, unseen, phi, batch_size),
+            "perplexity_adapted": perplexity(model, adapted, phi, batch_size, lm=lm),
+            "perplexity_unseen": perplexity(model, unseen, phi, batch_size, lm=lm),
         },
         documents=len(adapted),
     )
 
 
-def perplexity(model: MACModel, documents: Sequence[Document], phi: Any, batch_size: int) -> float:
+def perplexity(
+    model: MACModel, documents: Sequence[Document], phi: Tensor | None, batch_size: int, *, lm: BaseLM | None = None
+) -> float:
     """Perplexity of all tokens of documents behind their first 10 %.
 
     Args:
-        model: the model.
-        documents: longer ones than the model's limit are cut to it.
+        model: whose limits documents are cut to, and whose base LM reads them.
+        documents: of the stream.
         phi: the bank's memory tokens `[K, T, D]`; None for the LM alone.
         batch_size: documents at a time.
+        lm: another LM to read them.
     """
     import torch
 
     from mac_rag.progress import progress_bar
 
-    prompts = model.base_lm.prompts
+    lm = lm or model.base_lm
+    prompts = lm.prompts
     halves = [cut(prompts, model.amortization.split(document.text)[0]) for document in documents]
     order = sorted(range(len(halves)), key=lambda i: len(halves[i][1]))
     bank = None if phi is None else model.project(phi)
@@ -138,7 +172,7 @@ def perplexity(model: MACModel, documents: Sequence[Document], phi: Any, batch_s
                 asked = [prompts.tokenizer.decode(beginning) for beginning, _ in batch]
                 modulation = model.modulation(model.aggregate(asked, bank))
             starts = [[*prompts.start, *beginning] for beginning, _ in batch]
-            losses = model.base_lm.answer_loss(starts, [rest for _, rest in batch], modulation)
+            losses = lm.answer_loss(starts, [rest for _, rest in batch], modulation)
             total += float(losses.sum())
             tokens += sum(len(rest) for _, rest in batch)
             bar.advance(len(batch))

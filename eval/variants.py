@@ -69,11 +69,13 @@ class Variant:
         name: what the table calls it.
         recipe: how it is trained.
         settings: what sets its row apart besides its name, or instead of it as `method`.
+        measures: figures of its row that come from elsewhere.
     """
 
     name: str
     recipe: TrainConfig
     settings: Mapping[str, str | int | float] = field(default_factory=dict)
+    measures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -244,13 +246,14 @@ def run_variants(
         row, verdicts[variant.name] = evaluate(variant.name, model, dataset, batch_size)
         lm = training.model if variant.recipe.model is None else Path(variant.recipe.model.base_lm.name).name
         settings = {"method": variant.name, "dataset": dataset.name, "model": lm, **variant.settings}
-        rows.append(row.model_copy(update={"settings": settings}))
+        measures = {**row.measures, **variant.measures}
+        rows.append(row.model_copy(update={"settings": settings, "measures": measures}))
     report(
         path,
         experiment=experiment,
         options=options,
         rows=[*rows, *further],
-        samples=samples(dataset.questions, verdicts),
+        samples=samples(dataset.questions, verdicts) if verdicts else (),
         dataset=dataset,
         source=source,
         notes=notes,

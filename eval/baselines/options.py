@@ -23,6 +23,10 @@ TrainedOption = Annotated[
         show_default="trained/ beside the result",
     ),
 ]
+RateOption = Annotated[
+    float | None,
+    typer.Option(min=0, help="Of all fine-tuning.", show_default="fixed, as in the paper's experiment on retention"),
+]
 # The paper's sizes and model of tables 1 and 9, and of figures 2 and 3.
 SETUPS = {"tiny": Setup("mac-tiny", 1665), "paper": Setup("runs/gpt2-xl/train/best", 1665)}
 

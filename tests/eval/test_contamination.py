@@ -61,4 +61,4 @@ def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> Non
     assert command("eval.contamination", *arguments)[0] == 0
     overlap, *answered = Result.read(tmp_path / "r.json").rows
     assert overlap.measures["documents_shared_percent"] == 0
-    assert [row.settings["method"] for row in answered] == ["zero-shot", "MAC"]
+    assert [row.settings["method"] for row in answered] == ["Zero-shot", "5-shot", "MAC"]

@@ -11,7 +11,7 @@ from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire import generate
 
 Command = Callable[..., tuple[int, str, str]]
-SIZES = ("--documents", 5, "--output", "r.json")
+SIZES = ("--documents", 5, "--methods", "zero-shot,mac", "--output", "r.json")
 
 
 def test_pairs_hold_all_stories_and_answer_all_questions() -> None:
@@ -30,21 +30,25 @@ def test_without_data_it_is_newswire_of_another_form(command: Command, tiny_chec
     assert command("eval.ood", "--model", tiny_checkpoint, *SIZES)[0] == 0
     result = Result.read(tmp_path / "r.json")
     assert [(row.settings["dataset"], row.settings["method"]) for row in result.rows] == [
-        (name, method) for name in ("newswire", "newswire, two stories") for method in ("LM alone", "MAC")
+        (name, method) for name in ("newswire", "newswire, two stories") for method in ("Zero-shot", "MAC")
     ]
     samples = result.read_samples(tmp_path / "r.json")
     assert len({sample.id for sample in samples}) == 10
-    assert set(samples[0].rows) == {"newswire: LM alone", "newswire: MAC"}
+    assert set(samples[0].rows) == {"newswire: Zero-shot", "newswire: MAC"}
 
 
 def test_sets_are_read(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
     for name in ("archivalqa", "other"):
         write_archivalqa(generate("test", 5, seed=1), tmp_path / name / "test.csv")
     data = f"{tmp_path / 'archivalqa'},archivalqa:{tmp_path / 'other'}"
-    code, _, errors = command("eval.ood", "--model", tiny_checkpoint, "--scale", "paper", "--data", data, *SIZES)
+    code, _, errors = command("eval.ood", "--model", tiny_checkpoint, "--data", data, *SIZES)
     assert code == 1
     assert "twice" in errors
     options = ("--scale", "paper", "--data", tmp_path / "archivalqa")
+    code, _, errors = command("eval.ood", "--model", tiny_checkpoint, *options, *SIZES)
+    assert code == 1
+    assert "--trained-on" in errors
+    options = (*options, "--trained-on", tmp_path / "archivalqa")
     assert command("eval.ood", "--model", tiny_checkpoint, *options, *SIZES)[0] == 0
     rows = Result.read(tmp_path / "r.json").rows
-    assert [row.name for row in rows] == ["archivalqa: LM alone", "archivalqa: MAC"]
+    assert [row.name for row in rows] == ["archivalqa: Zero-shot", "archivalqa: MAC"]

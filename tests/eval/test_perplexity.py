@@ -63,10 +63,21 @@ def test_continuations_lose_no_word(texts: list[str]) -> None:
 
 def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eval.perplexity.DOCUMENTS", {"tiny": 40})
-    arguments = ("--model", tiny_checkpoint, "--steps", 1, "--documents", 4, "--output", "r.json")
+    arguments = (
+        "--model",
+        tiny_checkpoint,
+        "--steps",
+        1,
+        "--documents",
+        4,
+        "--baselines",
+        "uniform",
+        "--output",
+        "r.json",
+    )
     assert command("eval.perplexity", *arguments)[0] == 0
     rows = Result.read(tmp_path / "r.json").rows
-    assert [row.name for row in rows] == ["LM alone", "MAC, trained on questions", "MAC"]
+    assert [row.name for row in rows] == ["LM alone", "MAC, trained on questions", "MAC", "Uniform"]
     assert all(row.measures[f"perplexity_{which}"] > 1 for row in rows for which in ("adapted", "unseen"))
 
 
