@@ -148,8 +148,9 @@ class PrefixTuning(ModulationNetwork):
 class LoRA(ModulationNetwork):
     """LoRA generated for each question: every token of phi* gives one rank-one update of every changed linear layer.
 
-    The update of a layer is `x -> scale / T * sum_t (x . a_t) b_t`; the map to `b` starts at zero, so an untrained
-    network leaves the LM as it is.
+    The update of a layer of `n` inputs is `x -> scale / T * sum_t (x . a_t) / sqrt(n) b_t`; the map to `b` starts at
+    zero, so an untrained network leaves the LM as it is. With the root, `a` starts as large as LoRA's own; without it,
+    training hardly moves.
 
     Args:
         shape: of the LM; its `linears` are changed.
@@ -181,7 +182,7 @@ class LoRA(ModulationNetwork):
 
     def _update(self, down: Tensor, up: Tensor) -> Change:
         def change(inputs: Tensor, output: Tensor) -> Tensor:
-            ranked = inputs @ _rows(down, inputs).mT
+            ranked = inputs @ _rows(down, inputs).mT * inputs.shape[-1] ** -0.5
             return output + self.scale * (ranked @ _rows(up, inputs)).to(output.dtype)
 
         return change

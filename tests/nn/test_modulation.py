@@ -117,7 +117,9 @@ def test_lora_is_the_lm_with_merged_weights(model_folder: Callable[[str], Path],
     normed = network.norm(phi)
     downs, ups = network.to_a(normed).split(network.inputs, -1), network.to_b(normed).split(network.outputs, -1)
     for i, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
-        updates = [network.scale * up[i].T @ down[i] for down, up in zip(downs, ups, strict=True)]
+        updates = [
+            network.scale * up[i].T @ down[i] / down.shape[-1] ** 0.5 for down, up in zip(downs, ups, strict=True)
+        ]
         for module, update in zip(map(lm.model.get_submodule, network.names), updates, strict=True):
             module.weight.data += update if module.weight.shape == update.shape and name == "llama" else update.T
         torch.testing.assert_close(lm.answer_loss([prompt], [answer], None), modulated[i : i + 1])
