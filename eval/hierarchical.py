@@ -12,7 +12,7 @@ from eval.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOpt
 from mac_rag.commands import run_command
 
 # The paper's figure is of GPT2-XL on ArchivalQA-Seq.
-SETUPS = {"tiny": Setup("mac-tiny", 512, 256), "paper": Setup("runs/gpt2-xl/train/best", 1665)}
+SETUPS = {"tiny": Setup("mac-tiny", 512, 128), "paper": Setup("runs/gpt2-xl/train/best", 1665)}
 
 
 def main(
