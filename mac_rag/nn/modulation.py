@@ -7,6 +7,7 @@ batched forward pass and in generation, and a batch gives what its rows give one
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -182,7 +183,7 @@ class LoRA(ModulationNetwork):
 
     def _update(self, down: Tensor, up: Tensor) -> Change:
         def change(inputs: Tensor, output: Tensor) -> Tensor:
-            ranked = inputs @ _rows(down, inputs).mT * inputs.shape[-1] ** -0.5
+            ranked: Tensor = inputs @ _rows(down, inputs).mT / math.sqrt(inputs.shape[-1])
             return output + self.scale * (ranked @ _rows(up, inputs)).to(output.dtype)
 
         return change
