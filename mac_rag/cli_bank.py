@@ -56,6 +56,8 @@ def delete(
     Documents that a bounded bank has merged with one of them go too, since their memory is one; they are named, so
     that you can adapt to them again. The retriever keeps those.
     """
+    from mac_rag.memory.bank import Intent
+
     ids = dict.fromkeys(document_ids)
     gone: dict[str, None] = {}
     with _opened(bank, write=True) as found:
@@ -68,6 +70,7 @@ def delete(
             if document_id not in found and document_id not in filed:
                 raise BankError(f"no document {document_id!r} in {bank}" + (f" or {retriever}" if filing else ""))
         if filing is not None:
+            found.commit(Intent(deletes=tuple(ids)))
             for document_id in filed:
                 filing.delete(document_id)
             if retriever_folder is not None:
@@ -75,7 +78,7 @@ def delete(
         for document_id in ids:
             if document_id in found:  # it may be in the retriever alone, or gone with one that it was merged with
                 gone |= dict.fromkeys(found.delete(document_id))
-        found.commit()
+        found.commit(Intent())
         left = len(found)
     others = [document_id for document_id in gone if document_id not in ids]
     typer.echo(f"{len(gone)} deleted; {bank} holds {left} documents")

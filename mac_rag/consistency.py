@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.memory.bank import MemoryBank, content_hash
+from mac_rag.memory.bank import Intent, MemoryBank, content_hash
 from mac_rag.retrieval.base import Retriever
 
 _COMPARED = 10_000  # documents whose hashes are read in passing; of more than that, only the numbers are compared
@@ -136,6 +136,40 @@ def reconcile(
         remember(retriever.documents(names))
     outdated = set(found.outdated)
     return Reconciliation(tuple(name for name in lacking if name not in outdated), found.outdated, found.surplus)
+
+
+def finish(bank: MemoryBank, retriever: Retriever, remember: Callable[[list[Document]], object]) -> int:
+    """Does the rest of a change that a crash interrupted between the retriever and the bank, as the bank's intent says.
+
+    Args:
+        bank: open for writing.
+        retriever: where it does not tell what it holds, nothing is done.
+        remember: writes documents to the bank.
+
+    Returns:
+        How many documents were adapted or forgotten.
+    """
+    intent = bank.intent
+    try:
+        filed = retriever.content_hashes([*intent.puts, *intent.deletes])
+    except ConfigError:
+        return 0
+    changed = [name for name in intent.puts if name in filed and not is_held(bank, name, filed[name])]
+    gone = [name for name in intent.deletes if name not in filed and name in bank]
+    for name in gone:
+        if name in bank:  # it may have gone with one that it was merged with
+            bank.delete(name)
+    remember(retriever.documents(changed))
+    bank.commit(Intent())
+    return len(changed) + len(gone)
+
+
+def is_held(bank: MemoryBank, document_id: str, content: str) -> bool:
+    """Whether the bank holds a document with this content hash."""
+    if document_id not in bank:
+        return False
+    members = bank[document_id].members
+    return any(member.document_id == document_id and member.content_hash == content for member in members)
 
 
 def _groups(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:

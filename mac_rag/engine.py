@@ -6,6 +6,7 @@ threads.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor
 
 from mac_rag.config import AttentionConfig, BoundConfig
-from mac_rag.consistency import Reconciliation, reconcile, unfiled
+from mac_rag.consistency import Reconciliation, finish, is_held, reconcile, unfiled
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, DocumentError
-from mac_rag.memory.bank import Member, MemoryBank, content_hash
+from mac_rag.memory.bank import Intent, Member, MemoryBank, content_hash
 from mac_rag.memory.reader import BankReader
 from mac_rag.memory.reduction import BoundedBank
 from mac_rag.model import MACModel
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from mac_rag.retrieval.base import Retriever
+
+_log = logging.getLogger(__name__)
 
 # Documents that are encoded and committed at a time: enough to fill length-sorted batches, few enough to lose little.
 _ADAPT_GROUP = 512
@@ -40,7 +43,8 @@ class MACEngine:
         model: a model, or the name or path of one.
         bank: a bank that the model wrote; None for an empty one.
         retriever: finds documents to put in front of a question; None for memory alone. It is kept in step with the
-            bank by `adapt` and `forget`, which change it first; after a crash, `reconcile` lets the bank follow.
+            bank by `adapt` and `forget`, which change it first. What a crash interrupted between the two is finished by
+            the next engine that opens both; `reconcile` lets a bank follow that is behind for other reasons.
         k: how many documents the retriever finds.
         attention: how questions attend to the bank; None for exact attention to all of it.
         bound: keeps the bank from growing beyond a size; None lets it grow.
@@ -70,6 +74,8 @@ class MACEngine:
         self._lock = threading.RLock()
         self._reader = BankReader(self.model, self.bank, self.attention)
         self._bounded: BoundedBank | None = None
+        if self.bank.writable:
+            self._finish()
 
     def adapt(
         self,
@@ -97,6 +103,7 @@ class MACEngine:
         """
         with self._lock:
             self.bank.check_model(self.model.fingerprint)
+            self._finish()
             documents = list(documents)
             fresh = self.check(documents, on_long=on_long)
             lacking = unfiled(self.retriever, documents, fresh)
@@ -145,19 +152,26 @@ class MACEngine:
         """
         new = [document for document in documents if document.id in fresh]
         phi = self.model.amortize([chunk for document in new for chunk in fresh[document.id]]) if new else None
-        if self.retriever is not None:
-            self.retriever.put([document for document in documents if document.id in lacking])
-        if phi is None:
-            return 0, ()
-        gone = self._put(new, phi, [len(fresh[document.id]) for document in new])
-        self.bank.commit()
-        return len(phi), gone
+        filing = [document for document in documents if document.id in lacking]
+        if self.retriever is not None and filing:
+            self.bank.commit(Intent(puts=tuple(document.id for document in filing)))
+            self.retriever.put(filing)
+        gone = () if phi is None else self._put(new, phi, [len(fresh[document.id]) for document in new])
+        self.bank.commit(None if self.retriever is None else Intent())
+        return 0 if phi is None else len(phi), gone
+
+    def _remember(self, documents: Sequence[Document]) -> None:
+        """Writes documents of the retriever to the bank."""
+        self._write(documents, self.check(documents), ())
+
+    def _finish(self) -> None:
+        """Does the rest of a change that was interrupted between the retriever and the bank."""
+        if self.retriever is not None and self.bank.intent:
+            done = finish(self.bank, self.retriever, self._remember)
+            _log.warning("finished an interrupted change of retriever and bank: %d documents", done)
 
     def _is_known(self, document: Document) -> bool:
-        if document.id not in self.bank or not isinstance(document.text, str):
-            return False
-        hashes = {member.document_id: member.content_hash for member in self.bank[document.id].members}
-        return hashes[document.id] == content_hash(document)
+        return isinstance(document.text, str) and is_held(self.bank, document.id, content_hash(document))
 
     def _put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int]) -> tuple[str, ...]:
         """Writes documents to the bank; returns the ids of others that went."""
@@ -186,13 +200,15 @@ class MACEngine:
             BankError: for an id that neither holds.
         """
         with self._lock:
-            self.bank.commit()  # a bank that cannot be written to says so before the retriever is
-            if self.retriever is not None and document_id in self.retriever:
-                self.retriever.delete(document_id)
-                if document_id not in self.bank:
-                    return ()
-            gone = self.bank.delete(document_id)
-            self.bank.commit()
+            self._finish()
+            if self.retriever is None or document_id not in self.retriever:
+                gone = self.bank.delete(document_id)
+                self.bank.commit()
+                return gone
+            self.bank.commit(Intent(deletes=(document_id,)))
+            self.retriever.delete(document_id)
+            gone = self.bank.delete(document_id) if document_id in self.bank else ()
+            self.bank.commit(Intent())
             return gone
 
     def reconcile(self, *, allow_emptying: bool = False) -> Reconciliation:
@@ -214,11 +230,10 @@ class MACEngine:
             self.bank.check_model(self.model.fingerprint)
             if self.retriever is None:
                 raise ConfigError("there is no retriever to reconcile the bank with; give the engine one")
-
-            def remember(documents: Sequence[Document]) -> None:
-                self._write(documents, self.check(documents), ())
-
-            return reconcile(self.bank, self.retriever, remember, group=_ADAPT_GROUP, allow_emptying=allow_emptying)
+            self._finish()
+            return reconcile(
+                self.bank, self.retriever, self._remember, group=_ADAPT_GROUP, allow_emptying=allow_emptying
+            )
 
     def answer(
         self,

@@ -51,7 +51,8 @@ engine = MACEngine(
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
-setattr(engine.bank, method, die)
+where, name = method.split(".")
+setattr(getattr(engine, where), name, die)
 changed = Document(STREAM[1].id, "Something else happened.")
 engine.adapt([changed, *STREAM[2:]]) if what == "adapt" else engine.forget(STREAM[0].id)
 """
@@ -92,8 +93,10 @@ def test_every_change_goes_to_both(kind: str, tiny_model: MACModel, tmp_path: Pa
     assert (done.added, done.updated, done.deleted) == ((), (), ())
 
 
-@pytest.mark.parametrize(("method", "what"), [("put", "adapt"), ("delete", "forget")])
-def test_a_kill_between_the_two_writes_is_made_good(
+@pytest.mark.parametrize(
+    ("method", "what"), [("bank.put", "adapt"), ("bank.delete", "forget"), ("retriever.put", "adapt")]
+)
+def test_what_a_kill_interrupts_is_finished_on_opening(
     method: str, what: str, tiny_model: MACModel, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     place, folder = tmp_path / "chroma", tmp_path / "bank"
@@ -105,20 +108,36 @@ def test_a_kill_between_the_two_writes_is_made_good(
     killed = subprocess.run(arguments, check=False, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
     assert killed.returncode == -signal.SIGKILL
 
+    store = ChromaRetriever(place, WordEncoder())
     with MemoryBank.open(folder, write=True) as bank:
-        engine = MACEngine(tiny_model, bank, ChromaRetriever(place, WordEncoder()))
-        found = difference(bank, engine.retriever)  # type: ignore[arg-type]
-        done = engine.reconcile()
-        if what == "adapt":
-            assert set(found.missing) == {document.id for document in STREAM[2:]} == set(done.added)
-            assert found.outdated == (CHANGED.id,) == done.updated
+        assert bank.intent
+        found = difference(bank, store)
+        engine = MACEngine(tiny_model, bank, store)
+        if method == "bank.put":
+            assert set(found.missing) == {document.id for document in STREAM[2:]}
+            assert found.outdated == (CHANGED.id,)
             assert len(bank) == 8
-        else:
-            assert found.surplus == (STREAM[0].id,) == done.deleted
+        elif method == "bank.delete":
+            assert found.surplus == (STREAM[0].id,)
             assert bank.document_ids == [STREAM[1].id]
+        else:
+            assert not found
+            assert len(bank) == 2
         assert agree(engine)
-    again = MACEngine(tiny_model, MemoryBank.open(folder), engine.retriever)
+    again = MACEngine(tiny_model, MemoryBank.open(folder), store)
+    assert not again.bank.intent
     assert agree(again)
+
+
+def test_a_bank_follows_a_retriever_that_was_changed_without_it(tiny_model: MACModel) -> None:
+    filed = BM25Retriever()
+    engine = MACEngine(tiny_model, retriever=filed)
+    engine.adapt(STREAM[:4])
+    filed.put([CHANGED, STREAM[5]])
+    filed.delete(STREAM[0].id)
+    done = engine.reconcile()
+    assert (done.added, done.updated, done.deleted) == ((STREAM[5].id,), (CHANGED.id,), (STREAM[0].id,))
+    assert agree(engine)
 
 
 def test_a_killed_server_and_the_bank_agree(tiny_model: MACModel, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory.contents import BankEntry, Contents
+from mac_rag.memory.manifest import Intent
 from mac_rag.memory.parts import PART_BITS, Part
 from mac_rag.memory.records import Member, Record, content_hash
 from mac_rag.memory.store import Store, exists
@@ -25,7 +26,7 @@ from mac_rag.memory.store import Store, exists
 if TYPE_CHECKING:
     from mac_rag.model import MACModel
 
-__all__ = ["BankEntry", "Member", "MemoryBank", "content_hash"]
+__all__ = ["BankEntry", "Intent", "Member", "MemoryBank", "content_hash"]
 
 # Distances between memory tokens and codes that are in memory at once when tokens are quantised.
 _DISTANCES = 1 << 24
@@ -115,13 +116,26 @@ class MemoryBank(Contents):
         }
         self._changed()
 
-    def commit(self) -> None:
+    @property
+    def intent(self) -> Intent:
+        """What the last commit said is about to be changed, here and in a retriever."""
+        return Intent() if self._store is None else self._store.manifest.intent
+
+    @property
+    def writable(self) -> bool:
+        """Whether it can be changed."""
+        return self._store is None or self._store.writable
+
+    def commit(self, intent: Intent | None = None) -> None:
         """Makes all changes last: from here on no crash undoes them. Does nothing for a bank in memory.
+
+        Args:
+            intent: what is about to be changed after this; an empty one when that is done, None where it still stands.
 
         Raises:
             BankError: when it is not open for writing, or the disk refuses; then the changes can be committed later.
         """
-        self._commit(compact=False)
+        self._commit(compact=False, intent=intent)
 
     def compact(self) -> None:
         """Commits, and writes every segment again that has deleted entries, so that no byte of them remains.
@@ -129,12 +143,12 @@ class MemoryBank(Contents):
         Raises:
             BankError: as `commit`.
         """
-        self._commit(compact=True)
+        self._commit(compact=True, intent=None)
 
-    def _commit(self, *, compact: bool) -> None:
+    def _commit(self, *, compact: bool, intent: Intent | None) -> None:
         self._check_writable()
         if self._store is not None:
-            self._store.commit([*self._store.segments, self._tail], self._next, compact=compact)
+            self._store.commit([*self._store.segments, self._tail], self._next, compact=compact, intent=intent)
             self._tail = Part(torch.empty(0), ())
             self._hold([*self._store.segments, self._tail])
 

@@ -60,6 +60,19 @@ class SegmentInfo(_Stated):
         return f"{self.name}.jsonl"
 
 
+class Intent(_Stated):
+    """What is about to be changed in a retriever first and then in the bank, by document ids.
+
+    After a crash between the two it tells where to look.
+    """
+
+    puts: tuple[str, ...] = ()
+    deletes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.puts or self.deletes)
+
+
 class Manifest(_Stated):
     """The state of a bank.
 
@@ -67,6 +80,7 @@ class Manifest(_Stated):
         generation: grows with every commit.
         next_sequence: of the next entry; numbers are never used again.
         codebook: sha256 of the codebook's file, if there is one.
+        intent: what was begun with this commit and is done with the next.
     """
 
     fingerprint: str
@@ -74,6 +88,7 @@ class Manifest(_Stated):
     next_sequence: _Count = 0
     codebook: _Digest | None = None
     segments: tuple[SegmentInfo, ...] = ()
+    intent: Intent = Intent()
 
     def encoded(self) -> bytes:
         """The file's bytes."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from mac_rag.errors import BankError
 from mac_rag.memory.files import UNFINISHED, DamageError, sync_folder, write_file
 from mac_rag.memory.lock import WriterLock
-from mac_rag.memory.manifest import MANIFEST, MANIFEST_COPY, Manifest, read_manifest, renew_copy, write_manifest
+from mac_rag.memory.manifest import MANIFEST, MANIFEST_COPY, Intent, Manifest, read_manifest, renew_copy, write_manifest
 from mac_rag.memory.parts import Part
 from mac_rag.memory.segment import Segment, read_segment, write_segment
 
@@ -181,19 +181,24 @@ class Store:
         self.manifest, self.segments = manifest, segments
         return True
 
-    def commit(self, parts: Sequence[Part], next_sequence: int, *, compact: bool = False) -> None:
+    def commit(
+        self, parts: Sequence[Part], next_sequence: int, *, compact: bool = False, intent: Intent | None = None
+    ) -> None:
         """Makes these parts the bank. On an error the last commit stays, and another attempt may follow.
 
         Args:
             parts: all entries in order; those that are segments of this bank already are not written again.
             next_sequence: of the entry that comes next.
             compact: writes every segment again that has deleted entries.
+            intent: what is begun with it; None to leave that as it is.
 
         Raises:
             BankError: when something cannot be written.
         """
         with _errors(self.folder, "written to"):
             manifest, segments = self._next(parts, next_sequence, compact)
+            if intent is not None:
+                manifest = manifest.model_copy(update={"intent": intent})
             if manifest != self.manifest:
                 manifest = manifest.model_copy(update={"generation": manifest.generation + 1})
                 write_manifest(self.folder, manifest)
