@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
 
 from eval.baselines.weighting import SalientSpanWeights, Span
+
+if TYPE_CHECKING:
+    from spacy.language import Language
 
 RULES = "rules for names, dates and numbers"
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
@@ -48,7 +52,7 @@ def rule_spans(text: str) -> list[Span]:
     return sorted(set(spans))
 
 
-def spacy_spans(pipeline: Any) -> Callable[[str], Sequence[Span]]:
+def spacy_spans(pipeline: Language) -> Callable[[str], Sequence[Span]]:
     """Finds the named entities of a spaCy pipeline."""
     return lambda text: [(entity.start_char, entity.end_char) for entity in pipeline(text).ents]
 
@@ -65,9 +69,5 @@ def salient_spans() -> SalientSpanWeights:
 
 def _pipeline() -> str | None:
     """The installed English pipeline to use: the small one, as published, or another."""
-    try:
-        from spacy.util import get_installed_pipelines
-    except ImportError:
-        return None
-    english = sorted(name for name in get_installed_pipelines() if name.startswith("en_"))
+    english = sorted(point.name for point in entry_points(group="spacy_models") if point.name.startswith("en_"))
     return "en_core_web_sm" if "en_core_web_sm" in english else next(iter(english), None)

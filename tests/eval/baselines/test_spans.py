@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from pathlib import Path
+
 import pytest
+import spacy
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.baselines.spans import RULES, rule_spans, salient_spans, spacy_spans
+from eval.baselines.spans import RULES, rule_spans, salient_spans
 from eval.baselines.weighting import Passage, SalientSpanWeights, UniformWeights, passages, weighted_loss
 from mac_rag.model import MACModel
 
@@ -31,19 +36,44 @@ def test_spans_lie_inside_the_text(text: str) -> None:
     assert all(0 <= first < end <= len(text) for first, end in rule_spans(text))
 
 
-def test_the_result_names_what_found_the_spans() -> None:
-    name = salient_spans().settings["spans"]
-    assert name == RULES or str(name).startswith("spaCy en_")
+@pytest.fixture
+def pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder from which Python imports packages, with no spaCy pipeline beyond those put there."""
+    kept = [folder for folder in sys.path if not list(Path(folder or ".").glob("en_core_web*"))]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *kept])
+    return tmp_path
 
 
-def test_entities_of_a_pipeline_are_spans_of_characters() -> None:
-    class Entity:
-        start_char, end_char = 3, 7
+def installed(folder: Path, name: str) -> None:
+    """A spaCy pipeline that knows the entity Lund Bank, as pip would install it."""
+    pipeline = spacy.blank("en", meta={"name": name.removeprefix("en_"), "version": "1.0.0"})
+    pipeline.add_pipe("entity_ruler").add_patterns([{"label": "ORG", "pattern": "Lund Bank"}])
+    (folder / name).mkdir()
+    pipeline.to_disk(folder / name / f"{name}-1.0.0")
+    shutil.copy(folder / name / f"{name}-1.0.0" / "meta.json", folder / name)
+    (folder / name / "__init__.py").write_text(
+        "from spacy.util import load_model_from_init_py\n"
+        "def load(**overrides):\n"
+        "    return load_model_from_init_py(__file__, **overrides)\n"
+    )
+    about = folder / f"{name}-1.0.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0.0\n")
+    (about / "entry_points.txt").write_text(f"[spacy_models]\n{name} = {name}\n")
 
-    class Parsed:
-        ents = (Entity(),)
 
-    assert spacy_spans(lambda text: Parsed())("It Kells") == [(3, 7)]
+def test_without_an_english_pipeline_rules_find_the_spans(pipelines: Path) -> None:
+    found = salient_spans()
+    assert found.settings["spans"] == RULES
+
+
+def test_an_installed_english_pipeline_finds_the_spans(pipelines: Path, tiny_model: MACModel) -> None:
+    installed(pipelines, "en_names_sm")
+    found = salient_spans()
+    assert found.settings["spans"] == "spaCy en_names_sm"
+    (passage,) = passages(tiny_model.base_lm.prompts, TEXT, 1024)
+    kept = [span for span, weight in zip(passage.spans, found.weights(passage), strict=True) if weight]
+    assert "".join(passage.text[first:end] for first, end in kept).strip() == "Lund Bank"
 
 
 @given(st.lists(st.tuples(st.integers(0, 11), st.integers(1, 6)), max_size=4), st.lists(st.integers(1, 3), max_size=8))
