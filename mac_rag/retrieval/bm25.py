@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Container, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, get_args
@@ -13,8 +12,8 @@ import numpy as np
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError
 from mac_rag.retrieval import snapshot
-from mac_rag.retrieval.base import Hit, Retriever, check_k
-from mac_rag.retrieval.rows import Rows
+from mac_rag.retrieval.base import Hit, check_k
+from mac_rag.retrieval.rows import RowRetriever
 from mac_rag.retrieval.scorers import (
     Idf,
     LibraryScorer,
@@ -30,7 +29,7 @@ Engine = Literal["incremental", "bm25s", "rank_bm25"]
 KIND = "bm25"
 
 
-class BM25Retriever(Retriever):
+class BM25Retriever(RowRetriever):
     """Ranks documents by BM25 with k1 = 1.5 and b = 0.75.
 
     The score of a document is the sum, over the question's terms as often as they occur there, of
@@ -63,11 +62,10 @@ class BM25Retriever(Retriever):
         self.engine: Engine = engine
         self.idf: Idf = idf
         self.tokenizer = tokenizer or Tokenizer()
-        self._rows = Rows()
+        super().__init__()
         self._vocabulary: dict[str, int] = {}
         self._terms: list[Terms] = []  # by row
         self._scorer = self._new_scorer()
-        self._lock = threading.RLock()
 
     def add(self, documents: Sequence[Document]) -> None:
         with self._lock:
@@ -95,20 +93,6 @@ class BM25Retriever(Retriever):
                     rows, scores = rows[mask[rows]], scores[mask[rows]]
                 hits.append(self._rows.hits(rows, scores, k))
             return hits
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __contains__(self, document_id: object) -> bool:
-        return document_id in self._rows
-
-    def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
-        with self._lock:
-            return self._rows.content_hashes(document_ids)
-
-    def documents(self, document_ids: Collection[str]) -> list[Document]:
-        with self._lock:
-            return [self._rows.get(document_id) for document_id in document_ids]
 
     def save(self, folder: Path) -> None:
         """Writes documents, terms and every setting to a folder.

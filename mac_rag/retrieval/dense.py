@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -13,9 +12,9 @@ from mac_rag.data.types import Document
 from mac_rag.errors import FingerprintError
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import snapshot
-from mac_rag.retrieval.base import Hit, Retriever, check_k
+from mac_rag.retrieval.base import Hit, check_k
 from mac_rag.retrieval.embeddings import EmbeddingCache, Vectors, text_hash
-from mac_rag.retrieval.rows import Rows
+from mac_rag.retrieval.rows import RowRetriever
 
 KIND = "dense"
 _GROUP = 1024  # documents encoded between two writes: what an interruption can cost
@@ -40,7 +39,7 @@ class Encoder(Protocol):
         """Encodes questions to `[N, D]`."""
 
 
-class DenseRetriever(Retriever):
+class DenseRetriever(RowRetriever):
     """Ranks documents by the dot product of their vector with the question's; every document is a hit.
 
     The search is exact, one matrix product over all documents. Texts that are the same are encoded once.
@@ -56,10 +55,9 @@ class DenseRetriever(Retriever):
         self.encoder = encoder
         self._cache = None if folder is None else EmbeddingCache(folder, encoder.fingerprint)
         self._progress = progress
-        self._rows = Rows()
+        super().__init__()
         self._matrix: Vectors = np.zeros((0, encoder.width), dtype=np.float32)  # with room to grow
         self._by_hash: dict[str, int] = {}  # hash of a text -> its row
-        self._lock = threading.RLock()
 
     def add(self, documents: Sequence[Document]) -> None:
         with self._lock:
@@ -103,20 +101,6 @@ class DenseRetriever(Retriever):
                 for scores in asked[first : first + block] @ matrix.T:
                     hits.append(self._rows.hits(rows, scores[rows], k))
             return hits
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __contains__(self, document_id: object) -> bool:
-        return document_id in self._rows
-
-    def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
-        with self._lock:
-            return self._rows.content_hashes(document_ids)
-
-    def documents(self, document_ids: Collection[str]) -> list[Document]:
-        with self._lock:
-            return [self._rows.get(document_id) for document_id in document_ids]
 
     def save(self, folder: Path) -> None:
         """Writes documents and vectors to a folder.

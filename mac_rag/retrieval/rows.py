@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.memory.records import content_hash
-from mac_rag.retrieval.base import Hit, check_distinct
+from mac_rag.retrieval.base import Hit, Retriever, check_distinct
 
 _SPARE = 1024  # empty rows that are never worth a compaction
 
@@ -121,3 +122,25 @@ class Rows:
             assert document is not None
             hits.append(Hit(document.id, document.text, float(scores[index]), document.metadata))
         return hits
+
+
+class RowRetriever(Retriever):
+    """A retriever that keeps its documents in memory, in rows; one thread at a time changes or reads them."""
+
+    def __init__(self) -> None:
+        self._rows = Rows()
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, document_id: object) -> bool:
+        return document_id in self._rows
+
+    def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
+        with self._lock:
+            return self._rows.content_hashes(document_ids)
+
+    def documents(self, document_ids: Collection[str]) -> list[Document]:
+        with self._lock:
+            return [self._rows.get(document_id) for document_id in document_ids]
