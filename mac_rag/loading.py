@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def load_causal_lm(config: BaseLMConfig, device: torch.device, folder: Path | No
     """
     place = resolve(config.name, folder)
     options = _options(config.dtype, config.quantization, device)
-    model = _loaded("a causal LM", place, AutoModelForCausalLM.from_pretrained, revision=config.revision, **options)
+    model = loaded("a causal LM", place, AutoModelForCausalLM.from_pretrained, revision=config.revision, **options)
     tokenizer = load_tokenizer(place, config.revision)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # GPT-2 and Llama have none; padding is always masked
@@ -65,7 +65,7 @@ def load_tokenizer(place: str, revision: str | None = None) -> Any:
     Raises:
         ModelLoadError: when there is none of that name.
     """
-    return _loaded("a tokenizer", place, AutoTokenizer.from_pretrained, revision=revision)
+    return loaded("a tokenizer", place, AutoTokenizer.from_pretrained, revision=revision)
 
 
 def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
@@ -80,10 +80,10 @@ def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
     # Quantising T5 means its encoder (appendix A); the decoder stays as it is and is trained.
     skipped = ["decoder"] if config.design == "encoder-decoder" else []
     options = _options(config.dtype, config.quantization, device, skipped)
-    architecture = _loaded("a model", config.name, AutoConfig.from_pretrained, revision=config.revision)
+    architecture = loaded("a model", config.name, AutoConfig.from_pretrained, revision=config.revision)
     check_design(config, architecture)
     loader = _backbone_class(config, architecture)
-    model = _loaded("a model", config.name, loader.from_pretrained, revision=config.revision, **options)
+    model = loaded("a model", config.name, loader.from_pretrained, revision=config.revision, **options)
     if config.quantization != "none":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(bool(skipped) and name.startswith("decoder."))
@@ -177,7 +177,15 @@ def _placed(model: nn.Module, quantization: Quantization, device: torch.device) 
     return model if quantization != "none" else model.to(device)
 
 
-def _loaded(what: str, place: str, loader: Any, **options: Any) -> Any:
+def loaded(what: str, place: str, loader: Callable[..., Any], **options: Any) -> Any:
+    """What `loader(place, **options)` gives, and no warnings.
+
+    Args:
+        what: is being loaded, for the message.
+
+    Raises:
+        ModelLoadError: where it cannot be loaded.
+    """
     try:
         with quiet():
             return loader(place, **options)

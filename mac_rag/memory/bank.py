@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
+from mac_rag.memory.codes import nearest_codes
 from mac_rag.memory.contents import BankEntry, Contents
 from mac_rag.memory.manifest import Intent
 from mac_rag.memory.parts import PART_BITS, Part
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from mac_rag.model import MACModel
 
 __all__ = ["BankEntry", "Intent", "Member", "MemoryBank", "content_hash"]
-
-# Distances between memory tokens and codes that are in memory at once when tokens are quantised.
-_DISTANCES = 1 << 24
 
 
 class MemoryBank(Contents):
@@ -269,7 +267,10 @@ class MemoryBank(Contents):
                 + (f", whose rows have shape {list(known)}" if known else "")
             )
         phi = phi.detach().to("cpu", torch.float32)
-        return phi if self.codebook is None else _nearest(phi, self.codebook)
+        if self.codebook is None:
+            return phi
+        nearest, _ = nearest_codes(phi.flatten(0, 1), self.codebook)
+        return nearest.to(torch.int32).view(phi.shape[:2])
 
     def _append(self, tokens: Tensor, entries: Sequence[tuple[int, tuple[Member, ...]]]) -> None:
         records = [Record(self._next + index, rows, members) for index, (rows, members) in enumerate(entries)]
@@ -319,11 +320,3 @@ class MemoryBank(Contents):
             raise BankError(f"this bank holds {len(self)} documents already; restore entries into an empty one")
         for members, phi in entries:
             self._append(self._encoded(phi), [(len(phi), members)])
-
-
-def _nearest(phi: Tensor, codebook: Tensor) -> Tensor:
-    """The index of the code nearest to each memory token: `[N, T, D]` -> `[N, T]`."""
-    offset = codebook.square().sum(1)
-    step = max(1, _DISTANCES // len(codebook))
-    nearest = [(offset - 2 * part @ codebook.T).argmin(1) for part in phi.flatten(0, 1).split(step)]
-    return torch.cat(nearest).to(torch.int32).view(phi.shape[:2])

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from mac_rag.errors import BankError
 from mac_rag.memory.bank import MemoryBank
+from mac_rag.memory.codes import nearest_codes
 from mac_rag.nn.aggregation import AggregationNetwork, BankView, CrossAttentionBlock
 
 # Tokens of a code that a codebook is learned from at most; more change its centre very little.
 _TOKENS_PER_CODE = 256
-# Distances that are in memory at once.
-_DISTANCES = 1 << 24
 
 
 def fit(phi: Tensor, codes: int, *, seed: int = 0, iterations: int = 25) -> Tensor:
@@ -53,7 +52,7 @@ def fit(phi: Tensor, codes: int, *, seed: int = 0, iterations: int = 25) -> Tens
     tokens = tokens[order[: codes * _TOKENS_PER_CODE]]
     codebook = tokens[:codes].clone()
     for _ in range(iterations):
-        nearest, distance = _nearest(tokens, codebook)
+        nearest, distance = nearest_codes(tokens, codebook)
         counts = nearest.bincount(minlength=codes)
         moved = torch.zeros_like(codebook).index_add_(0, nearest, tokens) / counts.clamp(min=1)[:, None]
         empty = (counts == 0).nonzero().squeeze(1)
@@ -62,15 +61,6 @@ def fit(phi: Tensor, codes: int, *, seed: int = 0, iterations: int = 25) -> Tens
             break
         codebook = moved
     return codebook
-
-
-def _nearest(tokens: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest code of each token `[n]`, and the squared distance to it."""
-    half_norms = codebook.square().sum(1) / 2
-    parts = [(part @ codebook.T - half_norms).max(1) for part in tokens.split(max(1, _DISTANCES // len(codebook)))]
-    nearest = torch.cat([part.indices for part in parts])
-    likeness = torch.cat([part.values for part in parts])
-    return nearest, tokens.square().sum(1) - 2 * likeness
 
 
 def quantize(bank: MemoryBank, codebook: Tensor) -> MemoryBank:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -24,7 +23,7 @@ from transformers import (
 
 from mac_rag.encoder import length_buckets
 from mac_rag.errors import ModelLoadError
-from mac_rag.loading import quiet
+from mac_rag.loading import loaded
 from mac_rag.retrieval.embeddings import Vectors
 
 Pooling = Literal["mean", "pooler"]
@@ -193,11 +192,13 @@ class SentenceTransformerEncoder:
             from sentence_transformers import SentenceTransformer
         except ImportError:
             raise ModelLoadError(f"{place!r} needs sentence-transformers: pip install 'mac-rag[dense]'") from None
-        self._model: Any = _loaded(
+        self._model: Any = loaded(
+            "an encoder",
             place,
-            lambda: SentenceTransformer(
-                place, device=str(_device(device)), trust_remote_code=False, model_kwargs={"use_safetensors": True}
-            ),
+            SentenceTransformer,
+            device=str(_device(device)),
+            trust_remote_code=False,
+            model_kwargs={"use_safetensors": True},
         )
         self.width = int(self._model.get_embedding_dimension())
         described = f"{self._model} {self._model.prompts} {_weights_hash(self._model)}"
@@ -221,34 +222,20 @@ class SentenceTransformerEncoder:
 def _tower(
     place: str, model: Any, tokenizer: Any, pooling: Pooling, normalize: bool, max_tokens: int, device: str | None
 ) -> Tower:
-    def load() -> Tower:
-        loaded = model.from_pretrained(place, trust_remote_code=False, use_safetensors=True, dtype=torch.float32)
-        positions = int(loaded.config.max_position_embeddings)
-        return Tower(
-            loaded.eval().to(_device(device)),
-            tokenizer.from_pretrained(place),
-            pooling,
-            normalize,
-            min(max_tokens, positions),
-        )
-
-    tower: Tower = _loaded(place, load)
-    return tower
+    network = loaded(
+        "an encoder", place, model.from_pretrained, trust_remote_code=False, use_safetensors=True, dtype=torch.float32
+    )
+    return Tower(
+        network.eval().to(_device(device)),
+        loaded("a tokenizer", place, tokenizer.from_pretrained),
+        pooling,
+        normalize,
+        min(max_tokens, int(network.config.max_position_embeddings)),
+    )
 
 
 def _device(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _loaded(place: str, load: Callable[[], Any]) -> Any:
-    try:
-        with quiet():
-            return load()
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ModelLoadError(
-            f"cannot load an encoder from {place!r}: {str(error).strip().splitlines()[0]} "
-            "Give the name of a model on the Hub or the path of a model folder."
-        ) from error
 
 
 def _weights_hash(model: nn.Module) -> str:

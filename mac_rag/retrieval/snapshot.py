@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from safetensors.numpy import save as array_bytes
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
+from mac_rag.memory import files
 
 FORMAT = 1
 MANIFEST = "retriever.json"
@@ -102,17 +102,8 @@ def documents(described: Iterable[list[Any]]) -> list[Document]:
 def write_file(path: Path, data: bytes) -> None:
     """Writes a file so that after a crash it is whole, old or new."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    files.write_file(path, [data])
+    files.sync_folder(path.parent)
 
 
 def _digest(*parts: str) -> str:
