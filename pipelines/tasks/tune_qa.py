@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from mac_rag.loading import load_causal_lm, quiet
 from mac_rag.prompt import PromptEncoder, PromptFormat
 from mac_rag.tuning import make_trainable, merged
 from pipelines.tasks.questions import ContextConfig, ContextMiner, DataConfig, retrieved
-from pipelines.tasks.reading import reading_exact_match
+from pipelines.tasks.reading import reading_scores
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 
@@ -45,7 +46,7 @@ class TuneConfig(Config):
 
 
 class TuneTask(Task):
-    """The LM, its questions, and its validation: exact match without documents and with each number of them."""
+    """The LM, its questions, and its validation: EM and F1 without documents and with each number of them."""
 
     def __init__(self, config: TuneConfig) -> None:
         super().__init__()
@@ -103,17 +104,18 @@ class TuneTask(Task):
 
     def validate(self) -> dict[str, float]:
         data = self._validation
-        figures = {"em_closed": self._exact_match(data.questions, [()] * len(data.questions))}
-        figures["em"] = figures["em_closed"]
+        figures = self._scores([()] * len(data.questions), "_closed")
         found = self._validation_retrieved
         if found is not None:
             for k in sorted(set(self.config.context.k)):
                 contexts = [[document.text for document in found[q.question][:k]] for q in data.questions]
-                figures[f"em_retrieved_{k}"] = figures["em"] = self._exact_match(data.questions, contexts)
+                figures |= self._scores(contexts, f"_retrieved_{k}")
         return figures
 
-    def _exact_match(self, questions: Any, contexts: Any) -> float:
-        return reading_exact_match(self.lm, self.encoder, questions, contexts)
+    def _scores(self, contexts: Sequence[Sequence[str]], suffix: str) -> dict[str, float]:
+        """The figures under their own names, too: those of the last number of documents stay there."""
+        scores = reading_scores(self.lm, self.encoder, self._validation.questions, contexts)
+        return {**{f"{name}{suffix}": value for name, value in scores.items()}, **scores}
 
     def save(self, folder: Path) -> None:
         with quiet():

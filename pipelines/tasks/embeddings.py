@@ -1,0 +1,45 @@
+"""Token embeddings to start from: those of all-MiniLM-L6-v2, on our tokens and in our width."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mac_rag.retrieval.encoders import minilm_folder
+
+
+def minilm_embeddings(tokenizer: Any, width: int) -> Tensor:
+    """Embeddings `[V, width]` for our tokens: the mean over MiniLM's pieces of each token's text.
+
+    They are centred, turned to their principal axes (of which the first `width` stay) and scaled to the deviation
+    `width^-0.5`. Tokens without a text of their own (special tokens, parts of characters) are random.
+
+    Raises:
+        ModelLoadError: as `minilm_folder`.
+    """
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = str(minilm_folder())
+    theirs = AutoTokenizer.from_pretrained(folder)
+    table = AutoModel.from_pretrained(folder, use_safetensors=True).embeddings.word_embeddings.weight.detach().float()
+    pieces = theirs.get_vocab()
+    found = torch.full((len(tokenizer), table.shape[1]), torch.nan)
+    for index in range(len(tokenizer)):
+        text = "" if index in tokenizer.all_special_ids else tokenizer.decode([index])
+        word = text.strip().lower()
+        if not word or "\N{REPLACEMENT CHARACTER}" in word:
+            continue
+        # A token that continues a word is one there, too, if it can.
+        inside = pieces.get(f"##{word}") if text[0] != " " and text[0].islower() else None
+        rows = [inside] if inside is not None else theirs(word, add_special_tokens=False).input_ids
+        found[index] = table[rows].mean(0)
+    known = ~found.isnan().any(1)
+    centred = found[known] - found[known].mean(0)
+    axes = torch.linalg.svd(centred, full_matrices=False).Vh[:width]
+    projected = centred @ axes.T
+    result = torch.randn(len(tokenizer), width)
+    result[known, : projected.shape[1]] = projected / projected.std()
+    result *= width**-0.5
+    return result
