@@ -57,7 +57,17 @@ def load_recipe(kind: type[C], name: str, overrides: list[str] | None) -> C:
     """Reads and validates a recipe.
 
     Raises:
-        ConfigError: for a missing file, ill-formed YAML or an invalid value, naming it.
+        ConfigError: as `recipe_values`, and for an invalid value, naming it.
+    """
+    values, path = recipe_values(name, overrides)
+    return kind.parse(values, path)
+
+
+def recipe_values(name: str, overrides: list[str] | None) -> tuple[dict[str, Any], Path]:
+    """What a recipe says, not validated, and the file where it does.
+
+    Raises:
+        ConfigError: for a missing file or ill-formed YAML, naming it.
     """
     path = Path(name) if Path(name).is_file() else RECIPES / f"{name}.yaml"
     if not path.is_file():
@@ -71,7 +81,7 @@ def load_recipe(kind: type[C], name: str, overrides: list[str] | None) -> C:
             _override(values, override)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    return kind.parse(values, path)
+    return values, path
 
 
 def _override(values: dict[str, Any], override: str) -> None:

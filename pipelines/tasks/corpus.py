@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from glob import glob
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -117,19 +117,31 @@ def file_texts(path: Path) -> Iterator[str]:
     """The texts of a file.
 
     Raises:
+        DataError: as `file_rows`.
+    """
+    return (row["text"] for row in file_rows(path))
+
+
+def file_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file, each with a `text`; a file that is not jsonl is one row.
+
+    Raises:
         DataError: when a jsonl row has no `text`; names the file and the row.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8") as file:
         if ".jsonl" not in path.name:
-            yield file.read()
+            yield {"text": file.read()}
             return
         for number, line in enumerate(file, 1):
             try:
-                text = json.loads(line)["text"]
+                row = json.loads(line)
+                known = isinstance(row["text"], str)
             except (json.JSONDecodeError, KeyError, TypeError):
-                raise DataError(f"{path}, row {number}: not a JSON object with a `text`") from None
-            yield text
+                known = False
+            if not known:
+                raise DataError(f"{path}, row {number}: not a JSON object with a `text`")
+            yield row
 
 
 class Sequences(ABC):

@@ -6,15 +6,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mac_rag.retrieval.encoders import minilm_folder
+
+_RANDOM = 0.5  # length of the random part, where the other has length one
 
 
 def minilm_embeddings(tokenizer: Any, width: int) -> Tensor:
     """Embeddings `[V, width]` for our tokens: the mean over MiniLM's pieces of each token's text.
 
-    They are centred, turned to their principal axes (of which the first `width` stay) and scaled to the deviation
-    `width^-0.5`. Tokens without a text of their own (special tokens, parts of characters) are random.
+    They are centred, turned to their principal axes (of which the first `width` stay), scaled to the same deviation on
+    each of these, and blended with a random part that tells tokens of one text apart, such as a word in lower and upper
+    case. All have length one. Tokens without a text of their own (special tokens, parts of characters) are random.
 
     Raises:
         ModelLoadError: as `minilm_folder`.
@@ -39,7 +43,7 @@ def minilm_embeddings(tokenizer: Any, width: int) -> Tensor:
     centred = found[known] - found[known].mean(0)
     axes = torch.linalg.svd(centred, full_matrices=False).Vh[:width]
     projected = centred @ axes.T
-    result = torch.randn(len(tokenizer), width)
-    result[known, : projected.shape[1]] = projected / projected.std()
-    result *= width**-0.5
-    return result
+    result = functional.normalize(torch.randn(len(tokenizer), width))
+    result[known, : projected.shape[1]] *= _RANDOM
+    result[known, : projected.shape[1]] += functional.normalize(projected / projected.std(0))
+    return functional.normalize(result)

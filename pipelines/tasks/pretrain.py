@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -18,6 +18,7 @@ from mac_rag.data.newswire import generate
 from mac_rag.data.types import QADataset
 from mac_rag.loading import quiet
 from mac_rag.prompt import PromptEncoder, PromptFormat
+from pipelines.tasks.copying import wire_copying
 from pipelines.tasks.corpus import CorpusConfig, ReadingSequences, Sequences, texts
 from pipelines.tasks.embeddings import minilm_embeddings
 from pipelines.tasks.prepare import Preparation
@@ -32,7 +33,9 @@ class LMConfig(Config):
     Attributes:
         positions: longest sequence.
         vocabulary: entries of the BPE; the number tokens come on top.
+        rope_theta: base of the rotary positions.
         embeddings: token embeddings to start from: `random`, or those of all-MiniLM-L6-v2 (`minilm`).
+        copying: start with attention heads that copy, which training finds late by itself; see `wire_copying`.
     """
 
     hidden_size: int = Field(128, ge=8)
@@ -41,7 +44,15 @@ class LMConfig(Config):
     intermediate_size: int = Field(352, ge=8)
     positions: int = Field(1024, ge=32)
     vocabulary: int = Field(2048, ge=300)
+    rope_theta: float = Field(10_000.0, gt=1)
     embeddings: Literal["random", "minilm"] = "random"
+    copying: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> LMConfig:
+        if self.copying and (self.rope_theta < 100_000 or self.layers < 2):
+            raise ValueError("copying needs two layers and a rope_theta of at least 100,000")
+        return self
 
 
 class PretrainConfig(Config):
@@ -112,6 +123,7 @@ class PretrainTask(Task):
                 num_attention_heads=config.lm.heads,
                 num_key_value_heads=config.lm.heads,
                 max_position_embeddings=config.lm.positions,
+                rope_parameters={"rope_type": "default", "rope_theta": config.lm.rope_theta},
                 tie_word_embeddings=True,
                 bos_token_id=self.tokenizer.bos_token_id,
                 eos_token_id=self.tokenizer.eos_token_id,
@@ -123,6 +135,8 @@ class PretrainTask(Task):
         if config.lm.embeddings == "minilm":
             with torch.no_grad():
                 self.lm.model.embed_tokens.weight.copy_(minilm_embeddings(self.tokenizer, config.lm.hidden_size))
+        if config.lm.copying:
+            wire_copying(self.lm)
         self._answer_mark = self.encoder.question("")[-2:]
         self._compiled: Any = torch.compile(self._loss, dynamic=False) if config.compile else self._loss
         if config.corpus.kind == "newswire":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import Literal
@@ -13,6 +14,7 @@ from mac_rag.data import load_dataset
 from mac_rag.data.newswire import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError
+from mac_rag.metrics import normalize
 from mac_rag.retrieval.registry import check_name
 from pipelines.tasks.mining import Retrieved
 
@@ -26,6 +28,7 @@ class DataConfig(Config):
         name: `newswire` (generated), `squad`, `streamingqa` or `archivalqa`.
         path: folder of the data set's files; newswire has none.
         train, val: names of the splits.
+        unlike: a split whose questions are left out of the training, should they stand there, too.
         documents: newswire documents to generate for training.
         validation_documents: length of the validation stream.
         seed: of the generated documents.
@@ -35,6 +38,7 @@ class DataConfig(Config):
     path: str | None = None
     train: str = "train"
     val: str = "val"
+    unlike: str | None = None
     documents: int = Field(50_000, ge=2)
     validation_documents: int = Field(256, ge=1)
     seed: int = 0
@@ -42,7 +46,12 @@ class DataConfig(Config):
     def training_set(self) -> QADataset:
         if self.name == "newswire":
             return generate("train", self.documents, seed=self.seed, questions_per_document=4)
-        return load_dataset(self.name, self.train, self.path)
+        data = load_dataset(self.name, self.train, self.path)
+        if self.unlike is None:
+            return data
+        asked = {normalize(q.question) for q in load_dataset(self.name, self.unlike, self.path).questions}
+        kept = tuple(question for question in data.questions if normalize(question.question) not in asked)
+        return dataclasses.replace(data, questions=kept)
 
     def validation_set(self) -> QADataset:
         return load_dataset(self.name, self.val, self.path, documents=self.validation_documents)

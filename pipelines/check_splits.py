@@ -1,0 +1,111 @@
+"""Looks for test data in what recipes train on: `python -m pipelines.check_splits --help`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mac_rag.commands import run_command
+from pipelines.cli import SetOption, recipe_values
+
+if TYPE_CHECKING:
+    from mac_rag.data.types import QADataset
+    from pipelines.tasks.corpus import CorpusConfig
+    from pipelines.tasks.questions import DataConfig
+
+Contents = dict[str, set[str]]  # documents, titles and questions, normalised
+
+_SHOWN = 5  # of what is shared
+
+
+def main(
+    recipes: Annotated[list[str], typer.Argument(help="Recipes of pretrain, tune_qa or train; files or shipped ones.")],
+    split: Annotated[str, typer.Option(help="The held-out split of the data set that they train on.")] = "test",
+    set_: SetOption = None,
+) -> None:
+    """Check that nothing of a held-out split is in what recipes train on.
+
+    Compared are whole paragraphs, titles and questions of the data set, and paragraphs and titles of text files, after
+    SQuAD's normalisation. Any of them in both is an error.
+    """
+    from mac_rag.errors import DataError
+
+    found = 0
+    for recipe in recipes:
+        data, corpus = sources(recipe, set_)
+        if data is None:
+            typer.echo(f"{recipe}: no data set, nothing to compare")
+            continue
+        held_out = of_dataset(data.model_copy(update={"train": split, "unlike": None}).training_set())
+        parts = {f"{data.name}, {data.train}": of_dataset(data.training_set())}
+        if corpus is not None:
+            parts[str(corpus.files)] = of_texts(corpus)
+        for source, known in parts.items():
+            shared = {kind: sorted(known[kind] & held_out[kind]) for kind in known}
+            found += sum(map(len, shared.values()))
+            counts = ", ".join(f"{len(texts)} of {len(held_out[kind]):,} {kind}" for kind, texts in shared.items())
+            typer.echo(f"{recipe}: {source} shares with {split}: {counts}")
+            for text in [text for texts in shared.values() for text in texts[:_SHOWN]]:
+                typer.echo(f"  {text:.100}")
+    if found:
+        raise DataError(f"{found} paragraphs, titles or questions of the split {split!r} are in the training data")
+
+
+def sources(recipe: str, overrides: list[str] | None) -> tuple[DataConfig | None, CorpusConfig | None]:
+    """The data set that a recipe trains on, and the text files.
+
+    Raises:
+        ConfigError: as `load_recipe`.
+    """
+    from pipelines.tasks.pretrain import PretrainConfig
+    from pipelines.tasks.train import TrainConfig
+    from pipelines.tasks.tune_qa import TuneConfig
+
+    values, path = recipe_values(recipe, overrides)
+    if "corpus" in values:
+        corpus = PretrainConfig.parse(values, path).corpus
+        return corpus.questions, corpus
+    kind = TrainConfig if values.keys() & {"model", "preset", "start_from"} else TuneConfig
+    return kind.parse(values, path).data, None
+
+
+def of_dataset(data: QADataset) -> Contents:
+    from mac_rag.metrics import normalize
+
+    titles = (str(document.metadata.get("title", "")) for document in data.documents)
+    return {
+        "documents": {normalize(document.text) for document in data.documents},
+        "titles": _titles(titles),
+        "questions": {normalize(question.question) for question in data.questions},
+    }
+
+
+def of_texts(corpus: CorpusConfig) -> Contents:
+    """Paragraphs and titles of text files."""
+    from mac_rag.metrics import normalize
+    from mac_rag.progress import progress_bar
+    from pipelines.tasks.corpus import file_rows, text_files
+
+    paragraphs: set[str] = set()
+    titles: set[str] = set()
+    files = text_files(str(corpus.files))
+    with progress_bar("texts", len(files)) as bar:
+        for file in files:
+            for row in file_rows(file):
+                paragraphs.update(normalize(line) for line in row["text"].split("\n"))
+                titles |= _titles([str(row.get("title", ""))])
+            bar.advance()
+    return {"documents": paragraphs, "titles": titles}
+
+
+def _titles(titles: Iterable[str]) -> set[str]:
+    from mac_rag.metrics import normalize
+
+    # SQuAD writes the spaces of Wikipedia's titles as underscores.
+    return {normalize(title.replace("_", " ")) for title in titles} - {""}
+
+
+if __name__ == "__main__":
+    run_command(main)
