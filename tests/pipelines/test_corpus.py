@@ -10,11 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
 
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError, DataError
+from pipelines import check_splits
 from pipelines.tasks.blocks import Blocks, cut, fitted, write_blocks
 from pipelines.tasks.cloze import cloze_questions
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask, answer_tokens, portions
@@ -192,3 +196,30 @@ def test_the_loss_weighs_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_corpus_says_what_does_not_fit(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         text_recipe(tmp_path, **values)
+
+
+def checked(*options: str) -> Result:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(check_splits.main)
+    return CliRunner().invoke(app, options)
+
+
+def test_test_data_in_training_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two articles ask the same questions; a text file holds a paragraph and the title of the second."""
+    squad = {"name": "squad", "path": str(squad_folder(tmp_path, monkeypatch)), "train": "qa_lt", "val": "qa_lt_val"}
+    pretrain = text_recipe(tmp_path, questions=squad)
+    tune = {"base_lm": {"name": "x"}, "data": squad, "trainer": {"steps": 1, "batch_size": 1, "learning_rate": 1}}
+    recipes = []
+    for name, recipe in (("pretrain", pretrain.model_dump(mode="json")), ("tune", tune)):
+        recipes.append(str(tmp_path / f"{name}.yaml"))
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+    options = ("--split", "qa_lt_val")
+    found = checked(*recipes, *options)
+    assert found.stdout.count("shares with qa_lt_val: 0 of 1 documents, 0 of 1 titles, 2 of 2 questions") == 2
+    assert "4 paragraphs, titles or questions" in str(found.exception)
+    assert checked(recipes[1], *options, "--set", "data.unlike=qa_lt_val").exit_code == 0
+    row = {"title": "title 1", "text": f"Words.\n{PARAGRAPH} 1"}
+    (tmp_path / "part-0.jsonl").write_text(json.dumps(row))
+    found = checked(recipes[0], *options, "--set", "corpus.questions.unlike=qa_lt_val")
+    assert "shares with qa_lt_val: 1 of 1 documents, 1 of 1 titles\n" in found.stdout
+    assert "2 paragraphs" in str(found.exception)
