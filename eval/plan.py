@@ -22,12 +22,13 @@ class Plan:
 
     Attributes:
         experiment: the module, `eval.<experiment>`.
-        minutes: that it takes at the tiny scale, on the newswire and two CPU cores.
+        minutes: that it takes at the tiny scale on two CPU cores.
         paper: data sets that it runs on at the paper's scale.
         also: data sets that it runs on at the tiny scale too, where they were given.
         newswire: whether the tiny scale runs on newswire.
         scaled: whether the module has --scale.
-        tiny_arguments, paper_arguments: further ones of each scale.
+        tiny_arguments, also_arguments, paper_arguments: further ones: on newswire, on the data sets in `also`, whose
+            documents are longer than newswire's, and at the paper's scale.
     """
 
     experiment: str
@@ -37,6 +38,7 @@ class Plan:
     newswire: bool = True
     scaled: bool = True
     tiny_arguments: tuple[str, ...] = ()
+    also_arguments: tuple[str, ...] = ()
     paper_arguments: tuple[str, ...] = ()
 
 
@@ -71,6 +73,7 @@ class Step:
 
 def _retrieval(dataset: str, *, newswire: bool = False) -> Plan:
     """Table 2 on one data set. On newswire all three would be the same, so one of them runs there."""
+    few = ("--retriever", "bm25", "--k", "1,3,5", "--documents", "512", "--questions", "256")
     return Plan(
         dataset,
         3,
@@ -78,24 +81,44 @@ def _retrieval(dataset: str, *, newswire: bool = False) -> Plan:
         also=() if newswire else (dataset,),
         newswire=newswire,
         scaled=False,
-        tiny_arguments=("--retriever", "bm25", "--k", "1,3,5", "--documents", "512", "--questions", "256"),
+        tiny_arguments=few,
+        also_arguments=few,
         paper_arguments=("--model", LARGEST, "--retriever", "bm25,contriever,dpr", "--k", "1,3,5"),
     )
 
 
 PLANS = (
-    Plan("main_table", 8, DATASETS, also=("squad",), tiny_arguments=("--questions", "500")),
+    Plan(
+        "main_table",
+        8,
+        DATASETS,
+        also=("squad",),
+        tiny_arguments=("--questions", "500"),
+        also_arguments=("--documents", "256", "--questions", "256"),
+    ),
     _retrieval("archivalqa", newswire=True),
     _retrieval("squad"),
     _retrieval("streamingqa"),
     Plan("adaptation_cost", 2, ("streamingqa",)),
-    Plan("retention", 6, ("streamingqa",), also=("squad",)),
+    Plan(
+        "retention",
+        6,
+        ("streamingqa",),
+        also=("squad",),
+        also_arguments=("--first", "50", "--further", "350", "--step", "50", "--questions", "100"),
+    ),
     Plan("dropout_memory", 6, ("streamingqa",)),
     Plan("hierarchical", 2, ("archivalqa",)),
     Plan("cross_attention", 1, ("streamingqa",)),
     Plan("reduction", 1, ("streamingqa",)),
     Plan("peft", 4, ("streamingqa",)),
-    Plan("ood", 3, ("squad", "archivalqa"), also=("squad",)),
+    Plan(
+        "ood",
+        3,
+        ("squad", "archivalqa"),
+        also=("squad",),
+        also_arguments=("--documents", "256", "--questions", "256"),
+    ),
     Plan("perplexity", 2, ("streamingqa",)),
     Plan("amortization", 6, ("streamingqa",)),
     Plan("quantization", 2, DATASETS),
@@ -112,7 +135,7 @@ PLANS = (
 
 
 def steps(scale: Scale, data: Path | None, seed: int) -> list[Step]:
-    """Every step of one scale.
+    """Every step of one scale; at the tiny scale those on newswire come first.
 
     Args:
         data: the folder that holds a folder for each data set.
@@ -124,18 +147,28 @@ def steps(scale: Scale, data: Path | None, seed: int) -> list[Step]:
     given = {name: data / name for name in DATASETS if data is not None and (data / name).is_dir()}
     if data is not None and not given:
         raise ConfigError(f"--data {data} has none of the folders {', '.join(DATASETS)}")
-    return [step for plan in PLANS for step in _steps(plan, scale, given, seed)]
+    if scale == "paper":
+        return [step for plan in PLANS for step in _on_data(plan, scale, plan.paper, plan.paper_arguments, given, seed)]
+    newswire = [
+        Step(plan.experiment, plan.experiment, (*_common(plan, scale, seed), *plan.tiny_arguments), "", plan.minutes)
+        for plan in PLANS
+        if plan.newswire
+    ]
+    others = [step for plan in PLANS for step in _on_data(plan, scale, plan.also, plan.also_arguments, given, seed)]
+    return [*newswire, *others]
 
 
-def _steps(plan: Plan, scale: Scale, given: dict[str, Path], seed: int) -> Iterator[Step]:
-    common = (*(("--scale", scale) if plan.scaled else ()), "--seed", str(seed))
-    if scale == "tiny" and plan.newswire:
-        yield Step(plan.experiment, plan.experiment, (*common, *plan.tiny_arguments), minutes=plan.minutes)
-    arguments = plan.tiny_arguments if scale == "tiny" else plan.paper_arguments
-    for dataset in plan.also if scale == "tiny" else plan.paper:
+def _common(plan: Plan, scale: Scale, seed: int) -> tuple[str, ...]:
+    return (*(("--scale", scale) if plan.scaled else ()), "--seed", str(seed))
+
+
+def _on_data(
+    plan: Plan, scale: Scale, datasets: tuple[str, ...], arguments: tuple[str, ...], given: dict[str, Path], seed: int
+) -> Iterator[Step]:
+    for dataset in datasets:
         name = plan.experiment if plan.experiment == dataset else f"{plan.experiment}-{dataset}"
         folder = given.get(dataset)
         source = ("--data", str(folder or f"DATA/{dataset}"))
         missing = "" if folder else f"no folder {dataset} in --data"
         minutes = plan.minutes if scale == "tiny" else None
-        yield Step(name, plan.experiment, (*common, *source, *arguments), missing, minutes)
+        yield Step(name, plan.experiment, (*_common(plan, scale, seed), *source, *arguments), missing, minutes)
