@@ -92,7 +92,7 @@ def main(
         system.adapt(dataset.documents)
         seconds = time.perf_counter() - began
         row, verdicts[system.name] = ask(system.name, system, dataset.questions, len(dataset.documents))
-        rows.append(row.model_copy(update={"measures": {"adaptation_seconds": seconds}}))
+        rows.append(row.model_copy(update={"measures": {"adaptation_seconds": round(seconds, 3)}}))
         print(f"{row.name}: EM {100 * (row.em or 0):.1f} %, F1 {100 * (row.f1 or 0):.1f} %", file=sys.stderr)
     report(
         path,

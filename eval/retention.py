@@ -59,6 +59,7 @@ def main(
     from eval.protocol import samples, some_questions
     from eval.systems import ask
     from mac_rag.data.protocol import first_documents
+    from mac_rag.data.types import QADataset
 
     asked = some_questions(first_documents(dataset, first), questions, seed)
     if not asked.questions:
@@ -103,7 +104,7 @@ def main(
         options=options,
         rows=rows,
         samples=samples(asked.questions, verdicts),
-        dataset=dataset,
+        dataset=QADataset(dataset.name, dataset.split, dataset.documents, asked.questions),
         source=source,
         model=bench.model,
         not_run=not_run,

@@ -36,7 +36,8 @@ class Found:
         parts = []
         for name in named:
             rows = tuple(row for row in self.result.rows if row.settings.get("dataset") == name)
-            parts.append(Found(self.path, self.result.model_copy(update={"rows": rows, "data": None})))
+            data = self.result.data if name is None else None
+            parts.append(Found(self.path, self.result.model_copy(update={"rows": rows, "data": data})))
         return parts
 
     def samples(self) -> tuple[Sample, ...]:

@@ -84,6 +84,11 @@ def test_memory_falls_with_p(peaks: tuple[float, ...], holds: bool) -> None:
     assert verdict([falling(found(*rows, *single))]) == ("yes" if holds else "no")
 
 
+def test_rows_that_name_no_data_set_are_of_the_result_s() -> None:
+    whole = found(measured("one", {"dataset": "squad"}, peak_mb=1.0), measured("all", {}, peak_mb=2.0))
+    assert [part.where for part in whole.by_dataset()] == ["squad", "newswire"]
+
+
 @pytest.mark.parametrize(("share", "memory", "holds"), [(93.2, 34.4, True), (89.0, 34.4, False), (95.0, 100.0, False)])
 def test_subgroups_of_16_keep_most(share: float, memory: float, holds: bool) -> None:
     rows = [measured(f"{m}", {"M": m}, f1_kept=50.0, memory_kept=10.0) for m in (2, 64)]
