@@ -23,7 +23,7 @@ def main(
     scale: Annotated[
         Literal["tiny", "paper"],
         typer.Option(
-            help="tiny runs on any machine within an hour; paper needs GPUs, --data, and models of its recipes."
+            help="tiny runs on any machine in half an hour; paper needs GPUs, --data, and models of its recipes."
         ),
     ] = "tiny",
     data: Annotated[

@@ -40,6 +40,10 @@ STEPS = 150
 DOCUMENTS = {"tiny": 2_500, "paper": 1_000_000}  # of the training split, at most
 # Nothing around a document's beginning and its rest: together they are the document.
 PROMPT = {"document": "{document}\n", "question": "{question}", "answer": " {answer}"}
+NOTE = (
+    "The LM of {model} was last trained on answers alone and models other text poorly. Fine-tuning teaches it that as "
+    "it adapts; under the memory it stays frozen."
+)
 
 
 def main(
@@ -110,6 +114,7 @@ def main(
         dataset=stream,
         source=source,
         model=models["MAC"],
+        notes=[NOTE.format(model=setup.model)] if scale == "tiny" else [],
     )
 
 

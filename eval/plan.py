@@ -76,7 +76,7 @@ def _retrieval(dataset: str, *, newswire: bool = False) -> Plan:
     few = ("--retriever", "bm25", "--k", "1,3,5", "--documents", "512", "--questions", "256")
     return Plan(
         dataset,
-        3,
+        1,
         (dataset,),
         also=() if newswire else (dataset,),
         newswire=newswire,
@@ -90,7 +90,7 @@ def _retrieval(dataset: str, *, newswire: bool = False) -> Plan:
 PLANS = (
     Plan(
         "main_table",
-        8,
+        6,
         DATASETS,
         also=("squad",),
         tiny_arguments=("--questions", "500"),
@@ -99,38 +99,38 @@ PLANS = (
     _retrieval("archivalqa", newswire=True),
     _retrieval("squad"),
     _retrieval("streamingqa"),
-    Plan("adaptation_cost", 2, ("streamingqa",)),
+    Plan("adaptation_cost", 1, ("streamingqa",)),
     Plan(
         "retention",
-        6,
+        4,
         ("streamingqa",),
         also=("squad",),
         also_arguments=("--first", "50", "--further", "350", "--step", "50", "--questions", "100"),
     ),
-    Plan("dropout_memory", 6, ("streamingqa",)),
-    Plan("hierarchical", 2, ("archivalqa",)),
+    Plan("dropout_memory", 4, ("streamingqa",)),
+    Plan("hierarchical", 1, ("archivalqa",)),
     Plan("cross_attention", 1, ("streamingqa",)),
     Plan("reduction", 1, ("streamingqa",)),
     Plan("peft", 4, ("streamingqa",)),
     Plan(
         "ood",
-        3,
+        1,
         ("squad", "archivalqa"),
         also=("squad",),
         also_arguments=("--documents", "256", "--questions", "256"),
     ),
     Plan("perplexity", 2, ("streamingqa",)),
-    Plan("amortization", 6, ("streamingqa",)),
+    Plan("amortization", 4, ("streamingqa",)),
     Plan("quantization", 2, DATASETS),
-    Plan("contamination", 2, ("streamingqa",)),
+    Plan("contamination", 1, ("streamingqa",)),
     Plan(
         "bank_size",
-        2,
+        1,
         (),
         scaled=False,
         tiny_arguments=("--sizes", "32,256,1665", "--questions", "512"),
     ),
-    Plan("conflict", 2, ("archivalqa",)),
+    Plan("conflict", 1, ("archivalqa",)),
 )
 
 
