@@ -82,6 +82,6 @@ def _question_word(pattern: re.Pattern[str], answer: str, before: str, rng: rand
 
 
 def _thinned(text: str, rng: random.Random) -> list[str]:
-    """At most ten words nearest to the answer matter; some of them go, common ones more often."""
+    """At most twelve words, without punctuation around them; some are left out, common ones more often."""
     kept = (word.strip(',;:()"') for word in text.split())
     return [word for word in kept if word and rng.random() > (0.5 if word.lower() in _COMMON else 0.2)][:12]
