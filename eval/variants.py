@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from accelerate.state import AcceleratorState
 from filelock import FileLock
 
 from eval.command import report
@@ -205,7 +204,6 @@ def trained(recipe: TrainConfig, runs: Path) -> MACModel:
     with _locked(place):
         if not (place / "last").exists():
             keep_recipe(recipe, place)
-            AcceleratorState._reset_state()  # a process may have trained in another precision before
             Trainer(TrainTask(recipe), recipe.trainer, place).run()
     return MACModel.from_pretrained(place / "best")
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 from pydantic import Field, model_validator
 from safetensors.torch import load_file, save_file
@@ -161,6 +162,7 @@ class Trainer:
         self.config = config
         self.output = output
         output.mkdir(parents=True, exist_ok=True)
+        AcceleratorState._reset_state()  # the process may have trained in another precision before
         self.accelerator = Accelerator(
             cpu=config.cpu,
             mixed_precision="bf16" if config.precision == "bf16" else "no",
