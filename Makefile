@@ -23,7 +23,7 @@ test: $(VENV)/.installed-dev  ## Lint, check types, run the tests.
 	$(BIN) -m ruff check .
 	$(BIN) -m ruff format --check .
 	$(BIN) -m mypy
-	$(BIN) -m pytest
+	$(BIN) -m pytest -n 2 --dist worksteal
 
 format: $(VENV)/.installed-dev  ## Sort imports and format the code.
 	$(BIN) -m ruff check --fix .

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+# The same examples at each run, so that a change is what makes a test fail; HYPOTHESIS_PROFILE=default draws new ones.
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on models this small, threads only wait for each other
 
