@@ -61,6 +61,7 @@ def delete(
     ids = dict.fromkeys(document_ids)
     gone: dict[str, None] = {}
     with _opened(bank, write=True) as found:
+        pending = found.intent  # of a change that was interrupted; finishing it takes the model, which is not here
         filing = open_retriever(retriever, retriever_folder)
         if filing is not None and not len(filing):
             place = "" if retriever_folder is None else f" in {retriever_folder}"
@@ -70,7 +71,7 @@ def delete(
             if document_id not in found and document_id not in filed:
                 raise BankError(f"no document {document_id!r} in {bank}" + (f" or {retriever}" if filing else ""))
         if filing is not None:
-            found.commit(Intent(deletes=tuple(ids)))
+            found.commit(Intent(puts=pending.puts, deletes=(*pending.deletes, *ids)))
             for document_id in filed:
                 filing.delete(document_id)
             if retriever_folder is not None:
@@ -78,7 +79,7 @@ def delete(
         for document_id in ids:
             if document_id in found:  # it may be in the retriever alone, or gone with one that it was merged with
                 gone |= dict.fromkeys(found.delete(document_id))
-        found.commit(Intent())
+        found.commit(pending)
         left = len(found)
     others = [document_id for document_id in gone if document_id not in ids]
     typer.echo(f"{len(gone)} deleted; {bank} holds {left} documents")

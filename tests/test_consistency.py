@@ -20,6 +20,7 @@ from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory import MemoryBank
+from mac_rag.memory.bank import Intent
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
 from mac_rag.retrieval.chroma import ChromaRetriever
@@ -276,7 +277,13 @@ def test_a_document_is_deleted_from_both_by_one_command(tiny_checkpoint: Path, t
     half.add([Document("9", "Snow.")])
     half.delete("3")
     half.save(folder)
+    with MemoryBank.open(bank, write=True) as interrupted:
+        interrupted.commit(Intent(puts=("9",)))
     assert run("bank", "delete", "3", *both).stdout.startswith("1 deleted;")
+    # And what else was interrupted is still to be finished.
+    with MemoryBank.open(bank, write=True) as opened:
+        assert MACEngine(str(tiny_checkpoint), opened, BM25Retriever.load(folder)).bank.document_ids == ["9"]
+        assert not opened.intent
 
 
 def test_large_ones_are_compared_by_number(tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
