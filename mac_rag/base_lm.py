@@ -17,8 +17,8 @@ from mac_rag.loading import load_causal_lm
 from mac_rag.nn.modulation import LMShape, Modulation, linear_names
 from mac_rag.prompt import PromptEncoder, PromptFormat
 
-# Last names of the linear layers that make queries and values: Llama's, Mistral's, Qwen's; GPT-2 has all in one.
-LORA_TARGETS = ("q_proj", "v_proj", "c_attn", "query_key_value")
+# Last names of the linear layers that make queries and values: of Llama, Mistral, Qwen; of BERT; of GPT-2, in one.
+LORA_TARGETS = ("q_proj", "v_proj", "query", "value", "c_attn", "query_key_value")
 
 
 class BaseLM(nn.Module):

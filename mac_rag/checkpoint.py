@@ -23,8 +23,9 @@ from transformers import AutoConfig
 from mac_rag.base_lm import BaseLM
 from mac_rag.config import EncoderConfig, MACConfig
 from mac_rag.errors import ConfigError, ModelLoadError
-from mac_rag.loading import empty_backbone, load_backbone, load_tokenizer, quiet
+from mac_rag.loading import PACKED_LM, empty_backbone, load_backbone, load_tokenizer, quiet
 from mac_rag.model import MACModel, make_encoder
+from mac_rag.packing import packed, unpacked
 from mac_rag.tuning import merged
 
 if TYPE_CHECKING:
@@ -47,8 +48,7 @@ def save(model: MACModel, folder: Path, dtype: torch.dtype | None) -> None:
         encoder: TextEncoder = getattr(model, name)
         encoder.network.backbone.config.save_pretrained(folder / name)
         encoder.tokenizer.save_pretrained(folder / name)
-    state = {name: _stored(tensor, dtype) for name, tensor in model.mac_state().items()}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_stored(model.mac_state(), dtype), folder / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps({"format": FORMAT, **config.model_dump(mode="json")}, indent=2)
     (folder / "config.json").write_text(text + "\n")
 
@@ -130,13 +130,13 @@ def _encoder(folder: Path, part: EncoderConfig, config: MACConfig, base_lm: Base
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"the architecture in {folder} cannot be read: {error}") from error
         backbone = empty_backbone(part, architecture)
-    return make_encoder(config, part, backbone, load_tokenizer(str(folder)), base_lm.width)
+    return make_encoder(config, part, backbone, load_tokenizer(str(folder)), base_lm)
 
 
 def _fill(model: MACModel, path: Path) -> None:
     """Copies stored weights into a model of exactly the same names and shapes."""
     try:
-        stored = load_file(path)
+        stored = unpacked(load_file(path))
     except (OSError, SafetensorError) as error:
         raise ModelLoadError(f"{path} is missing, truncated or damaged: {error}") from error
     wanted = model.mac_state()
@@ -159,11 +159,19 @@ def _fill(model: MACModel, path: Path) -> None:
 
 def _save_base_lm(base_lm: BaseLM, folder: Path, dtype: torch.dtype | None) -> None:
     lm = merged(base_lm.model)
+    base_lm.tokenizer.save_pretrained(folder)
+    if dtype == torch.int8:
+        lm.config.save_pretrained(folder)
+        # Tied weights are one parameter, and stored once.
+        save_file(_stored(dict(lm.named_parameters()), dtype), folder / PACKED_LM, metadata={"format": "pt"})
+        return
     state = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in lm.state_dict().items()}
     with quiet():
         lm.save_pretrained(folder, state_dict=state)
-    base_lm.tokenizer.save_pretrained(folder)
 
 
-def _stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
+def _stored(state: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    here = {name: tensor.detach().cpu() for name, tensor in state.items()}
+    if dtype == torch.int8:
+        return packed(here)
+    return {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in here.items()}

@@ -58,10 +58,13 @@ class EncoderConfig(Config):
 
     Attributes:
         design: how the learned vectors meet the text; see `mac_rag.nn.amortization`.
-        name: of the pretrained backbone; None starts it from the base LM's own weights (design decoder-only).
+        name: of the pretrained backbone; None starts it from the base LM's own weights (design decoder-only); `minilm`
+            is all-MiniLM-L6-v2 from its installed package (design encoder-only).
         revision: branch, tag or commit on the Hub.
         dtype: of the backbone's weights in memory.
         quantization: of the pretrained backbone, which is then frozen; what is learned from scratch never is.
+        embeddings: of tokens: the backbone's `own`, trained with it; or the base LM's (`base-lm`), as frozen as it is,
+            which spares a small model half of its size. Both must have one vocabulary and dtype.
     """
 
     design: Literal["encoder-decoder", "encoder-only", "decoder-only"] = "encoder-decoder"
@@ -69,6 +72,7 @@ class EncoderConfig(Config):
     revision: str | None = None
     dtype: Dtype = "fp32"
     quantization: Quantization = "none"
+    embeddings: Literal["own", "base-lm"] = "own"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -166,6 +170,7 @@ class MACConfig(Config):
 
     Attributes:
         tokens: T, memory tokens of a document.
+        mlp_width: inner width of the MLP of each memory token; None for the backbone's, as in the paper.
         max_document_tokens: longest document, in the amortization network's own tokens.
         max_new_tokens: longest answer.
     """
@@ -174,8 +179,17 @@ class MACConfig(Config):
     amortization: EncoderConfig
     input_encoder: EncoderConfig
     tokens: int = Field(24, ge=1)
+    mlp_width: int | None = Field(None, ge=1)
     aggregation: AggregationConfig = AggregationConfig()
     modulation: ModulationConfig = ModulationConfig()
     prompt: PromptFormat = PromptFormat()
     max_document_tokens: int = Field(512, ge=8)
     max_new_tokens: int = Field(16, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for part in (self.amortization, self.input_encoder):
+            kinds = {(config.dtype, config.quantization) for config in (self.base_lm, part)}
+            if part.embeddings == "base-lm" and (len(kinds) > 1 or part.quantization != "none"):
+                raise ValueError("embeddings of the base LM can be shared only at its dtype and without quantization")
+        return self

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -22,6 +23,11 @@ from transformers.utils import logging
 
 from mac_rag.config import BaseLMConfig, Dtype, EncoderConfig, Quantization
 from mac_rag.errors import ModelLoadError, QuantizationError
+from mac_rag.packing import unpacked
+
+PACKED_LM = "model.int8.safetensors"  # in place of transformers' own file; see `mac_rag.packing`
+MINILM = "minilm"  # the backbone that comes with a package and not from the Hub
+MINILM_POSITIONS = 1536
 
 DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,11 +58,26 @@ def load_causal_lm(config: BaseLMConfig, device: torch.device, folder: Path | No
     """
     place = resolve(config.name, folder)
     options = _options(config.dtype, config.quantization, device)
+    if (Path(place) / PACKED_LM).is_file():
+        if config.quantization != "none":
+            raise ModelLoadError(f"{place} is stored as int8 and cannot be quantised again; set quantization: none")
+        model = loaded("a causal LM", place, _packed_lm, dtype=DTYPES[config.dtype])
+        return model.to(device), load_tokenizer(place)
     model = loaded("a causal LM", place, AutoModelForCausalLM.from_pretrained, revision=config.revision, **options)
     tokenizer = load_tokenizer(place, config.revision)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # GPT-2 and Llama have none; padding is always masked
     return _placed(model, config.quantization, device), tokenizer
+
+
+def _packed_lm(place: str, *, dtype: torch.dtype) -> Any:
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place), dtype=dtype)
+    state = unpacked(load_file(Path(place) / PACKED_LM))
+    differ = dict(model.named_parameters()).keys() ^ state.keys()
+    if differ:
+        raise ValueError(f"{PACKED_LM} does not match config.json: {', '.join(sorted(differ)[:5])}.")
+    model.load_state_dict(state, strict=False)  # tied weights have only one of their names
+    return model
 
 
 def load_tokenizer(place: str, revision: str | None = None) -> Any:
@@ -77,6 +98,8 @@ def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
     """
     if config.name is None:
         raise ModelLoadError("a backbone without a name starts from the base LM and is not loaded")
+    if config.name == MINILM:
+        return _minilm(config, device)
     # Quantising T5 means its encoder (appendix A); the decoder stays as it is and is trained.
     skipped = ["decoder"] if config.design == "encoder-decoder" else []
     options = _options(config.dtype, config.quantization, device, skipped)
@@ -88,6 +111,30 @@ def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(bool(skipped) and name.startswith("decoder."))
     return _placed(model, config.quantization, device)
+
+
+def _minilm(config: EncoderConfig, device: torch.device) -> nn.Module:
+    from mac_rag.minilm import minilm_encoder
+
+    if config.quantization != "none":
+        raise ModelLoadError(f"{MINILM} comes from its package and cannot be quantised; set quantization: none")
+    backbone: Any = minilm_encoder(MINILM_POSITIONS)
+    check_design(config, backbone.config)
+    placed: nn.Module = backbone.to(device, DTYPES[config.dtype])
+    return placed
+
+
+def load_backbone_tokenizer(config: EncoderConfig) -> Any:
+    """Loads the tokenizer of a pretrained backbone.
+
+    Raises:
+        ModelLoadError: when there is none of that name.
+    """
+    if config.name == MINILM:
+        from mac_rag.minilm import minilm_tokenizer
+
+        return minilm_tokenizer()
+    return load_tokenizer(str(config.name), config.revision)
 
 
 def empty_backbone(config: EncoderConfig, architecture: Any) -> nn.Module:

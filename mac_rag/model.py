@@ -16,7 +16,7 @@ from mac_rag.base_lm import BaseLM
 from mac_rag.config import EncoderConfig, MACConfig
 from mac_rag.encoder import TextEncoder
 from mac_rag.errors import BankError, ConfigError, ModelLoadError
-from mac_rag.loading import load_backbone, load_tokenizer
+from mac_rag.loading import load_backbone, load_backbone_tokenizer
 from mac_rag.nn.aggregation import AggregationNetwork, BankProjection, BankView
 from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
@@ -95,7 +95,7 @@ class MACModel(nn.Module):
 
         Args:
             folder: new or empty.
-            dtype: of the stored weights; None keeps each as it is.
+            dtype: of the stored weights, which may be `torch.int8` (see `mac_rag.packing`); None keeps each as it is.
         """
         from mac_rag.checkpoint import save
 
@@ -145,7 +145,7 @@ class MACModel(nn.Module):
     @property
     def fingerprint(self) -> str:
         """Hex digest of all weights that write or read memory tokens: equal for models that can share a bank."""
-        state = self.mac_state()
+        state = self.mac_state() | self._shared_embeddings()
         # In-place updates advance a tensor's version, so this notices training between two calls.
         version = sum(tensor._version for tensor in state.values())
         if self._fingerprint is None or self._fingerprint[0] != version:
@@ -155,6 +155,13 @@ class MACModel(nn.Module):
                 digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
             self._fingerprint = (version, digest.hexdigest())
         return self._fingerprint[1]
+
+    def _shared_embeddings(self) -> dict[str, Tensor]:
+        """The base LM's embeddings, if an encoder reads with them."""
+        parts = self.config.amortization, self.config.input_encoder
+        if all(part.embeddings == "own" for part in parts):
+            return {}
+        return {"embeddings": self.base_lm.model.get_input_embeddings().weight}
 
     def loss(
         self, batch: Batch, weights: LossWeights | None = None, *, backprop_dropout: float = 0.0
@@ -295,25 +302,36 @@ def default_device(device: str | torch.device | None) -> torch.device:
     return place
 
 
-def make_encoder(
-    config: MACConfig, part: EncoderConfig, backbone: nn.Module, tokenizer: Any, width: int
-) -> TextEncoder:
-    """Puts the learned vectors and MLPs of the part's design around a backbone."""
-    network = DESIGNS[part.design](backbone, config.tokens, width)
+def make_encoder(config: MACConfig, part: EncoderConfig, backbone: Any, tokenizer: Any, base_lm: BaseLM) -> TextEncoder:
+    """Puts the learned vectors and MLPs of the part's design around a backbone.
+
+    Raises:
+        ModelLoadError: when it should share the base LM's embeddings, but has another width or vocabulary.
+    """
+    if part.embeddings == "base-lm":
+        shared = base_lm.model.get_input_embeddings()
+        own = backbone.get_input_embeddings()
+        if own.weight.shape != shared.weight.shape or tokenizer.get_vocab() != base_lm.tokenizer.get_vocab():
+            raise ModelLoadError(
+                f"{part.name!r} cannot share the base LM's embeddings: its vocabulary or width is another; "
+                "set embeddings: own"
+            )
+        backbone.set_input_embeddings(shared)
+    network = DESIGNS[part.design](backbone, config.tokens, base_lm.width, config.mlp_width)
     return TextEncoder(network, tokenizer, config.max_document_tokens)
 
 
 def _pretrained_encoder(part: EncoderConfig, config: MACConfig, base_lm: BaseLM) -> TextEncoder:
     if part.name is not None:
         backbone = load_backbone(part, base_lm.device)
-        return make_encoder(config, part, backbone, load_tokenizer(part.name, part.revision), base_lm.width)
+        return make_encoder(config, part, backbone, load_backbone_tokenizer(part), base_lm)
     if config.base_lm.quantization != "none":
         raise ModelLoadError(
             f"the base LM is quantised ({config.base_lm.quantization}), so an encoder cannot start from its weights; "
             "give the encoder a name"
         )
     backbone = copy.deepcopy(base_lm.model.base_model).float().requires_grad_(True)
-    return make_encoder(config, part, backbone, base_lm.tokenizer, base_lm.width)
+    return make_encoder(config, part, backbone, base_lm.tokenizer, base_lm)
 
 
 def _modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNetwork:

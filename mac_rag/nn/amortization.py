@@ -20,18 +20,20 @@ class TokenMLPs(nn.Module):
         tokens: T.
         width_in: width of the backbone.
         width_out: D.
+        inner_width: of the hidden layer; None for the backbone's.
     """
 
-    def __init__(self, tokens: int, width_in: int, width_out: int) -> None:
+    def __init__(self, tokens: int, width_in: int, width_out: int, inner_width: int | None = None) -> None:
         super().__init__()
+        inner_width = inner_width or width_in
         self.norm = nn.LayerNorm(width_in)
-        self.inner = nn.Parameter(torch.empty(tokens, width_in, width_in))
-        self.inner_bias = nn.Parameter(torch.zeros(tokens, width_in))
-        self.outer = nn.Parameter(torch.empty(tokens, width_in, width_out))
+        self.inner = nn.Parameter(torch.empty(tokens, width_in, inner_width))
+        self.inner_bias = nn.Parameter(torch.zeros(tokens, inner_width))
+        self.outer = nn.Parameter(torch.empty(tokens, inner_width, width_out))
         self.outer_bias = nn.Parameter(torch.zeros(tokens, width_out))
         self.skip = nn.Identity() if width_in == width_out else nn.Linear(width_in, width_out, bias=False)
         for weight in (self.inner, self.outer):
-            nn.init.normal_(weight, std=width_in**-0.5)
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def forward(self, states: Tensor) -> Tensor:
         """`[K, T, width_in] -> [K, T, D]`."""
@@ -48,14 +50,15 @@ class AmortizationNetwork(nn.Module):
         backbone: a transformers model without a language-modelling head.
         tokens: T.
         width: D.
+        mlp_width: hidden width of the MLPs; None for the backbone's.
     """
 
-    def __init__(self, backbone: Any, tokens: int, width: int) -> None:
+    def __init__(self, backbone: Any, tokens: int, width: int, mlp_width: int | None = None) -> None:
         super().__init__()
         self.backbone = backbone
         backbone_width: int = backbone.config.hidden_size
         self.queries = nn.Parameter(self.initial_scale() * torch.randn(tokens, backbone_width))
-        self.mlps = TokenMLPs(tokens, backbone_width, width)
+        self.mlps = TokenMLPs(tokens, backbone_width, width, mlp_width)
 
     def initial_scale(self) -> float:
         """Standard deviation of the learned vectors at their start: that of the embeddings they stand beside."""

@@ -57,7 +57,7 @@ class TrainConfig(Config):
             question alone.
         curriculum: what the first steps are on; without one, all are on whole documents and all losses.
         tune_base_lm: leave the base LM frozen, or learn it jointly: all of it, or low-rank updates merged at the end.
-        store_dtype: of the weights in the exported checkpoints.
+        store_dtype: of the weights in the exported checkpoints; see `mac_rag.packing` for int8.
     """
 
     model: MACConfig | None = None
@@ -72,7 +72,7 @@ class TrainConfig(Config):
     curriculum: CurriculumConfig | None = None
     tune_base_lm: Literal["frozen", "lora", "full"] = "frozen"
     lora_rank: int = Field(16, ge=1)
-    store_dtype: Literal["fp32", "bf16"] = "fp32"
+    store_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     trainer: TrainerConfig
 
     @model_validator(mode="before")
@@ -218,7 +218,8 @@ class TrainTask(Task):
         }
 
     def save(self, folder: Path) -> None:
-        self.model.save_pretrained(folder, dtype=DTYPES[self.config.store_dtype])
+        stored = self.config.store_dtype
+        self.model.save_pretrained(folder, dtype=torch.int8 if stored == "int8" else DTYPES[stored])
 
 
 def _require_gradients(network: MACConfig, device: torch.device) -> None:

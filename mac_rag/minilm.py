@@ -1,0 +1,97 @@
+"""all-MiniLM-L6-v2 from its installed package, with the tokenizer and the class that an LM of its weights has too.
+
+`BertGeneration` is BERT without segments and pooling, and the one class serves both ways: bidirectional as a backbone,
+or causal as an LM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModel, BertGenerationConfig, BertGenerationEncoder, PreTrainedTokenizerFast
+
+from mac_rag.loading import quiet
+from mac_rag.retrieval.encoders import minilm_folder
+
+# BERT cuts words at punctuation and forgets where spaces were; these are the places where English has none.
+_NO_SPACE = (
+    r" (?=[.,;:!?%)\]}])",  # in front of closing marks
+    r"(?<=[(\[{$£€#]) ",  # behind opening ones
+    r" (?=['’] ?(?:s|t|re|ve|ll|d|m)\b)",  # norman 's
+    r"(?<=['’]) (?=(?:s|t|re|ve|ll|d|m)\b)",
+    r"(?<=\d[.,:]) (?=\d)",  # 1,000 and 3.5
+    r"(?<=\b[a-z]\.) (?=[a-z]\.)",  # u.s.
+    r" (?=[-/–])",  # twenty-first, 1990–1995
+    r"(?<=[-/–]) ",
+)
+
+
+def minilm_tokenizer() -> PreTrainedTokenizerFast:
+    """MiniLM's tokenizer as an LM needs it: `[CLS]` starts a text, `[SEP]` ends an answer, decoding joins words.
+
+    Raises:
+        ModelLoadError: as `minilm_folder`.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, processors
+
+    tokenizer = Tokenizer.from_file(str(minilm_folder() / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A", pair="[CLS] $A $B", special_tokens=[("[CLS]", tokenizer.token_to_id("[CLS]"))]
+    )
+    joined = [decoders.Replace(Regex(pattern), "") for pattern in _NO_SPACE]
+    tokenizer.decoder = decoders.Sequence([decoders.WordPiece("##", cleanup=False), decoders.Fuse(), *joined])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        bos_token="[CLS]",
+        eos_token="[SEP]",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def minilm_encoder(positions: int) -> BertGenerationEncoder:
+    """MiniLM's weights without a head; nothing drops out.
+
+    Positions beyond MiniLM's 512 repeat these (Beltagy et al., 2020, "Longformer").
+
+    Args:
+        positions: longest sequence.
+
+    Raises:
+        ModelLoadError: as `minilm_folder`.
+    """
+    with quiet():
+        source = AutoModel.from_pretrained(str(minilm_folder()), use_safetensors=True)
+    theirs, tokenizer = source.config, minilm_tokenizer()
+    config = BertGenerationConfig(
+        vocab_size=theirs.vocab_size,
+        hidden_size=theirs.hidden_size,
+        num_hidden_layers=theirs.num_hidden_layers,
+        num_attention_heads=theirs.num_attention_heads,
+        intermediate_size=theirs.intermediate_size,
+        hidden_act=theirs.hidden_act,
+        layer_norm_eps=theirs.layer_norm_eps,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        max_position_embeddings=positions,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    encoder: Any = BertGenerationEncoder(config)
+    with torch.no_grad():
+        encoder.encoder.load_state_dict(source.encoder.state_dict())
+        words, table = source.embeddings, encoder.embeddings
+        table.word_embeddings.weight.copy_(words.word_embeddings.weight)
+        table.LayerNorm.load_state_dict(words.LayerNorm.state_dict())
+        known = words.position_embeddings.weight + words.token_type_embeddings.weight[0]
+        places = torch.arange(positions)
+        places[1:] = 1 + (places[1:] - 1) % (len(known) - 1)  # the first is that of [CLS] and does not repeat
+        table.position_embeddings.weight.copy_(known[places])
+    result: BertGenerationEncoder = encoder.eval()
+    return result

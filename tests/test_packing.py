@@ -1,0 +1,75 @@
+"""Weights stored as int8: how near they come back, in checkpoints of whole models, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from safetensors.torch import load_file, save_file
+
+from mac_rag.config import BaseLMConfig
+from mac_rag.errors import ModelLoadError
+from mac_rag.loading import PACKED_LM, load_causal_lm
+from mac_rag.model import MACModel
+from mac_rag.packing import packed, unpacked
+from tests.models import mac_config
+
+CPU = torch.device("cpu")
+
+
+@given(arrays("float32", st.tuples(st.integers(1, 4), st.integers(1, 5)), elements=st.floats(-1e3, 1e3, width=32)))
+def test_no_weight_is_further_off_than_half_a_step_of_its_row(rows) -> None:  # type: ignore[no-untyped-def]
+    weights = torch.from_numpy(rows)
+    stored = packed({"w": weights})
+    assert stored["w"].dtype == torch.int8
+    step = weights.abs().amax(-1, keepdim=True) / 127
+    assert ((unpacked(stored)["w"] - weights).abs() <= 0.501 * step + 1e-37).all()
+
+
+def test_vectors_and_whole_numbers_stay_as_they_are() -> None:
+    state = {"bias": torch.randn(5), "ids": torch.arange(6).view(2, 3), "zeros": torch.zeros(2, 3)}
+    back = unpacked(packed(state))
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+def test_a_checkpoint_of_int8_is_a_quarter_and_answers_as_before(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = MACModel.from_config(mac_config(model_folder("llama")), device="cpu")
+    model.save_pretrained(tmp_path / "fp32")
+    model.save_pretrained(tmp_path / "int8", dtype=torch.int8)
+    sizes = [sum(file.stat().st_size for file in (tmp_path / name).rglob("*.safetensors")) for name in ("fp32", "int8")]
+    assert sizes[1] < 0.35 * sizes[0]
+    rounded = MACModel.from_pretrained(tmp_path / "int8", device="cpu")
+    texts = ["The mayor of Lisbon opened a bridge.", "A storm closed the port of Riga on Monday."]
+    before, after = model.amortize(texts), rounded.amortize(texts)
+    assert (before - after).norm() < 0.05 * before.norm()
+    prompt = torch.tensor([[1, 40, 41, 42]])
+    with torch.no_grad():
+        logits = [m.base_lm.model(prompt).logits for m in (model, rounded)]
+    assert (logits[0] - logits[1]).norm() < 0.05 * logits[0].norm()
+    # Rounding what is already rounded changes nothing.
+    rounded.save_pretrained(tmp_path / "again", dtype=torch.int8)
+    again = MACModel.from_pretrained(tmp_path / "again", device="cpu")
+    assert torch.allclose(again.amortize(texts), after, atol=1e-5)
+
+
+def test_a_base_lm_of_int8_that_does_not_fit_is_refused(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    MACModel.from_config(mac_config(model_folder("gpt2")), device="cpu").save_pretrained(tmp_path, dtype=torch.int8)
+    place = tmp_path / "base_lm"
+    lm, _ = load_causal_lm(BaseLMConfig(name=str(place)), CPU)
+    assert lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
+    with pytest.raises(ModelLoadError, match="cannot be quantised again"):
+        load_causal_lm(BaseLMConfig(name=str(place), quantization="nf4"), CPU)
+    stored = load_file(place / PACKED_LM)
+    del stored["transformer.wpe.weight"]
+    save_file(stored, place / PACKED_LM)
+    with pytest.raises(ModelLoadError, match=r"does not match config.json: transformer.wpe.weight"):
+        load_causal_lm(BaseLMConfig(name=str(place)), CPU)
