@@ -111,15 +111,20 @@ class ModulationConfig(Config):
         slots: prefix positions for each token; only for `prefix`.
         bottleneck: inner width of the map from phi*; None for one linear layer.
         targets: last names of the modules that LoRA changes; None for the attention's queries and values.
+        start: of the linear map to a prefix: `random`, or the LM's own maps to keys and values (`lm`), by which it can
+            read a token of phi* as it reads a word from the beginning.
     """
 
     kind: Literal["prefix", "lora", "film"] = "prefix"
     slots: int = Field(1, ge=1)
     bottleneck: int | None = Field(None, ge=1)
     targets: tuple[str, ...] | None = None
+    start: Literal["random", "lm"] = "random"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.start == "lm" and (self.kind != "prefix" or self.slots > 1 or self.bottleneck is not None):
+            raise ValueError("start: lm is for kind prefix with one slot and no bottleneck")
         if self.slots > 1 and self.kind != "prefix":
             raise ValueError(f"slots is {self.slots}, but only kind prefix has slots, not {self.kind}")
         if self.targets is not None and self.kind != "lora":

@@ -19,7 +19,7 @@ from mac_rag.errors import BankError, ConfigError, ModelLoadError
 from mac_rag.loading import load_backbone, load_backbone_tokenizer
 from mac_rag.nn.aggregation import AggregationNetwork, BankProjection, BankView
 from mac_rag.nn.amortization import DESIGNS
-from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
+from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning, key_value_maps
 from mac_rag.progress import progress_bar
 from mac_rag.tuning import make_trainable
 
@@ -340,4 +340,10 @@ def _modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNetwork
         return LoRA(shape, config.tokens, base_lm.width, bottleneck=wanted.bottleneck)
     if wanted.kind == "film":
         return FiLM(shape, base_lm.width, bottleneck=wanted.bottleneck)
-    return PrefixTuning(shape, config.tokens, base_lm.width, slots=wanted.slots, bottleneck=wanted.bottleneck)
+    prefix = PrefixTuning(shape, config.tokens, base_lm.width, slots=wanted.slots, bottleneck=wanted.bottleneck)
+    if wanted.start == "lm":
+        try:
+            prefix.start_from(key_value_maps(base_lm.model, shape.blocks))
+        except LookupError as error:
+            raise ModelLoadError(f"{error}; set modulation.start: random") from None
+    return prefix

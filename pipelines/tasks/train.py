@@ -172,10 +172,12 @@ class TrainTask(Task):
     def begin_step(self, step: int) -> None:
         """Hands what the amortization network has learned in the curriculum to the input encoder, where they are alike.
 
-        A question then starts with tokens like those of the documents that share its words.
+        Not to one that has learned along. A question then starts with tokens like those of the documents that share its words.
         """
         curriculum, model = self.config.curriculum, self.model.config
-        if curriculum is not None and step == curriculum.steps and model.input_encoder == model.amortization:
+        if curriculum is None or step != curriculum.steps or model.input_encoder != model.amortization:
+            return
+        if not (curriculum.losses.answer or curriculum.losses.contrastive):  # which train the input encoder, too
             self.model.input_encoder.load_state_dict(self.model.amortization.state_dict())
 
     def forward(self, batch: tuple[Batch, LossWeights]) -> dict[str, Tensor]:
