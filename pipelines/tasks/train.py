@@ -172,7 +172,8 @@ class TrainTask(Task):
     def begin_step(self, step: int) -> None:
         """Hands what the amortization network has learned in the curriculum to the input encoder, where they are alike.
 
-        Not to one that has learned along. A question then starts with tokens like those of the documents that share its words.
+        A question then starts with tokens like those of the documents that share its words. An input encoder that has
+        learned along keeps what it knows.
         """
         curriculum, model = self.config.curriculum, self.model.config
         if curriculum is None or step != curriculum.steps or model.input_encoder != model.amortization:
