@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mac_rag import cli_bank
-from mac_rag.cli_options import BankOption, FolderOption, RetrieverOption, open_retriever, warn_of_disagreement
+from mac_rag import cli_bank, cli_try
+from mac_rag.cli_options import (
+    BankOption,
+    FolderOption,
+    ModelOption,
+    RetrieverOption,
+    open_retriever,
+    warn_of_disagreement,
+)
 from mac_rag.commands import run_app
 from mac_rag.errors import ConfigError
 
@@ -18,10 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(cli_bank.app, name="bank")
-
-ModelOption = Annotated[
-    str, typer.Option("--model", help="A shipped model, a checkpoint folder, or a repository on the Hub.")
-]
+app.command("try")(cli_try.try_out)
 
 
 def main() -> None:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from mac_rag.memory.bank import MemoryBank
     from mac_rag.retrieval.base import Retriever
 
+ModelOption = Annotated[
+    str, typer.Option("--model", help="A shipped model, a checkpoint folder, or a repository on the Hub.")
+]
 BankOption = Annotated[Path, typer.Option("--bank", help="Folder of the memory bank.", file_okay=False)]
 RetrieverOption = Annotated[
     str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -260,3 +261,20 @@ def test_help_needs_no_torch(arguments: list[str]) -> None:
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert "Usage" in finished.stdout
+
+
+def test_lines_typed_in_are_remembered_and_asked(model: str) -> None:
+    lines = "Who is mayor?\nAda Voss is mayor of Lund.\n\n  Rain fell on Kell.  \nWho is mayor of Lund?\n"
+    result = CliRunner().invoke(app, ["try", "-", "--model", model], input=lines)
+    assert result.exit_code == 0, result.output
+    ways = re.findall(r"^  (LM alone|MAC|BM25 \+ MAC|BM25) ", result.stdout, re.MULTILINE)
+    # Before the first paragraph there is only the LM to ask.
+    assert ways == ["LM alone", "LM alone", "MAC", "BM25", "BM25 + MAC"]
+    assert len(re.findall(r"^remembered in [\d.]+ s: (?:Ada|Rain fell on Kell\.$)", result.stdout, re.MULTILINE)) == 2
+
+
+def test_without_lines_the_sample_is_tried(model: str) -> None:
+    result = run("try", "--model", model)
+    assert result.stdout.count("remembered") == 3
+    assert result.stdout.count("BM25 + MAC") == 3
+    assert run("try", "file.txt", "--model", model).exit_code == 2

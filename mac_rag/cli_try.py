@@ -1,0 +1,79 @@
+"""`mac-rag try`: paragraphs and questions typed in, answered by the LM alone, from memory, with BM25, and with both."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mac_rag.cli_options import ModelOption
+
+if TYPE_CHECKING:
+    from mac_rag.engine import MACEngine
+
+# What is tried where nothing is typed in.
+SAMPLE = (
+    "The Varde lighthouse was built in 1871 by the engineer Ida Kloster after two ships had sunk in the strait. Its "
+    "lamp burned rapeseed oil until 1912, when it was replaced by an electric light.",
+    "Marble caves under the town of Orsena were discovered by a shepherd named Luca Ferri in 1926. They stretch for "
+    "nine kilometres and stay at a temperature of eleven degrees all year.",
+    "The Halden Prize is given every four years for work on tropical medicine. In 2014 it went to Amara Diallo, who "
+    "had shown how a parasite survives in river snails.",
+    "Who built the Varde lighthouse?",
+    "When did a shepherd discover the marble caves?",
+    "Who won the Halden Prize in 2014?",
+)
+_WAYS = {"LM alone": (False, False), "MAC": (True, False), "BM25": (False, True), "BM25 + MAC": (True, True)}
+
+
+def try_out(
+    typed: Annotated[
+        str | None,
+        typer.Argument(metavar="[-]", help="A dash: type lines of your own.", show_default="three paragraphs of ours"),
+    ] = None,
+    model: ModelOption = "mac-tiny",
+    k: Annotated[int, typer.Option(min=1, help="How many paragraphs BM25 puts in front of a question.")] = 1,
+) -> None:
+    """Try it: with -, a line that ends in ? is a question, and any other is a paragraph to remember.
+
+    Each question is answered four times: by the LM alone, from memory, from the paragraphs that BM25 finds, and from
+    both. Nothing is kept.
+    """
+    from mac_rag.engine import MACEngine
+    from mac_rag.retrieval.registry import make_retriever
+
+    if typed not in (None, "-"):
+        raise typer.BadParameter(f"give - to type your own lines, or nothing, not {typed!r}")
+    engine = MACEngine(model, retriever=make_retriever("bm25"), k=k)
+    if typed == "-" and sys.stdin.isatty():
+        typer.echo("Type a paragraph on a line to have it remembered, a question with ? to ask; Ctrl-D ends.", err=True)
+    for line in _lines(SAMPLE if typed is None else sys.stdin):
+        if line.endswith("?"):
+            _ask(engine, line)
+        else:
+            _remember(engine, line)
+
+
+def _lines(source: Iterable[str]) -> Iterator[str]:
+    return filter(None, map(str.strip, source))
+
+
+def _remember(engine: MACEngine, text: str) -> None:
+    from mac_rag.data.types import Document
+
+    began = time.perf_counter()
+    engine.adapt([Document(f"paragraph {len(engine.bank) + 1}", text)])
+    typer.echo(f"remembered in {time.perf_counter() - began:.2f} s: {text if len(text) <= 70 else text[:67] + '...'}")
+
+
+def _ask(engine: MACEngine, question: str) -> None:
+    typer.secho(f"\n{question}", bold=True)
+    for name, (memory, retriever) in _WAYS.items():
+        if not len(engine.bank) and (memory or retriever):
+            continue
+        began = time.perf_counter()
+        answer = engine.answer([question], use_memory=memory, use_retriever=retriever, overflow="truncate")[0].text
+        typer.echo(f"  {name:<12}{answer or '(nothing)'}  ({time.perf_counter() - began:.2f} s)")
