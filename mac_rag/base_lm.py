@@ -15,6 +15,7 @@ from mac_rag.config import BaseLMConfig, ModulationConfig
 from mac_rag.errors import ModelLoadError
 from mac_rag.loading import load_causal_lm
 from mac_rag.nn.modulation import LMShape, Modulation, linear_names
+from mac_rag.prefix_lm import PrefixLM
 from mac_rag.prompt import PromptEncoder, PromptFormat
 
 # Last names of the linear layers that make queries and values: of Llama, Mistral, Qwen; of BERT; of GPT-2, in one.
@@ -98,6 +99,8 @@ class BaseLM(nn.Module):
         rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         kept = max(map(len, answers))
         ids, mask, positions = self._padded(rows, modulation)
+        from_end = torch.arange(ids.shape[1] - 1, -1, -1, device=self.device)
+        in_prompt = from_end >= torch.tensor([[len(answer)] for answer in answers], device=self.device)
         with _attached(modulation, self.model):
             logits = self.model(
                 input_ids=ids,
@@ -105,6 +108,7 @@ class BaseLM(nn.Module):
                 position_ids=positions,
                 past_key_values=modulation.cache() if modulation else None,
                 logits_to_keep=kept + 1,
+                **self._prompt(in_prompt),
             ).logits[:, :-1]
         targets = torch.full((len(rows), kept), -100, device=self.device)
         for target, answer in zip(targets, answers, strict=True):
@@ -144,10 +148,16 @@ class BaseLM(nn.Module):
         cache = modulation.cache() if modulation else None
         generated: list[int] = []
         sent = ""
+        prompted = self._prompt(torch.ones_like(ids, dtype=torch.bool))
         for _ in range(max_new_tokens):
             with _attached(modulation, self.model):
                 output = self.model(
-                    input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+                    input_ids=ids,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                    **prompted,
                 )
             token = int(output.logits[0, -1].argmax())
             if token == self.tokenizer.eos_token_id:
@@ -162,10 +172,14 @@ class BaseLM(nn.Module):
             ids = torch.tensor([[token]], device=self.device)
             mask = torch.cat([mask, mask.new_ones(1, 1)], 1)
             positions = positions[:, -1:] + 1
-            cache = output.past_key_values
+            cache, prompted = output.past_key_values, {}
         rest: str = self.tokenizer.decode(generated, skip_special_tokens=True).strip()[len(sent) :]
         if rest:
             yield rest
+
+    def _prompt(self, mask: Tensor) -> dict[str, Tensor]:
+        """The argument that tells a prefix LM which tokens `[B, L]` are the prompt; a causal LM has none."""
+        return {"prompt_mask": mask} if isinstance(self.model, PrefixLM) else {}
 
     def _padded(self, rows: Sequence[Sequence[int]], modulation: Modulation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Rows padded on the left: ids `[B, L]`, mask `[B, P + L]` with the prefix, positions `[B, L]`."""

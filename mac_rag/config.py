@@ -41,7 +41,8 @@ class BaseLMConfig(Config):
     """The frozen base LM theta_base.
 
     Attributes:
-        name: of any causal LM on the Hub, or a folder; `./name` is a folder inside the checkpoint itself.
+        name: of any causal LM on the Hub, or a folder; `./name` is a folder inside the checkpoint itself. `minilm` is a
+            prefix LM of all-MiniLM-L6-v2's weights, to be tuned.
         revision: branch, tag or commit on the Hub.
         dtype: of its weights in memory.
         quantization: `int8` or `nf4` (4 bit) through bitsandbytes.

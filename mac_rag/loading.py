@@ -24,9 +24,10 @@ from transformers.utils import logging
 from mac_rag.config import BaseLMConfig, Dtype, EncoderConfig, Quantization
 from mac_rag.errors import ModelLoadError, QuantizationError
 from mac_rag.packing import unpacked
+from mac_rag.prefix_lm import PrefixLM  # noqa: F401, known to AutoModelForCausalLM by being imported
 
 PACKED_LM = "model.int8.safetensors"  # in place of transformers' own file; see `mac_rag.packing`
-MINILM = "minilm"  # the backbone that comes with a package and not from the Hub
+MINILM = "minilm"  # all-MiniLM-L6-v2, which comes with a package and not from the Hub
 MINILM_POSITIONS = 1536
 
 DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,6 +57,8 @@ def load_causal_lm(config: BaseLMConfig, device: torch.device, folder: Path | No
         ModelLoadError: when there is no such model, or it is not a causal LM.
         QuantizationError: when bitsandbytes is missing.
     """
+    if config.name == MINILM:
+        return _from_package(config, device, lm=True), _minilm_tokenizer()
     place = resolve(config.name, folder)
     options = _options(config.dtype, config.quantization, device)
     if (Path(place) / PACKED_LM).is_file():
@@ -99,7 +102,9 @@ def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
     if config.name is None:
         raise ModelLoadError("a backbone without a name starts from the base LM and is not loaded")
     if config.name == MINILM:
-        return _minilm(config, device)
+        backbone: nn.Module = _from_package(config, device, lm=False)
+        check_design(config, backbone.config)
+        return backbone
     # Quantising T5 means its encoder (appendix A); the decoder stays as it is and is trained.
     skipped = ["decoder"] if config.design == "encoder-decoder" else []
     options = _options(config.dtype, config.quantization, device, skipped)
@@ -113,15 +118,20 @@ def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
     return _placed(model, config.quantization, device)
 
 
-def _minilm(config: EncoderConfig, device: torch.device) -> nn.Module:
-    from mac_rag.minilm import minilm_encoder
+def _from_package(config: BaseLMConfig | EncoderConfig, device: torch.device, *, lm: bool) -> Any:
+    from mac_rag.minilm import minilm_encoder, minilm_lm
 
     if config.quantization != "none":
         raise ModelLoadError(f"{MINILM} comes from its package and cannot be quantised; set quantization: none")
-    backbone: Any = minilm_encoder(MINILM_POSITIONS)
-    check_design(config, backbone.config)
-    placed: nn.Module = backbone.to(device, DTYPES[config.dtype])
-    return placed
+    with quiet():
+        model: Any = minilm_lm(MINILM_POSITIONS) if lm else minilm_encoder(MINILM_POSITIONS)
+    return model.to(device, DTYPES[config.dtype])
+
+
+def _minilm_tokenizer() -> Any:
+    from mac_rag.minilm import minilm_tokenizer
+
+    return minilm_tokenizer()
 
 
 def load_backbone_tokenizer(config: EncoderConfig) -> Any:
@@ -131,9 +141,7 @@ def load_backbone_tokenizer(config: EncoderConfig) -> Any:
         ModelLoadError: when there is none of that name.
     """
     if config.name == MINILM:
-        from mac_rag.minilm import minilm_tokenizer
-
-        return minilm_tokenizer()
+        return _minilm_tokenizer()
     return load_tokenizer(str(config.name), config.revision)
 
 

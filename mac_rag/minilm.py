@@ -1,7 +1,6 @@
-"""all-MiniLM-L6-v2 from its installed package, with the tokenizer and the class that an LM of its weights has too.
+"""all-MiniLM-L6-v2 from its installed package: as a backbone that reads both ways, and as a prefix LM to be tuned.
 
-`BertGeneration` is BERT without segments and pooling, and the one class serves both ways: bidirectional as a backbone,
-or causal as an LM.
+Both are `BertGeneration`, which is BERT without segments and pooling.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModel, BertGenerationConfig, BertGenerationEncoder, PreTrainedTokenizerFast
 
-from mac_rag.loading import quiet
+from mac_rag.prefix_lm import PrefixLM, PrefixLMConfig
 from mac_rag.retrieval.encoders import minilm_folder
 
 # BERT cuts words at punctuation and forgets where spaces were; these are the places where English has none.
@@ -65,8 +64,7 @@ def minilm_encoder(positions: int) -> BertGenerationEncoder:
     Raises:
         ModelLoadError: as `minilm_folder`.
     """
-    with quiet():
-        source = AutoModel.from_pretrained(str(minilm_folder()), use_safetensors=True)
+    source = AutoModel.from_pretrained(str(minilm_folder()), use_safetensors=True)
     theirs, tokenizer = source.config, minilm_tokenizer()
     config = BertGenerationConfig(
         vocab_size=theirs.vocab_size,
@@ -94,4 +92,21 @@ def minilm_encoder(positions: int) -> BertGenerationEncoder:
         places[1:] = 1 + (places[1:] - 1) % (len(known) - 1)  # the first is that of [CLS] and does not repeat
         table.position_embeddings.weight.copy_(known[places])
     result: BertGenerationEncoder = encoder.eval()
+    return result
+
+
+def minilm_lm(positions: int) -> PrefixLM:
+    """MiniLM's weights as an LM whose embeddings are tied to its output. It has not learned to write yet.
+
+    Args:
+        positions: longest sequence.
+
+    Raises:
+        ModelLoadError: as `minilm_folder`.
+    """
+    encoder = minilm_encoder(positions)
+    sizes = {name: value for name, value in encoder.config.to_dict().items() if name != "model_type"}
+    lm: Any = PrefixLM(PrefixLMConfig(**{**sizes, "is_decoder": True, "tie_word_embeddings": True}))
+    lm.bert.load_state_dict(encoder.state_dict())
+    result: PrefixLM = lm
     return result

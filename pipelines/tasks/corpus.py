@@ -47,16 +47,13 @@ class CorpusConfig(Config):
             split tells how well the LM answers.
         shares: of the three in each batch.
         answer_weight: of each token of an answer in the loss; the other tokens weigh 1.
-        reading_loss: what the loss looks at where a text is read with its questions: `all` tokens, or the `answers`
-            alone, which spares most of the work of a large vocabulary. Plain text counts whole.
         documents: newswire documents to generate.
         documents_per_sequence: how many newswire documents a sequence may open with; one of these is drawn each time.
         tokenizer_texts: texts that the tokenizer is learned from, the first ones of each file.
         copy_steps: so many first steps are on random tokens said twice. Nothing but copying predicts them: within a
             minute or two they teach a small LM what answering from a document needs, and what takes it far longer to
             find in documents.
-        copy_length: the fewest and the most tokens said twice. Short ones are found first.
-        copy_rows: sequences of a batch of them; None for as many as of texts.
+        copy_length: the fewest and the most tokens said twice.
         sequence_length: longest sequence in tokens.
         validation_documents: newswire documents, or blocks at the end of the files, that are held out.
         validation_questions: asked at each validation, of those of the data set.
@@ -68,13 +65,11 @@ class CorpusConfig(Config):
     questions: DataConfig | None = None
     shares: Shares = Shares()
     answer_weight: float = Field(1.0, gt=0)
-    reading_loss: Literal["all", "answers"] = "all"
     documents: int = Field(100_000, ge=1)
     documents_per_sequence: tuple[int, ...] = (1,)
     tokenizer_texts: int = Field(20_000, ge=1)
     copy_steps: int = Field(0, ge=0)
     copy_length: tuple[int, int] = (4, 24)
-    copy_rows: int | None = Field(None, ge=1)
     sequence_length: int = Field(256, ge=16)
     validation_documents: int = Field(256, ge=1)
     validation_questions: int = Field(256, ge=1)
@@ -88,10 +83,8 @@ class CorpusConfig(Config):
             raise ValueError("questions and shares.questions go together")
         if (self.cloze > 0) != (self.shares.cloze > 0):
             raise ValueError("cloze and shares.cloze go together")
-        if self.kind == "newswire" and (
-            self.shares != Shares() or self.answer_weight != 1 or self.reading_loss != "all"
-        ):
-            raise ValueError("shares, cloze, questions, answer_weight and reading_loss belong to a corpus of kind text")
+        if self.kind == "newswire" and (self.shares != Shares() or self.answer_weight != 1):
+            raise ValueError("shares, cloze, questions and answer_weight belong to a corpus of kind text")
         return self
 
 

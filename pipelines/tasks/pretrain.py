@@ -17,27 +17,20 @@ from mac_rag.config import Config
 from mac_rag.data.newswire import generate
 from mac_rag.data.types import QADataset
 from mac_rag.loading import quiet
-from mac_rag.minilm import minilm_tokenizer
 from mac_rag.prompt import PromptEncoder, PromptFormat
 from pipelines.tasks.copying import wire_copying
 from pipelines.tasks.corpus import CorpusConfig, ReadingSequences, Sequences, texts
 from pipelines.tasks.embeddings import minilm_embeddings
-from pipelines.tasks.minilm import minilm_decoder, say_what_is_attended
 from pipelines.tasks.prepare import Preparation
 from pipelines.tasks.reading import reading_scores
 from pipelines.tasks.speed import training_speed
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
-_SAMPLE = 256  # sequences that MiniLM's last layer is made ready for writing with
-
 
 class LMConfig(Config):
-    """The LM, its embeddings tied to its output.
+    """Size of the Llama-style LM: RoPE, RMSNorm, SwiGLU, tied embeddings.
 
     Attributes:
-        architecture: `llama`, Llama-style (RoPE, RMSNorm, SwiGLU) with a tokenizer of its own, from random weights; or
-            `minilm`, all-MiniLM-L6-v2 as a causal decoder, which brings its weights, its tokenizer and its sizes: of
-            what follows, only `positions` is for it. See `pipelines.tasks.minilm`.
         positions: longest sequence.
         vocabulary: entries of the BPE; the number tokens come on top.
         rope_theta: base of the rotary positions.
@@ -45,7 +38,6 @@ class LMConfig(Config):
         copying: start with attention heads that copy, which training finds late by itself; see `wire_copying`.
     """
 
-    architecture: Literal["llama", "minilm"] = "llama"
     hidden_size: int = Field(128, ge=8)
     layers: int = Field(4, ge=1)
     heads: int = Field(4, ge=1)
@@ -105,34 +97,6 @@ def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
     )
 
 
-def llama(config: LMConfig, tokenizer: Any) -> LlamaForCausalLM:
-    """A Llama-style LM with the start that the recipe asks for."""
-    lm = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.heads,
-            max_position_embeddings=config.positions,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=True,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-    # Tied to the output, these give logits of unit variance; the usual 0.02 leaves rare tokens hard to tell apart.
-    torch.nn.init.normal_(lm.model.embed_tokens.weight, std=config.hidden_size**-0.5)
-    if config.embeddings == "minilm":
-        with torch.no_grad():
-            lm.model.embed_tokens.weight.copy_(minilm_embeddings(tokenizer, config.hidden_size))
-    if config.copying:
-        wire_copying(lm)
-    return lm
-
-
 class PretrainTask(Task):
     """The LM, its corpus and its validation: perplexity, and for newswire the open-book exact match.
 
@@ -146,25 +110,39 @@ class PretrainTask(Task):
         self.config = config
         folder = output / "tokenizer"
         if not folder.exists():
-            made = minilm_tokenizer() if config.lm.architecture == "minilm" else train_tokenizer(config)
-            made.save_pretrained(folder)
+            train_tokenizer(config).save_pretrained(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.encoder = PromptEncoder(self.tokenizer)
         torch.manual_seed(config.trainer.seed)
-        self.lm: Any
-        if config.lm.architecture == "minilm":
-            self.lm = minilm_decoder(config.lm.positions)
-        else:
-            self.lm = llama(config.lm, self.tokenizer)
+        self.lm = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(self.tokenizer),
+                hidden_size=config.lm.hidden_size,
+                intermediate_size=config.lm.intermediate_size,
+                num_hidden_layers=config.lm.layers,
+                num_attention_heads=config.lm.heads,
+                num_key_value_heads=config.lm.heads,
+                max_position_embeddings=config.lm.positions,
+                rope_parameters={"rope_type": "default", "rope_theta": config.lm.rope_theta},
+                tie_word_embeddings=True,
+                bos_token_id=self.tokenizer.bos_token_id,
+                eos_token_id=self.tokenizer.eos_token_id,
+                pad_token_id=self.tokenizer.pad_token_id,
+            )
+        )
+        # Tied to the output, these give logits of unit variance; the usual 0.02 leaves rare tokens hard to tell apart.
+        torch.nn.init.normal_(self.lm.model.embed_tokens.weight, std=config.lm.hidden_size**-0.5)
+        if config.lm.embeddings == "minilm":
+            with torch.no_grad():
+                self.lm.model.embed_tokens.weight.copy_(minilm_embeddings(self.tokenizer, config.lm.hidden_size))
+        if config.lm.copying:
+            wire_copying(self.lm)
         self._answer_mark = self.encoder.question("")[-2:]
-        self._compiled: Any = torch.compile(self._states, dynamic=False) if config.compile else self._states
+        self._compiled: Any = torch.compile(self._loss, dynamic=False) if config.compile else self._loss
         if config.corpus.kind == "newswire":
             self._open_newswire()
         else:
             self._open_texts(output)
-        if config.lm.architecture == "minilm":
-            ids, targets = self.batch(config.corpus.copy_steps, 0, _SAMPLE)
-            say_what_is_attended(self.lm, ids, targets)
 
     def _open_newswire(self) -> None:
         corpus = self.config.corpus
@@ -207,19 +185,12 @@ class PretrainTask(Task):
             indices = shuffled(len(source), step - copy_steps, micro, count, seed=trainer.seed, per_step=per_step)
             first = step * per_step + micro * count
             rows += [source.sequence(i, first + n) for n, i in enumerate(indices)]
-        ids, targets = self._padded(rows)
-        if self.config.corpus.reading_loss == "answers":
-            # The first source is plain text, if there are others.
-            readings = slice(counts[0] if len(counts) > 1 else 0, None)
-            answers = answer_tokens(ids[readings], self._answer_mark, self.encoder.eos)
-            targets[readings] = targets[readings].masked_fill(~answers, -100)
-        return ids, targets
+        return self._padded(rows)
 
     def _copies(self, size: int) -> tuple[Tensor, Tensor]:
         """Sequences of random tokens said twice; the targets are the second time, all but its first token."""
         shortest, longest = self.config.corpus.copy_length
         length = int(torch.randint(shortest, longest + 1, ()))
-        size = self.config.corpus.copy_rows or size
         tokens = torch.randint(len(self.tokenizer), (size, length))
         ids = torch.cat([torch.full((size, 1), self.tokenizer.bos_token_id), tokens, tokens], 1)
         targets = ids.clone()
@@ -233,26 +204,20 @@ class PretrainTask(Task):
         ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows], device=self.lm.device)
         return ids, ids.masked_fill(ids == pad, -100)
 
-    def _states(self, ids: Tensor) -> Tensor:
-        """The LM's last hidden states of all tokens but the last of each row."""
-        states: Tensor = self.lm.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-        return states
-
-    def _losses(self, targets: Tensor, states: Tensor) -> Tensor:
-        """Negative log-likelihood of each target but those of first tokens `[N]`, in the order of the rows."""
-        wanted = targets[:, 1:] != -100
-        logits = self.lm.get_output_embeddings()(states[wanted])
-        return functional.cross_entropy(logits.float(), targets[:, 1:][wanted], reduction="none")
+    def _loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Negative log-likelihood of every token but the first of each row `[B, L - 1]`, 0 where there is no target."""
+        logits = self.lm(input_ids=ids, use_cache=False).logits[:, :-1]
+        return functional.cross_entropy(logits.float().transpose(1, 2), targets[:, 1:], reduction="none")
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         ids, targets = batch
         # Only blocks are all of one shape; each further shape would be compiled anew.
         compiled = ids.shape[1] == self.config.corpus.sequence_length
-        states = (self._compiled if compiled else self._states)(ids)
-        losses = self._losses(targets, states)
-        answers = answer_tokens(ids, self._answer_mark, self.encoder.eos)[:, 1:][targets[:, 1:] != -100]
+        losses = (self._compiled if compiled else self._loss)(ids, targets)
+        weights = (targets[:, 1:] != -100).float()
+        answers = answer_tokens(ids, self._answer_mark, self.encoder.eos)[:, 1:] & (targets[:, 1:] != -100)
         scalars = {"answers": losses[answers].mean()} if answers.any() else {}
-        weights = torch.where(answers, self.config.corpus.answer_weight, 1.0)
+        weights[answers] = self.config.corpus.answer_weight
         return {"loss": (losses * weights).sum() / weights.sum(), **scalars}
 
     def validate(self) -> dict[str, float]:
@@ -260,9 +225,8 @@ class PretrainTask(Task):
         rows = [self._held_out.sequence(i, i) for i in range(len(self._held_out))]
         for first in range(0, len(rows), 32):
             ids, targets = self._padded(rows[first : first + 32])
-            losses = self._losses(targets, self._states(ids))
-            total += float(losses.sum())
-            count += len(losses)
+            total += float(self._loss(ids, targets).sum())
+            count += int((targets[:, 1:] != -100).sum())
         figures = {"perplexity": math.exp(total / count)}
         if self._asked is not None:
             texts = {document.id: document.text for document in self._asked.documents}

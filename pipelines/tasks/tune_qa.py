@@ -12,14 +12,22 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
+from mac_rag.base_lm import BaseLM
 from mac_rag.config import BaseLMConfig, Config
-from mac_rag.data.types import Document, Question
-from mac_rag.loading import load_causal_lm, quiet
+from mac_rag.data.types import Document, QADataset, Question
+from mac_rag.encoder import length_buckets
+from mac_rag.errors import ConfigError
+from mac_rag.loading import MINILM, load_causal_lm, quiet
+from mac_rag.prefix_lm import PrefixLM
 from mac_rag.prompt import PromptEncoder, PromptFormat
 from mac_rag.tuning import make_trainable, merged
+from pipelines.tasks.minilm import say_what_is_attended
 from pipelines.tasks.questions import ContextConfig, ContextMiner, DataConfig, retrieved
 from pipelines.tasks.reading import reading_scores
 from pipelines.trainer import Task, TrainerConfig, shuffled
+
+_LOOKED_AT, _READ = 2048, 32  # training questions whose answers tell how frequent tokens are; of these, prompts read
+_TOGETHER = 2048  # tokens that a prefix LM reads at once, padding included
 
 
 class TuneConfig(Config):
@@ -55,14 +63,27 @@ class TuneTask(Task):
         torch.manual_seed(config.trainer.seed)
         lm, tokenizer = load_causal_lm(config.base_lm, device)
         self.lm: Any = lm
+        if isinstance(lm, PrefixLM) and (config.loss_on != "answers" or config.questions_per_context > 1):
+            raise ConfigError("a prefix LM reads a question at a time: set loss_on: answers, questions_per_context: 1")
         make_trainable(self.lm, config.lora_rank if config.tune == "lora" else None)
         self.encoder = PromptEncoder(tokenizer, config.prompt)
         data = config.data.training_set()
         self._questions = data.questions
+        if config.base_lm.name == MINILM:
+            self._begin_to_speak(data)
         self._by_document = data.questions_by_document()
         self._miner = ContextMiner(config.context, data)
         self._validation = config.data.validation_set()
         self._validation_retrieved = retrieved(config.context, self._validation)
+
+    def _begin_to_speak(self, data: QADataset) -> None:
+        texts = {document.id: document.text for document in data.documents}
+        asked = self._questions[:_LOOKED_AT]
+        prompts = [self.encoder.prompt(q.question, [texts[q.document_id]]) for q in asked[:_READ]]
+        pad, length = self.encoder.tokenizer.pad_token_id, max(map(len, prompts))
+        ids = torch.tensor([[*row, *[pad] * (length - len(row))] for row in prompts], device=self.lm.device)
+        answers = [token for q in asked for token in self.encoder.answer(q.answers[0])]
+        say_what_is_attended(self.lm, ids, torch.tensor(answers, device=self.lm.device))
 
     def batch(self, step: int, micro: int, size: int) -> list[tuple[list[int], list[int]]]:
         """Sequences as token ids, each with the ids that the loss looks at and -100 elsewhere."""
@@ -93,6 +114,8 @@ class TuneTask(Task):
         return ids[-length:], labels[-length:]
 
     def forward(self, batch: list[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
+        if isinstance(self.lm, PrefixLM):
+            return {"loss": self._prefix_loss(batch)}
         length = max(len(ids) for ids, _ in batch)
         pad = self.encoder.tokenizer.pad_token_id
         device = self.lm.device
@@ -101,6 +124,17 @@ class TuneTask(Task):
         mask = torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids, _ in batch], device=device)
         logits = self.lm(input_ids=ids, attention_mask=mask).logits[:, :-1].flatten(0, 1)
         return {"loss": functional.cross_entropy(logits.float(), labels[:, 1:].flatten(), ignore_index=-100)}
+
+    def _prefix_loss(self, batch: list[tuple[list[int], list[int]]]) -> Tensor:
+        """The same loss, rows of similar length together: prompt and answer are told apart by their labels."""
+        prompts = [[i for i, label in zip(ids, labels, strict=True) if label == -100] for ids, labels in batch]
+        answers = [[label for label in labels if label != -100] for _, labels in batch]
+        base_lm = BaseLM(self.lm, self.encoder.tokenizer, self.encoder.format)
+        total = torch.zeros((), device=self.lm.device)
+        for group in length_buckets([len(ids) for ids, _ in batch], _TOGETHER):
+            losses = base_lm.answer_loss([prompts[i] for i in group], [answers[i] for i in group], None)
+            total = total + losses.sum()
+        return total / sum(map(len, answers))
 
     def validate(self) -> dict[str, float]:
         data = self._validation

@@ -16,14 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from mac_rag.config import BaseLMConfig
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError, DataError
-from mac_rag.loading import load_causal_lm
 from pipelines import check_splits
 from pipelines.tasks.blocks import Blocks, cut, fitted, write_blocks
 from pipelines.tasks.cloze import cloze_questions
-from pipelines.tasks.pretrain import LMConfig, PretrainConfig, PretrainTask, answer_tokens, portions
+from pipelines.tasks.pretrain import PretrainConfig, PretrainTask, answer_tokens, portions
 from pipelines.trainer import Trainer
 
 PLAIN = str.maketrans("", "", ",.")
@@ -185,31 +183,6 @@ def test_the_loss_weighs_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                     total -= float(logits[place - 1, row[place]]) * (3 if inside else 1)
                     weight += 3 if inside else 1
     assert scalars["loss"].item() == pytest.approx(total / weight, rel=1e-5)
-
-
-def test_the_loss_may_look_at_answers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    squad = {"name": "squad", "path": str(squad_folder(tmp_path, monkeypatch)), "train": "qa_lt", "val": "qa_lt_val"}
-    task = PretrainTask(text_recipe(tmp_path, questions=squad, reading_loss="answers"), tmp_path / "out")
-    ids, targets = task.batch(0, 0, 4)
-    assert torch.equal(targets[0] == -100, ids[0] == task.tokenizer.pad_token_id)
-    answered = task.tokenizer.decode(targets[3][targets[3] != -100])
-    assert {answer.strip() for answer in answered.split("</s>")} == {"John Gifford", "1886", ""}
-
-
-def test_an_lm_from_minilm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    squad = {"name": "squad", "path": str(squad_folder(tmp_path, monkeypatch)), "train": "qa_lt", "val": "qa_lt_val"}
-    values = {"questions": squad, "sequence_length": 160, "copy_steps": 1, "copy_rows": 6, "copy_length": [3, 5]}
-    recipe = text_recipe(tmp_path, **values)
-    recipe = recipe.model_copy(update={"lm": LMConfig(architecture="minilm", positions=200)})
-    task = PretrainTask(recipe, tmp_path / "out")
-    assert len(task.batch(0, 0, 4)[0]) == 6
-    with torch.no_grad():
-        at_first = float(task(task.batch(1, 0, 4))["loss"])
-    assert at_first < 7  # it knows how frequent tokens are; all of 30,522 alike would be 10.3
-    Trainer(task, recipe.trainer, tmp_path / "out").run()
-    lm, tokenizer = load_causal_lm(BaseLMConfig(name=str(tmp_path / "out" / "best")), torch.device("cpu"))
-    assert lm.config.is_decoder
-    assert tokenizer("John Gifford").input_ids[0] == tokenizer.bos_token_id
 
 
 @pytest.mark.parametrize(

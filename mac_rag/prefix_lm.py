@@ -1,0 +1,108 @@
+"""A prefix LM: the words of a prompt see each other both ways, and what is written behind them sees what was before.
+
+(Dong et al., 2019, "Unified Language Model Pre-training"; Raffel et al., 2020, section 3.2.) A prompt of documents and
+a question is there as a whole before the answer begins, so nothing is given away, and a small encoder keeps what it
+knows when it becomes a language model. Plain text, which has no prompt, it models as a causal LM does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    BertGenerationConfig,
+    BertGenerationDecoder,
+    BertGenerationEncoder,
+)
+
+
+class PrefixLMConfig(BertGenerationConfig):
+    """BERT's sizes."""
+
+    model_type = "mac-prefix-lm"
+
+
+class PrefixLMBody(BertGenerationEncoder):
+    """The LM without its head, as an amortization network starts from it."""
+
+    config_class = PrefixLMConfig
+
+
+class PrefixLM(BertGenerationDecoder):
+    """BERT with an LM's head.
+
+    `forward` takes one argument more than a causal LM's: `prompt_mask` `[B, L]`, True for the tokens of a prompt. In
+    generation all of the prompt is one; without it, attention is causal.
+    """
+
+    config_class = PrefixLMConfig
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        prompt_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        logits_to_keep: int = 0,
+        **options: Any,
+    ) -> Any:
+        """As `BertGenerationDecoder.forward`.
+
+        Args:
+            input_ids: `[B, L]`.
+            attention_mask: `[B, P + L]`, 0 for padding, P what the cache holds.
+            prompt_mask: `[B, L]`.
+            position_ids, past_key_values, logits_to_keep, options: what a causal LM takes.
+        """
+        if prompt_mask is not None:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            attention_mask = prefix_mask(prompt_mask, attention_mask, past)
+        return super().forward(
+            input_ids,
+            attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            logits_to_keep=logits_to_keep,
+            **options,
+        )
+
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self, input_ids: Tensor, is_first_iteration: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        causal: Any = super()
+        inputs: dict[str, Any] = causal.prepare_inputs_for_generation(
+            input_ids, is_first_iteration=is_first_iteration, **kwargs
+        )
+        if is_first_iteration:
+            inputs["prompt_mask"] = torch.ones_like(inputs["input_ids"], dtype=torch.bool)
+        return inputs
+
+
+def prefix_mask(prompt: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
+    """Which token may see which, `[B, 1, L, P + L]`: all of a prompt, otherwise what was before; padding only itself.
+
+    Args:
+        prompt: `[B, L]`, True for the tokens of the prompt.
+        attention_mask: `[B, P + L]`, 0 for padding; None where there is none.
+        past: P, tokens that the cache holds.
+    """
+    batch, length = prompt.shape
+    prompt = prompt.bool()
+    places = torch.arange(length, device=prompt.device)
+    seen = (places[:, None] >= places) | (prompt[:, :, None] & prompt[:, None])
+    seen = torch.cat([seen.new_ones(batch, length, past), seen], 2)
+    if attention_mask is not None:
+        seen &= attention_mask[:, None].bool()
+    seen[:, places, past + places] = True  # a softmax over nothing is not a number
+    return seen[:, None]
+
+
+AutoConfig.register(PrefixLMConfig.model_type, PrefixLMConfig)
+AutoModel.register(PrefixLMConfig, PrefixLMBody)
+AutoModelForCausalLM.register(PrefixLMConfig, PrefixLM)

@@ -1,0 +1,149 @@
+"""Prefix LMs: who sees whom, in one pass and token by token, and how they are tuned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from mac_rag.base_lm import BaseLM
+from mac_rag.errors import ConfigError
+from mac_rag.model import MACModel
+from mac_rag.prefix_lm import PrefixLM, PrefixLMConfig, prefix_mask
+from mac_rag.prompt import PromptFormat
+from pipelines.tasks.tune_qa import TuneConfig, TuneTask
+from pipelines.trainer import Trainer
+from tests.models import VOCABULARY, mac_config, save_tokenizer
+
+PROMPTS = [[1, 30, 31], [1, 40, 41, 42, 43, 44, 45, 46], [1, 50, 51, 52, 53]]
+ANSWERS = [[60, 61, 2], [62, 2], [63, 64, 65, 66, 2]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(7)
+    config = PrefixLMConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=512, is_decoder=True, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.3,
+    )  # fmt: skip
+    place = tmp_path_factory.mktemp("prefix") / "lm"
+    PrefixLM(config).save_pretrained(place)
+    save_tokenizer(place, "<s> $A")
+    return place
+
+
+@pytest.fixture
+def lm(folder: Path) -> BaseLM:
+    from mac_rag.config import BaseLMConfig
+
+    return BaseLM.load(BaseLMConfig(name=str(folder)), PromptFormat(), torch.device("cpu"))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=4),
+    st.integers(0, 2),
+)
+def test_the_mask_against_its_definition(rows: list[tuple[int, int, int]], past: int) -> None:
+    length = max(map(sum, rows)) or 1
+    padding = [length - prompt - answer for _, prompt, answer in rows]
+    prompts = torch.tensor([[0] * n + [1] * p + [0] * a for n, (_, p, a) in zip(padding, rows, strict=True)])
+    kept = torch.tensor([[1] * past + [0] * n + [1] * (length - n) for n in padding])
+    seen = prefix_mask(prompts, kept, past)
+    for row in range(len(rows)):
+        for i in range(length):
+            for j in range(past + length):
+                before = j <= past + i
+                together = j >= past and bool(prompts[row, i]) and bool(prompts[row, j - past])
+                expected = j == past + i or (bool(kept[row, j]) and (before or together))
+                assert bool(seen[row, 0, i, j]) == expected
+
+
+def test_a_prompt_sees_itself_and_an_answer_only_what_was_before(lm: BaseLM) -> None:
+    ids = torch.tensor([PROMPTS[1] + ANSWERS[2]])
+    prompt = torch.arange(ids.shape[1])[None] < len(PROMPTS[1])
+
+    def changed(place: int) -> torch.Tensor:
+        other = ids.clone()
+        other[0, place] = 99
+        logits = [lm.model(x, prompt_mask=prompt).logits[0] for x in (ids, other)]
+        return ((logits[0] - logits[1]).abs().amax(-1) > 1e-5).nonzero()[:, 0]
+
+    assert changed(5).tolist() == list(range(ids.shape[1]))  # all of the prompt sees its end
+    assert changed(10).tolist() == list(range(10, ids.shape[1]))
+    plain = lm.model(ids).logits[:, :4]
+    assert torch.allclose(plain, lm.model(ids[:, :4]).logits, atol=1e-5)  # without a prompt it is a causal LM
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_is_what_the_losses_say(lm: BaseLM, beams: int) -> None:
+    together = lm.generate(PROMPTS, None, max_new_tokens=5, num_beams=beams)
+    assert together == [lm.generate([p], None, max_new_tokens=5, num_beams=beams)[0] for p in PROMPTS]
+    whole = lm.answer_loss(PROMPTS, ANSWERS, None)
+    one_by_one = [lm.answer_loss([p], [a], None)[0] for p, a in zip(PROMPTS, ANSWERS, strict=True)]
+    torch.testing.assert_close(whole, torch.stack(one_by_one))
+    if beams == 1:
+        assert ["".join(lm.stream(p, None, max_new_tokens=5)) for p in PROMPTS] == together
+        # What greedy generation chose is the most likely first token of all, token by token.
+        first = lm.model(torch.tensor([PROMPTS[0]]), prompt_mask=torch.ones(1, 3, dtype=torch.bool)).logits[0, -1]
+        losses = torch.cat([lm.answer_loss([PROMPTS[0]], [[token]], None) for token in range(VOCABULARY)])
+        assert int(losses.argmin()) == int(first.argmax())
+
+
+def test_a_prefix_lm_comes_back_and_carries_a_memory(folder: Path, tmp_path: Path) -> None:
+    assert isinstance(AutoModelForCausalLM.from_pretrained(folder), PrefixLM)
+    model = MACModel.from_config(mac_config(folder), device="cpu")
+    model.save_pretrained(tmp_path / "mac", dtype=torch.int8)
+    again = MACModel.from_pretrained(tmp_path / "mac", device="cpu")
+    texts = ["A storm closed the port of Riga.", "The mayor of Lisbon opened a bridge."]
+    bank = again.amortize(texts)
+    assert torch.allclose(bank, model.amortize(texts), atol=0.3)
+    questions = ["Which port?", "Who opened a bridge in the town of Lisbon?"]
+    phi = again.aggregate(questions, bank)
+    together = again.generate(questions, [texts, ()], modulation=phi)
+    assert together == [
+        again.generate([q], [c], modulation=p[None])[0] for q, c, p in zip(questions, [texts, ()], phi, strict=True)
+    ]
+
+
+def tuned(name: str, **values: Any) -> TuneConfig:
+    return TuneConfig.parse(
+        {
+            "base_lm": {"name": name},
+            "data": {"documents": 40, "validation_documents": 4},
+            "context": {"retriever": "bm25", "k": [1, 2]},
+            "trainer": {"steps": 2, "batch_size": 4, "learning_rate": 1e-3, "log_every": 1, "best": "f1", "cpu": True},
+            **values,
+        },
+        "test",
+    )
+
+
+def test_a_prefix_lm_is_tuned_on_one_question_at_a_time(folder: Path, tmp_path: Path) -> None:
+    recipe = tuned(str(folder))
+    task = TuneTask(recipe)
+    batch = task.batch(0, 0, 4)
+    base_lm = BaseLM(task.lm.eval(), task.encoder.tokenizer, PromptFormat())
+    total = count = 0
+    for ids, labels in batch:
+        start = next(i for i, label in enumerate(labels) if label != -100)
+        assert ids[start:] == labels[start:]
+        total += float(base_lm.answer_loss([ids[:start]], [ids[start:]], None).detach())
+        count += len(ids) - start
+    assert float(task(batch)["loss"].detach()) == pytest.approx(total / count, rel=1e-4)
+    Trainer(task, recipe.trainer, tmp_path / "out").run()
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "best"), PrefixLM)
+    with pytest.raises(ConfigError, match="a prefix LM reads a question at a time"):
+        TuneTask(tuned(str(folder), questions_per_context=2))
+
+
+def test_minilm_starts_with_the_frequencies_of_tokens() -> None:
+    task = TuneTask(tuned("minilm"))
+    with torch.no_grad():
+        at_first = float(task(task.batch(0, 0, 4))["loss"])
+    assert at_first < 8.5  # all of 30,522 tokens alike would be 10.3
