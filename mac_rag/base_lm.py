@@ -15,11 +15,14 @@ from mac_rag.config import BaseLMConfig, ModulationConfig
 from mac_rag.errors import ModelLoadError
 from mac_rag.loading import load_causal_lm
 from mac_rag.nn.modulation import LMShape, Modulation, linear_names
-from mac_rag.prefix_lm import PrefixLM
+from mac_rag.prefix_lm import PrefixLM, PrefixLMConfig
 from mac_rag.prompt import PromptEncoder, PromptFormat
 
 # Last names of the linear layers that make queries and values: of Llama, Mistral, Qwen; of BERT; of GPT-2, in one.
 LORA_TARGETS = ("q_proj", "v_proj", "query", "value", "c_attn", "query_key_value")
+
+# LMs whose logits are one linear layer on their last states: only those of the answers' tokens are computed.
+_PLAIN_HEADS = {"gpt2", "llama", "mistral", "qwen2", "qwen3", PrefixLMConfig.model_type}
 
 
 class BaseLM(nn.Module):
@@ -101,19 +104,25 @@ class BaseLM(nn.Module):
         ids, mask, positions = self._padded(rows, modulation)
         from_end = torch.arange(ids.shape[1] - 1, -1, -1, device=self.device)
         in_prompt = from_end >= torch.tensor([[len(answer)] for answer in answers], device=self.device)
-        with _attached(modulation, self.model):
-            logits = self.model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=modulation.cache() if modulation else None,
-                logits_to_keep=kept + 1,
-                **self._prompt(in_prompt),
-            ).logits[:, :-1]
         targets = torch.full((len(rows), kept), -100, device=self.device)
         for target, answer in zip(targets, answers, strict=True):
             target[kept - len(answer) :] = torch.tensor(answer)
-        losses = functional.cross_entropy(logits.transpose(1, 2).float(), targets, reduction="none")
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "past_key_values": modulation.cache() if modulation else None,
+            **self._prompt(in_prompt),
+        }
+        wanted = targets != -100
+        with _attached(modulation, self.model):
+            if self.model.config.model_type in _PLAIN_HEADS:
+                states = self.model.base_model(**inputs).last_hidden_state[:, -kept - 1 : -1]
+                logits = self.model.get_output_embeddings()(states[wanted])
+            else:
+                logits = self.model(**inputs, logits_to_keep=kept + 1).logits[:, :-1][wanted]
+        losses = torch.zeros(targets.shape, device=self.device)
+        losses[wanted] = functional.cross_entropy(logits.float(), targets[wanted], reduction="none")
         return losses.sum(1)
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mac_rag import cli_bank, cli_try
+from mac_rag import DEFAULT_MODEL, cli_bank, cli_try
 from mac_rag.cli_options import (
     BankOption,
     FolderOption,
@@ -56,7 +56,7 @@ def adapt(
         list[Path], typer.Argument(help="Text or Markdown, one document each; JSON Lines; CSV; - for standard input.")
     ],
     bank: BankOption,
-    model: ModelOption = "mac-tiny",
+    model: ModelOption = DEFAULT_MODEL,
     on_long: Annotated[
         Literal["chunk", "error"],
         typer.Option(help="A document beyond the model's limit: remember it in parts (chunk), or refuse (error)."),
@@ -120,7 +120,7 @@ def adapt(
 def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
     bank: BankOption,
-    model: ModelOption = "mac-tiny",
+    model: ModelOption = DEFAULT_MODEL,
     explain: Annotated[bool, typer.Option("--explain", help="Show the documents with most attention.")] = False,
     retriever: RetrieverOption = "none",
     retriever_folder: FolderOption = None,
@@ -141,7 +141,7 @@ def ask(
 def reconcile(
     bank: BankOption,
     retriever: RetrieverOption,
-    model: ModelOption = "mac-tiny",
+    model: ModelOption = DEFAULT_MODEL,
     retriever_folder: FolderOption = None,
     allow_emptying: Annotated[
         bool, typer.Option("--allow-emptying", help="Even if the retriever holds none of the bank's documents.")

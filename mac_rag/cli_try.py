@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mac_rag import DEFAULT_MODEL
 from mac_rag.cli_options import ModelOption
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def try_out(
         str | None,
         typer.Argument(metavar="[-]", help="A dash: type lines of your own.", show_default="three paragraphs of ours"),
     ] = None,
-    model: ModelOption = "mac-tiny",
+    model: ModelOption = DEFAULT_MODEL,
     k: Annotated[int, typer.Option(min=1, help="How many paragraphs BM25 puts in front of a question.")] = 1,
 ) -> None:
     """Try it: with -, a line that ends in ? is a question, and any other is a paragraph to remember.

@@ -60,7 +60,7 @@ class EncoderConfig(Config):
     Attributes:
         design: how the learned vectors meet the text; see `mac_rag.nn.amortization`.
         name: of the pretrained backbone; None starts it from the base LM's own weights (design decoder-only); `minilm`
-            is all-MiniLM-L6-v2 from its installed package (design encoder-only).
+            is all-MiniLM-L6-v2 from its installed package.
         revision: branch, tag or commit on the Hub.
         dtype: of the backbone's weights in memory.
         quantization: of the pretrained backbone, which is then frozen; what is learned from scratch never is.
@@ -68,7 +68,7 @@ class EncoderConfig(Config):
             which spares a small model half of its size. Both must have one vocabulary and dtype.
     """
 
-    design: Literal["encoder-decoder", "encoder-only", "decoder-only"] = "encoder-decoder"
+    design: Literal["encoder-decoder", "encoder-only", "encoder-pooling", "decoder-only"] = "encoder-decoder"
     name: str | None
     revision: str | None = None
     dtype: Dtype = "fp32"

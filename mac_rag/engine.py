@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mac_rag import DEFAULT_MODEL
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.consistency import Reconciliation, finish, is_held, reconcile, unfiled
 from mac_rag.data.types import Document
@@ -56,7 +57,7 @@ class MACEngine:
 
     def __init__(
         self,
-        model: MACModel | str = "mac-tiny",
+        model: MACModel | str = DEFAULT_MODEL,
         bank: MemoryBank | None = None,
         retriever: Retriever | None = None,
         *,

@@ -29,6 +29,7 @@ from mac_rag.prefix_lm import PrefixLM  # noqa: F401, known to AutoModelForCausa
 PACKED_LM = "model.int8.safetensors"  # in place of transformers' own file; see `mac_rag.packing`
 MINILM = "minilm"  # all-MiniLM-L6-v2, which comes with a package and not from the Hub
 MINILM_POSITIONS = 1536
+_ENCODER_ALONE = ("encoder-only", "encoder-pooling")
 
 DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -166,7 +167,7 @@ def check_design(config: EncoderConfig, architecture: Any) -> None:
         fault = "is no encoder-decoder"
     elif config.design == "decoder-only" and seq2seq:
         fault = "is an encoder-decoder"
-    elif config.design == "encoder-only" and seq2seq and architecture.model_type != "t5":
+    elif config.design in _ENCODER_ALONE and seq2seq and architecture.model_type != "t5":
         fault = "has no encoder that can be used alone"
     else:
         return
@@ -199,7 +200,7 @@ def require_gradients(quantization: Quantization, device: torch.device) -> None:
 
 
 def _backbone_class(config: EncoderConfig, architecture: Any) -> Any:
-    if config.design == "encoder-only" and architecture.model_type == "t5":
+    if config.design in _ENCODER_ALONE and architecture.model_type == "t5":
         return T5EncoderModel
     return AutoModel
 

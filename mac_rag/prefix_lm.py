@@ -28,16 +28,10 @@ class PrefixLMConfig(BertGenerationConfig):
 
 
 class PrefixLMBody(BertGenerationEncoder):
-    """The LM without its head, as an amortization network starts from it."""
+    """The LM without its head, as an amortization network starts from it.
 
-    config_class = PrefixLMConfig
-
-
-class PrefixLM(BertGenerationDecoder):
-    """BERT with an LM's head.
-
-    `forward` takes one argument more than a causal LM's: `prompt_mask` `[B, L]`, True for the tokens of a prompt. In
-    generation all of the prompt is one; without it, attention is causal.
+    `forward` takes one argument more than BERT's: `prompt_mask` `[B, L]`, True for the tokens of a prompt. Without it,
+    attention is causal.
     """
 
     config_class = PrefixLMConfig
@@ -49,24 +43,44 @@ class PrefixLM(BertGenerationDecoder):
         position_ids: Tensor | None = None,
         prompt_mask: Tensor | None = None,
         past_key_values: Any = None,
-        logits_to_keep: int = 0,
         **options: Any,
     ) -> Any:
-        """As `BertGenerationDecoder.forward`.
-
-        Args:
-            input_ids: `[B, L]`.
-            attention_mask: `[B, P + L]`, 0 for padding, P what the cache holds.
-            prompt_mask: `[B, L]`.
-            position_ids, past_key_values, logits_to_keep, options: what a causal LM takes.
-        """
+        """As `BertGenerationEncoder.forward`, with `attention_mask` `[B, P + L]`, P what the cache holds."""
         if prompt_mask is not None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             attention_mask = prefix_mask(prompt_mask, attention_mask, past)
         return super().forward(
+            input_ids, attention_mask, position_ids=position_ids, past_key_values=past_key_values, **options
+        )
+
+
+class PrefixLM(BertGenerationDecoder):
+    """BERT with an LM's head. In generation all that is given is one prompt."""
+
+    config_class = PrefixLMConfig
+
+    def __init__(self, config: PrefixLMConfig) -> None:
+        super().__init__(config)
+        self.bert = PrefixLMBody(config)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        prompt_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        logits_to_keep: int = 0,
+        **options: Any,
+    ) -> Any:
+        """As `BertGenerationDecoder.forward`, with `PrefixLMBody`'s `prompt_mask`."""
+        # These arguments are named because generation asks the signature for them.
+        return super().forward(
             input_ids,
             attention_mask,
             position_ids=position_ids,
+            prompt_mask=prompt_mask,
             past_key_values=past_key_values,
             logits_to_keep=logits_to_keep,
             **options,

@@ -25,6 +25,8 @@ DESIGNS = [
     ("encoder-decoder", "t5"),
     ("encoder-only", "t5"),
     ("encoder-only", "bert"),
+    ("encoder-pooling", "t5"),
+    ("encoder-pooling", "bert"),
     ("decoder-only", "gpt2"),
     ("decoder-only", "llama"),
 ]
@@ -51,6 +53,18 @@ def test_amortization_in_small_batches_keeps_the_order(designed: MACModel) -> No
 def test_every_document_has_memory_tokens_of_its_own(designed: MACModel) -> None:
     phi = designed.amortize(DOCUMENTS).flatten(1)
     assert torch.cdist(phi, phi).add(torch.eye(len(phi)) * 9).min() > 1e-4
+
+
+def test_a_pooling_encoder_starts_from_the_mean_of_its_states(model_folder: Folder) -> None:
+    config = mac_config(model_folder("gpt2"), model_folder("bert"), "encoder-pooling")
+    model = MACModel.from_config(config, device="cpu")
+    network = model.amortization.network
+    with torch.no_grad():
+        network.queries.zero_()
+        network.mlps.outer.zero_()
+        ids = torch.tensor([model.amortization.ids(DOCUMENTS[0])])
+        mean = network.backbone(input_ids=ids).last_hidden_state.mean(1)
+        torch.testing.assert_close(network.states(ids, torch.ones_like(ids)), mean[:, None].expand(-1, 4, -1))
 
 
 def test_gradients_reach_every_trained_weight(designed: MACModel) -> None:

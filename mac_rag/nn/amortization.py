@@ -1,8 +1,8 @@
-"""The amortization network g_amort and the input encoder g_input: a text becomes T memory tokens, in three designs.
+"""The amortization network g_amort and the input encoder g_input: a text becomes T memory tokens, in four designs.
 
-The backbone is any transformers model as it is; the T learned vectors are given as embeddings, and one two-layer MLP
-for each output token maps the backbone's width to D (appendix A). Padding is masked everywhere and takes up no
-position, so a text has the same memory tokens whatever it is batched with.
+The backbone is any transformers model as it is; the T learned vectors are given as embeddings or attend to its output,
+and one two-layer MLP for each output token maps the backbone's width to D (appendix A). Padding is masked everywhere and
+takes up no position, so a text has the same memory tokens whatever it is batched with.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+
+_QUIET = 0.1  # the MLPs' share in the memory tokens of a pooling encoder at its start
 
 
 class TokenMLPs(nn.Module):
@@ -126,6 +129,41 @@ class EncoderOnly(AmortizationNetwork):
         return states
 
 
+class EncoderPooling(AmortizationNetwork):
+    """A bidirectional encoder that reads the text alone, and one layer of attention from the learned vectors to it.
+
+    (As in Lee et al., 2019, "Set Transformer", and as the cross-attention of T5's decoder.) A sentence encoder keeps
+    the states that it has learned: at the start every memory token is close to their mean, by which it compares texts.
+    """
+
+    def __init__(self, backbone: Any, tokens: int, width: int, mlp_width: int | None = None) -> None:
+        super().__init__(backbone, tokens, width, mlp_width)
+        inner: int = backbone.config.hidden_size
+        self.heads: int = backbone.config.num_attention_heads
+        self.norm = nn.LayerNorm(inner)
+        self.to_key, self.to_value, self.to_out = (nn.Linear(inner, inner, bias=False) for _ in range(3))
+        for linear in (self.to_key, self.to_value, self.to_out):
+            nn.init.eye_(linear.weight)
+        with torch.no_grad():
+            self.mlps.outer.mul_(_QUIET)
+
+    def initial_scale(self) -> float:
+        return 1.0  # of attention's queries, beside keys of the same
+
+    def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        text = self.backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        keys = self.to_key(self.norm(text.to(self.queries.dtype)))
+        query, key, value = (
+            x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for x in (self.queries.expand(len(text), -1, -1), keys, self.to_value(text.to(self.queries.dtype)))
+        )
+        pooled = functional.scaled_dot_product_attention(
+            query.to(key.dtype), key, value, attn_mask=attention_mask[:, None, None].bool()
+        )
+        states: Tensor = self.to_out(pooled.transpose(1, 2).flatten(2))
+        return states
+
+
 class DecoderOnly(AmortizationNetwork):
     """A causal LM with the learned vectors behind the text; positions skip the padding between them."""
 
@@ -145,5 +183,6 @@ class DecoderOnly(AmortizationNetwork):
 DESIGNS: dict[str, type[AmortizationNetwork]] = {
     "encoder-decoder": EncoderDecoder,
     "encoder-only": EncoderOnly,
+    "encoder-pooling": EncoderPooling,
     "decoder-only": DecoderOnly,
 }

@@ -34,6 +34,7 @@ from llama_index.core.types import TokenAsyncGen, TokenGen
 from llama_index.core.vector_stores.types import MetadataFilters
 from llama_index_instrumentation import get_dispatcher
 
+from mac_rag import DEFAULT_MODEL
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, MACError
 from mac_rag.integrations.llama_index.filters import FilteringComponent
@@ -68,7 +69,7 @@ class MACLLM(FilteringComponent, CustomLLM):
     mode condense_plus_context needs `skip_condense=True`. Structured output, output parsers and tools are refused.
 
     Args:
-        model: name or path of a checkpoint, or a model; None for `mac-tiny`. Its bank is empty: fill `llm.engine`.
+        model: name or path of a checkpoint, or a model; None for the default. Its bank is empty: fill `llm.engine`.
         engine: an engine with its model and bank, instead of `model`.
         use_memory: True to always answer with the bank, which must not be empty; False never to; None to use it when
             it holds documents, and otherwise answer from the context alone.
@@ -103,7 +104,7 @@ class MACLLM(FilteringComponent, CustomLLM):
         elif isinstance(model, MACModel):
             name, engine = _describe(model), MACEngine(model)
         else:
-            name = str(model or "mac-tiny")
+            name = str(model or DEFAULT_MODEL)
             engine = MACEngine(name)
         super().__init__(
             model=name,
