@@ -1,8 +1,8 @@
 """The amortization network g_amort and the input encoder g_input: a text becomes T memory tokens, in four designs.
 
 The backbone is any transformers model as it is; the T learned vectors are given as embeddings or attend to its output,
-and one two-layer MLP for each output token maps the backbone's width to D (appendix A). Padding is masked everywhere and
-takes up no position, so a text has the same memory tokens whatever it is batched with.
+and one two-layer MLP for each output token maps the backbone's width to D (appendix A). Padding is masked everywhere
+and takes up no position, so a text has the same memory tokens whatever it is batched with.
 """
 
 from __future__ import annotations
