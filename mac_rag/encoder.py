@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from mac_rag.errors import DocumentError
 from mac_rag.nn.amortization import AmortizationNetwork
 
+_ALIKE = 1.5  # the longest of texts that are encoded together, in lengths of the shortest
+
 
 class TextEncoder(nn.Module):
     """g_amort for documents or g_input for questions.
@@ -52,7 +54,13 @@ class TextEncoder(nn.Module):
         return ids
 
     def forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Encodes token ids of K texts to memory tokens `[K, T, D]`."""
+        """Encodes token ids of K texts to memory tokens `[K, T, D]`; texts of similar length go together."""
+        groups = similar_lengths([len(row) for row in rows], _ALIKE)
+        tokens = torch.cat([self._encoded([rows[i] for i in group]) for group in groups])
+        places = torch.tensor([i for group in groups for i in group], device=tokens.device)
+        return tokens[places.argsort()]
+
+    def _encoded(self, rows: Sequence[Sequence[int]]) -> Tensor:
         length = max(map(len, rows))
         # What fills the padding does not matter: it is masked.
         ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device)
@@ -114,6 +122,19 @@ class TextEncoder(nn.Module):
             chunks.append(rest[:cut].strip())
             rest = rest[cut:].strip()
         return chunks
+
+
+def similar_lengths(lengths: Sequence[int], ratio: float) -> list[list[int]]:
+    """Groups indices so that no length of a group is more than `ratio` times its shortest: little is padding.
+
+    Every index is in exactly one group; groups and their members ascend in length.
+    """
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if not groups or lengths[index] > ratio * lengths[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(index)
+    return groups
 
 
 def length_buckets(lengths: Sequence[int], budget: int) -> list[list[int]]:

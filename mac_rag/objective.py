@@ -17,11 +17,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from mac_rag.config import Config
+from mac_rag.encoder import similar_lengths
 from mac_rag.errors import ConfigError
 from mac_rag.nn.attention import direct_attention
 
 if TYPE_CHECKING:
     from mac_rag.model import MACModel
+
+_ALIKE = 2.0  # the longest of prompts that go through the LM together, in lengths of the shortest
 
 
 class LossWeights(Config):
@@ -163,17 +166,7 @@ def _mean_loss(model: MACModel, prompts: Sequence[list[int]], targets: Sequence[
     """
     lengths = [len(prompt) + len(target) for prompt, target in zip(prompts, targets, strict=True)]
     total = phi.new_zeros(())
-    for group in _similar(lengths):
+    for group in similar_lengths(lengths, _ALIKE):
         chosen = [prompts[i] for i in group], [targets[i] for i in group]
         total = total + model.base_lm.answer_loss(*chosen, model.modulation(phi[group])).sum()
     return total / sum(map(len, targets))
-
-
-def _similar(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices in groups of which no member is longer than twice the shortest."""
-    groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if not groups or lengths[index] > 2 * lengths[groups[-1][0]]:
-            groups.append([])
-        groups[-1].append(index)
-    return groups

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mac_rag.encoder import TextEncoder, length_buckets
+from mac_rag.encoder import TextEncoder, length_buckets, similar_lengths
 from mac_rag.model import MACModel
 from mac_rag.prompt import PromptEncoder, PromptFormat
 
@@ -79,3 +81,13 @@ def test_braces_in_a_text_are_text(encoder: TextEncoder) -> None:
 def test_templates_hold_their_slot_once(template: str) -> None:
     with pytest.raises(ValueError, match="exactly once"):
         PromptFormat(question=template)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40), st.sampled_from([1.0, 1.5, 2.0]))
+def test_similar_lengths_hold_each_text_once_and_little_padding(lengths: list[int], ratio: float) -> None:
+    groups = similar_lengths(lengths, ratio)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    for group in groups:
+        assert max(lengths[i] for i in group) <= ratio * min(lengths[i] for i in group)
+    for shorter, longer in itertools.pairwise(groups):  # no group could have taken in the next text
+        assert lengths[longer[0]] > ratio * lengths[shorter[0]]

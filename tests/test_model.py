@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,16 +57,19 @@ def test_every_document_has_memory_tokens_of_its_own(designed: MACModel) -> None
     assert torch.cdist(phi, phi).add(torch.eye(len(phi)) * 9).min() > 1e-4
 
 
-def test_a_pooling_encoder_starts_from_the_mean_of_its_states(model_folder: Folder) -> None:
+def test_a_pooling_encoder_starts_from_means_of_its_states(model_folder: Folder) -> None:
     config = mac_config(model_folder("gpt2"), model_folder("bert"), "encoder-pooling")
     model = MACModel.from_config(config, device="cpu")
-    network = model.amortization.network
+    network: Any = model.amortization.network
     with torch.no_grad():
-        network.queries.zero_()
-        network.mlps.outer.zero_()
         ids = torch.tensor([model.amortization.ids(DOCUMENTS[0])])
-        mean = network.backbone(input_ids=ids).last_hidden_state.mean(1)
-        torch.testing.assert_close(network.states(ids, torch.ones_like(ids)), mean[:, None].expand(-1, 4, -1))
+        states = network.backbone(input_ids=ids).last_hidden_state[0]
+        places = (torch.arange(len(states)) + 0.5) / len(states)
+        for reach in (0.3, 1.0, 1e4):  # the last: the mean of all
+            network.log_reach.fill_(math.log(reach))
+            shares = [torch.exp(-0.5 * ((places * 4 - t - 0.5) / reach) ** 2) for t in range(4)]
+            expected = torch.stack([(share / share.sum()) @ states for share in shares])
+            torch.testing.assert_close(network.states(ids, torch.ones_like(ids))[0], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_gradients_reach_every_trained_weight(designed: MACModel) -> None:

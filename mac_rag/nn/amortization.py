@@ -132,8 +132,10 @@ class EncoderOnly(AmortizationNetwork):
 class EncoderPooling(AmortizationNetwork):
     """A bidirectional encoder that reads the text alone, and one layer of attention from the learned vectors to it.
 
-    (As in Lee et al., 2019, "Set Transformer", and as the cross-attention of T5's decoder.) A sentence encoder keeps
-    the states that it has learned: at the start every memory token is close to their mean, by which it compares texts.
+    The cross-attention is that of T5's decoder or of Lee et al. (2019, "Set Transformer"), but each memory token looks
+    at a stretch of the text of its own: to the logits is added the log of a normal density around it, as wide as the
+    head has learned. So a memory token starts as the mean of the states of a few words, which an LM can read, and all
+    memory tokens together as the mean by which a sentence encoder compares texts.
     """
 
     def __init__(self, backbone: Any, tokens: int, width: int, mlp_width: int | None = None) -> None:
@@ -144,24 +146,33 @@ class EncoderPooling(AmortizationNetwork):
         self.to_key, self.to_value, self.to_out = (nn.Linear(inner, inner, bias=False) for _ in range(3))
         for linear in (self.to_key, self.to_value, self.to_out):
             nn.init.eye_(linear.weight)
+        self.log_reach = nn.Parameter(torch.zeros(self.heads))  # standard deviations, in stretches
         with torch.no_grad():
             self.mlps.outer.mul_(_QUIET)
 
     def initial_scale(self) -> float:
-        return 1.0  # of attention's queries, beside keys of the same
+        return 0.0  # what a memory token looks for within its stretch is learned
 
     def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        text = self.backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        keys = self.to_key(self.norm(text.to(self.queries.dtype)))
+        output = self.backbone(input_ids=input_ids, attention_mask=attention_mask)
+        text = output.last_hidden_state.to(self.queries.dtype)
         query, key, value = (
             x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for x in (self.queries.expand(len(text), -1, -1), keys, self.to_value(text.to(self.queries.dtype)))
+            for x in (self.queries.expand(len(text), -1, -1), self.to_key(self.norm(text)), self.to_value(text))
         )
         pooled = functional.scaled_dot_product_attention(
-            query.to(key.dtype), key, value, attn_mask=attention_mask[:, None, None].bool()
+            query.to(key.dtype), key, value, attn_mask=self._places(attention_mask).to(key.dtype)
         )
         states: Tensor = self.to_out(pooled.transpose(1, 2).flatten(2))
         return states
+
+    def _places(self, attention_mask: Tensor) -> Tensor:
+        """What is added to the logits `[K, H, T, L]`: how far a word is from a memory token's stretch."""
+        words = (attention_mask.cumsum(1) - 0.5) / attention_mask.sum(1, keepdim=True)  # in (0, 1)
+        centres = (torch.arange(self.tokens, device=words.device) + 0.5) / self.tokens
+        stretches = (words[:, None] - centres[:, None]) * self.tokens  # [K, T, L]
+        logits = -0.5 * (stretches[:, None] / self.log_reach.exp()[:, None, None]).square()
+        return logits.masked_fill(~attention_mask[:, None, None].bool(), -torch.inf)
 
 
 class DecoderOnly(AmortizationNetwork):
