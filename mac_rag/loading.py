@@ -59,7 +59,7 @@ def load_causal_lm(config: BaseLMConfig, device: torch.device, folder: Path | No
         QuantizationError: when bitsandbytes is missing.
     """
     if config.name == MINILM:
-        return _from_package(config, device, lm=True), _minilm_tokenizer()
+        return _from_package(config, device, lm=True), load_tokenizer(MINILM)
     place = resolve(config.name, folder)
     options = _options(config.dtype, config.quantization, device)
     if (Path(place) / PACKED_LM).is_file():
@@ -90,6 +90,10 @@ def load_tokenizer(place: str, revision: str | None = None) -> Any:
     Raises:
         ModelLoadError: when there is none of that name.
     """
+    if place == MINILM:
+        from mac_rag.minilm import minilm_tokenizer
+
+        return minilm_tokenizer()
     return loaded("a tokenizer", place, AutoTokenizer.from_pretrained, revision=revision)
 
 
@@ -127,23 +131,6 @@ def _from_package(config: BaseLMConfig | EncoderConfig, device: torch.device, *,
     with quiet():
         model: Any = minilm_lm(MINILM_POSITIONS) if lm else minilm_encoder(MINILM_POSITIONS)
     return model.to(device, DTYPES[config.dtype])
-
-
-def _minilm_tokenizer() -> Any:
-    from mac_rag.minilm import minilm_tokenizer
-
-    return minilm_tokenizer()
-
-
-def load_backbone_tokenizer(config: EncoderConfig) -> Any:
-    """Loads the tokenizer of a pretrained backbone.
-
-    Raises:
-        ModelLoadError: when there is none of that name.
-    """
-    if config.name == MINILM:
-        return _minilm_tokenizer()
-    return load_tokenizer(str(config.name), config.revision)
 
 
 def empty_backbone(config: EncoderConfig, architecture: Any) -> nn.Module:

@@ -16,7 +16,7 @@ from mac_rag.base_lm import BaseLM
 from mac_rag.config import EncoderConfig, MACConfig
 from mac_rag.encoder import TextEncoder
 from mac_rag.errors import BankError, ConfigError, ModelLoadError
-from mac_rag.loading import load_backbone, load_backbone_tokenizer
+from mac_rag.loading import load_backbone, load_tokenizer
 from mac_rag.nn.aggregation import AggregationNetwork, BankProjection, BankView
 from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning, key_value_maps
@@ -324,7 +324,7 @@ def make_encoder(config: MACConfig, part: EncoderConfig, backbone: Any, tokenize
 def _pretrained_encoder(part: EncoderConfig, config: MACConfig, base_lm: BaseLM) -> TextEncoder:
     if part.name is not None:
         backbone = load_backbone(part, base_lm.device)
-        return make_encoder(config, part, backbone, load_backbone_tokenizer(part), base_lm)
+        return make_encoder(config, part, backbone, load_tokenizer(part.name, part.revision), base_lm)
     if config.base_lm.quantization != "none":
         raise ModelLoadError(
             f"the base LM is quantised ({config.base_lm.quantization}), so an encoder cannot start from its weights; "

@@ -40,7 +40,6 @@ class PrefixLMBody(BertGenerationEncoder):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
         prompt_mask: Tensor | None = None,
         past_key_values: Any = None,
         **options: Any,
@@ -49,9 +48,7 @@ class PrefixLMBody(BertGenerationEncoder):
         if prompt_mask is not None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             attention_mask = prefix_mask(prompt_mask, attention_mask, past)
-        return super().forward(
-            input_ids, attention_mask, position_ids=position_ids, past_key_values=past_key_values, **options
-        )
+        return super().forward(input_ids, attention_mask, past_key_values=past_key_values, **options)
 
 
 class PrefixLM(BertGenerationDecoder):

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from mac_rag.base_lm import LORA_TARGETS
 from mac_rag.encoder import length_buckets
 from mac_rag.errors import ConfigError
-from mac_rag.loading import load_backbone, load_backbone_tokenizer
+from mac_rag.loading import load_backbone, load_tokenizer
 from mac_rag.nn.modulation import Change, HookedModulation, linear_names
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class CCM(nn.Module):
             tokenizer = copy.deepcopy(base_lm.tokenizer)
         else:
             backbone = load_backbone(encoder, base_lm.device)
-            tokenizer = load_backbone_tokenizer(encoder)
+            tokenizer = load_tokenizer(encoder.name, encoder.revision)
         tokenizer.padding_side = "right"
         self.retriever = EncoderRetriever(backbone, tokenizer).to(base_lm.device)
 
