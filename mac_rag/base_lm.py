@@ -96,14 +96,28 @@ class BaseLM(nn.Module):
         raise ModelLoadError(f"found no list of decoder layers in {self.model.config.model_type}")
 
     def answer_loss(
-        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], modulation: Modulation | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        modulation: Modulation | None,
+        *,
+        apart: Sequence[int] | None = None,
     ) -> Tensor:
-        """Negative log-likelihood of the answers' tokens (the loss of equation 2), `[B]`: a sum for each answer."""
+        """Negative log-likelihood of the answers' tokens (the loss of equation 2), `[B]`: a sum for each answer.
+
+        Args:
+            prompts, answers: token ids of B rows.
+            modulation: of B rows, or None for the LM alone.
+            apart: how many tokens at the front of each prompt a prefix LM reads without seeing the rest, as if they
+                were in a cache; None for none. A causal LM reads all prompts so.
+        """
         rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         kept = max(map(len, answers))
         ids, mask, positions = self._padded(rows, modulation)
         from_end = torch.arange(ids.shape[1] - 1, -1, -1, device=self.device)
-        in_prompt = from_end >= torch.tensor([[len(answer)] for answer in answers], device=self.device)
+        rest = [len(prompt) - front for prompt, front in zip(prompts, apart or [0] * len(rows), strict=True)]
+        after = [[len(answer), length + len(answer)] for length, answer in zip(rest, answers, strict=True)]
+        parts = (from_end[:, None] >= torch.tensor(after, device=self.device)[:, None]).sum(-1)
         targets = torch.full((len(rows), kept), -100, device=self.device)
         for target, answer in zip(targets, answers, strict=True):
             target[kept - len(answer) :] = torch.tensor(answer)
@@ -112,7 +126,7 @@ class BaseLM(nn.Module):
             "attention_mask": mask,
             "position_ids": positions,
             "past_key_values": modulation.cache() if modulation else None,
-            **self._prompt(in_prompt),
+            **self._parts(parts),
         }
         wanted = targets != -100
         with _attached(modulation, self.model):
@@ -157,7 +171,7 @@ class BaseLM(nn.Module):
         cache = modulation.cache() if modulation else None
         generated: list[int] = []
         sent = ""
-        prompted = self._prompt(torch.ones_like(ids, dtype=torch.bool))
+        prompted = self._parts(torch.ones_like(ids))
         for _ in range(max_new_tokens):
             with _attached(modulation, self.model):
                 output = self.model(
@@ -186,9 +200,9 @@ class BaseLM(nn.Module):
         if rest:
             yield rest
 
-    def _prompt(self, mask: Tensor) -> dict[str, Tensor]:
-        """The argument that tells a prefix LM which tokens `[B, L]` are the prompt; a causal LM has none."""
-        return {"prompt_mask": mask} if isinstance(self.model, PrefixLM) else {}
+    def _parts(self, parts: Tensor) -> dict[str, Tensor]:
+        """The argument that tells a prefix LM the parts of its prompts `[B, L]`; a causal LM has none."""
+        return {"parts": parts} if isinstance(self.model, PrefixLM) else {}
 
     def _padded(self, rows: Sequence[Sequence[int]], modulation: Modulation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Rows padded on the left: ids `[B, L]`, mask `[B, P + L]` with the prefix, positions `[B, L]`."""

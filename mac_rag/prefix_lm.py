@@ -30,8 +30,8 @@ class PrefixLMConfig(BertGenerationConfig):
 class PrefixLMBody(BertGenerationEncoder):
     """The LM without its head, as an amortization network starts from it.
 
-    `forward` takes one argument more than BERT's: `prompt_mask` `[B, L]`, True for the tokens of a prompt. Without it,
-    attention is causal.
+    `forward` takes one argument more than BERT's: `parts` `[B, L]`, numbers that say which tokens are one part of a
+    prompt; see `prefix_mask`. Without them, attention is causal.
     """
 
     config_class = PrefixLMConfig
@@ -40,14 +40,14 @@ class PrefixLMBody(BertGenerationEncoder):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        prompt_mask: Tensor | None = None,
+        parts: Tensor | None = None,
         past_key_values: Any = None,
         **options: Any,
     ) -> Any:
         """As `BertGenerationEncoder.forward`, with `attention_mask` `[B, P + L]`, P what the cache holds."""
-        if prompt_mask is not None:
+        if parts is not None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
-            attention_mask = prefix_mask(prompt_mask, attention_mask, past)
+            attention_mask = prefix_mask(parts, attention_mask, past)
         return super().forward(input_ids, attention_mask, past_key_values=past_key_values, **options)
 
 
@@ -66,18 +66,18 @@ class PrefixLM(BertGenerationDecoder):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        prompt_mask: Tensor | None = None,
+        parts: Tensor | None = None,
         past_key_values: Any = None,
         logits_to_keep: int = 0,
         **options: Any,
     ) -> Any:
-        """As `BertGenerationDecoder.forward`, with `PrefixLMBody`'s `prompt_mask`."""
+        """As `BertGenerationDecoder.forward`, with `PrefixLMBody`'s `parts`."""
         # These arguments are named because generation asks the signature for them.
         return super().forward(
             input_ids,
             attention_mask,
             position_ids=position_ids,
-            prompt_mask=prompt_mask,
+            parts=parts,
             past_key_values=past_key_values,
             logits_to_keep=logits_to_keep,
             **options,
@@ -91,22 +91,23 @@ class PrefixLM(BertGenerationDecoder):
             input_ids, is_first_iteration=is_first_iteration, **kwargs
         )
         if is_first_iteration:
-            inputs["prompt_mask"] = torch.ones_like(inputs["input_ids"], dtype=torch.bool)
+            inputs["parts"] = torch.ones_like(inputs["input_ids"])
         return inputs
 
 
-def prefix_mask(prompt: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
-    """Which token may see which, `[B, 1, L, P + L]`: all of a prompt, otherwise what was before; padding only itself.
+def prefix_mask(parts: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
+    """Which token may see which, `[B, 1, L, P + L]`: its part of the prompt and what was before; padding only itself.
 
     Args:
-        prompt: `[B, L]`, True for the tokens of the prompt.
+        parts: `[B, L]`, the same number above 0 for tokens that see each other both ways, 0 for those behind the
+            prompt. A whole prompt is one part; documents in a part before the question's do not know what is asked.
         attention_mask: `[B, P + L]`, 0 for padding; None where there is none.
         past: P, tokens that the cache holds.
     """
-    batch, length = prompt.shape
-    prompt = prompt.bool()
-    places = torch.arange(length, device=prompt.device)
-    seen = (places[:, None] >= places) | (prompt[:, :, None] & prompt[:, None])
+    batch, length = parts.shape
+    places = torch.arange(length, device=parts.device)
+    together = (parts[:, :, None] == parts[:, None]) & (parts[:, None] > 0)
+    seen = (places[:, None] >= places) | together
     seen = torch.cat([seen.new_ones(batch, length, past), seen], 2)
     if attention_mask is not None:
         seen &= attention_mask[:, None].bool()

@@ -46,20 +46,22 @@ def lm(folder: Path) -> BaseLM:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=4
+    ),
     st.integers(0, 2),
 )
-def test_the_mask_against_its_definition(rows: list[tuple[int, int, int]], past: int) -> None:
-    length = max(map(sum, rows)) or 1
-    padding = [length - prompt - answer for _, prompt, answer in rows]
-    prompts = torch.tensor([[0] * n + [1] * p + [0] * a for n, (_, p, a) in zip(padding, rows, strict=True)])
+def test_the_mask_against_its_definition(rows: list[tuple[int, int, int, int]], past: int) -> None:
+    length = max(sum(row[1:]) for row in rows) or 1
+    padding = [length - sum(row[1:]) for row in rows]
+    parts = torch.tensor([[0] * n + [2] * d + [1] * p + [0] * a for n, (_, d, p, a) in zip(padding, rows, strict=True)])
     kept = torch.tensor([[1] * past + [0] * n + [1] * (length - n) for n in padding])
-    seen = prefix_mask(prompts, kept, past)
+    seen = prefix_mask(parts, kept, past)
     for row in range(len(rows)):
         for i in range(length):
             for j in range(past + length):
                 before = j <= past + i
-                together = j >= past and bool(prompts[row, i]) and bool(prompts[row, j - past])
+                together = j >= past and int(parts[row, i]) == int(parts[row, j - past]) > 0
                 expected = j == past + i or (bool(kept[row, j]) and (before or together))
                 assert bool(seen[row, 0, i, j]) == expected
 
@@ -71,7 +73,7 @@ def test_a_prompt_sees_itself_and_an_answer_only_what_was_before(lm: BaseLM) -> 
     def changed(place: int) -> torch.Tensor:
         other = ids.clone()
         other[0, place] = 99
-        logits = [lm.model(x, prompt_mask=prompt).logits[0] for x in (ids, other)]
+        logits = [lm.model(x, parts=prompt.long()).logits[0] for x in (ids, other)]
         return ((logits[0] - logits[1]).abs().amax(-1) > 1e-5).nonzero()[:, 0]
 
     assert changed(5).tolist() == list(range(ids.shape[1]))  # all of the prompt sees its end
@@ -90,7 +92,7 @@ def test_generation_is_what_the_losses_say(lm: BaseLM, beams: int) -> None:
     if beams == 1:
         assert ["".join(lm.stream(p, None, max_new_tokens=5)) for p in PROMPTS] == together
         # What greedy generation chose is the most likely first token of all, token by token.
-        first = lm.model(torch.tensor([PROMPTS[0]]), prompt_mask=torch.ones(1, 3, dtype=torch.bool)).logits[0, -1]
+        first = lm.model(torch.tensor([PROMPTS[0]]), parts=torch.ones(1, 3)).logits[0, -1]
         losses = torch.cat([lm.answer_loss([PROMPTS[0]], [[token]], None) for token in range(VOCABULARY)])
         assert int(losses.argmin()) == int(first.argmax())
 
@@ -130,7 +132,7 @@ def test_a_prefix_lm_is_tuned_on_one_question_at_a_time(folder: Path, tmp_path: 
     batch = task.batch(0, 0, 4)
     base_lm = BaseLM(task.lm.eval(), task.encoder.tokenizer, PromptFormat())
     total = count = 0
-    for ids, labels in batch:
+    for ids, labels, _ in batch:
         start = next(i for i, label in enumerate(labels) if label != -100)
         assert ids[start:] == labels[start:]
         total += float(base_lm.answer_loss([ids[:start]], [ids[start:]], None).detach())
@@ -140,6 +142,26 @@ def test_a_prefix_lm_is_tuned_on_one_question_at_a_time(folder: Path, tmp_path: 
     assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "best"), PrefixLM)
     with pytest.raises(ConfigError, match="a prefix LM reads a question at a time"):
         TuneTask(tuned(str(folder), questions_per_context=2))
+
+
+def test_documents_apart_are_read_as_from_a_cache(folder: Path) -> None:
+    task = TuneTask(tuned(str(folder), apart=1.0))
+    lm, total = task.lm.eval(), 0.0
+    batch = task.batch(0, 0, 4)
+    assert any(sequence.apart for sequence in batch)
+    for ids, labels, apart in batch:
+        start = next(i for i, label in enumerate(labels) if label != -100)
+        cache = lm(torch.tensor([ids[:apart]]), parts=torch.ones(1, apart), use_cache=True).past_key_values
+        parts = torch.tensor([[1] * (start - apart) + [0] * (len(ids) - start)])
+        logits = lm(
+            torch.tensor([ids[apart:]]),
+            position_ids=torch.arange(apart, len(ids))[None],
+            parts=parts,
+            past_key_values=cache,
+        ).logits[0, start - apart - 1 : -1]
+        total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum").detach())
+    count = sum(label != -100 for sequence in batch for label in sequence.labels)
+    assert float(task(batch)["loss"].detach()) == pytest.approx(total / count, rel=1e-4)
 
 
 def test_minilm_starts_with_the_frequencies_of_tokens() -> None:

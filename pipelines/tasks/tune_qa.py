@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -38,6 +38,8 @@ class TuneConfig(Config):
         loss_on: `answers`, or `all` tokens of documents, questions and answers.
         questions_per_context: questions asked behind one set of documents: the one that they were retrieved for, and
             others that they answer.
+        apart: of a prefix LM, share of the questions that their documents do not see. It then learns to read keys and
+            values that were there before the question, as a memory's are.
         sequence_length: longest training sequence in tokens; documents beyond it are left out of the set.
     """
 
@@ -49,8 +51,17 @@ class TuneConfig(Config):
     lora_rank: int = Field(16, ge=1)
     loss_on: Literal["answers", "all"] = "answers"
     questions_per_context: int = Field(1, ge=1)
+    apart: float = Field(0.0, ge=0, le=1)
     sequence_length: int = Field(512, ge=16)
     trainer: TrainerConfig
+
+
+class _Sequence(NamedTuple):
+    """Token ids, those that the loss looks at and -100 elsewhere, and how many at the front are `apart`."""
+
+    ids: list[int]
+    labels: list[int]
+    apart: int
 
 
 class TuneTask(Task):
@@ -65,6 +76,8 @@ class TuneTask(Task):
         self.lm: Any = lm
         if isinstance(lm, PrefixLM) and (config.loss_on != "answers" or config.questions_per_context > 1):
             raise ConfigError("a prefix LM reads a question at a time: set loss_on: answers, questions_per_context: 1")
+        if config.apart and not isinstance(lm, PrefixLM):
+            raise ConfigError(f"apart is {config.apart}, but only a prefix LM's documents see what comes after them")
         make_trainable(self.lm, config.lora_rank if config.tune == "lora" else None)
         self.encoder = PromptEncoder(tokenizer, config.prompt)
         data = config.data.training_set()
@@ -85,8 +98,8 @@ class TuneTask(Task):
         answers = [token for q in asked for token in self.encoder.answer(q.answers[0])]
         say_what_is_attended(self.lm, ids, torch.tensor(answers, device=self.lm.device))
 
-    def batch(self, step: int, micro: int, size: int) -> list[tuple[list[int], list[int]]]:
-        """Sequences as token ids, each with the ids that the loss looks at and -100 elsewhere."""
+    def batch(self, step: int, micro: int, size: int) -> list[_Sequence]:
+        """Training sequences."""
         trainer = self.config.trainer
         per_step = size * self.passes
         indices = shuffled(len(self._questions), step, micro, size, seed=trainer.seed, per_step=per_step)
@@ -95,14 +108,13 @@ class TuneTask(Task):
         contexts = self._miner.mine(questions, rng)
         return [self._sequence(q, c, rng) for q, c in zip(questions, contexts, strict=True)]
 
-    def _sequence(
-        self, question: Question, contexts: list[Document], rng: random.Random
-    ) -> tuple[list[int], list[int]]:
+    def _sequence(self, question: Question, contexts: list[Document], rng: random.Random) -> _Sequence:
         others = [q for document in contexts for q in self._by_document[document.id] if q.id != question.id]
         rng.shuffle(others)
         asked = [question, *others[: self.config.questions_per_context - 1]]
         rng.shuffle(asked)
         ids = self.encoder.prompt_start([document.text for document in contexts])
+        apart = len(ids) if rng.random() < self.config.apart else 0
         whole = self.config.loss_on == "all"
         labels = list(ids) if whole else [-100] * len(ids)
         for pair in asked:
@@ -111,28 +123,29 @@ class TuneTask(Task):
             labels += (prompt if whole else [-100] * len(prompt)) + answer
         # From the front, so that what is cut is document text, and the question it was retrieved for may remain.
         length = self.config.sequence_length
-        return ids[-length:], labels[-length:]
+        return _Sequence(ids[-length:], labels[-length:], max(0, apart - max(0, len(ids) - length)))
 
-    def forward(self, batch: list[tuple[list[int], list[int]]]) -> dict[str, Tensor]:
+    def forward(self, batch: list[_Sequence]) -> dict[str, Tensor]:
         if isinstance(self.lm, PrefixLM):
             return {"loss": self._prefix_loss(batch)}
         length = max(len(ids) for ids, _ in batch)
         pad = self.encoder.tokenizer.pad_token_id
         device = self.lm.device
-        ids = torch.tensor([[*ids, *[pad] * (length - len(ids))] for ids, _ in batch], device=device)
-        labels = torch.tensor([[*row, *[-100] * (length - len(row))] for _, row in batch], device=device)
-        mask = torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids, _ in batch], device=device)
+        ids = torch.tensor([[*ids, *[pad] * (length - len(ids))] for ids, _, _ in batch], device=device)
+        labels = torch.tensor([[*row, *[-100] * (length - len(row))] for _, row, _ in batch], device=device)
+        mask = torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids, _, _ in batch], device=device)
         logits = self.lm(input_ids=ids, attention_mask=mask).logits[:, :-1].flatten(0, 1)
         return {"loss": functional.cross_entropy(logits.float(), labels[:, 1:].flatten(), ignore_index=-100)}
 
-    def _prefix_loss(self, batch: list[tuple[list[int], list[int]]]) -> Tensor:
+    def _prefix_loss(self, batch: list[_Sequence]) -> Tensor:
         """The same loss, rows of similar length together: prompt and answer are told apart by their labels."""
-        prompts = [[i for i, label in zip(ids, labels, strict=True) if label == -100] for ids, labels in batch]
-        answers = [[label for label in labels if label != -100] for _, labels in batch]
+        prompts = [[i for i, label in zip(ids, labels, strict=True) if label == -100] for ids, labels, _ in batch]
+        answers = [[label for label in labels if label != -100] for _, labels, _ in batch]
         base_lm = BaseLM(self.lm, self.encoder.tokenizer, self.encoder.format)
         total = torch.zeros((), device=self.lm.device)
-        for group in length_buckets([len(ids) for ids, _ in batch], _TOGETHER):
-            losses = base_lm.answer_loss([prompts[i] for i in group], [answers[i] for i in group], None)
+        for group in length_buckets([len(ids) for ids, _, _ in batch], _TOGETHER):
+            chosen = [prompts[i] for i in group], [answers[i] for i in group]
+            losses = base_lm.answer_loss(*chosen, None, apart=[batch[i].apart for i in group])
             total = total + losses.sum()
         return total / sum(map(len, answers))
 
