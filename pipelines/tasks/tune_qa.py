@@ -128,7 +128,7 @@ class TuneTask(Task):
     def forward(self, batch: list[_Sequence]) -> dict[str, Tensor]:
         if isinstance(self.lm, PrefixLM):
             return {"loss": self._prefix_loss(batch)}
-        length = max(len(ids) for ids, _ in batch)
+        length = max(len(ids) for ids, _, _ in batch)
         pad = self.encoder.tokenizer.pad_token_id
         device = self.lm.device
         ids = torch.tensor([[*ids, *[pad] * (length - len(ids))] for ids, _, _ in batch], device=device)
