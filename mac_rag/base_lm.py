@@ -101,23 +101,23 @@ class BaseLM(nn.Module):
         answers: Sequence[Sequence[int]],
         modulation: Modulation | None,
         *,
-        apart: Sequence[int] | None = None,
+        parts: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
         """Negative log-likelihood of the answers' tokens (the loss of equation 2), `[B]`: a sum for each answer.
 
         Args:
             prompts, answers: token ids of B rows.
             modulation: of B rows, or None for the LM alone.
-            apart: how many tokens at the front of each prompt a prefix LM reads without seeing the rest, as if they
-                were in a cache; None for none. A causal LM reads all prompts so.
+            parts: of a prefix LM, numbers that say which tokens of each prompt see each other both ways (see
+                `prefix_mask`); None for prompts of one part.
         """
         rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         kept = max(map(len, answers))
         ids, mask, positions = self._padded(rows, modulation)
-        from_end = torch.arange(ids.shape[1] - 1, -1, -1, device=self.device)
-        rest = [len(prompt) - front for prompt, front in zip(prompts, apart or [0] * len(rows), strict=True)]
-        after = [[len(answer), length + len(answer)] for length, answer in zip(rest, answers, strict=True)]
-        parts = (from_end[:, None] >= torch.tensor(after, device=self.device)[:, None]).sum(-1)
+        numbers = torch.zeros_like(ids)
+        for row, number, answer in zip(numbers, parts or [[1] * len(p) for p in prompts], answers, strict=True):
+            end = len(row) - len(answer)
+            row[end - len(number) : end] = torch.tensor(number)
         targets = torch.full((len(rows), kept), -100, device=self.device)
         for target, answer in zip(targets, answers, strict=True):
             target[kept - len(answer) :] = torch.tensor(answer)
@@ -126,7 +126,7 @@ class BaseLM(nn.Module):
             "attention_mask": mask,
             "position_ids": positions,
             "past_key_values": modulation.cache() if modulation else None,
-            **self._parts(parts),
+            **self._parts(numbers),
         }
         wanted = targets != -100
         with _attached(modulation, self.model):

@@ -99,15 +99,16 @@ def prefix_mask(parts: Tensor, attention_mask: Tensor | None, past: int) -> Tens
     """Which token may see which, `[B, 1, L, P + L]`: its part of the prompt and what was before; padding only itself.
 
     Args:
-        parts: `[B, L]`, the same number above 0 for tokens that see each other both ways, 0 for those behind the
-            prompt. A whole prompt is one part; documents in a part before the question's do not know what is asked.
+        parts: `[B, L]`, the same number for tokens of a prompt that see each other both ways, 0 for those behind it.
+            A prompt may be one part; documents in a part before the question's do not know what is asked. What has
+            the number's negative belongs to that part, too, but nothing after it sees it.
         attention_mask: `[B, P + L]`, 0 for padding; None where there is none.
         past: P, tokens that the cache holds.
     """
     batch, length = parts.shape
     places = torch.arange(length, device=parts.device)
-    together = (parts[:, :, None] == parts[:, None]) & (parts[:, None] > 0)
-    seen = (places[:, None] >= places) | together
+    together = (parts[:, :, None].abs() == parts[:, None].abs()) & (parts[:, None] != 0)
+    seen = (places[:, None] >= places) & (parts[:, None] >= 0) | together
     seen = torch.cat([seen.new_ones(batch, length, past), seen], 2)
     if attention_mask is not None:
         seen &= attention_mask[:, None].bool()

@@ -54,14 +54,20 @@ def lm(folder: Path) -> BaseLM:
 def test_the_mask_against_its_definition(rows: list[tuple[int, int, int, int]], past: int) -> None:
     length = max(sum(row[1:]) for row in rows) or 1
     padding = [length - sum(row[1:]) for row in rows]
-    parts = torch.tensor([[0] * n + [2] * d + [1] * p + [0] * a for n, (_, d, p, a) in zip(padding, rows, strict=True)])
+    parts = torch.tensor(
+        [
+            [0] * n + [(2, -2)[i % 2] for i in range(d)] + [1] * p + [0] * a
+            for n, (_, d, p, a) in zip(padding, rows, strict=True)
+        ]
+    )
     kept = torch.tensor([[1] * past + [0] * n + [1] * (length - n) for n in padding])
     seen = prefix_mask(parts, kept, past)
     for row in range(len(rows)):
         for i in range(length):
             for j in range(past + length):
-                before = j <= past + i
-                together = j >= past and int(parts[row, i]) == int(parts[row, j - past]) > 0
+                part = int(parts[row, j - past]) if j >= past else 0
+                before = j <= past + i and part >= 0
+                together = part != 0 and abs(int(parts[row, i])) == abs(part)
                 expected = j == past + i or (bool(kept[row, j]) and (before or together))
                 assert bool(seen[row, 0, i, j]) == expected
 
@@ -148,8 +154,9 @@ def test_documents_apart_are_read_as_from_a_cache(folder: Path) -> None:
     task = TuneTask(tuned(str(folder), apart=1.0))
     lm, total = task.lm.eval(), 0.0
     batch = task.batch(0, 0, 4)
-    assert any(sequence.apart for sequence in batch)
-    for ids, labels, apart in batch:
+    for ids, labels, parts_of in batch:
+        apart = parts_of.count(2)
+        assert apart > 0
         start = next(i for i, label in enumerate(labels) if label != -100)
         cache = lm(torch.tensor([ids[:apart]]), parts=torch.ones(1, apart), use_cache=True).past_key_values
         parts = torch.tensor([[1] * (start - apart) + [0] * (len(ids) - start)])

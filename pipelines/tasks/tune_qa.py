@@ -40,6 +40,8 @@ class TuneConfig(Config):
             others that they answer.
         apart: of a prefix LM, share of the questions that their documents do not see. It then learns to read keys and
             values that were there before the question, as a memory's are.
+        unseen: of documents apart, the largest share of words that the question does not see, drawn for each question;
+            a memory holds fewer vectors than a text has words.
         sequence_length: longest training sequence in tokens; documents beyond it are left out of the set.
     """
 
@@ -52,16 +54,17 @@ class TuneConfig(Config):
     loss_on: Literal["answers", "all"] = "answers"
     questions_per_context: int = Field(1, ge=1)
     apart: float = Field(0.0, ge=0, le=1)
+    unseen: float = Field(0.0, ge=0, lt=1)
     sequence_length: int = Field(512, ge=16)
     trainer: TrainerConfig
 
 
 class _Sequence(NamedTuple):
-    """Token ids, those that the loss looks at and -100 elsewhere, and how many at the front are `apart`."""
+    """Token ids, those that the loss looks at and -100 elsewhere, and what part of a prompt each belongs to."""
 
     ids: list[int]
     labels: list[int]
-    apart: int
+    parts: list[int]
 
 
 class TuneTask(Task):
@@ -114,16 +117,20 @@ class TuneTask(Task):
         asked = [question, *others[: self.config.questions_per_context - 1]]
         rng.shuffle(asked)
         ids = self.encoder.prompt_start([document.text for document in contexts])
-        apart = len(ids) if rng.random() < self.config.apart else 0
+        parts = [1] * len(ids)
+        if rng.random() < self.config.apart:
+            share = rng.random() * self.config.unseen
+            parts = [-2 if rng.random() < share else 2 for _ in ids]
         whole = self.config.loss_on == "all"
         labels = list(ids) if whole else [-100] * len(ids)
         for pair in asked:
             prompt, answer = self.encoder.question(pair.question), self.encoder.answer(pair.answers[0])
             ids += prompt + answer
+            parts += [1] * len(prompt) + [0] * len(answer)
             labels += (prompt if whole else [-100] * len(prompt)) + answer
         # From the front, so that what is cut is document text, and the question it was retrieved for may remain.
         length = self.config.sequence_length
-        return _Sequence(ids[-length:], labels[-length:], max(0, apart - max(0, len(ids) - length)))
+        return _Sequence(ids[-length:], labels[-length:], parts[-length:])
 
     def forward(self, batch: list[_Sequence]) -> dict[str, Tensor]:
         if isinstance(self.lm, PrefixLM):
@@ -141,11 +148,12 @@ class TuneTask(Task):
         """The same loss, rows of similar length together: prompt and answer are told apart by their labels."""
         prompts = [[i for i, label in zip(ids, labels, strict=True) if label == -100] for ids, labels, _ in batch]
         answers = [[label for label in labels if label != -100] for _, labels, _ in batch]
+        parts = [[part for part in row if part] for _, _, row in batch]
         base_lm = BaseLM(self.lm, self.encoder.tokenizer, self.encoder.format)
         total = torch.zeros((), device=self.lm.device)
         for group in length_buckets([len(ids) for ids, _, _ in batch], _TOGETHER):
             chosen = [prompts[i] for i in group], [answers[i] for i in group]
-            losses = base_lm.answer_loss(*chosen, None, apart=[batch[i].apart for i in group])
+            losses = base_lm.answer_loss(*chosen, None, parts=[parts[i] for i in group])
             total = total + losses.sum()
         return total / sum(map(len, answers))
 
