@@ -59,13 +59,15 @@ class EncoderConfig(Config):
 
     Attributes:
         design: how the learned vectors meet the text; see `mac_rag.nn.amortization`.
-        name: of the pretrained backbone; None starts it from the base LM's own weights (design decoder-only); `minilm`
-            is all-MiniLM-L6-v2 from its installed package.
+        name: of the pretrained backbone; None starts it from the base LM's own weights (designs decoder-only and
+            encoder-pooling); `minilm` is all-MiniLM-L6-v2 from its installed package.
         revision: branch, tag or commit on the Hub.
         dtype: of the backbone's weights in memory.
         quantization: of the pretrained backbone, which is then frozen; what is learned from scratch never is.
         embeddings: of tokens: the backbone's `own`, trained with it; or the base LM's (`base-lm`), as frozen as it is,
             which spares a small model half of its size. Both must have one vocabulary and dtype.
+        layers: how many of the base LM's layers the backbone starts with, from the first; None for all. The last ones
+            know what to say next rather than what was read.
     """
 
     design: Literal["encoder-decoder", "encoder-only", "encoder-pooling", "decoder-only"] = "encoder-decoder"
@@ -74,11 +76,17 @@ class EncoderConfig(Config):
     dtype: Dtype = "fp32"
     quantization: Quantization = "none"
     embeddings: Literal["own", "base-lm"] = "own"
+    layers: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.name is None and self.design != "decoder-only":
-            raise ValueError(f"name is missing: only design decoder-only can start from the base LM, not {self.design}")
+        if self.name is None and self.design not in ("decoder-only", "encoder-pooling"):
+            raise ValueError(
+                f"name is missing: only designs decoder-only and encoder-pooling can start from the base LM, "
+                f"not {self.design}"
+            )
+        if self.name is not None and self.layers is not None:
+            raise ValueError(f"layers is {self.layers}, but the backbone {self.name!r} is taken as it is")
         if self.name is None and self.quantization != "none":
             raise ValueError("a backbone that starts from the base LM's weights is trained and cannot be quantised")
         return self
@@ -112,20 +120,15 @@ class ModulationConfig(Config):
         slots: prefix positions for each token; only for `prefix`.
         bottleneck: inner width of the map from phi*; None for one linear layer.
         targets: last names of the modules that LoRA changes; None for the attention's queries and values.
-        start: of the linear map to a prefix: `random`, or the LM's own maps to keys and values (`lm`), by which it can
-            read a token of phi* as it reads a word from the beginning.
     """
 
     kind: Literal["prefix", "lora", "film"] = "prefix"
     slots: int = Field(1, ge=1)
     bottleneck: int | None = Field(None, ge=1)
     targets: tuple[str, ...] | None = None
-    start: Literal["random", "lm"] = "random"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.start == "lm" and (self.kind != "prefix" or self.slots > 1 or self.bottleneck is not None):
-            raise ValueError("start: lm is for kind prefix with one slot and no bottleneck")
         if self.slots > 1 and self.kind != "prefix":
             raise ValueError(f"slots is {self.slots}, but only kind prefix has slots, not {self.kind}")
         if self.targets is not None and self.kind != "lora":

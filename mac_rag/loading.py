@@ -173,6 +173,22 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def keep_first_layers(backbone: nn.Module, count: int) -> None:
+    """Leaves of a backbone's layers the first ones.
+
+    Raises:
+        ModelLoadError: when it has fewer.
+    """
+    config: Any = backbone.config
+    if count > config.num_hidden_layers:
+        raise ModelLoadError(f"layers is {count}, but {config.model_type} has {config.num_hidden_layers}")
+    for module in backbone.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers:
+                setattr(module, name, child[:count])
+    config.num_hidden_layers = count
+
+
 def require_gradients(quantization: Quantization, device: torch.device) -> None:
     """Refuses to train through quantised weights where gradients would be wrong.
 

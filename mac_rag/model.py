@@ -16,10 +16,10 @@ from mac_rag.base_lm import BaseLM
 from mac_rag.config import EncoderConfig, MACConfig
 from mac_rag.encoder import TextEncoder
 from mac_rag.errors import BankError, ConfigError, ModelLoadError
-from mac_rag.loading import load_backbone, load_tokenizer
+from mac_rag.loading import keep_first_layers, load_backbone, load_tokenizer
 from mac_rag.nn.aggregation import AggregationNetwork, BankProjection, BankView
 from mac_rag.nn.amortization import DESIGNS
-from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning, key_value_maps
+from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
 from mac_rag.progress import progress_bar
 from mac_rag.tuning import make_trainable
 
@@ -331,6 +331,8 @@ def _pretrained_encoder(part: EncoderConfig, config: MACConfig, base_lm: BaseLM)
             "give the encoder a name"
         )
     backbone = copy.deepcopy(base_lm.model.base_model).float().requires_grad_(True)
+    if part.layers is not None:
+        keep_first_layers(backbone, part.layers)
     return make_encoder(config, part, backbone, base_lm.tokenizer, base_lm)
 
 
@@ -340,10 +342,4 @@ def _modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNetwork
         return LoRA(shape, config.tokens, base_lm.width, bottleneck=wanted.bottleneck)
     if wanted.kind == "film":
         return FiLM(shape, base_lm.width, bottleneck=wanted.bottleneck)
-    prefix = PrefixTuning(shape, config.tokens, base_lm.width, slots=wanted.slots, bottleneck=wanted.bottleneck)
-    if wanted.start == "lm":
-        try:
-            prefix.start_from(key_value_maps(base_lm.model, shape.blocks))
-        except LookupError as error:
-            raise ModelLoadError(f"{error}; set modulation.start: random") from None
-    return prefix
+    return PrefixTuning(shape, config.tokens, base_lm.width, slots=wanted.slots, bottleneck=wanted.bottleneck)

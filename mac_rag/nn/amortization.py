@@ -13,6 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mac_rag.prefix_lm import PrefixLMBody
+
+_REACH = 0.5  # standard deviation of what a memory token of a pooling encoder looks at, in stretches, at its start
+_LEAST = 1e-4  # salience
 _QUIET = 0.1  # the MLPs' share in the memory tokens of a pooling encoder at its start
 
 
@@ -135,7 +139,8 @@ class EncoderPooling(AmortizationNetwork):
     The cross-attention is that of T5's decoder or of Lee et al. (2019, "Set Transformer"), but each memory token looks
     at a stretch of the text of its own: to the logits is added the log of a normal density around it, as wide as the
     head has learned. So a memory token starts as the mean of the states of a few words, which an LM can read, and all
-    memory tokens together as the mean by which a sentence encoder compares texts.
+    memory tokens together as the mean by which a sentence encoder compares texts. Words take up as much room as the
+    network finds salience in them: names and numbers may have a memory token each where others share one.
     """
 
     def __init__(self, backbone: Any, tokens: int, width: int, mlp_width: int | None = None) -> None:
@@ -146,32 +151,43 @@ class EncoderPooling(AmortizationNetwork):
         self.to_key, self.to_value, self.to_out = (nn.Linear(inner, inner, bias=False) for _ in range(3))
         for linear in (self.to_key, self.to_value, self.to_out):
             nn.init.eye_(linear.weight)
-        self.log_reach = nn.Parameter(torch.zeros(self.heads))  # standard deviations, in stretches
+        self.log_reach = nn.Parameter(torch.full((self.heads,), _REACH).log())
+        self.salience = nn.Linear(inner, 1)
         with torch.no_grad():
             self.mlps.outer.mul_(_QUIET)
+            self.salience.weight.zero_()
 
     def initial_scale(self) -> float:
         return 0.0  # what a memory token looks for within its stretch is learned
 
     def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        output = self.backbone(input_ids=input_ids, attention_mask=attention_mask)
-        text = output.last_hidden_state.to(self.queries.dtype)
+        text = self.text_states(input_ids, attention_mask)
         query, key, value = (
             x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for x in (self.queries.expand(len(text), -1, -1), self.to_key(self.norm(text)), self.to_value(text))
         )
         pooled = functional.scaled_dot_product_attention(
-            query.to(key.dtype), key, value, attn_mask=self._places(attention_mask).to(key.dtype)
+            query.to(key.dtype), key, value, attn_mask=self.places(text, attention_mask).to(key.dtype)
         )
         states: Tensor = self.to_out(pooled.transpose(1, 2).flatten(2))
         return states
 
-    def _places(self, attention_mask: Tensor) -> Tensor:
-        """What is added to the logits `[K, H, T, L]`: how far a word is from a memory token's stretch."""
-        words = (attention_mask.cumsum(1) - 0.5) / attention_mask.sum(1, keepdim=True)  # in (0, 1)
+    def text_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The backbone's outputs for the text, `[K, L, backbone width]`."""
+        # A prefix LM reads the text as one part of a prompt.
+        parts = {"parts": torch.ones_like(input_ids)} if isinstance(self.backbone, PrefixLMBody) else {}
+        output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, **parts)
+        states: Tensor = output.last_hidden_state.to(self.queries.dtype)
+        return states
+
+    def places(self, text: Tensor, attention_mask: Tensor) -> Tensor:
+        """What is added to the logits `[K, H, T, L]`: a word's salience, and how far it is from a token's stretch."""
+        room = functional.softplus(self.salience(text).squeeze(-1).float()) * attention_mask
+        words = (room.cumsum(1) - 0.5 * room) / room.sum(1, keepdim=True)  # in (0, 1)
         centres = (torch.arange(self.tokens, device=words.device) + 0.5) / self.tokens
         stretches = (words[:, None] - centres[:, None]) * self.tokens  # [K, T, L]
         logits = -0.5 * (stretches[:, None] / self.log_reach.exp()[:, None, None]).square()
+        logits = logits + room.clamp(min=_LEAST).log()[:, None, None]
         return logits.masked_fill(~attention_mask[:, None, None].bool(), -torch.inf)
 
 

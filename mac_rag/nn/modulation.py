@@ -14,11 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-
-_KEY_VALUE_NAMES = (("k_proj", "v_proj"), ("key", "value"))  # Llama, Mistral, Qwen; BERT
 
 
 @dataclass(frozen=True)
@@ -142,16 +139,6 @@ class PrefixTuning(ModulationNetwork):
         self.norm = nn.LayerNorm(width)
         self.to_keys_values = _linear(width, bottleneck, outputs)
 
-    @torch.no_grad()
-    def start_from(self, maps: Sequence[tuple[nn.Linear, nn.Linear]]) -> None:
-        """Takes over the LM's own maps to keys and values, those of each layer."""
-        start: Any = self.to_keys_values
-        layers = [linear for pair in maps for linear in pair]
-        start.weight.copy_(torch.cat([linear.weight for linear in layers]))
-        start.bias.zero_()
-        if layers[0].bias is not None:
-            start.bias.copy_(torch.cat([linear.bias for linear in layers]))
-
     def forward(self, phi: Tensor) -> PrefixModulation:
         shape = self.shape
         mapped: Tensor = self.to_keys_values(self.norm(phi))  # [B, T, slots * layers * 2 * kv_heads * head_width]
@@ -256,23 +243,3 @@ def linear_names(lm: nn.Module, targets: Sequence[str]) -> dict[str, tuple[int, 
         elif hasattr(module, "nf") and hasattr(module, "nx"):  # transformers' Conv1D
             found[name] = (module.nx, module.nf)
     return found
-
-
-def key_value_maps(lm: nn.Module, blocks: Sequence[str]) -> list[tuple[nn.Linear, nn.Linear]]:
-    """The linear maps to keys and to values of each decoder layer.
-
-    Raises:
-        LookupError: where a layer has none of its own (GPT-2 makes queries, keys and values at once).
-    """
-    maps = []
-    for block in blocks:
-        linears = {
-            name.rpartition(".")[2]: module
-            for name, module in lm.get_submodule(block).named_modules()
-            if isinstance(module, nn.Linear)
-        }
-        pair = next(((linears[k], linears[v]) for k, v in _KEY_VALUE_NAMES if k in linears and v in linears), None)
-        if pair is None:
-            raise LookupError(f"{block} has no linear maps to keys and values of its own")
-        maps.append(pair)
-    return maps

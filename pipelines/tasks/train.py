@@ -21,6 +21,7 @@ from mac_rag.model import MACModel
 from mac_rag.objective import Batch, LossWeights, mac_loss
 from mac_rag.presets import preset
 from pipelines.tasks.questions import ContextConfig, ContextMiner, DataConfig, retrieved
+from pipelines.tasks.reader import start_as_reader
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 
@@ -47,6 +48,8 @@ class TrainConfig(Config):
         preset: the name of one of the paper's models.
         base_lm: another base LM for the preset, such as one tuned on questions; or
         start_from: a MAC checkpoint, name or folder, to train on.
+        start: of the networks of `model`: as they are built, or fitted to what the base LM reads (`reader`; see
+            `pipelines.tasks.reader`).
         questions_per_document: questions drawn for each document of a batch.
         backprop_dropout: p, the share of documents that are amortized without gradients.
         losses: weight of each term; the paper has `answer` alone.
@@ -62,6 +65,7 @@ class TrainConfig(Config):
 
     model: MACConfig | None = None
     start_from: str | None = None
+    start: Literal["built", "reader"] = "built"
     data: DataConfig = DataConfig()
     questions_per_document: int = Field(1, ge=1)
     backprop_dropout: float = Field(0.0, ge=0, lt=1)
@@ -93,6 +97,8 @@ class TrainConfig(Config):
     def _one_start(self) -> Self:
         if (self.model is None) == (self.start_from is None):
             raise ValueError("give one of model, preset and start_from")
+        if self.start != "built" and self.start_from is not None:
+            raise ValueError(f"start is {self.start}, but {self.start_from!r} is trained on as it is")
         return self
 
     @model_validator(mode="after")
@@ -125,6 +131,8 @@ class TrainTask(Task):
         if config.tune_base_lm != "frozen":
             self.model.train_base_lm(lora_rank=config.lora_rank if config.tune_base_lm == "lora" else None)
         data = config.data.training_set()
+        if config.start == "reader":
+            start_as_reader(self.model, data)
         self._questions = data.questions_by_document()
         self._stories = _stories(data, self._questions)
         self._miner = ContextMiner(config.context, data)

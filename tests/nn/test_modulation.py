@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 from transformers import DynamicCache
 
 from mac_rag.base_lm import BaseLM
 from mac_rag.config import BaseLMConfig, ModulationConfig
-from mac_rag.errors import ModelLoadError
-from mac_rag.model import MACModel
-from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning, key_value_maps
+from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning
 from mac_rag.prompt import PromptFormat
-from tests.models import mac_config
 
 TOKENS = 4
 PROMPTS = [[1, 30, 31], [1, 40, 41, 42, 43, 44, 45, 46], [1, 50, 51, 52, 53]]
@@ -163,28 +159,3 @@ def test_prefix_options(model_folder: Callable[[str], Path], options: dict[str, 
     lm, network, phi = build(model_folder("llama"), "prefix", **options)
     assert network(phi).prefix_length == TOKENS * options.get("slots", 1)
     assert lm.generate(PROMPTS, network(phi), max_new_tokens=4)
-
-
-def test_a_prefix_may_start_as_the_lm_reads_words(model_folder: Callable[[str], Path]) -> None:
-    lm, network, phi = build(model_folder("llama"), "prefix")
-    assert isinstance(network, PrefixTuning)
-    network.norm.reset_parameters()
-    blocks = lm.shape(ModulationConfig()).blocks
-    network.start_from(key_value_maps(lm.model, blocks))
-    words = torch.nn.functional.layer_norm(phi, phi.shape[-1:])
-    for block, (keys, values) in zip(blocks, ((layer[0], layer[1]) for layer in network(phi).cache()), strict=True):
-        attention = lm.model.get_submodule(block).self_attn
-        for prefix, linear in ((keys, attention.k_proj), (values, attention.v_proj)):
-            expected = linear(words).unflatten(-1, (prefix.shape[1], -1)).transpose(1, 2)
-            torch.testing.assert_close(prefix, expected)
-
-
-def test_an_lm_that_makes_keys_and_values_at_once_has_no_such_start(model_folder: Callable[[str], Path]) -> None:
-    lm, _, _ = build(model_folder("gpt2"), "prefix")
-    with pytest.raises(LookupError, match="no linear maps to keys and values of its own"):
-        key_value_maps(lm.model, lm.shape(ModulationConfig()).blocks)
-    config = mac_config(model_folder("gpt2"), modulation=ModulationConfig(start="lm"))
-    with pytest.raises(ModelLoadError, match=r"set modulation\.start: random"):
-        MACModel.from_config(config, device="cpu")
-    with pytest.raises(ValidationError, match="one slot and no bottleneck"):
-        ModulationConfig(start="lm", slots=2)

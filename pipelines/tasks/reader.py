@@ -1,0 +1,172 @@
+"""How MAC starts around an LM that reads: its memory tokens give the LM what it would have kept of the text itself.
+
+An LM that has read a text keeps keys and values of every word, and answers by them. The encoders start from the same
+LM, so what they make of a text is enough to tell those keys and values, by a linear map that is fitted here. Training
+then begins with a memory that can be read, and has to learn what to keep where there are fewer memory tokens than
+words, and how to find it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mac_rag.data.types import QADataset
+from mac_rag.errors import ConfigError
+from mac_rag.model import MACModel
+from mac_rag.nn.aggregation import CrossAttentionBlock, DocumentPrior
+from mac_rag.nn.amortization import EncoderPooling
+from mac_rag.nn.modulation import PrefixTuning
+from mac_rag.prefix_lm import PrefixLM
+
+_READ = 256  # texts by which the maps are fitted
+_RIDGE = 1e-4  # of the mean square of what is mapped
+_FLOOR = 0.3  # of the mean variance, added to all before whitening
+_SCALES = (5.0, 10.0, 15.0, 20.0, 30.0, 40.0)  # of the document prior, to choose from
+_BATCH = 4096  # tokens that an encoder reads at once
+_PLACE = 0.3  # size of the vectors that tell memory tokens apart, beside the tokens
+_SHARP = 4.0  # how much more those vectors count where attention compares
+
+
+@torch.no_grad()
+def start_as_reader(model: MACModel, data: QADataset) -> None:
+    """Fits what lies between the encoders and the base LM, and lets aggregation keep memory tokens in their order.
+
+    Args:
+        model: with two encoders of design `encoder-pooling` that start from the base LM's weights, and a prefix.
+        data: the training set. All documents tell how rare words are; some of them, and their questions, are read.
+
+    Raises:
+        ConfigError: for other networks.
+    """
+    config, network, prefix = model.config, model.amortization.network, model.modulation
+    if (
+        not isinstance(network, EncoderPooling)
+        or not isinstance(prefix, PrefixTuning)
+        or not isinstance(prefix.to_keys_values, nn.Linear)
+        or prefix.slots > 1
+        or config.amortization != config.input_encoder
+        or config.amortization.name is not None
+    ):
+        raise ConfigError(
+            "start: reader needs encoders of design encoder-pooling without a name, both alike, and a prefix of one "
+            "slot without bottleneck"
+        )
+    training = model.training
+    model.eval()
+    asked = data.questions_by_document()
+    documents = [document for document in data.documents if asked[document.id]]
+    rows = [model.amortization.ids(document.text) for document in documents]
+    some = range(0, len(rows), -(-len(rows) // _READ))
+    rows_read = [rows[i] for i in some]
+    questions = [model.input_encoder.ids(asked[documents[i].id][0].question) for i in some]
+    states = [_states(network, row) for row in rows_read]
+    _fit_salience(network, rows, rows_read, states)
+    pooled = [_pooling(network, state) for state in states]
+    phi = model.amortization.encode(rows_read, _BATCH).flatten(0, 1)
+    places = _least_used(phi, config.tokens) * (_PLACE * phi.square().mean(0).sum().sqrt())
+    network.mlps.outer_bias.add_(places)
+    model.input_encoder.load_state_dict(model.amortization.state_dict())
+    phi = model.amortization.encode(rows_read, _BATCH)
+    _fit_prefix(model, prefix, phi, rows_read, pooled)
+    if model.aggregation.prior is not None:
+        _fit_prior(model.aggregation.prior, model.input_encoder.encode(questions, _BATCH), phi)
+    along = places.T @ torch.linalg.pinv(places.T)  # the projection onto the marks
+    for block in model.aggregation.blocks:
+        assert isinstance(block, CrossAttentionBlock)
+        for linear in (block.to_query, block.to_key):
+            linear.weight.add_(linear.weight @ along, alpha=_SHARP - 1)
+    model.train(training)
+
+
+def _states(network: EncoderPooling, row: Sequence[int]) -> Tensor:
+    """`[L, backbone width]`"""
+    ids = torch.tensor([row], device=network.queries.device)
+    return network.text_states(ids, torch.ones_like(ids))[0]
+
+
+def _pooling(network: EncoderPooling, states: Tensor) -> Tensor:
+    """How much each word is of each memory token, `[T, L]`."""
+    mask = torch.ones(1, len(states), dtype=torch.long, device=states.device)
+    weights: Tensor = network.places(states[None], mask)[0].softmax(-1).mean(0)
+    return weights
+
+
+def _fit_salience(
+    network: EncoderPooling,
+    rows: Sequence[Sequence[int]],
+    rows_read: Sequence[Sequence[int]],
+    states: Sequence[Tensor],
+) -> None:
+    """Salience starts as how rare a word is among the documents: the log of the share of them that it stands in."""
+    holding = Counter(token for row in rows for token in set(row))
+    rarity = [math.log(len(rows) / holding[token]) for row in rows_read for token in row]
+    wanted = torch.tensor(rarity, device=network.queries.device).clamp(min=1e-2)
+    before_softplus = wanted + (-(-wanted).expm1()).log()
+    weight, bias = _ridge(torch.cat(list(states)), before_softplus[:, None])
+    network.salience.weight.copy_(weight.T)
+    network.salience.bias.copy_(bias)
+
+
+def _least_used(phi: Tensor, count: int) -> Tensor:
+    """Directions `[count, D]` in which memory tokens `[N, D]` differ least: there a mark disturbs least."""
+    directions = torch.linalg.eigh(torch.cov(phi.T)).eigenvectors  # ascending
+    if count > len(directions):
+        raise ConfigError(f"start: reader marks tokens ({count}) by directions of the LM's width ({len(directions)})")
+    least: Tensor = directions[:, :count].T
+    return least
+
+
+def _fit_prefix(
+    model: MACModel,
+    prefix: PrefixTuning,
+    phi: Tensor,
+    rows: Sequence[Sequence[int]],
+    pooled: Sequence[Tensor],
+) -> None:
+    """Fits the prefix of memory tokens to the keys and values that the LM keeps of the text, pooled alike."""
+    lm: Any = model.base_lm.model
+    wanted = []
+    for row, weights in zip(rows, pooled, strict=True):
+        ids = torch.tensor([row], device=phi.device)
+        parts = {"parts": torch.ones_like(ids)} if isinstance(lm, PrefixLM) else {}
+        cache = lm(input_ids=ids, use_cache=True, logits_to_keep=1, **parts).past_key_values
+        kept = torch.stack([torch.stack([layer[0][0], layer[1][0]]) for layer in cache])  # [layers, 2, H, L, d]
+        wanted.append(torch.einsum("tl,nkhld->tnkhd", weights, kept).flatten(1))
+    linear: Any = prefix.to_keys_values
+    weight, bias = _ridge(prefix.norm(phi).flatten(0, 1), torch.cat(wanted))
+    linear.weight.copy_(weight.T)
+    linear.bias.copy_(bias)
+
+
+def _fit_prior(prior: DocumentPrior, questions: Tensor, phi: Tensor) -> None:
+    """The document prior starts in the space where documents differ alike in all directions, as sharp as it is right.
+
+    Whitening is what makes means of an LM's states comparable (Su et al., 2021, "Whitening Sentence Representations").
+    """
+    means = phi.mean(1)
+    values, directions = torch.linalg.eigh(torch.cov(means.T))
+    whitening = (directions * (values + _FLOOR * values.mean()).rsqrt())[:, -len(prior.key.weight) :]
+    for linear, mean in ((prior.key, means.mean(0)), (prior.query, questions.mean(1).mean(0))):
+        mean = functional.normalize(mean, dim=0)
+        linear.weight.copy_((whitening - mean[:, None] * (mean @ whitening)).T)
+    cosines = prior.score(prior.queries(questions), prior.keys(phi)) / prior.log_scale.exp()
+    own = torch.arange(len(cosines), device=cosines.device)
+    losses = {scale: float(functional.cross_entropy(scale * cosines, own)) for scale in _SCALES}
+    prior.log_scale.fill_(math.log(min(losses, key=losses.__getitem__)))
+
+
+def _ridge(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The linear map `[D, E]` and bias `[E]` from `[N, D]` to `[N, E]` of least squared error."""
+    means = inputs.mean(0), outputs.mean(0)
+    centred = inputs - means[0]
+    moments = centred.T @ centred
+    moments += _RIDGE * moments.diagonal().mean() * torch.eye(len(moments), device=moments.device)
+    weight = torch.linalg.solve(moments, centred.T @ (outputs - means[1]))
+    return weight, means[1] - means[0] @ weight
