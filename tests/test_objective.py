@@ -57,7 +57,8 @@ def test_backprop_dropout_encodes_only_the_subset_with_gradients(tiny_model: MAC
     )
     rows = [tiny_model.amortization.ids(document) for document in BATCH.documents]
     amortize_with_dropout(tiny_model, rows, 0.75)
-    assert sorted(seen) == [(1, True), (3, False)]
+    # Texts of unlike lengths are not encoded together.
+    assert [sum(n for n, live in seen if live == wanted) for wanted in (True, False)] == [1, 3]
     assert amortize_with_dropout(tiny_model, rows, 0.99).requires_grad  # at least one always has a gradient
 
 

@@ -193,7 +193,7 @@ def test_questions_tuned_on_stand_behind_the_documents_that_answer_them(model_fo
         "test",
     )
     task = TuneTask(recipe)
-    for ids, labels in task.batch(0, 0, 3):
+    for ids, labels, _ in task.batch(0, 0, 3):
         text = task.encoder.tokenizer.decode(ids)
         answers = task.encoder.tokenizer.decode([token for token in labels if token != -100])
         assert text.count("Question:") == text.count("Answer:") == 2
