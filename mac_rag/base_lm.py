@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from mac_rag.config import BaseLMConfig, ModulationConfig
 from mac_rag.errors import ModelLoadError
-from mac_rag.loading import load_causal_lm
+from mac_rag.loading import list_of_layers, load_causal_lm
 from mac_rag.nn.modulation import LMShape, Modulation, linear_names
-from mac_rag.prefix_lm import PrefixLM, PrefixLMConfig
+from mac_rag.prefix_lm import PrefixLMConfig, parts_argument
 from mac_rag.prompt import PromptEncoder, PromptFormat
 
 # Last names of the linear layers that make queries and values: of Llama, Mistral, Qwen; of BERT; of GPT-2, in one.
@@ -89,11 +89,9 @@ class BaseLM(nn.Module):
         )
 
     def _block_names(self) -> tuple[str, ...]:
-        """Names of the decoder layers: the one module list as long as the LM has layers."""
-        for name, module in self.model.named_modules():
-            if isinstance(module, nn.ModuleList) and len(module) == self.model.config.num_hidden_layers:
-                return tuple(f"{name}.{index}" for index in range(len(module)))
-        raise ModelLoadError(f"found no list of decoder layers in {self.model.config.model_type}")
+        """Names of the decoder layers."""
+        name, layers = list_of_layers(self.model)
+        return tuple(f"{name}.{index}" for index in range(len(layers)))
 
     def answer_loss(
         self,
@@ -126,7 +124,7 @@ class BaseLM(nn.Module):
             "attention_mask": mask,
             "position_ids": positions,
             "past_key_values": modulation.cache() if modulation else None,
-            **self._parts(numbers),
+            **parts_argument(self.model, numbers),
         }
         wanted = targets != -100
         with _attached(modulation, self.model):
@@ -171,7 +169,7 @@ class BaseLM(nn.Module):
         cache = modulation.cache() if modulation else None
         generated: list[int] = []
         sent = ""
-        prompted = self._parts(torch.ones_like(ids))
+        prompted = parts_argument(self.model, torch.ones_like(ids))
         for _ in range(max_new_tokens):
             with _attached(modulation, self.model):
                 output = self.model(
@@ -199,10 +197,6 @@ class BaseLM(nn.Module):
         rest: str = self.tokenizer.decode(generated, skip_special_tokens=True).strip()[len(sent) :]
         if rest:
             yield rest
-
-    def _parts(self, parts: Tensor) -> dict[str, Tensor]:
-        """The argument that tells a prefix LM the parts of its prompts `[B, L]`; a causal LM has none."""
-        return {"parts": parts} if isinstance(self.model, PrefixLM) else {}
 
     def _padded(self, rows: Sequence[Sequence[int]], modulation: Modulation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Rows padded on the left: ids `[B, L]`, mask `[B, P + L]` with the prefix, positions `[B, L]`."""

@@ -173,6 +173,19 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def list_of_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """A transformer's layers and the name of their list: the one module list as long as the model has layers.
+
+    Raises:
+        ModelLoadError: when there is none.
+    """
+    config: Any = model.config
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers:
+            return name, module
+    raise ModelLoadError(f"found no list of decoder layers in {config.model_type}")
+
+
 def keep_first_layers(backbone: nn.Module, count: int) -> None:
     """Leaves of a backbone's layers the first ones.
 
@@ -182,10 +195,9 @@ def keep_first_layers(backbone: nn.Module, count: int) -> None:
     config: Any = backbone.config
     if count > config.num_hidden_layers:
         raise ModelLoadError(f"layers is {count}, but {config.model_type} has {config.num_hidden_layers}")
-    for module in backbone.modules():
-        for name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers:
-                setattr(module, name, child[:count])
+    name, layers = list_of_layers(backbone)
+    parent, _, last = name.rpartition(".")
+    setattr(backbone.get_submodule(parent), last, layers[:count])
     config.num_hidden_layers = count
 
 

@@ -95,6 +95,11 @@ class PrefixLM(BertGenerationDecoder):
         return inputs
 
 
+def parts_argument(model: object, parts: Tensor) -> dict[str, Tensor]:
+    """The argument that tells a prefix LM, or its body, the parts of its prompts `[B, L]`; other models have none."""
+    return {"parts": parts} if isinstance(model, PrefixLM | PrefixLMBody) else {}
+
+
 def prefix_mask(parts: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
     """Which token may see which, `[B, 1, L, P + L]`: its part of the prompt and what was before; padding only itself.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mac_rag.prefix_lm import PrefixLMBody
+from mac_rag.prefix_lm import parts_argument
 
 _REACH = 0.5  # standard deviation of what a memory token of a pooling encoder looks at, in stretches, at its start
 _LEAST = 1e-4  # salience
@@ -175,7 +175,7 @@ class EncoderPooling(AmortizationNetwork):
     def text_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The backbone's outputs for the text, `[K, L, backbone width]`."""
         # A prefix LM reads the text as one part of a prompt.
-        parts = {"parts": torch.ones_like(input_ids)} if isinstance(self.backbone, PrefixLMBody) else {}
+        parts = parts_argument(self.backbone, torch.ones_like(input_ids))
         output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, **parts)
         states: Tensor = output.last_hidden_state.to(self.queries.dtype)
         return states

@@ -23,7 +23,7 @@ from mac_rag.model import MACModel
 from mac_rag.nn.aggregation import CrossAttentionBlock, DocumentPrior
 from mac_rag.nn.amortization import EncoderPooling
 from mac_rag.nn.modulation import PrefixTuning
-from mac_rag.prefix_lm import PrefixLM
+from mac_rag.prefix_lm import parts_argument
 
 _READ = 256  # texts by which the maps are fitted
 _RIDGE = 1e-4  # of the mean square of what is mapped
@@ -69,11 +69,11 @@ def start_as_reader(model: MACModel, data: QADataset) -> None:
     states = [_states(network, row) for row in rows_read]
     _fit_salience(network, rows, rows_read, states)
     pooled = [_pooling(network, state) for state in states]
-    phi = model.amortization.encode(rows_read, _BATCH).flatten(0, 1)
-    places = _least_used(phi, config.tokens) * (_PLACE * phi.square().mean(0).sum().sqrt())
+    phi = model.amortization.encode(rows_read, _BATCH)
+    places = _least_used(phi.flatten(0, 1), config.tokens) * (_PLACE * phi.square().mean((0, 1)).sum().sqrt())
     network.mlps.outer_bias.add_(places)
     model.input_encoder.load_state_dict(model.amortization.state_dict())
-    phi = model.amortization.encode(rows_read, _BATCH)
+    phi = phi + places  # as the bias makes it
     _fit_prefix(model, prefix, phi, rows_read, pooled)
     if model.aggregation.prior is not None:
         _fit_prior(model.aggregation.prior, model.input_encoder.encode(questions, _BATCH), phi)
@@ -135,7 +135,7 @@ def _fit_prefix(
     wanted = []
     for row, weights in zip(rows, pooled, strict=True):
         ids = torch.tensor([row], device=phi.device)
-        parts = {"parts": torch.ones_like(ids)} if isinstance(lm, PrefixLM) else {}
+        parts = parts_argument(lm, torch.ones_like(ids))
         cache = lm(input_ids=ids, use_cache=True, logits_to_keep=1, **parts).past_key_values
         kept = torch.stack([torch.stack([layer[0][0], layer[1][0]]) for layer in cache])  # [layers, 2, H, L, d]
         wanted.append(torch.einsum("tl,nkhld->tnkhd", weights, kept).flatten(1))
