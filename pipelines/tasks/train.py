@@ -50,6 +50,8 @@ class TrainConfig(Config):
         start_from: a MAC checkpoint, name or folder, to train on.
         start: of the networks of `model`: as they are built, or fitted to what the base LM reads (`reader`; see
             `pipelines.tasks.reader`).
+        together: how many documents of one title, next to each other in the stream, stay together in a batch. A
+            question then has to find its document among others on the same subject, as in a bank.
         questions_per_document: questions drawn for each document of a batch.
         backprop_dropout: p, the share of documents that are amortized without gradients.
         losses: weight of each term; the paper has `answer` alone.
@@ -67,6 +69,7 @@ class TrainConfig(Config):
     start_from: str | None = None
     start: Literal["built", "reader"] = "built"
     data: DataConfig = DataConfig()
+    together: int = Field(1, ge=1)
     questions_per_document: int = Field(1, ge=1)
     backprop_dropout: float = Field(0.0, ge=0, lt=1)
     losses: LossWeights = LossWeights()
@@ -134,7 +137,7 @@ class TrainTask(Task):
         if config.start == "reader":
             start_as_reader(self.model, data)
         self._questions = data.questions_by_document()
-        self._stories = _stories(data, self._questions)
+        self._stories = _stories(data, self._questions, config.together)
         self._miner = ContextMiner(config.context, data)
         self._validation = config.data.validation_set()
         self._validation_retrieved = retrieved(config.context, self._validation)
@@ -148,8 +151,9 @@ class TrainTask(Task):
     def batch(self, step: int, micro: int, size: int) -> tuple[Batch, LossWeights]:
         """Documents and questions, and the weights of the losses on them."""
         trainer = self.config.trainer
-        per_step = size * self.passes
-        indices = shuffled(len(self._stories), step, micro, size, seed=trainer.seed, per_step=per_step)
+        stories = -(-size // self.config.together)
+        per_step = stories * self.passes
+        indices = shuffled(len(self._stories), step, micro, stories, seed=trainer.seed, per_step=per_step)
         # Stories of several documents stay together: telling them apart is the hard part.
         documents = [document for i in indices for document in self._stories[i]][:size]
         rng = random.Random(f"{trainer.seed}/{step}/{micro}")
@@ -259,11 +263,18 @@ def _from_all_processes(phi: Tensor) -> Tensor:
     return torch.cat(gathered)
 
 
-def _stories(data: QADataset, questions: dict[str, list[Question]]) -> list[list[Document]]:
-    """Documents that have questions, each with the documents that update it later."""
+def _stories(data: QADataset, questions: dict[str, list[Question]], together: int) -> list[list[Document]]:
+    """Documents that have questions, each with the documents that update it later, and with others of its title."""
     stories: dict[str, list[Document]] = {}
     for document in data.documents:
         if questions[document.id]:
             first = document.metadata.get("updates", document.id)
             stories.setdefault(first, []).append(document)
-    return list(stories.values())
+    joined: list[list[Document]] = []
+    for story in stories.values():
+        title = story[0].metadata.get("title")
+        if joined and len(joined[-1]) < together and title is not None and joined[-1][0].metadata.get("title") == title:
+            joined[-1] += story
+        else:
+            joined.append(story)
+    return joined

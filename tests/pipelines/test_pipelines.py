@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from mac_rag.errors import ConfigError, DataError, QuantizationError
 from mac_rag.model import MACModel
 from pipelines.cli import load_recipe
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
+from pipelines.tasks.questions import DataConfig
 from pipelines.tasks.train import TrainConfig, TrainTask, excerpt
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Task, Trainer
@@ -99,6 +101,32 @@ def test_a_curriculum_grows_the_documents_around_the_answers(model_folder: Folde
             assert answer in batch.documents[gold]
         terms = {"direct"} if step < 4 else {"answer", "direct", "reconstruction", "contrastive"}
         assert set(task((batch, weights))) == {"loss", *terms}
+
+
+def test_documents_of_one_title_stay_together(model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of titles with 5, 4, 4, ... documents next to each other, a batch of 6 has runs of at most 3."""
+    data = DataConfig(documents=37).training_set()
+    titles = ["first", *(f"title {i // 4}" for i in range(36))]
+    titles[1] = titles[0]
+    documents = [dataclasses.replace(d, metadata={"title": t}) for d, t in zip(data.documents, titles, strict=True)]
+    titled = dataclasses.replace(data, documents=tuple(documents))
+    monkeypatch.setattr(DataConfig, "training_set", lambda self: titled)
+    task = TrainTask(train_recipe(model_folder, together=3))
+    place = {document.text: i for i, document in enumerate(documents)}
+    seen: set[int] = set()
+    for step in range(60):
+        batch, _ = task.batch(step, 0, 6)
+        places = [place[text] for text in batch.documents]
+        seen.update(places)
+        runs = [[places[0]]]
+        for one in places[1:]:
+            if one == runs[-1][-1] + 1 and titles[one] == titles[one - 1] and len(runs[-1]) < 3:
+                runs[-1].append(one)
+            else:
+                runs.append([one])
+        assert len(runs) == 2
+        assert all(len({titles[i] for i in run}) == 1 for run in runs)
+    assert seen == set(range(37))
 
 
 def test_an_excerpt_without_the_answer_is_the_whole_text() -> None:
