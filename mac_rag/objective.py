@@ -1,8 +1,8 @@
 """What MAC minimises: equation 2 with back-propagation dropout, and the further terms of the small-scale recipe.
 
-The paper's objective is the `answer` term alone. The others move a small model from a cold start: `direct`,
-`reconstruction` and `imitation` teach the amortization network without the aggregation network in between,
-`contrastive` teaches the document prior.
+The paper's objective is the `answer` term alone. The others move a small model from a cold start: `direct` and
+`reconstruction` teach the amortization network without the aggregation network in between, `contrastive` teaches the
+document prior.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch.nn import functional
 from mac_rag.config import Config
 from mac_rag.encoder import similar_lengths
 from mac_rag.errors import ConfigError
-from mac_rag.imitation import imitation_loss
 from mac_rag.nn.attention import direct_attention
 
 if TYPE_CHECKING:
@@ -36,14 +35,12 @@ class LossWeights(Config):
         direct: the same under the memory tokens of the question's own document, without aggregation.
         reconstruction: negative log-likelihood of a document under its own memory tokens.
         contrastive: cross-entropy of the document prior, with the question's own document as the target.
-        imitation: what the memory tokens of a document miss of what the base LM keeps of it; see `mac_rag.imitation`.
     """
 
     answer: float = Field(1.0, ge=0)
     direct: float = Field(0.0, ge=0)
     reconstruction: float = Field(0.0, ge=0)
     contrastive: float = Field(0.0, ge=0)
-    imitation: float = Field(0.0, ge=0)
 
 
 @dataclass(frozen=True)
@@ -93,8 +90,7 @@ def mac_loss(
         `loss` and each term that has a weight, as scalars; and the memory tokens `[K, T, D]`, detached.
 
     Raises:
-        ConfigError: for a contrastive term or distractors without a document prior, an imitation term of networks that
-            cannot imitate, or p outside [0, 1).
+        ConfigError: for a contrastive term or distractors without a document prior, or p outside [0, 1).
     """
     prior = model.aggregation.prior
     if prior is None and (weights.contrastive or distractors):
@@ -131,8 +127,6 @@ def mac_loss(
         terms["reconstruction"] = _mean_loss(model, starts, texts, phi)
     if weights.contrastive and scores is not None:
         terms["contrastive"] = functional.cross_entropy(scores, gold)
-    if weights.imitation:
-        terms["imitation"] = imitation_loss(model, rows, phi)
     total = torch.stack([getattr(weights, name) * term for name, term in terms.items()]).sum()
     return {"loss": total, **{name: term.detach() for name, term in terms.items()}}, phi.detach()
 

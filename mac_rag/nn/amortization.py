@@ -180,12 +180,6 @@ class EncoderPooling(AmortizationNetwork):
         states: Tensor = output.last_hidden_state.to(self.queries.dtype)
         return states
 
-    def stretches(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """How much each word is of each memory token, as far as places tell, `[K, T, L]`; the mean over heads."""
-        text = self.text_states(input_ids, attention_mask)
-        weights: Tensor = self.places(text, attention_mask).softmax(-1).mean(1)
-        return weights
-
     def places(self, text: Tensor, attention_mask: Tensor) -> Tensor:
         """What is added to the logits `[K, H, T, L]`: a word's salience, and how far it is from a token's stretch."""
         room = functional.softplus(self.salience(text).squeeze(-1).float()) * attention_mask

@@ -65,11 +65,11 @@ class PrefixModulation(Modulation):
     """
 
     def __init__(self, keys_values: Tensor) -> None:
-        self.keys_values = keys_values
+        self._keys_values = keys_values
         self.prefix_length = keys_values.shape[4]
 
     def cache(self, repeats: int = 1) -> DynamicCache:
-        rows = self.keys_values.repeat_interleave(repeats, 0) if repeats > 1 else self.keys_values
+        rows = self._keys_values.repeat_interleave(repeats, 0) if repeats > 1 else self._keys_values
         return DynamicCache([(layer[:, 0], layer[:, 1]) for layer in rows.unbind(1)])
 
 

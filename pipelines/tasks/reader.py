@@ -1,9 +1,9 @@
 """How MAC starts around an LM that reads: its memory tokens give the LM what it would have kept of the text itself.
 
 An LM that has read a text keeps keys and values of every word, and answers by them. The encoders start from the same
-LM, or from the model that the LM was made of, so what they make of a text tells much of those keys and values by a
-linear map, which is fitted here. Training then begins with a memory that can be read, and has to learn what to keep
-where there are fewer memory tokens than words, and how to find it.
+LM, so what they make of a text is enough to tell those keys and values, by a linear map that is fitted here. Training
+then begins with a memory that can be read, and has to learn what to keep where there are fewer memory tokens than
+words, and how to find it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,11 @@ from torch.nn import functional
 
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
-from mac_rag.imitation import kept_by_lm, require_imitation
 from mac_rag.model import MACModel
 from mac_rag.nn.aggregation import CrossAttentionBlock, DocumentPrior
 from mac_rag.nn.amortization import EncoderPooling
 from mac_rag.nn.modulation import PrefixTuning
+from mac_rag.prefix_lm import parts_argument
 
 _READ = 256  # texts by which the maps are fitted
 _RIDGE = 1e-4  # of the mean square of what is mapped
@@ -38,19 +39,25 @@ def start_as_reader(model: MACModel, data: QADataset) -> None:
     """Fits what lies between the encoders and the base LM, and lets aggregation keep memory tokens in their order.
 
     Args:
-        model: with two encoders of design `encoder-pooling` that cut texts as the base LM does, and a prefix.
+        model: with two encoders of design `encoder-pooling` that start from the base LM's weights, and a prefix.
         data: the training set. All documents tell how rare words are; some of them, and their questions, are read.
 
     Raises:
         ConfigError: for other networks.
     """
-    network, prefix = require_imitation(model), model.modulation
+    config, network, prefix = model.config, model.amortization.network, model.modulation
     if (
-        not isinstance(prefix, PrefixTuning)
+        not isinstance(network, EncoderPooling)
+        or not isinstance(prefix, PrefixTuning)
         or not isinstance(prefix.to_keys_values, nn.Linear)
-        or model.config.amortization != model.config.input_encoder
+        or prefix.slots > 1
+        or config.amortization != config.input_encoder
+        or config.amortization.name is not None
     ):
-        raise ConfigError("start: reader needs two encoders that are alike, and a prefix without bottleneck")
+        raise ConfigError(
+            "start: reader needs encoders of design encoder-pooling without a name, both alike, and a prefix of one "
+            "slot without bottleneck"
+        )
     training = model.training
     model.eval()
     asked = data.questions_by_document()
@@ -61,15 +68,13 @@ def start_as_reader(model: MACModel, data: QADataset) -> None:
     questions = [model.input_encoder.ids(asked[documents[i].id][0].question) for i in some]
     states = [_states(network, row) for row in rows_read]
     _fit_salience(network, rows, rows_read, states)
+    pooled = [_pooling(network, state) for state in states]
     phi = model.amortization.encode(rows_read, _BATCH)
-    places = _least_used(phi.flatten(0, 1), network.tokens) * (_PLACE * phi.square().mean((0, 1)).sum().sqrt())
+    places = _least_used(phi.flatten(0, 1), config.tokens) * (_PLACE * phi.square().mean((0, 1)).sum().sqrt())
     network.mlps.outer_bias.add_(places)
     model.input_encoder.load_state_dict(model.amortization.state_dict())
     phi = phi + places  # as the bias makes it
-    kept = kept_by_lm(model, rows_read).permute(0, 4, 1, 2, 3, 5).flatten(2).flatten(0, 1)
-    weight, bias = _ridge(prefix.norm(phi).flatten(0, 1), kept)
-    prefix.to_keys_values.weight.copy_(weight.T)
-    prefix.to_keys_values.bias.copy_(bias)
+    _fit_prefix(model, prefix, phi, rows_read, pooled)
     if model.aggregation.prior is not None:
         _fit_prior(model.aggregation.prior, model.input_encoder.encode(questions, _BATCH), phi)
     along = places.T @ torch.linalg.pinv(places.T)  # the projection onto the marks
@@ -84,6 +89,13 @@ def _states(network: EncoderPooling, row: Sequence[int]) -> Tensor:
     """`[L, backbone width]`"""
     ids = torch.tensor([row], device=network.queries.device)
     return network.text_states(ids, torch.ones_like(ids))[0]
+
+
+def _pooling(network: EncoderPooling, states: Tensor) -> Tensor:
+    """How much each word is of each memory token, `[T, L]`."""
+    mask = torch.ones(1, len(states), dtype=torch.long, device=states.device)
+    weights: Tensor = network.places(states[None], mask)[0].softmax(-1).mean(0)
+    return weights
 
 
 def _fit_salience(
@@ -109,6 +121,28 @@ def _least_used(phi: Tensor, count: int) -> Tensor:
         raise ConfigError(f"start: reader marks tokens ({count}) by directions of the LM's width ({len(directions)})")
     least: Tensor = directions[:, :count].T
     return least
+
+
+def _fit_prefix(
+    model: MACModel,
+    prefix: PrefixTuning,
+    phi: Tensor,
+    rows: Sequence[Sequence[int]],
+    pooled: Sequence[Tensor],
+) -> None:
+    """Fits the prefix of memory tokens to the keys and values that the LM keeps of the text, pooled alike."""
+    lm: Any = model.base_lm.model
+    wanted = []
+    for row, weights in zip(rows, pooled, strict=True):
+        ids = torch.tensor([row], device=phi.device)
+        parts = parts_argument(lm, torch.ones_like(ids))
+        cache = lm(input_ids=ids, use_cache=True, logits_to_keep=1, **parts).past_key_values
+        kept = torch.stack([torch.stack([layer[0][0], layer[1][0]]) for layer in cache])  # [layers, 2, H, L, d]
+        wanted.append(torch.einsum("tl,nkhld->tnkhd", weights, kept).flatten(1))
+    linear: Any = prefix.to_keys_values
+    weight, bias = _ridge(prefix.norm(phi).flatten(0, 1), torch.cat(wanted))
+    linear.weight.copy_(weight.T)
+    linear.bias.copy_(bias)
 
 
 def _fit_prior(prior: DocumentPrior, questions: Tensor, phi: Tensor) -> None:
