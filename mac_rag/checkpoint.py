@@ -4,6 +4,7 @@ config.json             the configuration: all sizes, the base models and their 
 model.safetensors       MAC's own networks
 amortization/           architecture and tokenizer of the amortization network's backbone
 input_encoder/          the same of the input encoder's
+index/                  architecture of the index, where there is one
 base_lm/                the base LM, where it was trained along or has no name on the Hub
 """
 
@@ -21,10 +22,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from mac_rag.base_lm import BaseLM
-from mac_rag.config import EncoderConfig, MACConfig
+from mac_rag.config import EncoderConfig, IndexConfig, MACConfig
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.loading import PACKED_LM, empty_backbone, load_backbone, load_tokenizer, quiet
-from mac_rag.model import MACModel, make_encoder
+from mac_rag.model import MACModel, make_encoder, make_index
 from mac_rag.packing import packed, unpacked
 from mac_rag.tuning import merged
 
@@ -48,6 +49,8 @@ def save(model: MACModel, folder: Path, dtype: torch.dtype | None) -> None:
         encoder: TextEncoder = getattr(model, name)
         encoder.network.backbone.config.save_pretrained(folder / name)
         encoder.tokenizer.save_pretrained(folder / name)
+    if model.amortization.network.index is not None:
+        model.amortization.network.index.config.save_pretrained(folder / "index")
     save_file(_stored(model.mac_state(), dtype), folder / "model.safetensors", metadata={"format": "pt"})
     text = json.dumps({"format": FORMAT, **config.model_dump(mode="json")}, indent=2)
     (folder / "config.json").write_text(text + "\n")
@@ -58,7 +61,8 @@ def load(name_or_path: str | Path, *, revision: str | None, device: torch.device
     folder = find(name_or_path, revision)
     config = read_config(folder)
     base_lm = BaseLM.load(config.base_lm, config.prompt, device, folder)
-    encoders = [_encoder(folder / name, getattr(config, name), config, base_lm) for name in _ENCODERS]
+    index = None if config.index is None else _index(folder / "index", config.index, base_lm)
+    encoders = [_encoder(folder / name, getattr(config, name), config, base_lm, index) for name in _ENCODERS]
     model = MACModel(config, base_lm, *encoders)
     _fill(model, folder / "model.safetensors")
     return model.eval()
@@ -121,16 +125,24 @@ def read_config(folder: Path) -> MACConfig:
         raise ModelLoadError(str(error)) from error
 
 
-def _encoder(folder: Path, part: EncoderConfig, config: MACConfig, base_lm: BaseLM) -> TextEncoder:
+def _encoder(folder: Path, part: EncoderConfig, config: MACConfig, base_lm: BaseLM, index: Any) -> TextEncoder:
     if part.quantization != "none":
         backbone = load_backbone(part, base_lm.device)
     else:
-        try:
-            architecture = AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"the architecture in {folder} cannot be read: {error}") from error
-        backbone = empty_backbone(part, architecture)
-    return make_encoder(config, part, backbone, load_tokenizer(str(folder)), base_lm)
+        backbone = empty_backbone(part, _architecture(folder))
+    return make_encoder(config, part, backbone, load_tokenizer(str(folder)), base_lm, index)
+
+
+def _index(folder: Path, part: IndexConfig, base_lm: BaseLM) -> Any:
+    backbone = empty_backbone(EncoderConfig(design="encoder-only", name=part.name), _architecture(folder))
+    return make_index(part, backbone, base_lm.tokenizer, base_lm)
+
+
+def _architecture(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"the architecture in {folder} cannot be read: {error}") from error
 
 
 def _fill(model: MACModel, path: Path) -> None:

@@ -92,6 +92,24 @@ class EncoderConfig(Config):
         return self
 
 
+class IndexConfig(Config):
+    """A sentence encoder that gives each text one further token, its index, by which the document prior finds it.
+
+    It is a retriever's encoder and stays frozen: to tell which document answers a question takes more examples than to
+    read it. Not part of the paper.
+
+    Attributes:
+        name: of the encoder: `minilm`, a folder, or a repository on the Hub. A text's index is the mean of its states,
+            so its width must be D.
+        revision: branch, tag or commit on the Hub.
+        embeddings: of tokens: `own`, or the base LM's (`base-lm`), where the vocabulary is the same.
+    """
+
+    name: str
+    revision: str | None = None
+    embeddings: Literal["own", "base-lm"] = "own"
+
+
 class AggregationConfig(Config):
     """The aggregation network h_psi; the defaults are the paper's.
 
@@ -178,7 +196,8 @@ class MACConfig(Config):
     """A whole MAC model.
 
     Attributes:
-        tokens: T, memory tokens of a document.
+        tokens: T, memory tokens of a document, its index included.
+        index: what finds a document, if that is not the mean of its memory tokens.
         mlp_width: inner width of the MLP of each memory token; None for the backbone's, as in the paper.
         max_document_tokens: longest document, in the amortization network's own tokens.
         max_new_tokens: longest answer.
@@ -187,6 +206,7 @@ class MACConfig(Config):
     base_lm: BaseLMConfig
     amortization: EncoderConfig
     input_encoder: EncoderConfig
+    index: IndexConfig | None = None
     tokens: int = Field(24, ge=1)
     mlp_width: int | None = Field(None, ge=1)
     aggregation: AggregationConfig = AggregationConfig()
@@ -201,4 +221,10 @@ class MACConfig(Config):
             kinds = {(config.dtype, config.quantization) for config in (self.base_lm, part)}
             if part.embeddings == "base-lm" and (len(kinds) > 1 or part.quantization != "none"):
                 raise ValueError("embeddings of the base LM can be shared only at its dtype and without quantization")
+        if self.index is not None and not self.aggregation.prior_width:
+            raise ValueError(
+                f"the index {self.index.name!r} serves the document prior; set aggregation.prior_width above 0"
+            )
+        if self.index is not None and self.tokens < 2:
+            raise ValueError(f"tokens is {self.tokens}, but a document needs one beside its index")
         return self

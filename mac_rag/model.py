@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mac_rag.base_lm import BaseLM
-from mac_rag.config import EncoderConfig, MACConfig
+from mac_rag.config import EncoderConfig, IndexConfig, MACConfig
 from mac_rag.encoder import TextEncoder
 from mac_rag.errors import BankError, ConfigError, ModelLoadError
 from mac_rag.loading import keep_first_layers, load_backbone, load_tokenizer
@@ -25,6 +25,8 @@ from mac_rag.tuning import make_trainable
 
 if TYPE_CHECKING:
     from mac_rag.objective import Batch, LossWeights
+
+_INDEX = "amortization.network.index."  # also the input encoder's, which is the same
 
 
 class MACModel(nn.Module):
@@ -57,6 +59,7 @@ class MACModel(nn.Module):
             feed_forward=sizes.feed_forward,
             prior_width=sizes.prior_width,
             prior_sharpness=sizes.prior_sharpness,
+            index=config.index is not None,
         )
         self.modulation = _modulation_network(config, base_lm)
         self.base_lm_trained = False
@@ -73,7 +76,9 @@ class MACModel(nn.Module):
         """
         place = default_device(device)
         base_lm = BaseLM.load(config.base_lm, config.prompt, place)
-        encoders = [_pretrained_encoder(part, config, base_lm) for part in (config.amortization, config.input_encoder)]
+        index = None if config.index is None else _pretrained_index(config.index, base_lm)
+        parts = config.amortization, config.input_encoder
+        encoders = [_pretrained_encoder(part, config, base_lm, index) for part in parts]
         return cls(config, base_lm, *encoders).eval()
 
     @classmethod
@@ -118,10 +123,12 @@ class MACModel(nn.Module):
         return self.base_lm.context_window - prefix
 
     def train(self, mode: bool = True) -> MACModel:
-        """Sets the training mode of all networks but a frozen base LM, which never drops anything out."""
+        """Sets the training mode of all networks but the index and a frozen base LM, which never drop anything out."""
         super().train(mode)
         if not self.base_lm_trained:
             self.base_lm.eval()
+        if self.amortization.network.index is not None:
+            self.amortization.network.index.eval()
         self._fingerprint = None  # fused optimisers change weights without a trace on the tensors
         return self
 
@@ -135,11 +142,14 @@ class MACModel(nn.Module):
         self.base_lm_trained = True
 
     def mac_state(self) -> dict[str, Tensor]:
-        """Every weight of MAC's own networks that training changes; neither the base LM nor quantised backbones."""
+        """Every weight of MAC's own networks; neither those of the base LM nor of quantised backbones.
+
+        Training changes all of them but the index.
+        """
         return {
             name: parameter
             for name, parameter in self.named_parameters()
-            if not name.startswith("base_lm.") and parameter.requires_grad
+            if name.startswith(_INDEX) or (parameter.requires_grad and not name.startswith("base_lm."))
         }
 
     @property
@@ -158,8 +168,8 @@ class MACModel(nn.Module):
 
     def _shared_embeddings(self) -> dict[str, Tensor]:
         """The base LM's embeddings, if an encoder reads with them."""
-        parts = self.config.amortization, self.config.input_encoder
-        if all(part.embeddings == "own" for part in parts):
+        parts = self.config.amortization, self.config.input_encoder, self.config.index
+        if all(part is None or part.embeddings == "own" for part in parts):
             return {}
         return {"embeddings": self.base_lm.model.get_input_embeddings().weight}
 
@@ -302,29 +312,61 @@ def default_device(device: str | torch.device | None) -> torch.device:
     return place
 
 
-def make_encoder(config: MACConfig, part: EncoderConfig, backbone: Any, tokenizer: Any, base_lm: BaseLM) -> TextEncoder:
-    """Puts the learned vectors and MLPs of the part's design around a backbone.
+def make_encoder(
+    config: MACConfig, part: EncoderConfig, backbone: Any, tokenizer: Any, base_lm: BaseLM, index: Any = None
+) -> TextEncoder:
+    """Puts the learned vectors and MLPs of the part's design around a backbone, and the index (`make_index`) beside it.
 
     Raises:
-        ModelLoadError: when it should share the base LM's embeddings, but has another width or vocabulary.
+        ModelLoadError: when it should share the base LM's embeddings, but has another width or vocabulary; when its
+            vocabulary is not the base LM's, by which the index reads.
     """
     if part.embeddings == "base-lm":
-        shared = base_lm.model.get_input_embeddings()
-        own = backbone.get_input_embeddings()
-        if own.weight.shape != shared.weight.shape or tokenizer.get_vocab() != base_lm.tokenizer.get_vocab():
-            raise ModelLoadError(
-                f"{part.name!r} cannot share the base LM's embeddings: its vocabulary or width is another; "
-                "set embeddings: own"
-            )
-        backbone.set_input_embeddings(shared)
-    network = DESIGNS[part.design](backbone, config.tokens, base_lm.width, config.mlp_width)
+        _share_embeddings(part.name, backbone, tokenizer, base_lm)
+    if index is not None and tokenizer.get_vocab() != base_lm.tokenizer.get_vocab():
+        raise ModelLoadError(f"{part.name!r} cannot have an index: its vocabulary is not the base LM's")
+    network = DESIGNS[part.design](backbone, config.tokens, base_lm.width, config.mlp_width, index)
     return TextEncoder(network, tokenizer, config.max_document_tokens)
 
 
-def _pretrained_encoder(part: EncoderConfig, config: MACConfig, base_lm: BaseLM) -> TextEncoder:
+def make_index(part: IndexConfig, backbone: Any, tokenizer: Any, base_lm: BaseLM) -> Any:
+    """A sentence encoder as both encoders have it, frozen.
+
+    Raises:
+        ModelLoadError: when its vocabulary is not the base LM's, or its width not D.
+    """
+    if tokenizer.get_vocab() != base_lm.tokenizer.get_vocab():
+        raise ModelLoadError(f"the index {part.name!r} cannot be used: its vocabulary is not the base LM's")
+    if backbone.config.hidden_size != base_lm.width:
+        raise ModelLoadError(
+            f"the index {part.name!r} has a width of {backbone.config.hidden_size}, the base LM one of {base_lm.width}"
+        )
+    backbone.requires_grad_(False)
+    if part.embeddings == "base-lm":
+        _share_embeddings(part.name, backbone, tokenizer, base_lm)
+    return backbone
+
+
+def _share_embeddings(name: str | None, backbone: Any, tokenizer: Any, base_lm: BaseLM) -> None:
+    shared = base_lm.model.get_input_embeddings()
+    own = backbone.get_input_embeddings()
+    if own.weight.shape != shared.weight.shape or tokenizer.get_vocab() != base_lm.tokenizer.get_vocab():
+        raise ModelLoadError(
+            f"{name!r} cannot share the base LM's embeddings: its vocabulary or width is another; set embeddings: own"
+        )
+    backbone.set_input_embeddings(shared)
+
+
+def _pretrained_index(part: IndexConfig, base_lm: BaseLM) -> Any:
+    source = EncoderConfig(design="encoder-only", name=part.name, revision=part.revision)
+    backbone = load_backbone(source, base_lm.device)
+    return make_index(part, backbone, load_tokenizer(part.name, part.revision), base_lm)
+
+
+def _pretrained_encoder(part: EncoderConfig, config: MACConfig, base_lm: BaseLM, index: Any) -> TextEncoder:
     if part.name is not None:
         backbone = load_backbone(part, base_lm.device)
-        return make_encoder(config, part, backbone, load_tokenizer(part.name, part.revision), base_lm)
+        return make_encoder(config, part, backbone, load_tokenizer(part.name, part.revision), base_lm, index)
     if config.base_lm.quantization != "none":
         raise ModelLoadError(
             f"the base LM is quantised ({config.base_lm.quantization}), so an encoder cannot start from its weights; "
@@ -333,7 +375,7 @@ def _pretrained_encoder(part: EncoderConfig, config: MACConfig, base_lm: BaseLM)
     backbone = copy.deepcopy(base_lm.model.base_model).float().requires_grad_(True)
     if part.layers is not None:
         keep_first_layers(backbone, part.layers)
-    return make_encoder(config, part, backbone, base_lm.tokenizer, base_lm)
+    return make_encoder(config, part, backbone, base_lm.tokenizer, base_lm, index)
 
 
 def _modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNetwork:

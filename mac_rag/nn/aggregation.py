@@ -95,6 +95,8 @@ def _selected(rows: Tensor, index: Tensor) -> Tensor:
 class DocumentPrior(nn.Module):
     """A learned score of a document for a question, `s(x, d) = exp(tau) cos(W_q mean(x), W_k mean(phi_d))`.
 
+    With an index (`mac_rag.config.IndexConfig`), the first token takes the place of the mean.
+
     Added to the attention logits of all tokens of the document, it keeps attention sharp over thousands of documents,
     where a plain softmax spreads over them. It is a function of one document and one question, so aggregation stays
     invariant to the order of the documents. Not part of the paper.
@@ -102,23 +104,29 @@ class DocumentPrior(nn.Module):
     Args:
         width: D, of question and memory tokens.
         prior_width: of the space that they are compared in.
+        index: whether the first token is the text's index.
     """
 
-    def __init__(self, width: int, prior_width: int) -> None:
+    def __init__(self, width: int, prior_width: int, index: bool) -> None:
         super().__init__()
+        self.index = index
         self.query = nn.Linear(width, prior_width, bias=False)
         self.key = nn.Linear(width, prior_width, bias=False)
         self.log_scale = nn.Parameter(torch.tensor(10.0).log())
         with torch.no_grad():
             self.key.weight.copy_(self.query.weight)  # what is alike from the start scores high from the start
 
+    def summary(self, tokens: Tensor) -> Tensor:
+        """What stands for a text, `[K, T, D] -> [K, D]`."""
+        return tokens[:, 0] if self.index else tokens.mean(1)
+
     def keys(self, phi: Tensor) -> Tensor:
         """`[K, T, D] -> [K, d_prior]`."""
-        return functional.normalize(self.key(phi.mean(1)), dim=-1)
+        return functional.normalize(self.key(self.summary(phi)), dim=-1)
 
     def queries(self, question: Tensor) -> Tensor:
         """`[B, T, D] -> [B, d_prior]`."""
-        return functional.normalize(self.query(question.mean(1)), dim=-1)
+        return functional.normalize(self.query(self.summary(question)), dim=-1)
 
     def score(self, queries: Tensor, keys: Tensor) -> Tensor:
         """`[B, d_prior]`, and `[K, d_prior]` or `[G, K, d_prior]` for runs of questions, to `[B, K]`."""
@@ -208,6 +216,7 @@ class AggregationNetwork(nn.Module):
         prior_width: width of the document prior's space; 0 for the paper's network, which has no prior.
         prior_sharpness: factor on the document prior in attention, except in training. The scales are learned over the
             documents of one batch; to keep the same share of attention on a document of a larger bank takes more.
+        index: whether the first token of documents and questions is what the document prior compares.
     """
 
     def __init__(
@@ -220,6 +229,7 @@ class AggregationNetwork(nn.Module):
         feed_forward: int = 4,
         prior_width: int = 0,
         prior_sharpness: float = 1.0,
+        index: bool = False,
     ) -> None:
         super().__init__()
         self.bank_norm = nn.LayerNorm(width)  # one for all blocks: they look at the same bank
@@ -227,7 +237,7 @@ class AggregationNetwork(nn.Module):
             CrossAttentionBlock(width, heads, head_width, feed_forward, prior_width > 0, prior_sharpness)
             for _ in range(blocks)
         )
-        self.prior = DocumentPrior(width, prior_width) if prior_width else None
+        self.prior = DocumentPrior(width, prior_width, index) if prior_width else None
         self.use_prior = True  # False leaves the prior out of the attention, to measure what it contributes
 
     def project(self, phi: Tensor) -> BankProjection:

@@ -58,11 +58,14 @@ class AmortizationNetwork(nn.Module):
         tokens: T.
         width: D.
         mlp_width: hidden width of the MLPs; None for the backbone's.
+        index: a sentence encoder of width D, whose mean state of the text is the first of the T tokens; None for none.
     """
 
-    def __init__(self, backbone: Any, tokens: int, width: int, mlp_width: int | None = None) -> None:
+    def __init__(self, backbone: Any, tokens: int, width: int, mlp_width: int | None = None, index: Any = None) -> None:
         super().__init__()
         self.backbone = backbone
+        self.index = index
+        tokens -= index is not None
         backbone_width: int = backbone.config.hidden_size
         self.queries = nn.Parameter(self.initial_scale() * torch.randn(tokens, backbone_width))
         self.mlps = TokenMLPs(tokens, backbone_width, width, mlp_width)
@@ -73,7 +76,7 @@ class AmortizationNetwork(nn.Module):
 
     @property
     def tokens(self) -> int:
-        return self.queries.shape[0]
+        return self.queries.shape[0] + (self.index is not None)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Encodes a batch of texts.
@@ -87,7 +90,12 @@ class AmortizationNetwork(nn.Module):
         """
         states = self.states(input_ids, attention_mask)
         tokens: Tensor = self.mlps(states.to(self.queries.dtype))
-        return tokens
+        if self.index is None:
+            return tokens
+        with torch.no_grad():
+            text = self.index(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        shares = attention_mask[..., None] / attention_mask.sum(1)[:, None, None]
+        return torch.cat([(text * shares).sum(1, keepdim=True).to(tokens.dtype), tokens], 1)
 
     def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The backbone's outputs for the learned vectors, `[K, T, backbone width]`."""
@@ -143,8 +151,8 @@ class EncoderPooling(AmortizationNetwork):
     network finds salience in them: names and numbers may have a memory token each where others share one.
     """
 
-    def __init__(self, backbone: Any, tokens: int, width: int, mlp_width: int | None = None) -> None:
-        super().__init__(backbone, tokens, width, mlp_width)
+    def __init__(self, backbone: Any, tokens: int, width: int, mlp_width: int | None = None, index: Any = None) -> None:
+        super().__init__(backbone, tokens, width, mlp_width, index)
         inner: int = backbone.config.hidden_size
         self.heads: int = backbone.config.num_attention_heads
         self.norm = nn.LayerNorm(inner)
@@ -184,8 +192,9 @@ class EncoderPooling(AmortizationNetwork):
         """What is added to the logits `[K, H, T, L]`: a word's salience, and how far it is from a token's stretch."""
         room = functional.softplus(self.salience(text).squeeze(-1).float()) * attention_mask
         words = (room.cumsum(1) - 0.5 * room) / room.sum(1, keepdim=True)  # in (0, 1)
-        centres = (torch.arange(self.tokens, device=words.device) + 0.5) / self.tokens
-        stretches = (words[:, None] - centres[:, None]) * self.tokens  # [K, T, L]
+        count = len(self.queries)
+        centres = (torch.arange(count, device=words.device) + 0.5) / count
+        stretches = (words[:, None] - centres[:, None]) * count  # [K, T, L]
         logits = -0.5 * (stretches[:, None] / self.log_reach.exp()[:, None, None]).square()
         logits = logits + room.clamp(min=_LEAST).log()[:, None, None]
         return logits.masked_fill(~attention_mask[:, None, None].bool(), -torch.inf)

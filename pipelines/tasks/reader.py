@@ -69,11 +69,12 @@ def start_as_reader(model: MACModel, data: QADataset) -> None:
     states = [_states(network, row) for row in rows_read]
     _fit_salience(network, rows, rows_read, states)
     pooled = [_pooling(network, state) for state in states]
-    phi = model.amortization.encode(rows_read, _BATCH)
-    places = _least_used(phi.flatten(0, 1), config.tokens) * (_PLACE * phi.square().mean((0, 1)).sum().sqrt())
+    count = len(network.queries)
+    words = model.amortization.encode(rows_read, _BATCH)[:, -count:]  # without the index
+    places = _least_used(words.flatten(0, 1), count) * (_PLACE * words.square().mean((0, 1)).sum().sqrt())
     network.mlps.outer_bias.add_(places)
     model.input_encoder.load_state_dict(model.amortization.state_dict())
-    phi = phi + places  # as the bias makes it
+    phi = model.amortization.encode(rows_read, _BATCH)
     _fit_prefix(model, prefix, phi, rows_read, pooled)
     if model.aggregation.prior is not None:
         _fit_prior(model.aggregation.prior, model.input_encoder.encode(questions, _BATCH), phi)
@@ -92,10 +93,10 @@ def _states(network: EncoderPooling, row: Sequence[int]) -> Tensor:
 
 
 def _pooling(network: EncoderPooling, states: Tensor) -> Tensor:
-    """How much each word is of each memory token, `[T, L]`."""
+    """How much each word is of each memory token, `[T, L]`; the index is of all words."""
     mask = torch.ones(1, len(states), dtype=torch.long, device=states.device)
     weights: Tensor = network.places(states[None], mask)[0].softmax(-1).mean(0)
-    return weights
+    return weights if network.index is None else torch.cat([weights.mean(0, keepdim=True), weights])
 
 
 def _fit_salience(
@@ -149,13 +150,16 @@ def _fit_prior(prior: DocumentPrior, questions: Tensor, phi: Tensor) -> None:
     """The document prior starts in the space where documents differ alike in all directions, as sharp as it is right.
 
     Whitening is what makes means of an LM's states comparable (Su et al., 2021, "Whitening Sentence Representations").
+    An index is made to be compared as it is.
     """
-    means = phi.mean(1)
-    values, directions = torch.linalg.eigh(torch.cov(means.T))
-    whitening = (directions * (values + _FLOOR * values.mean()).rsqrt())[:, -len(prior.key.weight) :]
-    for linear, mean in ((prior.key, means.mean(0)), (prior.query, questions.mean(1).mean(0))):
-        mean = functional.normalize(mean, dim=0)
-        linear.weight.copy_((whitening - mean[:, None] * (mean @ whitening)).T)
+    summaries = prior.summary(phi)
+    values, directions = torch.linalg.eigh(torch.cov(summaries.T))
+    most = slice(-len(prior.key.weight), None)  # the directions in which documents differ most
+    whitening = (directions * (values + _FLOOR * values.mean()).rsqrt())[:, most]
+    for linear, texts in ((prior.key, summaries), (prior.query, prior.summary(questions))):
+        mean = functional.normalize(texts.mean(0), dim=0)
+        plain = directions[:, most] if prior.index else whitening - mean[:, None] * (mean @ whitening)
+        linear.weight.copy_(plain.T)
     cosines = prior.score(prior.queries(questions), prior.keys(phi)) / prior.log_scale.exp()
     own = torch.arange(len(cosines), device=cosines.device)
     losses = {scale: float(functional.cross_entropy(scale * cosines, own)) for scale in _SCALES}

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache
 
-from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig
+from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, IndexConfig, MACConfig
 from mac_rag.data.newswire import generate
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model import MACModel
@@ -19,26 +19,27 @@ DATA = generate("train", 60, seed=3, questions_per_document=2)
 TOKENS = 24
 
 
-def build(layers: int | None = 4) -> MACModel:
+def build(layers: int | None = 4, index: bool = False) -> MACModel:
     torch.manual_seed(5)
     part = EncoderConfig(design="encoder-pooling", name=None, embeddings="base-lm", layers=layers)
     config = MACConfig(
         base_lm=BaseLMConfig(name="minilm"),
         amortization=part,
         input_encoder=part,
-        tokens=TOKENS,
+        index=IndexConfig(name="minilm", embeddings="base-lm") if index else None,
+        tokens=TOKENS + index,
         mlp_width=8,
         aggregation=AggregationConfig(blocks=1, heads=6, head_width=64, feed_forward=1, prior_width=64),
     )
     return MACModel.from_config(config, device="cpu")
 
 
-@pytest.fixture(scope="module")
-def started() -> tuple[MACModel, MACModel]:
+@pytest.fixture(scope="module", params=[False, True], ids=["without index", "with index"])
+def started(request: pytest.FixtureRequest) -> tuple[MACModel, MACModel]:
     """A model as it is built, and the same after the start."""
-    model = build()
+    model = build(index=request.param)
     start_as_reader(model, DATA)
-    return build(), model
+    return build(index=request.param), model
 
 
 @torch.no_grad()
@@ -79,7 +80,7 @@ def test_the_prior_and_the_order_of_memory_tokens(started: tuple[MACModel, MACMo
     built, model = started
     assert own_first(model) < own_first(built)
     # A memory token of a question sees, of a document, the one at the same place best.
-    phi = model.amortize([document.text for document in DATA.documents[:8]])
+    phi = model.amortize([document.text for document in DATA.documents[:8]])[:, -TOKENS:]
     block = model.aggregation.blocks[0]
     normed = model.aggregation.bank_norm(phi)
     query, key = block.to_query(block.norm(phi)), block.to_key(normed)  # type: ignore[operator, union-attr]
