@@ -212,7 +212,7 @@ class TrainTask(Task):
         return terms
 
     def validate(self) -> dict[str, float]:
-        """EM and F1 on the held-out stream, from memory alone and, in training with a retriever, with documents."""
+        """EM and F1 on the held-out stream, from memory alone and, with a retriever, with documents; and the losses."""
         data, found = self._validation, self._validation_retrieved
         engine = MACEngine(self.model)
         engine.adapt(data.documents)
@@ -221,7 +221,7 @@ class TrainTask(Task):
             k = max(self.config.context.k)
             contexts = [[document.text for document in found[question.question][:k]] for question in data.questions]
             figures |= {f"{name}_retrieved": value for name, value in self._figures(engine, contexts).items()}
-        return figures
+        return figures | self._losses()
 
     def _figures(self, engine: MACEngine, contexts: list[list[str]] | None) -> dict[str, float]:
         questions = self._validation.questions
@@ -231,6 +231,28 @@ class TrainTask(Task):
             name: sum(best_over(metric, text, answers) for text, answers in pairs) / len(pairs)
             for name, metric in (("em", exact_match), ("f1", f1))
         }
+
+    def _losses(self) -> dict[str, float]:
+        """Each term over the held-out documents, as many at a time as in training; the LM sees questions alone."""
+        asked = self._validation.questions_by_document()
+        documents = [document for document in self._validation.documents if asked[document.id]]
+        totals: dict[str, float] = {}
+        count = 0
+        for start in range(0, len(documents), self.config.trainer.batch_size):
+            part = documents[start : start + self.config.trainer.batch_size]
+            most = self.config.questions_per_document
+            pairs = [(i, q) for i, document in enumerate(part) for q in asked[document.id][:most]]
+            batch = Batch(
+                documents=[document.text for document in part],
+                questions=[question.question for _, question in pairs],
+                answers=[question.answers[0] for _, question in pairs],
+                gold=[i for i, _ in pairs],
+            )
+            terms, _ = mac_loss(self.model, batch, self.config.losses)
+            count += len(pairs)
+            for name, term in terms.items():
+                totals[name] = totals.get(name, 0.0) + float(term) * len(pairs)
+        return {name if name == "loss" else f"{name}_loss": total / count for name, total in totals.items()}
 
     def save(self, folder: Path) -> None:
         stored = self.config.store_dtype

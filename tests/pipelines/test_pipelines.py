@@ -16,8 +16,10 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
+from mac_rag.data.newswire import generate
 from mac_rag.errors import ConfigError, DataError, QuantizationError
 from mac_rag.model import MACModel
+from mac_rag.objective import Batch, mac_loss
 from pipelines.cli import load_recipe
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
 from pipelines.tasks.questions import DataConfig
@@ -150,7 +152,19 @@ def test_training_changes_the_networks_and_leaves_the_lm_frozen(model_folder: Fo
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed >= {name for name in task.model.mac_state() if "prior_scale" not in name}
     assert not any(name.startswith("base_lm.") for name in changed)
-    assert figures.keys() == {"em", "f1", "em_retrieved", "f1_retrieved"}
+    losses = {"loss", "answer_loss", "direct_loss", "reconstruction_loss", "contrastive_loss"}
+    assert figures.keys() == {"em", "f1", "em_retrieved", "f1_retrieved", *losses}
+    held_out = generate("val", 6)
+    assert [question.document_id for question in held_out.questions] == [d.id for d in held_out.documents]
+    for name in losses:
+        halves = []
+        for half in (slice(0, 3), slice(3, 6)):
+            texts = [document.text for document in held_out.documents[half]]
+            asked = [question.question for question in held_out.questions[half]]
+            answers = [question.answers[0] for question in held_out.questions[half]]
+            terms, _ = mac_loss(task.model.eval(), Batch(texts, asked, answers, [0, 1, 2]), recipe.losses)
+            halves.append(float(terms[name.removesuffix("_loss")].detach()))
+        assert figures[name] == pytest.approx(sum(halves) / 2, rel=1e-4)
     assert int(task.negatives_seen) == 4 * 3
 
 
