@@ -321,9 +321,10 @@ def make_encoder(
         ModelLoadError: when it should share the base LM's embeddings, but has another width or vocabulary; when its
             vocabulary is not the base LM's, by which the index reads.
     """
+    alike = _same_vocabulary(tokenizer, base_lm)
     if part.embeddings == "base-lm":
-        _share_embeddings(part.name, backbone, tokenizer, base_lm)
-    if index is not None and tokenizer.get_vocab() != base_lm.tokenizer.get_vocab():
+        _share_embeddings(part.name, backbone, alike, base_lm)
+    if index is not None and not alike:
         raise ModelLoadError(f"{part.name!r} cannot have an index: its vocabulary is not the base LM's")
     network = DESIGNS[part.design](backbone, config.tokens, base_lm.width, config.mlp_width, index)
     return TextEncoder(network, tokenizer, config.max_document_tokens)
@@ -335,7 +336,7 @@ def make_index(part: IndexConfig, backbone: Any, tokenizer: Any, base_lm: BaseLM
     Raises:
         ModelLoadError: when its vocabulary is not the base LM's, or its width not D.
     """
-    if tokenizer.get_vocab() != base_lm.tokenizer.get_vocab():
+    if not _same_vocabulary(tokenizer, base_lm):
         raise ModelLoadError(f"the index {part.name!r} cannot be used: its vocabulary is not the base LM's")
     if backbone.config.hidden_size != base_lm.width:
         raise ModelLoadError(
@@ -343,14 +344,19 @@ def make_index(part: IndexConfig, backbone: Any, tokenizer: Any, base_lm: BaseLM
         )
     backbone.requires_grad_(False)
     if part.embeddings == "base-lm":
-        _share_embeddings(part.name, backbone, tokenizer, base_lm)
+        _share_embeddings(part.name, backbone, True, base_lm)
     return backbone
 
 
-def _share_embeddings(name: str | None, backbone: Any, tokenizer: Any, base_lm: BaseLM) -> None:
+def _same_vocabulary(tokenizer: Any, base_lm: BaseLM) -> bool:
+    alike: bool = tokenizer is base_lm.tokenizer or tokenizer.get_vocab() == base_lm.tokenizer.get_vocab()
+    return alike
+
+
+def _share_embeddings(name: str | None, backbone: Any, same_vocabulary: bool, base_lm: BaseLM) -> None:
     shared = base_lm.model.get_input_embeddings()
     own = backbone.get_input_embeddings()
-    if own.weight.shape != shared.weight.shape or tokenizer.get_vocab() != base_lm.tokenizer.get_vocab():
+    if own.weight.shape != shared.weight.shape or not same_vocabulary:
         raise ModelLoadError(
             f"{name!r} cannot share the base LM's embeddings: its vocabulary or width is another; set embeddings: own"
         )

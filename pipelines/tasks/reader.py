@@ -70,11 +70,12 @@ def start_as_reader(model: MACModel, data: QADataset) -> None:
     _fit_salience(network, rows, rows_read, states)
     pooled = [_pooling(network, state) for state in states]
     count = len(network.queries)
-    words = model.amortization.encode(rows_read, _BATCH)[:, -count:]  # without the index
+    phi = model.amortization.encode(rows_read, _BATCH)
+    words = phi[:, -count:]  # without the index
     places = _least_used(words.flatten(0, 1), count) * (_PLACE * words.square().mean((0, 1)).sum().sqrt())
     network.mlps.outer_bias.add_(places)
     model.input_encoder.load_state_dict(model.amortization.state_dict())
-    phi = model.amortization.encode(rows_read, _BATCH)
+    words += places  # as the bias makes them, in phi too
     _fit_prefix(model, prefix, phi, rows_read, pooled)
     if model.aggregation.prior is not None:
         _fit_prior(model.aggregation.prior, model.input_encoder.encode(questions, _BATCH), phi)

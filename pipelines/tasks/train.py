@@ -236,11 +236,11 @@ class TrainTask(Task):
         """Each term over the held-out documents, as many at a time as in training; the LM sees questions alone."""
         asked = self._validation.questions_by_document()
         documents = [document for document in self._validation.documents if asked[document.id]]
+        most = self.config.questions_per_document
         totals: dict[str, float] = {}
         count = 0
         for start in range(0, len(documents), self.config.trainer.batch_size):
             part = documents[start : start + self.config.trainer.batch_size]
-            most = self.config.questions_per_document
             pairs = [(i, q) for i, document in enumerate(part) for q in asked[document.id][:most]]
             batch = Batch(
                 documents=[document.text for document in part],
