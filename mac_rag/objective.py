@@ -101,9 +101,12 @@ def mac_loss(
     gold = torch.tensor(batch.gold, device=phi.device)
     prompts = model.base_lm.prompts
     contexts = batch.contexts or [()] * len(batch.questions)
-    asked = [prompts.prompt(q, c) for q, c in zip(batch.questions, contexts, strict=True)]
     alone = [prompts.prompt(q) for q in batch.questions]
     answers = [prompts.answer(answer) for answer in batch.answers]
+    asked = [
+        prompts.prompt(question, documents, model.context_window - len(answer))
+        for question, documents, answer in zip(batch.questions, contexts, answers, strict=True)
+    ]
 
     terms: dict[str, Tensor] = {}
     if weights.answer or weights.contrastive:

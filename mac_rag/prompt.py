@@ -66,9 +66,18 @@ class PromptEncoder:
             ids += self.document(context)
         return ids
 
-    def prompt(self, question: str, contexts: Sequence[str] = ()) -> list[int]:
-        """`d_1 + ... + d_k + x`, contexts in the order given, as ids that end where the answer begins."""
-        return self.prompt_start(contexts) + self.question(question)
+    def prompt(self, question: str, contexts: Sequence[str] = (), room: int | None = None) -> list[int]:
+        """`d_1 + ... + d_k + x`, contexts in the order given, as ids that end where the answer begins.
+
+        Args:
+            question: x.
+            contexts: d_1 to d_k.
+            room: tokens beyond which contexts are `shortened`, a question never; None keeps all.
+        """
+        ids = self.prompt_start(contexts) + self.question(question)
+        if room is None or not contexts or len(ids) <= room:
+            return ids
+        return self.prompt(question, self.shortened(question, contexts, room))
 
     def shortened(self, question: str, contexts: Sequence[str], room: int) -> tuple[str, ...]:
         """Cuts documents so that the prompt fits into `room` tokens: the longest first, none more than needed.

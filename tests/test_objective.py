@@ -82,6 +82,18 @@ def test_equation_2_is_the_likelihood_of_the_answers_under_the_aggregate(tiny_mo
     assert terms["loss"].item() == pytest.approx(total / count, rel=1e-4)
 
 
+def test_contexts_beyond_the_window_are_shortened(tiny_model: MACModel) -> None:
+    prompts, window = tiny_model.base_lm.prompts, tiny_model.context_window
+    long = " ".join(BATCH.documents * window)
+    whole, cut = [], []
+    for question, answer in zip(BATCH.questions, BATCH.answers, strict=True):
+        whole.append(["Some text.", long])
+        cut.append(prompts.shortened(question, whole[-1], window - len(prompts.answer(answer))))
+    given = [Batch(BATCH.documents, BATCH.questions, BATCH.answers, BATCH.gold, contexts) for contexts in (whole, cut)]
+    losses = [mac_loss(tiny_model, batch, LossWeights())[0]["answer"].item() for batch in given]
+    assert losses[0] == losses[1]
+
+
 def test_context_is_in_front_of_the_question(tiny_model: MACModel) -> None:
     with_context = Batch(BATCH.documents, BATCH.questions, BATCH.answers, BATCH.gold, [["Some text."]] * 4)
     assert (

@@ -22,8 +22,9 @@ def reading_scores(
     batch_size: int = 64,
     max_new_tokens: int = 16,
 ) -> dict[str, float]:
-    """Mean exact match `em` and `f1` of greedy answers to `contexts[i] + questions[i]`."""
-    prompts = [encoder.prompt(q.question, c) for q, c in zip(questions, contexts)]
+    """Mean exact match `em` and `f1` of greedy answers to `contexts[i] + questions[i]`, as they fit the window."""
+    room = lm.config.max_position_embeddings - max_new_tokens
+    prompts = [encoder.prompt(q.question, c, room) for q, c in zip(questions, contexts)]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     totals = {"em": 0.0, "f1": 0.0}
     for first in range(0, len(order), batch_size):
