@@ -85,7 +85,7 @@ class MACModel(nn.Module):
     def from_pretrained(
         cls, name_or_path: str | Path, *, revision: str | None = None, device: str | torch.device | None = None
     ) -> MACModel:
-        """Loads a checkpoint: one shipped with the package (`mac-tiny`), a folder, or a repository on the Hub.
+        """Loads a checkpoint: a shipped one (`mac-small`, `mac-tiny`), a folder, or a repository on the Hub.
 
         Raises:
             ModelLoadError: when there is none of that name, or its files are truncated, of another format or of
@@ -135,10 +135,14 @@ class MACModel(nn.Module):
     def train_base_lm(self, *, lora_rank: int | None) -> None:
         """Makes the base LM trainable: all its weights, or low-rank updates, which a checkpoint holds merged.
 
+        Embeddings that other parts share stay as they are: an index is never trained.
+
         Raises:
             ConfigError: for a quantised LM; see `mac_rag.tuning.make_trainable`.
         """
         make_trainable(self.base_lm.model, lora_rank)
+        if self._shared_embeddings():
+            self.base_lm.model.get_input_embeddings().requires_grad_(False)
         self.base_lm_trained = True
 
     def mac_state(self) -> dict[str, Tensor]:

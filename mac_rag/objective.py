@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,6 +53,7 @@ class Batch:
         questions, answers: B texts.
         gold: for each question the index of the document that answers it.
         contexts: for each question the retrieved documents in front of it; empty for questions alone.
+        without_memory: for each question whether the LM answers it without phi*; empty where it has phi* for all.
     """
 
     documents: Sequence[str]
@@ -59,6 +61,7 @@ class Batch:
     answers: Sequence[str]
     gold: Sequence[int]
     contexts: Sequence[Sequence[str]] = field(default=())
+    without_memory: Sequence[bool] = field(default=())
 
 
 def mac_loss(
@@ -121,7 +124,7 @@ def mac_loss(
             attended = torch.cat([phi, known[len(phi) + hardest]])
         bank = model.aggregation.project(attended)
         aggregated, _ = model.aggregation(encoded, bank, attention=direct_attention)
-        terms["answer"] = _mean_loss(model, asked, answers, aggregated)
+        terms["answer"] = _mean_loss(model, asked, answers, aggregated, batch.without_memory)
     if weights.direct:
         terms["direct"] = _mean_loss(model, alone, answers, phi[gold])
     if weights.reconstruction:
@@ -161,15 +164,25 @@ def amortize_with_dropout(model: MACModel, rows: Sequence[Sequence[int]], dropou
     return torch.cat([scaled, stopped])[order.argsort()]
 
 
-def _mean_loss(model: MACModel, prompts: Sequence[list[int]], targets: Sequence[list[int]], phi: Tensor) -> Tensor:
-    """Negative log-likelihood for each token of all targets, each row under its modulation `[B, T, D]`.
+def _mean_loss(
+    model: MACModel,
+    prompts: Sequence[list[int]],
+    targets: Sequence[list[int]],
+    phi: Tensor,
+    without_memory: Sequence[bool] = (),
+) -> Tensor:
+    """Negative log-likelihood for each token of all targets, each row under its modulation `[B, T, D]`, or under none.
 
     Rows of similar length go through the LM together: a few prompts with documents in front would otherwise pad all
     the others to their length.
     """
-    lengths = [len(prompt) + len(target) for prompt, target in zip(prompts, targets, strict=True)]
     total = phi.new_zeros(())
-    for group in similar_lengths(lengths, _ALIKE):
-        chosen = [prompts[i] for i in group], [targets[i] for i in group]
-        total = total + model.base_lm.answer_loss(*chosen, model.modulation(phi[group])).sum()
+    bare = set(compress(range(len(prompts)), without_memory))
+    for rows in (sorted(set(range(len(prompts))) - bare), sorted(bare)):
+        lengths = [len(prompts[i]) + len(targets[i]) for i in rows]
+        for group in similar_lengths(lengths, _ALIKE):
+            chosen = [rows[i] for i in group]
+            modulation = None if chosen[0] in bare else model.modulation(phi[chosen])
+            read = [prompts[i] for i in chosen], [targets[i] for i in chosen]
+            total = total + model.base_lm.answer_loss(*read, modulation).sum()
     return total / sum(map(len, targets))

@@ -109,3 +109,16 @@ def test_an_index_that_cannot_be_used(model_folder: Callable[[str], Path], tmp_p
     model.base_lm.tokenizer.save_pretrained(tmp_path / "narrow")
     with pytest.raises(ModelLoadError, match="has a width of 48, the base LM one of 384"):
         MACModel.from_config(indexed(IndexConfig(name=str(tmp_path / "narrow"))), device="cpu")
+
+
+def test_an_lm_that_learns_along_leaves_shared_embeddings_alone(model: MACModel) -> None:
+    model.train_base_lm(lora_rank=None)
+    embeddings = model.base_lm.model.get_input_embeddings().weight
+    learning = {name for name, parameter in model.base_lm.model.named_parameters() if parameter.requires_grad}
+    assert not embeddings.requires_grad
+    assert len(learning) == len(list(model.base_lm.model.parameters())) - 1
+    before = model.amortize(TEXTS)[:, 0]
+    batch = Batch(TEXTS, QUESTIONS, ["William of Normandy", "eleven days"], [0, 1])
+    mac_loss(model, batch, LossWeights())[0]["loss"].backward()
+    torch.optim.SGD([p for p in model.parameters() if p.grad is not None], 1.0).step()
+    torch.testing.assert_close(model.amortize(TEXTS)[:, 0], before, atol=0, rtol=0)

@@ -94,6 +94,24 @@ def test_contexts_beyond_the_window_are_shortened(tiny_model: MACModel) -> None:
     assert losses[0] == losses[1]
 
 
+def test_some_questions_are_answered_without_memory(tiny_model: MACModel) -> None:
+    bare = [True, False, False, True]
+    contexts = [["Some text."], ["Some text."], [], []]
+    batch = Batch(BATCH.documents, BATCH.questions, BATCH.answers, BATCH.gold, contexts, bare)
+    prompts = tiny_model.base_lm.prompts
+    answers = [prompts.answer(answer) for answer in BATCH.answers]
+    total = 0.0
+    for index in range(4):
+        if bare[index]:
+            prompt = prompts.prompt(BATCH.questions[index], contexts[index])
+            total += tiny_model.base_lm.answer_loss([prompt], [answers[index]], None).sum().item()
+        else:
+            one = Batch(BATCH.documents, [BATCH.questions[index]], [BATCH.answers[index]], [index], [contexts[index]])
+            total += mac_loss(tiny_model, one, LossWeights())[0]["loss"].item() * len(answers[index])
+    loss = mac_loss(tiny_model, batch, LossWeights())[0]["loss"].item()
+    assert loss == pytest.approx(total / sum(map(len, answers)), rel=1e-5)
+
+
 def test_context_is_in_front_of_the_question(tiny_model: MACModel) -> None:
     with_context = Batch(BATCH.documents, BATCH.questions, BATCH.answers, BATCH.gold, [["Some text."]] * 4)
     assert (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-_BYTES = 64 << 20  # of phi* that are kept
+_BYTES = 128 << 20  # of phi* that are kept
 
 
 class RecentQuestions:

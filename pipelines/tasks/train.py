@@ -60,6 +60,8 @@ class TrainConfig(Config):
             questions attend to.
         context: retrieved documents in front of the questions, `LM(d + x; phi*)`; without a retriever the LM sees the
             question alone.
+        without_memory: share of the questions behind documents that the LM answers without memory, so that a base LM
+            that learns along still reads alone.
         curriculum: what the first steps are on; without one, all are on whole documents and all losses.
         tune_base_lm: leave the base LM frozen, or learn it jointly: all of it, or low-rank updates merged at the end.
         store_dtype: of the weights in the exported checkpoints; see `mac_rag.packing` for int8.
@@ -76,6 +78,7 @@ class TrainConfig(Config):
     negatives: int = Field(0, ge=0)
     distractors: int = Field(0, ge=0)
     context: ContextConfig = ContextConfig()
+    without_memory: float = Field(0.0, ge=0, le=1)
     curriculum: CurriculumConfig | None = None
     tune_base_lm: Literal["frozen", "lora", "full"] = "frozen"
     lora_rank: int = Field(16, ge=1)
@@ -178,6 +181,7 @@ class TrainTask(Task):
             answers=[question.answers[0] for question in asked],
             gold=gold,
             contexts=[[document.text for document in mined] for mined in contexts],
+            without_memory=[bool(mined) and rng.random() < self.config.without_memory for mined in contexts],
         )
         return batch, curriculum.losses if curriculum is not None and short else self.config.losses
 
