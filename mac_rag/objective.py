@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -177,12 +176,13 @@ def _mean_loss(
     the others to their length.
     """
     total = phi.new_zeros(())
-    bare = set(compress(range(len(prompts)), without_memory))
-    for rows in (sorted(set(range(len(prompts))) - bare), sorted(bare)):
+    bare = without_memory or [False] * len(prompts)
+    for without in (False, True):
+        rows = [i for i, flag in enumerate(bare) if flag == without]
         lengths = [len(prompts[i]) + len(targets[i]) for i in rows]
         for group in similar_lengths(lengths, _ALIKE):
             chosen = [rows[i] for i in group]
-            modulation = None if chosen[0] in bare else model.modulation(phi[chosen])
+            modulation = None if without else model.modulation(phi[chosen])
             read = [prompts[i] for i in chosen], [targets[i] for i in chosen]
             total = total + model.base_lm.answer_loss(*read, modulation).sum()
     return total / sum(map(len, targets))
