@@ -107,14 +107,17 @@ class Partial:
 def direct_attention(query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False) -> tuple[Tensor, Tensor | None]:
     """The whole bank in one softmax, for training and as the oracle: memory grows as B * H * S * K * T."""
     chunk = _joined(list(chunks), query)
-    folded, keys, values = _folded(query, chunk.keys), _runs(chunk.keys), _runs(chunk.values)
-    logits = _unfolded(folded @ keys.flatten(2, 3).mT, query)  # [B, H, S, K * T]
-    shape = keys.shape[2:4]
+    keys, values = _runs(chunk.keys), _runs(chunk.values)
+    rows, tokens = keys.shape[2:4]
+    logits = _folded(query, keys) @ keys.flatten(2, 3).mT  # [G, H, B / G * S, k * T]
     if chunk.bias is not None:
-        logits = (logits.unflatten(-1, shape) + chunk.bias[:, :, None, :, None]).flatten(3)
+        shaped = logits.unflatten(2, (-1, query.shape[2])).unflatten(-1, (rows, tokens))
+        logits = (shaped + _shaped_bias(chunk.bias, len(keys))).flatten(4).flatten(2, 3)
     weights = logits.softmax(-1)
-    attended = _unfolded(_folded(weights, chunk.keys) @ values.flatten(2, 3), query)
-    return attended, weights.unflatten(-1, shape).sum(-1).mean((1, 2)) if mass else None
+    attended = _unfolded(weights @ values.flatten(2, 3), query)
+    if not mass:
+        return attended, None
+    return attended, _unfolded(weights.unflatten(-1, (rows, tokens)).sum(-1), query).mean((1, 2))
 
 
 def streaming_attention(query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -198,7 +201,7 @@ def _plain(query: Tensor, chunk: Chunk, mass: bool) -> Partial:
     logits = _folded(query.to(numbers), keys) @ keys.flatten(2, 3).mT  # [G, H, B / G * S, k * T]
     if chunk.bias is not None:
         shaped = logits.unflatten(2, (-1, query.shape[2])).unflatten(-1, (rows, tokens))
-        shaped += chunk.bias.unflatten(0, (len(keys), -1)).transpose(1, 2)[:, :, :, None, :, None]
+        shaped += _shaped_bias(chunk.bias, len(keys))
     # Bounded, so that a part of which all rows are hidden weighs nothing and is not NaN.
     maximum = logits.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(numbers).min)
     weights = logits.sub_(maximum).exp_()
@@ -209,6 +212,12 @@ def _plain(query: Tensor, chunk: Chunk, mass: bool) -> Partial:
     else:
         total = weights.sum(-1, keepdim=True)
     return Partial(_unfolded(maximum, query), _unfolded(total, query), _unfolded(weighted, query), row_lse)
+
+
+def _shaped_bias(bias: Tensor, runs: int) -> Tensor:
+    """`[B, H, k] -> [G, H, B / G, 1, k, 1]`, as it is added to logits `[G, H, B / G, S, k, T]`."""
+    shaped: Tensor = bias.unflatten(0, (runs, -1)).transpose(1, 2)[:, :, :, None, :, None]
+    return shaped
 
 
 def _fused(query: Tensor, chunk: Chunk) -> Partial | None:

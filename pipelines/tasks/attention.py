@@ -1,0 +1,79 @@
+"""Attention for training on a CPU: matrix products and a softmax instead of PyTorch's fused kernel.
+
+The backward pass of the fused kernel does not use a CPU's bf16 matrix units. What that costs on a machine tells
+`python -m benchmarks.training_attention`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+_NAME = "mac_products"
+
+
+def use_products(model: nn.Module) -> None:
+    """Has every transformers model inside attend by products if it is on the CPU; elsewhere kernels are better."""
+    pretrained = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for module in pretrained:
+        if module.device.type == "cpu" and module.config._attn_implementation == "sdpa":
+            module.set_attn_implementation(_NAME)
+
+
+def attend_by_products(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Takes the place of transformers' `sdpa_attention_forward`.
+
+    Args:
+        module: the attention layer.
+        query: `[B, H, L, E]`.
+        key, value: `[B, G, S, E]`, of G groups of heads.
+        attention_mask: `[B, 1, L, S]`, true or zero for what may be seen, else false or very low; None for all.
+        dropout: of the attention's weights.
+        scaling: of the scores; `E ** -0.5` unless given.
+        is_causal: without a mask, whether a token sees only what is before it; None for what the layer is.
+        position_bias: `[B, H, L, S]`, added to the scores.
+        softcap: bounds the scores smoothly; None for no bound.
+
+    Returns:
+        `[B, L, H, E]`, and no weights.
+    """
+    heads, groups, length, seen = query.shape[1], key.shape[1], query.shape[2], key.shape[2]
+    if groups < heads:
+        key, value = (tensor.repeat_interleave(heads // groups, 1) for tensor in (key, value))
+    scores = (query * (query.shape[-1] ** -0.5 if scaling is None else scaling)) @ key.transpose(2, 3)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    if position_bias is not None:
+        scores = scores + position_bias
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    if attention_mask is None and causal and length > 1:
+        attention_mask = torch.ones(length, seen, dtype=torch.bool).tril(seen - length)
+    if attention_mask is not None:
+        if attention_mask.dtype == torch.bool:
+            lowest = torch.finfo(scores.dtype).min
+            attention_mask = torch.zeros_like(attention_mask, dtype=scores.dtype).masked_fill(~attention_mask, lowest)
+        scores = scores + attention_mask.to(scores.dtype)
+    with torch.autocast("cpu", enabled=False):  # which has the softmax give twice the bytes
+        weights = scores.softmax(-1)
+    weights = nn.functional.dropout(weights, dropout, module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_NAME, attend_by_products)
+AttentionMaskInterface.register(_NAME, sdpa_mask)
