@@ -19,7 +19,7 @@ from torch.nn import functional
 from mac_rag.config import Config
 from mac_rag.encoder import similar_lengths
 from mac_rag.errors import ConfigError
-from mac_rag.nn.attention import direct_attention
+from mac_rag.nn.attention import recomputing_attention
 
 if TYPE_CHECKING:
     from mac_rag.model import MACModel
@@ -122,7 +122,7 @@ def mac_loss(
             hardest = others.topk(min(distractors, others.shape[1])).indices.unique()
             attended = torch.cat([phi, known[len(phi) + hardest]])
         bank = model.aggregation.project(attended)
-        aggregated, _ = model.aggregation(encoded, bank, attention=direct_attention)
+        aggregated, _ = model.aggregation(encoded, bank, attention=recomputing_attention)
         terms["answer"] = _mean_loss(model, asked, answers, aggregated, batch.without_memory)
     if weights.direct:
         terms["direct"] = _mean_loss(model, alone, answers, phi[gold])

@@ -14,9 +14,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 # Logits that streaming attention holds at once: on a CPU what its cache takes, elsewhere enough to keep a GPU busy.
 _LOGITS = {"cpu": 1 << 20, "other": 1 << 24}
+# The same for attention that is done again for its gradients: fewer and larger pieces, for each is an autograd node.
+_RECOMPUTED = {"cpu": 1 << 22, "other": 1 << 26}
 # Query vectors of all heads that are multiplied with keys at once; more questions are taken group by group.
 _QUERIES = 1 << 15
 
@@ -120,6 +123,30 @@ def direct_attention(query: Tensor, chunks: Iterable[Chunk], *, mass: bool = Fal
     return attended, _unfolded(weights.unflatten(-1, (rows, tokens)).sum(-1), query).mean((1, 2))
 
 
+def recomputing_attention(
+    query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The direct attention of a few questions at a time, and once more for their gradients: for training.
+
+    Memory does not grow with B. On a CPU this also saves the time that fresh memory costs.
+    """
+    chunk = _joined(list(chunks), query)
+    rows, tokens = chunk.keys.shape[-3:-1]
+    heads, length = query.shape[1:3]
+    logits = heads * length * rows * tokens  # of one question
+    budget = _RECOMPUTED["cpu" if query.device.type == "cpu" else "other"]
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return direct_attention(query, [Chunk(keys, values, bias)], mass=mass)
+
+    parts = []
+    for group in _groups(len(query), len(_runs(chunk.keys)), max(1, budget // logits)):
+        some = _slice(chunk, len(query), group, slice(0, rows))
+        given = query[group], some.keys, some.values, some.bias
+        parts.append(checkpoint(attend, *given, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat([a for a, _ in parts]), torch.cat([m for _, m in parts]) if mass else None
+
+
 def streaming_attention(query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False) -> tuple[Tensor, Tensor | None]:
     """Exactly the direct attention, chunk by chunk: besides a chunk, working memory depends neither on K nor on B.
 
@@ -162,7 +189,7 @@ def _parts(query: Tensor, chunk: Chunk, mass: bool) -> Iterator[Partial]:
             yield fused
             return
     heads, length = query.shape[1:3]
-    groups = _groups(len(query), len(_runs(chunk.keys)), heads * length)
+    groups = _groups(len(query), len(_runs(chunk.keys)), max(1, _QUERIES // (heads * length)))
     budget = _LOGITS["cpu" if query.device.type == "cpu" else "other"]
     step = max(1, budget // (len(query[groups[0]]) * heads * length * tokens))
     for first in range(0, rows, step):
@@ -171,9 +198,9 @@ def _parts(query: Tensor, chunk: Chunk, mass: bool) -> Iterator[Partial]:
         yield parts[0] if len(parts) == 1 else _stacked(parts)
 
 
-def _groups(batch: int, runs: int, vectors: int) -> list[slice]:
-    """Questions that go together: several runs, or, where a run is too large, a part of one; the largest first."""
-    run, most = batch // runs, max(1, _QUERIES // vectors)
+def _groups(batch: int, runs: int, most: int) -> list[slice]:
+    """At most `most` questions go together: several runs, or a part of one that is too large; the largest first."""
+    run = batch // runs
     if run <= most:
         size = most // run * run
         return [slice(first, min(first + size, batch)) for first in range(0, batch, size)]

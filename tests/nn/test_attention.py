@@ -13,7 +13,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mac_rag.nn import attention
-from mac_rag.nn.attention import Chunk, direct_attention, partial_attention, streaming_attention
+from mac_rag.nn.attention import (
+    BankAttention,
+    Chunk,
+    direct_attention,
+    partial_attention,
+    recomputing_attention,
+    streaming_attention,
+)
 from tests.nn.networks import random
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -101,6 +108,25 @@ def test_streaming_is_direct(case: tuple[Tensor, Chunk, list[int]], logits: int,
     torch.testing.assert_close(without, expected, **CLOSE)
     torch.testing.assert_close(mass, expected_mass, **CLOSE)
     torch.testing.assert_close(mass.sum(1), torch.ones(len(query), dtype=torch.float64), **CLOSE)
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=cases(), logits=st.sampled_from([1, 40, 1000]))
+def test_recomputing_is_direct_with_its_gradients(case: tuple[Tensor, Chunk, list[int]], logits: int) -> None:
+    query, chunk, cuts = case
+    given = [tensor for tensor in (query, chunk.keys, chunk.values, chunk.bias) if tensor is not None]
+    for tensor in given:
+        tensor.requires_grad_()
+
+    def run(attend: BankAttention) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        attended, mass = attend(query, cut(chunk, cuts), mass=True)
+        return attended, mass, torch.autograd.grad(attended.square().sum(), given)
+
+    expected = run(direct_attention)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(attention._RECOMPUTED, "cpu", logits)
+        torch.testing.assert_close(run(recomputing_attention), expected, **CLOSE)
+    assert recomputing_attention(query, [chunk])[1] is None
 
 
 @settings(max_examples=50, deadline=None)
