@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.progress import progress_bar
-from pipelines.tasks.attention import use_products
 
 
 class TrainerConfig(Config):
@@ -182,7 +181,6 @@ class Trainer:
         self.task = task
         task.passes = config.accumulate * self.accelerator.num_processes
         task.to(self.accelerator.device)
-        use_products(task)
         self.step = 0
         self.best: float | None = None
         self.model, self.optimizer = self.accelerator.prepare(task, optimizer)
