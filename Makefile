@@ -16,8 +16,8 @@ help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  PYTHON=python3.12 chooses the interpreter, VENV=folder another virtual environment."
 
-demo: $(VENV)/.installed  ## Adapt to 1,665 unseen documents, then answer: LM alone, memory, BM25, BM25 + memory.
-	$(BIN) -m eval.archivalqa --retriever bm25 --k 5
+demo: $(VENV)/.installed  ## Remember three paragraphs, then answer: LM alone, memory, BM25, BM25 + memory.
+	$(VENV)/bin/mac-rag try
 
 test: $(VENV)/.installed-dev  ## Lint, check types, run the tests.
 	$(BIN) -m ruff check .

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from mac_rag import DEFAULT_MODEL
+
 if TYPE_CHECKING:
     from eval.results import Adaptation, Row, Sample
     from mac_rag.data.types import QADataset
     from mac_rag.model import MACModel
 
-ModelOption = Annotated[str, typer.Option(help="A MAC model: mac-tiny, a folder, or a repository on the Hub.")]
+ModelOption = Annotated[str, typer.Option(help="A MAC model: a shipped one, a folder, or a repository on the Hub.")]
 SeedOption = Annotated[int, typer.Option(help="Draws the generated stream, and the questions of --questions.")]
 OutputOption = Annotated[
     Path | None, typer.Option(help="The result file.", show_default="results/<experiment>-<time>.json")
@@ -36,7 +38,13 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
 
     def main(
         context: typer.Context,
-        model: ModelOption = "mac-tiny",
+        model: Annotated[
+            str | None,
+            typer.Option(
+                help="A MAC model: a shipped one, a folder, or a repository on the Hub.",
+                show_default=f"mac-tiny on newswire, {DEFAULT_MODEL} on --data",
+            ),
+        ] = None,
         retriever: Annotated[
             str,
             typer.Option(
@@ -63,6 +71,8 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
     ) -> None:
         from eval.results import result_path
 
+        model = model or ("mac-tiny" if data is None else DEFAULT_MODEL)
+
         path = result_path(output, benchmark)
         ks = whole_numbers("--k", k)
         names = list(dict.fromkeys(name.strip() for name in retriever.split(",") if name.strip() != "none"))
@@ -82,7 +92,7 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
         report(
             path,
             experiment=benchmark,
-            options=context.params,
+            options={**context.params, "model": model},
             rows=outcome.rows,
             samples=outcome.samples,
             adaptation=outcome.adaptation,

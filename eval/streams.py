@@ -24,7 +24,7 @@ DataOption = Annotated[
 ModelByScale = Annotated[
     str | None,
     typer.Option(
-        help="A MAC model: mac-tiny, a folder, or a repository on the Hub.",
+        help="A MAC model: a shipped one, a folder, or a repository on the Hub.",
         show_default="mac-tiny; at the paper's scale, what its recipe leaves under runs/",
     ),
 ]

@@ -1,3 +1,3 @@
 """A frozen language model with a memory of amortized contexts, alone and joined with retrieval."""
 
-DEFAULT_MODEL = "mac-tiny"  # the shipped model that is used where none is named
+DEFAULT_MODEL = "mac-small"  # the shipped model that is used where none is named

@@ -85,7 +85,7 @@ class MACModel(nn.Module):
     def from_pretrained(
         cls, name_or_path: str | Path, *, revision: str | None = None, device: str | torch.device | None = None
     ) -> MACModel:
-        """Loads a checkpoint: one shipped with the package (`mac-tiny`), a folder, or a repository on the Hub.
+        """Loads a checkpoint: one in the package (`mac-small`, `mac-tiny`), a folder, or a repository on the Hub.
 
         Raises:
             ModelLoadError: when there is none of that name, or its files are truncated, of another format or of

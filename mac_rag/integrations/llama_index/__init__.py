@@ -2,7 +2,7 @@
 
 How they go together:
 
-    engine = MACEngine("mac-tiny")
+    engine = MACEngine()
     pipeline = IngestionPipeline(transformations=[MemoryWriter(engine), SentenceSplitter(), embedding])
     index = VectorStoreIndex(pipeline.run(documents=documents), embed_model=embedding)
     answers = index.as_query_engine(llm=MACLLM(engine=engine), node_postprocessors=[MACNodePostprocessor(engine)])
