@@ -129,9 +129,9 @@ def test_a_view_follows_its_bank(steps: list[tuple[int, int]], seed: int) -> Non
         assert view.counts.sum() == TOKENS * len(bank.row_keys)
         if len(bank):
             index, question = torch.randint(len(bank.row_keys), (2, 3)), random(number, 2, TOKENS, WIDTH).double()
-            assert torch.equal(
-                WITH_PRIOR(question, view.select(index))[0], WITH_PRIOR(question, fresh.select(index))[0]
-            )
+            ours, theirs = (WITH_PRIOR(question, each.select(index))[0] for each in (view, fresh))
+            # A matrix product's last bit may depend on where its operands lie in memory.
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 @settings(max_examples=30, deadline=None)
