@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from mac_rag.data.types import QADataset
     from mac_rag.model import MACModel
 
-ModelOption = Annotated[str, typer.Option(help="A MAC model: a shipped one, a folder, or a repository on the Hub.")]
+MODEL_HELP = "A MAC model: a shipped one, a folder, or a repository on the Hub."
+ModelOption = Annotated[str, typer.Option(help=MODEL_HELP)]
 SeedOption = Annotated[int, typer.Option(help="Draws the generated stream, and the questions of --questions.")]
 OutputOption = Annotated[
     Path | None, typer.Option(help="The result file.", show_default="results/<experiment>-<time>.json")
@@ -41,7 +42,7 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
         model: Annotated[
             str | None,
             typer.Option(
-                help="A MAC model: a shipped one, a folder, or a repository on the Hub.",
+                help=MODEL_HELP,
                 show_default=f"mac-tiny on newswire, {DEFAULT_MODEL} on --data",
             ),
         ] = None,

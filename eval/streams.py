@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eval.command import generated
+from eval.command import MODEL_HELP, generated
 
 if TYPE_CHECKING:
     from mac_rag.data.types import QADataset
@@ -24,7 +24,7 @@ DataOption = Annotated[
 ModelByScale = Annotated[
     str | None,
     typer.Option(
-        help="A MAC model: a shipped one, a folder, or a repository on the Hub.",
+        help=MODEL_HELP,
         show_default="mac-tiny; at the paper's scale, what its recipe leaves under runs/",
     ),
 ]

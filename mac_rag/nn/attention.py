@@ -108,7 +108,7 @@ class Partial:
 
 
 def direct_attention(query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False) -> tuple[Tensor, Tensor | None]:
-    """The whole bank in one softmax, for training and as the oracle: memory grows as B * H * S * K * T."""
+    """The whole bank in one softmax, the oracle: memory grows as B * H * S * K * T."""
     chunk = _joined(list(chunks), query)
     keys, values = _runs(chunk.keys), _runs(chunk.values)
     rows, tokens = keys.shape[2:4]
