@@ -35,12 +35,15 @@ class LossWeights(Config):
         direct: the same under the memory tokens of the question's own document, without aggregation.
         reconstruction: negative log-likelihood of a document under its own memory tokens.
         contrastive: cross-entropy of the document prior, with the question's own document as the target.
+        imitation: mean square of how phi* differs from the memory tokens of the question's own document, both
+            normalised; it teaches aggregation without the LM.
     """
 
     answer: float = Field(1.0, ge=0)
     direct: float = Field(0.0, ge=0)
     reconstruction: float = Field(0.0, ge=0)
     contrastive: float = Field(0.0, ge=0)
+    imitation: float = Field(0.0, ge=0)
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ def mac_loss(
     backprop_dropout: float = 0.0,
     negatives: Tensor | None = None,
     distractors: int = 0,
+    tune_amortization: bool = True,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The losses of one batch.
 
@@ -87,6 +91,7 @@ def mac_loss(
             term.
         distractors: how many of them, those with the highest document prior for each question, all questions also
             attend to in the answer term, as they do in a bank of many documents.
+        tune_amortization: False amortizes all documents without gradients.
 
     Returns:
         `loss` and each term that has a weight, as scalars; and the memory tokens `[K, T, D]`, detached.
@@ -99,7 +104,8 @@ def mac_loss(
         needs = "the contrastive loss trains" if weights.contrastive else "distractors are chosen by"
         raise ConfigError(f"{needs} the document prior; set model.aggregation.prior_width above 0")
     rows = [model.amortization.ids(document) for document in batch.documents]
-    phi = amortize_with_dropout(model, rows, backprop_dropout)
+    with torch.set_grad_enabled(tune_amortization and torch.is_grad_enabled()):
+        phi = amortize_with_dropout(model, rows, backprop_dropout)
     gold = torch.tensor(batch.gold, device=phi.device)
     prompts = model.base_lm.prompts
     contexts = batch.contexts or [()] * len(batch.questions)
@@ -111,11 +117,11 @@ def mac_loss(
     ]
 
     terms: dict[str, Tensor] = {}
-    if weights.answer or weights.contrastive:
+    if weights.answer or weights.contrastive or weights.imitation:
         encoded = model.input_encoder([model.input_encoder.ids(question) for question in batch.questions])
         known = phi if negatives is None else torch.cat([phi, negatives.to(phi.dtype)])
         scores = None if prior is None else prior.score(prior.queries(encoded), prior.keys(known))
-    if weights.answer:
+    if weights.answer or weights.imitation:
         attended = phi
         if scores is not None and distractors and len(known) > len(phi):
             others = scores.detach()[:, len(phi) :]
@@ -123,7 +129,13 @@ def mac_loss(
             attended = torch.cat([phi, known[len(phi) + hardest]])
         bank = model.aggregation.project(attended)
         aggregated, _ = model.aggregation(encoded, bank, attention=recomputing_attention)
+    if weights.answer:
         terms["answer"] = _mean_loss(model, asked, answers, aggregated, batch.without_memory)
+    if weights.imitation:
+        own, width = phi[gold].detach(), phi.shape[-1:]
+        terms["imitation"] = functional.mse_loss(
+            functional.layer_norm(aggregated, width), functional.layer_norm(own, width)
+        )
     if weights.direct:
         terms["direct"] = _mean_loss(model, alone, answers, phi[gold])
     if weights.reconstruction:

@@ -63,6 +63,7 @@ class TrainConfig(Config):
         without_memory: share of the questions behind documents that the LM answers without memory, so that a base LM
             that learns along still reads alone.
         curriculum: what the first steps are on; without one, all are on whole documents and all losses.
+        tune_amortization: False leaves the amortization network as it is.
         tune_base_lm: leave the base LM frozen, or learn it jointly: all of it, or low-rank updates merged at the end.
         store_dtype: of the weights in the exported checkpoints; see `mac_rag.packing` for int8.
     """
@@ -80,6 +81,7 @@ class TrainConfig(Config):
     context: ContextConfig = ContextConfig()
     without_memory: float = Field(0.0, ge=0, le=1)
     curriculum: CurriculumConfig | None = None
+    tune_amortization: bool = True
     tune_base_lm: Literal["frozen", "lora", "full"] = "frozen"
     lora_rank: int = Field(16, ge=1)
     store_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
@@ -206,6 +208,7 @@ class TrainTask(Task):
             backprop_dropout=config.backprop_dropout,
             negatives=self.negatives[: min(seen, config.negatives)] if config.negatives else None,
             distractors=config.distractors,
+            tune_amortization=config.tune_amortization,
         )
         if config.negatives:
             newest = _from_all_processes(phi.to(self.negatives.dtype))[: config.negatives]
