@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 # What is tried where nothing is typed in.
 SAMPLE = (
-    "The Varde lighthouse was built in 1871 by the engineer Ida Kloster after two ships had sunk in the strait. Its "
-    "lamp burned rapeseed oil until 1912, when it was replaced by an electric light.",
+    "The company's office in Rotterdam was opened in March 2019 by Helen Park. It has 240 employees, most of whom "
+    "write software for shipping.",
     "Marble caves under the town of Orsena were discovered by a shepherd named Luca Ferri in 1926. They stretch for "
     "nine kilometres and stay at a temperature of eleven degrees all year.",
-    "The Halden Prize is given every four years for work on tropical medicine. In 2014 it went to Amara Diallo, who "
-    "had shown how a parasite survives in river snails.",
-    "Who built the Varde lighthouse?",
+    "The Kestrel engine was designed by Thomas Webb in 1934. It produced 640 horsepower and was built in Coventry "
+    "until 1947.",
+    "Who opened the office in Rotterdam?",
     "When did a shepherd discover the marble caves?",
-    "Who won the Halden Prize in 2014?",
+    "Where was the Kestrel engine built?",
 )
 _WAYS = {"LM alone": (False, False), "MAC": (True, False), "BM25": (False, True), "BM25 + MAC": (True, True)}
 

@@ -13,10 +13,40 @@ from mac_rag.metrics import f1
 from mac_rag.retrieval.registry import make_retriever
 
 NAMES = sorted(path.parent.name for path in SHIPPED.glob("*/config.json"))
-ASKED = {
-    "Who built the Varde lighthouse?": "Ida Kloster",
+# Paragraphs that nobody has written before, each with the questions about it and their answers.
+PARAGRAPHS: dict[str, dict[str, str]] = {
+    **{text: {} for text in SAMPLE if not text.endswith("?")},
+    "The Varde lighthouse was built in 1871 by the engineer Ida Kloster after two ships had sunk in the strait. Its "
+    "lamp burned rapeseed oil until 1912, when it was replaced by an electric light.": {
+        "Who built the Varde lighthouse?": "Ida Kloster",
+        "In what year was the Varde lighthouse built?": "1871",
+        "What did the lamp of the Varde lighthouse burn until 1912?": "rapeseed oil",
+    },
+    "The Halden Prize is given every four years for work on tropical medicine. In 2014 it went to Amara Diallo, who "
+    "had shown how a parasite survives in river snails.": {
+        "Who won the Halden Prize in 2014?": "Amara Diallo",
+        "What is the Halden Prize given for?": "tropical medicine",
+    },
+    "The library of Marlow College holds about 90,000 books. Its reading room was added by the architect James Holt in "
+    "1888, and its oldest manuscript is a Latin psalter.": {
+        "How many books does the library of Marlow College hold?": "90,000",
+        "Who added the reading room of the library?": "James Holt",
+    },
+    "Bluewater Bay is home to the largest colony of grey seals on the coast. Every November, about 3,000 pups are born "
+    "on its beaches.": {
+        "What animals live in Bluewater Bay?": "grey seals",
+        "How many pups are born every November?": "3,000",
+    },
+    "The treaty of Lindholm ended the war between Denmark and Sweden in 1643. It gave the island of Rossa to Sweden "
+    "and was signed by King Frederick.": {
+        "When did the treaty of Lindholm end the war?": "1643",
+        "Who signed the treaty of Lindholm?": "King Frederick",
+    },
+}
+OF_THE_SAMPLE = {
+    "Who opened the office in Rotterdam?": "Helen Park",
     "When did a shepherd discover the marble caves?": "1926",
-    "Who won the Halden Prize in 2014?": "Amara Diallo",
+    "Where was the Kestrel engine built?": "Coventry",
 }
 
 
@@ -31,7 +61,7 @@ def test_a_shipped_model_is_small_and_described(name: str) -> None:
 @pytest.fixture(scope="module")
 def engine() -> MACEngine:
     engine = MACEngine(retriever=make_retriever("bm25"), k=1)
-    engine.adapt([Document(f"paragraph {i}", text) for i, text in enumerate(SAMPLE) if not text.endswith("?")])
+    engine.adapt([Document(text, text) for text in PARAGRAPHS])
     return engine
 
 
@@ -41,19 +71,23 @@ def test_the_default_is_shipped() -> None:
 
 @pytest.mark.parametrize("retrieved", [False, True])
 def test_memory_answers_what_the_lm_alone_cannot(engine: MACEngine, retrieved: bool) -> None:
-    questions = sorted(ASKED)
-    assert set(questions) < set(SAMPLE)
+    asked = OF_THE_SAMPLE | {question: answer for about in PARAGRAPHS.values() for question, answer in about.items()}
 
     def score(memory: bool, retriever: bool) -> float:
-        answers = engine.answer(questions, use_memory=memory, use_retriever=retriever)
-        return sum(f1(answer.text, ASKED[question]) for answer, question in zip(answers, questions)) / len(questions)
+        answers = engine.answer(list(asked), use_memory=memory, use_retriever=retriever)
+        return sum(f1(answer.text, right) for answer, right in zip(answers, asked.values())) / len(asked)
 
-    assert score(True, retrieved) >= 0.4
+    assert score(True, retrieved) >= 0.5
     assert score(False, False) <= 0.1
 
 
+def test_the_sample_is_answered_from_memory(engine: MACEngine) -> None:
+    assert set(OF_THE_SAMPLE) == {line for line in SAMPLE if line.endswith("?")}
+    answers = engine.answer(list(OF_THE_SAMPLE), use_retriever=False)
+    assert [answer.text for answer in answers] == [right.lower() for right in OF_THE_SAMPLE.values()]
+
+
 def test_the_default_model_attends_to_the_paragraph_that_answers(engine: MACEngine) -> None:
-    ids, mass = engine.document_attention(sorted(ASKED))
-    texts = {f"paragraph {i}": text for i, text in enumerate(SAMPLE)}
-    most = [texts[ids[index]] for index in mass.argmax(1).tolist()]
-    assert [ASKED[question] in text for question, text in zip(sorted(ASKED), most, strict=True)] == [True] * len(ASKED)
+    asked = {question: text for text, about in PARAGRAPHS.items() for question in about}
+    ids, mass = engine.document_attention(list(asked))
+    assert [ids[index] for index in mass.argmax(1).tolist()] == list(asked.values())
