@@ -177,7 +177,7 @@ class TestReadme:
     def test_its_quickstart_runs(self, capsys: pytest.CaptureFixture[str]) -> None:
         names: dict[str, Any] = {}
         exec(self.python[0], names)
-        assert "kloster" in capsys.readouterr().out.lower()
+        assert "helen park" in capsys.readouterr().out.lower()
         assert len(names["llm"].engine.bank) == 3
 
     def test_its_example_of_a_bank_runs(
