@@ -13,9 +13,14 @@ from mac_rag.metrics import f1
 from mac_rag.retrieval.registry import make_retriever
 
 NAMES = sorted(path.parent.name for path in SHIPPED.glob("*/config.json"))
+OF_THE_SAMPLE = {
+    "Who opened the office in Rotterdam?": "Helen Park",
+    "When did a shepherd discover the marble caves?": "1926",
+    "Where was the Kestrel engine built?": "Coventry",
+}
 # Paragraphs that nobody has written before, each with the questions about it and their answers.
 PARAGRAPHS: dict[str, dict[str, str]] = {
-    **{text: {} for text in SAMPLE if not text.endswith("?")},
+    **{text: {question: answer} for text, (question, answer) in zip(SAMPLE, OF_THE_SAMPLE.items())},
     "The Varde lighthouse was built in 1871 by the engineer Ida Kloster after two ships had sunk in the strait. Its "
     "lamp burned rapeseed oil until 1912, when it was replaced by an electric light.": {
         "Who built the Varde lighthouse?": "Ida Kloster",
@@ -43,11 +48,7 @@ PARAGRAPHS: dict[str, dict[str, str]] = {
         "Who signed the treaty of Lindholm?": "King Frederick",
     },
 }
-OF_THE_SAMPLE = {
-    "Who opened the office in Rotterdam?": "Helen Park",
-    "When did a shepherd discover the marble caves?": "1926",
-    "Where was the Kestrel engine built?": "Coventry",
-}
+ASKED = {question: answer for about in PARAGRAPHS.values() for question, answer in about.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,11 +72,9 @@ def test_the_default_is_shipped() -> None:
 
 @pytest.mark.parametrize("retrieved", [False, True])
 def test_memory_answers_what_the_lm_alone_cannot(engine: MACEngine, retrieved: bool) -> None:
-    asked = OF_THE_SAMPLE | {question: answer for about in PARAGRAPHS.values() for question, answer in about.items()}
-
     def score(memory: bool, retriever: bool) -> float:
-        answers = engine.answer(list(asked), use_memory=memory, use_retriever=retriever)
-        return sum(f1(answer.text, right) for answer, right in zip(answers, asked.values())) / len(asked)
+        answers = engine.answer(list(ASKED), use_memory=memory, use_retriever=retriever)
+        return sum(f1(answer.text, right) for answer, right in zip(answers, ASKED.values())) / len(ASKED)
 
     assert score(True, retrieved) >= 0.5
     assert score(False, False) <= 0.1
