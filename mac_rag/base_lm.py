@@ -109,16 +109,34 @@ class BaseLM(nn.Module):
             parts: of a prefix LM, numbers that say which tokens of each prompt see each other both ways (see
                 `prefix_mask`); None for prompts of one part.
         """
+        logits = self.answer_logits(prompts, answers, modulation, parts=parts).float()
+        targets = torch.tensor([token for answer in answers for token in answer], device=self.device)
+        losses = functional.cross_entropy(logits, targets, reduction="none")
+        return torch.stack([row.sum() for row in losses.split([len(answer) for answer in answers])])
+
+    def answer_logits(
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        modulation: Modulation | None,
+        *,
+        parts: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """What the LM expects in the place of each token of the answers, row after row: `[N, vocabulary]`.
+
+        Args:
+            prompts, answers, modulation, parts: as `answer_loss` takes them; N is the number of tokens of all answers.
+        """
         rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         kept = max(map(len, answers))
         ids, mask, positions = self._padded(rows, modulation)
         numbers = torch.zeros_like(ids)
-        for row, number, answer in zip(numbers, parts or [[1] * len(p) for p in prompts], answers, strict=True):
+        wanted = torch.zeros(len(rows), kept, dtype=torch.bool, device=self.device)
+        columns = zip(numbers, wanted, parts or [[1] * len(p) for p in prompts], answers, strict=True)
+        for row, predicted, number, answer in columns:
             end = len(row) - len(answer)
             row[end - len(number) : end] = torch.tensor(number)
-        targets = torch.full((len(rows), kept), -100, device=self.device)
-        for target, answer in zip(targets, answers, strict=True):
-            target[kept - len(answer) :] = torch.tensor(answer)
+            predicted[kept - len(answer) :] = True
         inputs = {
             "input_ids": ids,
             "attention_mask": mask,
@@ -126,16 +144,13 @@ class BaseLM(nn.Module):
             "past_key_values": modulation.cache() if modulation else None,
             **parts_argument(self.model, numbers),
         }
-        wanted = targets != -100
         with _attached(modulation, self.model):
             if self.model.config.model_type in _PLAIN_HEADS:
                 states = self.model.base_model(**inputs).last_hidden_state[:, -kept - 1 : -1]
-                logits = self.model.get_output_embeddings()(states[wanted])
+                logits: Tensor = self.model.get_output_embeddings()(states[wanted])
             else:
                 logits = self.model(**inputs, logits_to_keep=kept + 1).logits[:, :-1][wanted]
-        losses = torch.zeros(targets.shape, device=self.device)
-        losses[wanted] = functional.cross_entropy(logits.float(), targets[wanted], reduction="none")
-        return losses.sum(1)
+        return logits
 
     @torch.no_grad()
     def generate(

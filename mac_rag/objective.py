@@ -1,8 +1,8 @@
 """What MAC minimises: equation 2 with back-propagation dropout, and the further terms of the small-scale recipe.
 
-The paper's objective is the `answer` term alone. The others move a small model from a cold start: `direct` and
-`reconstruction` teach the amortization network without the aggregation network in between, `contrastive` teaches the
-document prior.
+The paper's objective is the `answer` term alone. The others move a small model from a cold start: `direct`,
+`distillation` and `reconstruction` teach the amortization network without the aggregation network in between,
+`contrastive` teaches the document prior, `imitation` the aggregation network without the LM.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class LossWeights(Config):
     Attributes:
         answer: negative log-likelihood of the answer under phi*, the aggregate of all documents (equation 2).
         direct: the same under the memory tokens of the question's own document, without aggregation.
+        distillation: cross-entropy of what the LM expects there towards what it expects behind that document, without
+            memory: an open book teaches to remember (context distillation; Askell et al., 2021).
         reconstruction: negative log-likelihood of a document under its own memory tokens.
         contrastive: cross-entropy of the document prior, with the question's own document as the target.
         imitation: mean square of how phi* differs from the memory tokens of the question's own document, both
@@ -41,6 +43,7 @@ class LossWeights(Config):
 
     answer: float = Field(1.0, ge=0)
     direct: float = Field(0.0, ge=0)
+    distillation: float = Field(0.0, ge=0)
     reconstruction: float = Field(0.0, ge=0)
     contrastive: float = Field(0.0, ge=0)
     imitation: float = Field(0.0, ge=0)
@@ -138,6 +141,8 @@ def mac_loss(
         )
     if weights.direct:
         terms["direct"] = _mean_loss(model, alone, answers, phi[gold])
+    if weights.distillation:
+        terms["distillation"] = _distillation(model, batch, alone, answers, phi[gold])
     if weights.reconstruction:
         starts = [prompts.start or [prompts.eos]] * len(rows)
         texts = [prompts.document(document) for document in batch.documents]
@@ -182,13 +187,40 @@ def _mean_loss(
     phi: Tensor,
     without_memory: Sequence[bool] = (),
 ) -> Tensor:
-    """Negative log-likelihood for each token of all targets, each row under its modulation `[B, T, D]`, or under none.
+    """Negative log-likelihood for each token of all targets, as `_logits` reads them."""
+    logits = _logits(model, prompts, targets, phi, without_memory)
+    expected = torch.tensor([token for target in targets for token in target], device=logits.device)
+    return functional.cross_entropy(logits.float(), expected)
+
+
+def _distillation(
+    model: MACModel, batch: Batch, questions: Sequence[list[int]], answers: Sequence[list[int]], phi: Tensor
+) -> Tensor:
+    """Cross-entropy for each token of all answers, with the LM behind each question's own document as the teacher."""
+    prompts = model.base_lm.prompts
+    read = [
+        prompts.prompt(question, [batch.documents[index]], model.context_window - len(answer))
+        for question, index, answer in zip(batch.questions, batch.gold, answers, strict=True)
+    ]
+    with torch.no_grad():
+        taught = _logits(model, read, answers, phi, [True] * len(read)).float().softmax(-1)
+    return functional.cross_entropy(_logits(model, questions, answers, phi).float(), taught)
+
+
+def _logits(
+    model: MACModel,
+    prompts: Sequence[list[int]],
+    targets: Sequence[list[int]],
+    phi: Tensor,
+    without_memory: Sequence[bool] = (),
+) -> Tensor:
+    """Logits of each token of all targets, row after row, each row under its modulation `[B, T, D]`, or under none.
 
     Rows of similar length go through the LM together: a few prompts with documents in front would otherwise pad all
     the others to their length.
     """
-    total = phi.new_zeros(())
     bare = without_memory or [False] * len(prompts)
+    found: dict[int, Tensor] = {}
     for without in (False, True):
         rows = [i for i, flag in enumerate(bare) if flag == without]
         lengths = [len(prompts[i]) + len(targets[i]) for i in rows]
@@ -196,5 +228,6 @@ def _mean_loss(
             chosen = [rows[i] for i in group]
             modulation = None if without else model.modulation(phi[chosen])
             read = [prompts[i] for i in chosen], [targets[i] for i in chosen]
-            total = total + model.base_lm.answer_loss(*read, modulation).sum()
-    return total / sum(map(len, targets))
+            logits = model.base_lm.answer_logits(*read, modulation)
+            found |= zip(chosen, logits.split([len(targets[i]) for i in chosen]))
+    return torch.cat([found[i] for i in range(len(prompts))])

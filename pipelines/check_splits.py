@@ -12,7 +12,6 @@ from pipelines.cli import SetOption, recipe_values
 
 if TYPE_CHECKING:
     from mac_rag.data.types import QADataset
-    from pipelines.tasks.corpus import CorpusConfig
     from pipelines.tasks.questions import DataConfig
 
 Contents = dict[str, set[str]]  # documents, titles and questions, normalised
@@ -34,14 +33,14 @@ def main(
 
     found = 0
     for recipe in recipes:
-        data, corpus = sources(recipe, set_)
+        data, files = sources(recipe, set_)
         if data is None:
             typer.echo(f"{recipe}: no data set, nothing to compare")
             continue
         held_out = of_dataset(data.model_copy(update={"train": split, "unlike": None}).training_set())
         parts = {f"{data.name}, {data.train}": of_dataset(data.training_set())}
-        if corpus is not None:
-            parts[str(corpus.files)] = of_texts(corpus)
+        if files is not None:
+            parts[files] = of_texts(files)
         for source, known in parts.items():
             shared = {kind: sorted(known[kind] & held_out[kind]) for kind in known}
             found += sum(map(len, shared.values()))
@@ -53,8 +52,8 @@ def main(
         raise DataError(f"{found} paragraphs, titles or questions of the split {split!r} are in the training data")
 
 
-def sources(recipe: str, overrides: list[str] | None) -> tuple[DataConfig | None, CorpusConfig | None]:
-    """The data set that a recipe trains on, and the text files.
+def sources(recipe: str, overrides: list[str] | None) -> tuple[DataConfig | None, str | None]:
+    """The data set that a recipe trains on, and the text files, as a glob.
 
     Raises:
         ConfigError: as `load_recipe`.
@@ -66,9 +65,11 @@ def sources(recipe: str, overrides: list[str] | None) -> tuple[DataConfig | None
     values, path = recipe_values(recipe, overrides)
     if "corpus" in values:
         corpus = PretrainConfig.parse(values, path).corpus
-        return corpus.questions, corpus
-    kind = TrainConfig if values.keys() & {"model", "preset", "start_from"} else TuneConfig
-    return kind.parse(values, path).data, None
+        return corpus.questions, corpus.files
+    if values.keys() & {"model", "preset", "start_from"}:
+        train = TrainConfig.parse(values, path)
+        return train.data, train.unasked.files
+    return TuneConfig.parse(values, path).data, None
 
 
 def of_dataset(data: QADataset) -> Contents:
@@ -82,7 +83,7 @@ def of_dataset(data: QADataset) -> Contents:
     }
 
 
-def of_texts(corpus: CorpusConfig) -> Contents:
+def of_texts(pattern: str) -> Contents:
     """Paragraphs and titles of text files."""
     from mac_rag.metrics import normalize
     from mac_rag.progress import progress_bar
@@ -90,7 +91,7 @@ def of_texts(corpus: CorpusConfig) -> Contents:
 
     paragraphs: set[str] = set()
     titles: set[str] = set()
-    files = text_files(str(corpus.files))
+    files = text_files(pattern)
     with progress_bar("texts", len(files)) as bar:
         for file in files:
             for row in file_rows(file):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import combinations
 
 import pytest
@@ -126,7 +127,7 @@ def test_context_is_in_front_of_the_question(tiny_model: MACModel) -> None:
 
 
 def test_each_term_counts_by_its_weight(tiny_model: MACModel) -> None:
-    weights = LossWeights(answer=0.5, direct=2, reconstruction=3, contrastive=0.25, imitation=1.5)
+    weights = LossWeights(answer=0.5, direct=2, distillation=0.75, reconstruction=3, contrastive=0.25, imitation=1.5)
     terms, _ = mac_loss(tiny_model, BATCH, weights)
     expected = sum(weight * terms[name] for name, weight in weights)
     torch.testing.assert_close(terms["loss"].detach(), expected)
@@ -162,6 +163,30 @@ def test_imitation_is_the_distance_from_the_questions_own_memory(tiny_model: MAC
     assert terms["loss"].item() == pytest.approx(torch.stack(squares).mean().item(), rel=1e-4)
     tiny_model.aggregation.forward = lambda encoded, *_, **__: (3 * phi, None)
     assert mac_loss(tiny_model, BATCH, weights)[0]["loss"].item() < 1e-4
+
+
+def test_distillation_is_the_cross_entropy_towards_the_lm_behind_the_document(tiny_model: MACModel) -> None:
+    """Answers of unlike lengths, documents in another order; the open book teaches and does not learn itself."""
+    tiny_model.train_base_lm(lora_rank=None)
+    batch = dataclasses.replace(BATCH, answers=["a very long answer indeed", *BATCH.answers[1:]], gold=[3, 1, 0, 3])
+    terms, _ = mac_loss(tiny_model, batch, LossWeights(answer=0, distillation=1))
+    assert set(terms) == {"loss", "distillation"}
+    lm = tiny_model.base_lm
+    phi = tiny_model.amortization([tiny_model.amortization.ids(document) for document in batch.documents])
+    each = []
+    for question, answer, index in zip(batch.questions, batch.answers, batch.gold, strict=True):
+        for place, token in enumerate(ids := lm.prompts.answer(answer)):
+            read = lm.prompts.prompt(question, [batch.documents[index]]) + ids[:place]
+            asked = lm.prompts.prompt(question) + ids[:place]
+            taught = lm.answer_logits([read], [[token]], None)[0].detach().softmax(-1)
+            said = lm.answer_logits([asked], [[token]], tiny_model.modulation(phi[index : index + 1]))[0]
+            each.append(-taught @ said.log_softmax(-1))
+    expected = torch.stack(each).mean()
+    torch.testing.assert_close(terms["loss"], expected, rtol=1e-4, atol=0)
+    amortization = dict(tiny_model.amortization.named_parameters())
+    weights = [lm.model.get_input_embeddings().weight, amortization["network.queries"]]
+    for ours, plain in zip(*(torch.autograd.grad(loss, weights) for loss in (terms["loss"], expected)), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=1e-6)
 
 
 def test_amortization_may_be_left_as_it_is(tiny_model: MACModel) -> None:

@@ -22,6 +22,7 @@ from mac_rag.objective import Batch, LossWeights, mac_loss
 from mac_rag.presets import preset
 from pipelines.tasks.questions import ContextConfig, ContextMiner, DataConfig, retrieved
 from pipelines.tasks.reader import start_as_reader
+from pipelines.tasks.unasked import Unasked, UnaskedConfig
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 
@@ -62,6 +63,7 @@ class TrainConfig(Config):
             question alone.
         without_memory: share of the questions behind documents that the LM answers without memory, so that a base LM
             that learns along still reads alone.
+        unasked: paragraphs of text files that stand in each batch without questions.
         curriculum: what the first steps are on; without one, all are on whole documents and all losses.
         tune_amortization: False leaves the amortization network as it is.
         tune_base_lm: leave the base LM frozen, or learn it jointly: all of it, or low-rank updates merged at the end.
@@ -80,6 +82,7 @@ class TrainConfig(Config):
     distractors: int = Field(0, ge=0)
     context: ContextConfig = ContextConfig()
     without_memory: float = Field(0.0, ge=0, le=1)
+    unasked: UnaskedConfig = UnaskedConfig()
     curriculum: CurriculumConfig | None = None
     tune_amortization: bool = True
     tune_base_lm: Literal["frozen", "lora", "full"] = "frozen"
@@ -144,6 +147,7 @@ class TrainTask(Task):
         self._questions = data.questions_by_document()
         self._stories = _stories(data, self._questions, config.together)
         self._miner = ContextMiner(config.context, data)
+        self._unasked = Unasked(config.unasked)
         self._validation = config.data.validation_set()
         self._validation_retrieved = retrieved(config.context, self._validation)
         # A ring of the newest documents' memory tokens; part of the state, so that a resumed run has the same.
@@ -178,7 +182,7 @@ class TrainTask(Task):
             texts.append(document.text if sentences is None else excerpt(document.text, answers, sentences))
         contexts = self._miner.mine(asked, rng)
         batch = Batch(
-            documents=texts,
+            documents=[*texts, *self._unasked.draw(rng)],
             questions=[question.question for question in asked],
             answers=[question.answers[0] for question in asked],
             gold=gold,
