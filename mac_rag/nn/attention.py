@@ -191,10 +191,15 @@ def _parts(query: Tensor, chunk: Chunk, mass: bool) -> Iterator[Partial]:
     heads, length = query.shape[1:3]
     groups = _groups(len(query), len(_runs(chunk.keys)), max(1, _QUERIES // (heads * length)))
     budget = _LOGITS["cpu" if query.device.type == "cpu" else "other"]
-    step = max(1, budget // (len(query[groups[0]]) * heads * length * tokens))
+    biased = not mass and _kernel_takes_bias(query, chunk)
+    # What is held for each question and row: the logits, or in the kernel's case only the bias.
+    step = max(1, budget // (len(query[groups[0]]) * heads * tokens * (1 if biased else length)))
     for first in range(0, rows, step):
-        piece = slice(first, first + step)
-        parts = [_plain(query[group], _slice(chunk, len(query), group, piece), mass) for group in groups]
+        pieces = [_slice(chunk, len(query), group, slice(first, first + step)) for group in groups]
+        parts = [
+            _fused_with_bias(query[group], piece) if biased else _plain(query[group], piece, mass)
+            for group, piece in zip(groups, pieces)
+        ]
         yield parts[0] if len(parts) == 1 else _stacked(parts)
 
 
@@ -270,9 +275,39 @@ def _fused(query: Tensor, chunk: Chunk) -> Partial | None:
     return Partial(maximum, torch.ones_like(maximum), _unfolded(attended.to(numbers), query), None)
 
 
-def fused_cpu(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Torch's kernel for CPUs: attended `[G, H, Q, d]` and log-sum-exp `[G, H, Q]`; so the two below."""
-    attended, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=1.0)
+def _kernel_takes_bias(query: Tensor, chunk: Chunk) -> bool:
+    """Whether torch's kernel for CPUs attends to a chunk with its bias; on a GPU and for gradients products do."""
+    needs_gradient = torch.is_grad_enabled() and any(
+        part is not None and part.requires_grad for part in (query, chunk.keys, chunk.values, chunk.bias)
+    )
+    shared_or_own = len(_runs(chunk.keys)) in (1, len(query))
+    return query.device.type == "cpu" and chunk.bias is not None and shared_or_own and not needs_gradient
+
+
+def _fused_with_bias(query: Tensor, chunk: Chunk) -> Partial:
+    numbers = torch.promote_types(query.dtype, torch.float32)
+    tokens = chunk.keys.shape[-2]
+    assert chunk.bias is not None
+    keys, values = (
+        _runs(part).to(numbers).flatten(2, 3).expand(len(query), -1, -1, -1) for part in (chunk.keys, chunk.values)
+    )
+    bias = chunk.bias.to(numbers)[:, :, None, :, None].expand(-1, -1, -1, -1, tokens).flatten(3)  # [B, H, 1, k * T]
+    attended, lse = fused_cpu(query.to(numbers), keys, values, bias.expand(-1, -1, query.shape[2], -1))
+    # Where all rows are hidden the kernel's log-sum-exp is zero, not that of nothing.
+    hidden = chunk.bias.isneginf().all(-1)[..., None, None]
+    maximum = lse.view(*query.shape[:3], 1).masked_fill(hidden, torch.finfo(numbers).min)
+    return Partial(maximum, (~hidden).to(numbers).expand_as(maximum), attended, None)
+
+
+def fused_cpu(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Torch's kernel for CPUs: attended `[G, H, Q, d]` and log-sum-exp `[G, H, Q]`; so the two below.
+
+    Args:
+        bias: `[G, H, Q, keys]`, added to the logits.
+    """
+    attended, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, attn_mask=bias, scale=1.0
+    )
     return attended, lse
 
 
