@@ -255,8 +255,8 @@ def _shaped_bias(bias: Tensor, runs: int) -> Tensor:
 def _fused(query: Tensor, chunk: Chunk) -> Partial | None:
     """Attention by a fused kernel that tells its log-sum-exp; None where torch has none for these tensors."""
     keys, values = _runs(chunk.keys).flatten(2, 3), _runs(chunk.values).flatten(2, 3)
-    if torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad):
-        return None  # no gradient passes through the log-sum-exp
+    if _need_gradients(query, keys, values):
+        return None
     folded = _folded(query.to(keys.dtype), chunk.keys)
     if query.device.type == "cpu":
         attended, lse = fused_cpu(folded, keys, values)
@@ -277,11 +277,15 @@ def _fused(query: Tensor, chunk: Chunk) -> Partial | None:
 
 def _kernel_takes_bias(query: Tensor, chunk: Chunk) -> bool:
     """Whether torch's kernel for CPUs attends to a chunk with its bias; on a GPU and for gradients products do."""
-    needs_gradient = torch.is_grad_enabled() and any(
-        part is not None and part.requires_grad for part in (query, chunk.keys, chunk.values, chunk.bias)
-    )
+    if query.device.type != "cpu" or chunk.bias is None:
+        return False
     shared_or_own = len(_runs(chunk.keys)) in (1, len(query))
-    return query.device.type == "cpu" and chunk.bias is not None and shared_or_own and not needs_gradient
+    return shared_or_own and not _need_gradients(query, chunk.keys, chunk.values, chunk.bias)
+
+
+def _need_gradients(*tensors: Tensor) -> bool:
+    """Whether some do; none passes through a fused kernel's log-sum-exp."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _fused_with_bias(query: Tensor, chunk: Chunk) -> Partial:
