@@ -8,7 +8,15 @@ from typing import Any
 import typer
 
 from eval.command import BatchOption, OutputOption, ScaleOption, SeedOption
-from eval.streams import DataOption, DocumentsOption, QuestionsOption, Setup, StepsOption, TrainedModel
+from eval.streams import (
+    DataOption,
+    DocumentsOption,
+    QuestionsOption,
+    Setup,
+    StepsOption,
+    TrainedModel,
+    TrainingRateOption,
+)
 from mac_rag.commands import run_command
 
 # The paper's table is of GPT2-XL on StreamingQA.
@@ -19,10 +27,9 @@ PAPER: dict[str, dict[str, Any]] = {
     "encoder-only": {"design": "encoder-only", "name": "google-t5/t5-large"},
     "decoder-only": {"design": "decoder-only", "name": "openai-community/gpt2-large"},
 }
-PRETRAINED = "decoder-only, pretrained"
 NOTE = (
     "No pretrained encoder of this size is at hand: encoder-decoder, encoder-only and decoder-only start from random "
-    f"layers and the base LM's embeddings. {PRETRAINED!r} starts from the base LM. All else starts from {{model}}."
+    "layers and the base LM's embeddings; the last row starts from the base LM's layers. All else starts from {model}."
 )
 
 
@@ -32,6 +39,7 @@ def main(
     data: DataOption = None,
     scale: ScaleOption = "tiny",
     steps: StepsOption = None,
+    learning_rate: TrainingRateOption = None,
     documents: DocumentsOption = None,
     questions: QuestionsOption = None,
     seed: SeedOption = 0,
@@ -48,9 +56,9 @@ def main(
     setup = SETUPS[scale].but(model, documents, questions)
     from eval.variants import Training, Variant, run_variants
 
-    training = Training(setup.model, data, path.parent / "variants", seed, steps, scale)
+    training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)
     designs = PAPER if scale == "paper" else tiny_designs(setup.model, training.runs, seed)
-    plain = {"quantization": "none", "dtype": "fp32", "revision": None}
+    plain = {"quantization": "none", "dtype": "fp32", "revision": None, "embeddings": "own", "layers": None}
     variants = [
         Variant(name, training.recipe("amortization", {"model": {"amortization": {**plain, **design}}}))
         for name, design in designs.items()
@@ -75,10 +83,12 @@ def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
 
     from mac_rag.checkpoint import find, read_config
+    from mac_rag.config import FROM_BASE_LM, EncoderConfig
     from mac_rag.loading import quiet, resolve
 
     folder = find(model, None)
-    base_lm = resolve(read_config(folder).base_lm.name, folder)
+    config = read_config(folder)
+    base_lm = resolve(config.base_lm.name, folder)
     with quiet():
         lm = AutoModelForCausalLM.from_pretrained(base_lm)
     sizes = AutoConfig.from_pretrained(base_lm)
@@ -92,6 +102,9 @@ def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]
         pad_token_id=sizes.pad_token_id or 0,
         eos_token_id=sizes.eos_token_id,
     )
+    own = config.amortization.model_copy(update={"name": None, "revision": None})
+    if own.design not in FROM_BASE_LM:
+        own = EncoderConfig(design="decoder-only", name=None)
     places = {}
     for kind, make in (("t5", T5ForConditionalGeneration), ("decoder", AutoModelForCausalLM.from_config)):
         places[kind] = (
@@ -113,7 +126,7 @@ def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]
         "encoder-decoder": {"design": "encoder-decoder", "name": str(places["t5"])},
         "encoder-only": {"design": "encoder-only", "name": str(places["t5"])},
         "decoder-only": {"design": "decoder-only", "name": str(places["decoder"])},
-        PRETRAINED: {"design": "decoder-only", "name": None},
+        f"{own.design}, pretrained": own.model_dump(mode="json"),
     }
 
 

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eval.command import BatchOption, OutputOption, ScaleOption, SeedOption, whole_numbers
-from eval.streams import DataOption, DocumentsOption, QuestionsOption, Setup, StepsOption, TrainedModel, open_stream
+from eval.streams import (
+    DataOption,
+    DocumentsOption,
+    QuestionsOption,
+    Setup,
+    StepsOption,
+    TrainedModel,
+    TrainingRateOption,
+    open_stream,
+)
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
@@ -43,6 +52,7 @@ def main(
     counts: Annotated[str, typer.Option("--k", help="Documents K of a training batch, with commas.")] = "1,2,4,8,16,32",
     trainings: Annotated[bool, typer.Option(help="Train as well, for the table of answers by p.")] = True,
     steps: StepsOption = None,
+    learning_rate: TrainingRateOption = None,
     documents: DocumentsOption = None,
     questions: QuestionsOption = None,
     seed: SeedOption = 0,
@@ -64,7 +74,7 @@ def main(
     setup = SETUPS[scale].but(model, documents, questions)
     from eval.variants import Training, Variant, run_variants
 
-    training = Training(setup.model, data, path.parent / "variants", seed, steps, scale)
+    training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)
     table = TABLE[scale] if trainings else {}
     most = max([*sizes, *(count for count, _, _ in table.values())])
     stream = open_stream(data, "train", Setup(setup.model, most), seed, scale=scale)[0]

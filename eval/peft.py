@@ -5,7 +5,15 @@ from __future__ import annotations
 import typer
 
 from eval.command import BatchOption, OutputOption, ScaleOption, SeedOption
-from eval.streams import DataOption, DocumentsOption, QuestionsOption, Setup, StepsOption, TrainedModel
+from eval.streams import (
+    DataOption,
+    DocumentsOption,
+    QuestionsOption,
+    Setup,
+    StepsOption,
+    TrainedModel,
+    TrainingRateOption,
+)
 from mac_rag.commands import run_command
 
 # The paper's table is of GPT2-XL on StreamingQA, and has no FiLM.
@@ -22,6 +30,7 @@ def main(
     data: DataOption = None,
     scale: ScaleOption = "tiny",
     steps: StepsOption = None,
+    learning_rate: TrainingRateOption = None,
     documents: DocumentsOption = None,
     questions: QuestionsOption = None,
     seed: SeedOption = 0,
@@ -38,7 +47,7 @@ def main(
     setup = SETUPS[scale].but(model, documents, questions)
     from eval.variants import Training, Variant, run_variants
 
-    training = Training(setup.model, data, path.parent / "variants", seed, steps, scale)
+    training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)
     variants = [
         Variant(name, training.recipe("modulation", {"model": {"modulation": {"kind": kind}}}))
         for name, kind in KINDS.items()

@@ -7,7 +7,15 @@ from typing import Any
 import typer
 
 from eval.command import BatchOption, OutputOption, ScaleOption, SeedOption
-from eval.streams import DataOption, DocumentsOption, QuestionsOption, Setup, StepsOption, TrainedModel
+from eval.streams import (
+    DataOption,
+    DocumentsOption,
+    QuestionsOption,
+    Setup,
+    StepsOption,
+    TrainedModel,
+    TrainingRateOption,
+)
 from mac_rag.commands import run_command
 
 # The paper's table is of LLaMA-2-7B on all three data sets.
@@ -35,6 +43,7 @@ def main(
     data: DataOption = None,
     scale: ScaleOption = "tiny",
     steps: StepsOption = None,
+    learning_rate: TrainingRateOption = None,
     documents: DocumentsOption = None,
     questions: QuestionsOption = None,
     seed: SeedOption = 0,
@@ -55,7 +64,7 @@ def main(
     from mac_rag.loading import require_gradients
     from mac_rag.model import default_device
 
-    training = Training(setup.model, data, path.parent / "variants", seed, steps, scale)
+    training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)
     precisions, not_run = dict(PRECISIONS[scale]), {}
     try:
         require_gradients("nf4", default_device(None))

@@ -38,6 +38,12 @@ TrainedModel = Annotated[
 StepsOption = Annotated[
     int | None, typer.Option(min=1, help="Steps of each training.", show_default="by scale; about a minute at tiny")
 ]
+TrainingRateOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0, help="Learning rate of each training; a pretrained model needs a low one.", show_default="by scale"
+    ),
+]
 DocumentsOption = Annotated[
     int | None, typer.Option(min=2, help="Documents of the stream, from its beginning.", show_default="by scale")
 ]

@@ -87,6 +87,8 @@ class Training:
         runs: folder in which trainings are kept; equal ones are made once, and one that stopped goes on.
         seed: of data and training.
         steps: of each training; None for those of the scale.
+        scale: `tiny` or `paper`.
+        learning_rate: of each training; None for that of the scale.
 
     Raises:
         ConfigError: for a model that is no preset at the paper's scale, or no data there.
@@ -98,6 +100,7 @@ class Training:
     seed: int
     steps: int | None
     scale: str
+    learning_rate: float | None = None
 
     def __post_init__(self) -> None:
         if self.scale == "paper":
@@ -125,6 +128,7 @@ class Training:
         start = grafted(MACConfig.parse(values, "the variant"), folder, fresh, self.runs / "starts", self.seed)
         steps = self.steps or STEPS
         trainer = {"steps": steps, "validate_every": steps, "seed": self.seed}
+        trainer |= {} if self.learning_rate is None else {"learning_rate": self.learning_rate}
         recipe = {**TINY, "start_from": str(start), "data": changes.pop("data", None) or self._data()}
         return TrainConfig.parse(merged(merged(recipe, {"trainer": trainer}), changes), "the variant")
 
@@ -132,6 +136,7 @@ class Training:
         name, folder = named_folder(self.data or "")
         overrides = [f"data.name={name}", f"data.path={folder}", f"trainer.seed={self.seed}"]
         overrides += [] if self.steps is None else [f"trainer.steps={self.steps}"]
+        overrides += [] if self.learning_rate is None else [f"trainer.learning_rate={self.learning_rate}"]
         recipe = load_recipe(TrainConfig, f"{self.model}/train", overrides)
         return TrainConfig.parse(merged(recipe.model_dump(mode="json"), changes), f"{self.model}/train")
 

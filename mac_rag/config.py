@@ -54,6 +54,9 @@ class BaseLMConfig(Config):
     quantization: Quantization = "none"
 
 
+FROM_BASE_LM = ("decoder-only", "encoder-pooling")  # designs whose backbone can start from the base LM's own weights
+
+
 class EncoderConfig(Config):
     """The amortization network g_amort or the input encoder g_input.
 
@@ -80,7 +83,7 @@ class EncoderConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.name is None and self.design not in ("decoder-only", "encoder-pooling"):
+        if self.name is None and self.design not in FROM_BASE_LM:
             raise ValueError(
                 f"name is missing: only designs decoder-only and encoder-pooling can start from the base LM, "
                 f"not {self.design}"
