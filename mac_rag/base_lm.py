@@ -15,7 +15,7 @@ from mac_rag.config import BaseLMConfig, ModulationConfig
 from mac_rag.errors import ModelLoadError
 from mac_rag.loading import list_of_layers, load_causal_lm
 from mac_rag.nn.modulation import LMShape, Modulation, linear_names
-from mac_rag.prefix_lm import PrefixLM, PrefixLMConfig, parts_argument
+from mac_rag.prefix_lm import PrefixLMConfig, parts_argument
 from mac_rag.prompt import PromptEncoder, PromptFormat
 
 # Last names of the linear layers that make queries and values: of Llama, Mistral, Qwen; of BERT; of GPT-2, in one.
@@ -64,11 +64,6 @@ class BaseLM(nn.Module):
         """Positions that prompt, prefix and answer share."""
         window: int = self.model.config.max_position_embeddings
         return window
-
-    @property
-    def counts_prefix(self) -> bool:
-        """Whether a prefix takes up positions, as it does in all LMs but a prefix LM: BERT has learned few."""
-        return not isinstance(self.model, PrefixLM)
 
     def shape(self, config: ModulationConfig) -> LMShape:
         """What a modulation network must know of this LM.
@@ -167,9 +162,7 @@ class BaseLM(nn.Module):
         num_beams: int = 1,
     ) -> list[str]:
         """Answers a batch of prompts, greedily or with beams, with the key-value cache on."""
-        ids, mask, positions = self._padded(prompts, modulation)
-        # Generation would go on behind the prefix.
-        options = {} if self.counts_prefix else {"position_ids": positions}
+        ids, mask, _ = self._padded(prompts, modulation)
         with _attached(modulation, self.model):
             output = self.model.generate(
                 input_ids=ids,
@@ -180,7 +173,6 @@ class BaseLM(nn.Module):
                 do_sample=False,
                 pad_token_id=self.tokenizer.pad_token_id,
                 eos_token_id=self.tokenizer.eos_token_id,
-                **options,
             )
         texts: list[str] = self.tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
         return [text.strip() for text in texts]
@@ -222,16 +214,13 @@ class BaseLM(nn.Module):
             yield rest
 
     def _padded(self, rows: Sequence[Sequence[int]], modulation: Modulation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows padded on the left: ids `[B, L]`, mask `[B, P + L]` with the prefix, positions `[B, L]`.
-
-        Where the LM counts a prefix, positions go on behind it.
-        """
+        """Rows padded on the left: ids `[B, L]`, mask `[B, P + L]` with the prefix, positions `[B, L]`."""
         length = max(map(len, rows))
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([[pad] * (length - len(row)) + [*row] for row in rows], device=self.device)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=self.device)
         prefix = modulation.prefix_length if modulation else 0
-        positions = (mask.cumsum(1) - 1).clamp(min=0) + (prefix if self.counts_prefix else 0)
+        positions = (mask.cumsum(1) - 1).clamp(min=0) + prefix
         return ids, torch.cat([mask.new_ones(len(rows), prefix), mask], 1), positions
 
 

@@ -118,9 +118,9 @@ class MACModel(nn.Module):
 
     @property
     def context_window(self) -> int:
-        """Tokens that documents, question and answer may have together, beside a prefix if that takes up positions."""
-        counted = self.config.modulation.kind == "prefix" and self.base_lm.counts_prefix
-        return self.base_lm.context_window - counted * self.config.tokens * self.config.modulation.slots
+        """Tokens that documents, question and answer may have together; a prefix takes up positions too."""
+        prefix = self.config.tokens * self.config.modulation.slots if self.config.modulation.kind == "prefix" else 0
+        return self.base_lm.context_window - prefix
 
     def train(self, mode: bool = True) -> MACModel:
         """Sets the training mode of all networks but the index and a frozen base LM, which never drop anything out."""

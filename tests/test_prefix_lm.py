@@ -119,31 +119,6 @@ def test_a_prefix_lm_comes_back_and_carries_a_memory(folder: Path, tmp_path: Pat
     ]
 
 
-def test_a_prefix_takes_up_no_positions(folder: Path) -> None:
-    model = MACModel.from_config(mac_config(folder), device="cpu")
-    lm = model.base_lm
-    assert model.context_window == lm.context_window == 512
-    phi = torch.randn(3, model.config.tokens, lm.width)
-    modulation = model.modulation(phi)
-    # With positions counted behind the prefix, this would be more than the LM has.
-    full = [[1, *(3 + i % 90 for i in range(506))], *PROMPTS[1:]]
-    together = lm.generate(full, modulation, max_new_tokens=5)
-    firsts = lm.answer_logits(full, [[60]] * 3, modulation).argmax(-1)
-    for prompt, phi_star, answer, first in zip(full, phi, together, firsts, strict=True):
-        alone = model.modulation(phi_star[None])
-        assert lm.generate([prompt], alone, max_new_tokens=5) == [answer]
-        assert "".join(lm.stream(prompt, alone, max_new_tokens=5)) == answer
-        places = torch.arange(len(prompt))[None]
-        plain = lm.model(
-            torch.tensor([prompt]),
-            position_ids=places,
-            attention_mask=torch.ones(1, alone.prefix_length + len(prompt)),
-            parts=torch.ones(1, len(prompt)),
-            past_key_values=alone.cache(),
-        )
-        assert int(plain.logits[0, -1].argmax()) == int(first)
-
-
 def tuned(name: str, **values: Any) -> TuneConfig:
     return TuneConfig.parse(
         {
