@@ -12,10 +12,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch.nn import functional
-from transformers import AutoModel
+from transformers import AutoModel, T5Config, T5ForConditionalGeneration
 
 from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, IndexConfig, MACConfig
 from mac_rag.errors import ModelLoadError
+from mac_rag.loading import load_tokenizer
 from mac_rag.minilm import minilm_encoder
 from mac_rag.model import MACModel
 from mac_rag.objective import Batch, LossWeights, mac_loss
@@ -28,8 +29,8 @@ QUESTIONS = ["Who won at Hastings?", "How long did it rain?"]
 def indexed(index: IndexConfig | None, **values: Any) -> MACConfig:
     part = EncoderConfig(design="encoder-pooling", name=None, embeddings="base-lm", layers=1)
     sizes = AggregationConfig(blocks=1, heads=2, head_width=8, feed_forward=1, prior_width=384)
-    options = {"tokens": 4, "mlp_width": 8, "aggregation": sizes, **values}
-    return MACConfig(base_lm=BaseLMConfig(name="minilm"), amortization=part, input_encoder=part, index=index, **options)
+    options = {"tokens": 4, "mlp_width": 8, "aggregation": sizes, "amortization": part, "input_encoder": part, **values}
+    return MACConfig(base_lm=BaseLMConfig(name="minilm"), index=index, **options)
 
 
 @pytest.fixture
@@ -47,6 +48,23 @@ def test_the_first_token_is_the_encoders_mean_state_of_the_text(model: MACModel)
         expected = encoder(ids).last_hidden_state[0].mean(0)
         torch.testing.assert_close(tokens[0].double(), expected, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(model.amortize([text])[0], tokens, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("design", ["encoder-only", "encoder-pooling", "decoder-only", "encoder-decoder"])
+def test_every_design_has_an_index(design: str, tmp_path: Path) -> None:
+    name = None
+    if design in ("encoder-only", "encoder-decoder"):
+        name = str(tmp_path / "t5")
+        sizes = {"d_model": 384, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+        tokenizer = load_tokenizer("minilm")
+        T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(name)
+        tokenizer.save_pretrained(name)
+    part = EncoderConfig.model_validate({"design": design, "name": name})
+    model = MACModel.from_config(indexed(IndexConfig(name="minilm"), amortization=part), device="cpu")
+    phi = model.amortize(TEXTS)
+    assert phi.shape == (3, 4, 384)
+    index = MACModel.from_config(indexed(IndexConfig(name="minilm")), device="cpu").amortize(TEXTS)[:, 0]
+    torch.testing.assert_close(phi[:, 0], index, atol=1e-5, rtol=1e-5)
 
 
 def test_the_document_prior_compares_indices_alone(model: MACModel) -> None:

@@ -137,7 +137,7 @@ class EncoderOnly(AmortizationNetwork):
             inputs_embeds=torch.cat([queries, embedded], 1),
             attention_mask=torch.cat([attention_mask.new_ones(queries.shape[:2]), attention_mask], 1),
         )
-        states: Tensor = output.last_hidden_state[:, : self.tokens]
+        states: Tensor = output.last_hidden_state[:, : len(self.queries)]
         return states
 
 
@@ -212,7 +212,7 @@ class DecoderOnly(AmortizationNetwork):
             position_ids=(mask.cumsum(1) - 1).clamp(min=0),
             use_cache=False,
         )
-        states: Tensor = output.last_hidden_state[:, -self.tokens :]
+        states: Tensor = output.last_hidden_state[:, -len(self.queries) :]
         return states
 
 
