@@ -80,18 +80,17 @@ def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]
     import shutil
 
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration
+    from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
     from mac_rag.checkpoint import find, read_config
     from mac_rag.config import FROM_BASE_LM, EncoderConfig
-    from mac_rag.loading import quiet, resolve
+    from mac_rag.loading import load_causal_lm, quiet
 
     folder = find(model, None)
     config = read_config(folder)
-    base_lm = resolve(config.base_lm.name, folder)
-    with quiet():
-        lm = AutoModelForCausalLM.from_pretrained(base_lm)
-    sizes = AutoConfig.from_pretrained(base_lm)
+    lm: Any
+    lm, tokenizer = load_causal_lm(config.base_lm, torch.device("cpu"), folder)
+    sizes = lm.config
     t5 = T5Config(
         vocab_size=sizes.vocab_size,
         d_model=sizes.hidden_size,
@@ -120,7 +119,7 @@ def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]
         shutil.rmtree(partial, ignore_errors=True)
         with quiet():
             network.save_pretrained(partial)
-        AutoTokenizer.from_pretrained(base_lm).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
         partial.rename(places[kind])
     return {
         "encoder-decoder": {"design": "encoder-decoder", "name": str(places["t5"])},

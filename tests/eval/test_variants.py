@@ -11,15 +11,17 @@ import pytest
 import torch
 
 from eval.amortization import PAPER as DESIGNS
+from eval.amortization import tiny_designs
 from eval.dropout_memory import TABLE
 from eval.peft import KINDS
 from eval.quantization import PRECISIONS
 from eval.results import Result
 from eval.variants import Training, evaluate, grafted, merged, stories
 from mac_rag.checkpoint import read_config
-from mac_rag.config import ModulationConfig
+from mac_rag.config import EncoderConfig, ModulationConfig
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
+from mac_rag.loading import PACKED_LM, load_backbone
 from mac_rag.model import MACModel
 
 Command = Callable[..., tuple[int, str, str]]
@@ -116,6 +118,18 @@ def test_amortization(command: Command, tiny_checkpoint: Path, tmp_path: Path) -
     assert sorted(config["amortization"]["design"] for config in trained) == [
         "decoder-only", "decoder-only", "encoder-decoder", "encoder-only",
     ]  # fmt: skip
+
+
+def test_designs_start_from_the_embeddings_of_a_model_stored_as_int8(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    model = MACModel.from_pretrained(tiny_checkpoint)
+    model.train_base_lm(lora_rank=None)
+    model.save_pretrained(tmp_path / "int8", dtype=torch.int8)
+    assert (tmp_path / "int8" / "base_lm" / PACKED_LM).is_file()
+    designs = tiny_designs(str(tmp_path / "int8"), tmp_path, 0)
+    expected = MACModel.from_pretrained(tmp_path / "int8", device="cpu").base_lm.model.get_input_embeddings().weight
+    for design in DESIGNS:
+        backbone = load_backbone(EncoderConfig.model_validate(designs[design]), torch.device("cpu"))
+        assert torch.equal(backbone.get_input_embeddings().weight, expected)
 
 
 @pytest.mark.parametrize(
