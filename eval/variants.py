@@ -127,7 +127,7 @@ class Training:
         values = merged(config.model_dump(mode="json"), merged({"base_lm": base_lm}, changes.pop("model", {})))
         start = grafted(MACConfig.parse(values, "the variant"), folder, fresh, self.runs / "starts", self.seed)
         steps = self.steps or STEPS
-        trainer = {"steps": steps, "validate_every": steps, "seed": self.seed}
+        trainer: dict[str, Any] = {"steps": steps, "validate_every": steps, "seed": self.seed}
         trainer |= {} if self.learning_rate is None else {"learning_rate": self.learning_rate}
         recipe = {**TINY, "start_from": str(start), "data": changes.pop("data", None) or self._data()}
         return TrainConfig.parse(merged(merged(recipe, {"trainer": trainer}), changes), "the variant")
