@@ -101,7 +101,7 @@ def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]
         pad_token_id=sizes.pad_token_id or 0,
         eos_token_id=sizes.eos_token_id,
     )
-    own = config.amortization.model_copy(update={"name": None, "revision": None})
+    own = config.amortization
     if own.design not in FROM_BASE_LM:
         own = EncoderConfig(design="decoder-only", name=None)
     places = {}
@@ -125,7 +125,7 @@ def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]
         "encoder-decoder": {"design": "encoder-decoder", "name": str(places["t5"])},
         "encoder-only": {"design": "encoder-only", "name": str(places["t5"])},
         "decoder-only": {"design": "decoder-only", "name": str(places["decoder"])},
-        f"{own.design}, pretrained": own.model_dump(mode="json"),
+        f"{own.design}, pretrained": {**own.model_dump(include={"design", "embeddings", "layers"}), "name": None},
     }
 
 

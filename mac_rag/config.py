@@ -85,7 +85,7 @@ class EncoderConfig(Config):
     def _check(self) -> Self:
         if self.name is None and self.design not in FROM_BASE_LM:
             raise ValueError(
-                f"name is missing: only designs decoder-only and encoder-pooling can start from the base LM, "
+                f"name is missing: only designs {' and '.join(FROM_BASE_LM)} can start from the base LM, "
                 f"not {self.design}"
             )
         if self.name is not None and self.layers is not None:
