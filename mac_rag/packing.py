@@ -1,7 +1,7 @@
-"""Weights stored as 8-bit integers: matrices with one scale for each row, a quarter of fp32's size.
+"""Weights stored as 8-bit integers: matrices with one scale for each row or each column, a quarter of fp32's size.
 
 They are read back as floating-point numbers, so storage is all that this changes: what runs is an ordinary model whose
-weights were rounded once (round to nearest, symmetric; the largest weight of a row becomes 127).
+weights were rounded once (round to nearest, symmetric; the largest weight of a row, or column, becomes 127).
 """
 
 from __future__ import annotations
@@ -15,18 +15,28 @@ _SCALE = "int8_scale:"  # in front of a weight's name: its scales
 
 
 def packed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state with its floating-point tensors of two and more dimensions as int8, and their scales `[..., 1]`."""
+    """The state with its floating-point tensors of two and more dimensions as int8, and their scales.
+
+    The scales are `[..., 1]` or `[..., 1, columns]`, whichever loses less: where a few columns are much larger than the
+    rest, as in BERT's positions, they would set the scale of every row.
+    """
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if tensor.ndim < 2 or not tensor.is_floating_point():
             result[name] = tensor.contiguous()
             continue
         values = tensor.float()
-        scale = values.abs().amax(-1, keepdim=True) / 127
-        # A row of zeros has no scale to divide by.
-        result[name] = (values / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.int8)
-        result[_SCALE + name] = scale
+        choices = [_rounded(values, dim) for dim in (-1, -2)]
+        losses = [float((whole * scale - values).square().sum()) for whole, scale in choices]
+        result[name], result[_SCALE + name] = choices[losses.index(min(losses))]
     return result
+
+
+def _rounded(values: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Integers, and the scales that share one along `dim`."""
+    scale = values.abs().amax(dim, keepdim=True) / 127
+    # Where all are zero there is no scale to divide by.
+    return (values / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.int8), scale
 
 
 def unpacked(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -23,12 +23,25 @@ CPU = torch.device("cpu")
 
 
 @given(arrays("float32", st.tuples(st.integers(1, 4), st.integers(1, 5)), elements=st.floats(-1e3, 1e3, width=32)))
-def test_no_weight_is_further_off_than_half_a_step_of_its_row(rows) -> None:  # type: ignore[no-untyped-def]
+def test_no_weight_is_further_off_than_half_a_step_of_its_row_or_column(rows) -> None:  # type: ignore[no-untyped-def]
     weights = torch.from_numpy(rows)
     stored = packed({"w": weights})
     assert stored["w"].dtype == torch.int8
-    step = weights.abs().amax(-1, keepdim=True) / 127
-    assert ((unpacked(stored)["w"] - weights).abs() <= 0.501 * step + 1e-37).all()
+    off = (unpacked(stored)["w"] - weights).abs()
+    steps = [weights.abs().amax(dim, keepdim=True) / 127 for dim in (-1, -2)]
+    assert any((off <= 0.501 * step + 1e-37).all() for step in steps)
+    by_rows = (weights / steps[0].clamp(min=1e-37)).round() * steps[0] - weights
+    assert off.square().sum() <= by_rows.square().sum() * 1.001 + 1e-30
+
+
+def test_a_large_column_does_not_take_the_others_precision() -> None:
+    torch.manual_seed(0)
+    weights = torch.randn(2, 40, 30)
+    weights[..., 7] = 1000.0
+    back = unpacked(packed({"w": weights}))["w"]
+    assert torch.allclose(back, weights, atol=0.02)
+    turned = unpacked(packed({"w": weights.mT}))["w"]
+    assert torch.allclose(turned, weights.mT, atol=0.02)
 
 
 def test_vectors_and_whole_numbers_stay_as_they_are() -> None:

@@ -50,6 +50,26 @@ class TokenMLPs(nn.Module):
         return mapped + skipped
 
 
+class ResidualLinear(nn.Module):
+    """`x + W x`, with W from zeros: a map that starts as the identity.
+
+    What is learned is kept apart from the identity's ones, beside which it would be lost when weights are rounded.
+
+    Args:
+        width: of x.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.added = nn.Linear(width, width, bias=False)
+        nn.init.zeros_(self.added.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """`[..., width] -> [..., width]`."""
+        added: Tensor = self.added(states)
+        return states + added
+
+
 class AmortizationNetwork(nn.Module):
     """A backbone, T learned input vectors and T MLPs; subclasses say how the vectors meet the text.
 
@@ -156,9 +176,7 @@ class EncoderPooling(AmortizationNetwork):
         inner: int = backbone.config.hidden_size
         self.heads: int = backbone.config.num_attention_heads
         self.norm = nn.LayerNorm(inner)
-        self.to_key, self.to_value, self.to_out = (nn.Linear(inner, inner, bias=False) for _ in range(3))
-        for linear in (self.to_key, self.to_value, self.to_out):
-            nn.init.eye_(linear.weight)
+        self.to_key, self.to_value, self.to_out = (ResidualLinear(inner) for _ in range(3))
         self.log_reach = nn.Parameter(torch.full((self.heads,), _REACH).log())
         self.salience = nn.Linear(inner, 1)
         with torch.no_grad():
