@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from mac_rag.config import BaseLMConfig, ModulationConfig
 from mac_rag.errors import ModelLoadError
+from mac_rag.interpolation import Interpolation
 from mac_rag.loading import list_of_layers, load_causal_lm
 from mac_rag.nn.modulation import LMShape, Modulation, linear_names
 from mac_rag.prefix_lm import PrefixLMConfig, parts_argument
@@ -160,8 +161,21 @@ class BaseLM(nn.Module):
         *,
         max_new_tokens: int,
         num_beams: int = 1,
+        shares: Sequence[float] | None = None,
     ) -> list[str]:
-        """Answers a batch of prompts, greedily or with beams, with the key-value cache on."""
+        """Answers a batch of prompts, greedily or with beams, with the key-value cache on.
+
+        Args:
+            prompts: token ids of B rows.
+            modulation: of B rows, or None for the LM alone.
+            max_new_tokens: longest answer.
+            num_beams: 1 is greedy.
+            shares: how much of what each row says is said under its modulation, the rest by the LM alone (see
+                `Interpolation`); None for all.
+        """
+        count, processors = len(prompts), []
+        if modulation is not None and shares is not None:
+            prompts, modulation, processors = [*prompts, *prompts], modulation.beside_none(), [Interpolation(shares)]
         ids, mask, _ = self._padded(prompts, modulation)
         with _attached(modulation, self.model):
             output = self.model.generate(
@@ -171,16 +185,27 @@ class BaseLM(nn.Module):
                 max_new_tokens=max_new_tokens,
                 num_beams=num_beams,
                 do_sample=False,
+                logits_processor=processors,
                 pad_token_id=self.tokenizer.pad_token_id,
                 eos_token_id=self.tokenizer.eos_token_id,
             )
-        texts: list[str] = self.tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
+        texts: list[str] = self.tokenizer.batch_decode(output[:count, ids.shape[1] :], skip_special_tokens=True)
         return [text.strip() for text in texts]
 
     @torch.no_grad()
-    def stream(self, prompt: Sequence[int], modulation: Modulation | None, *, max_new_tokens: int) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: Sequence[int],
+        modulation: Modulation | None,
+        *,
+        max_new_tokens: int,
+        shares: Sequence[float] | None = None,
+    ) -> Iterator[str]:
         """Yields the greedy answer to one prompt piece by piece; joined, they are what `generate` returns."""
-        ids, mask, positions = self._padded([prompt], modulation)
+        prompts, mixed = [prompt], None
+        if modulation is not None and shares is not None:
+            prompts, modulation, mixed = [prompt, prompt], modulation.beside_none(), Interpolation(shares)
+        ids, mask, positions = self._padded(prompts, modulation)
         cache = modulation.cache() if modulation else None
         generated: list[int] = []
         sent = ""
@@ -195,7 +220,8 @@ class BaseLM(nn.Module):
                     use_cache=True,
                     **prompted,
                 )
-            token = int(output.logits[0, -1].argmax())
+            logits = output.logits[:, -1]
+            token = int((mixed(ids, logits) if mixed else logits)[0].argmax())
             if token == self.tokenizer.eos_token_id:
                 break
             generated.append(token)
@@ -205,8 +231,8 @@ class BaseLM(nn.Module):
             if len(whole) > len(sent):
                 yield whole[len(sent) :]
                 sent = whole
-            ids = torch.tensor([[token]], device=self.device)
-            mask = torch.cat([mask, mask.new_ones(1, 1)], 1)
+            ids = torch.full_like(ids[:, :1], token)
+            mask = torch.cat([mask, torch.ones_like(ids)], 1)
             positions = positions[:, -1:] + 1
             cache, prompted = output.past_key_values, {}
         rest: str = self.tokenizer.decode(generated, skip_special_tokens=True).strip()[len(sent) :]
@@ -219,9 +245,10 @@ class BaseLM(nn.Module):
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([[pad] * (length - len(row)) + [*row] for row in rows], device=self.device)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=self.device)
-        prefix = modulation.prefix_length if modulation else 0
-        positions = (mask.cumsum(1) - 1).clamp(min=0) + prefix
-        return ids, torch.cat([mask.new_ones(len(rows), prefix), mask], 1), positions
+        if modulation:
+            mask = torch.cat([modulation.prefix_mask(len(rows)).to(mask), mask], 1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -length:]
+        return ids, mask, positions
 
 
 def _attached(modulation: Modulation | None, model: nn.Module) -> Any:

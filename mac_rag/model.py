@@ -269,6 +269,7 @@ class MACModel(nn.Module):
             self._modulation(modulation),
             max_new_tokens=max_new_tokens or self.config.max_new_tokens,
             num_beams=num_beams,
+            shares=self._shares(contexts),
         )
 
     def stream(
@@ -284,7 +285,13 @@ class MACModel(nn.Module):
             self.base_lm.prompts.prompt(question, contexts),
             self._modulation(modulation),
             max_new_tokens=max_new_tokens or self.config.max_new_tokens,
+            shares=self._shares([contexts]),
         )
+
+    def _shares(self, contexts: Sequence[Sequence[str]]) -> list[float] | None:
+        """How much memory has to say in each answer: all where there is nothing else to read; None for all in all."""
+        shares = [self.config.interpolation if texts else 1.0 for texts in contexts]
+        return shares if min(shares, default=1.0) < 1 else None
 
     @torch.no_grad()
     def _modulation(self, phi: Tensor | None) -> Modulation | None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -38,10 +39,18 @@ class LMShape:
     blocks: tuple[str, ...]
 
 
-class Modulation:
+class Modulation(ABC):
     """A modulation of B rows, ready to be applied to an LM."""
 
     prefix_length: int = 0
+
+    @abstractmethod
+    def beside_none(self) -> Modulation:
+        """The modulation of 2B rows: these B, and behind them B that leave the LM as it is."""
+
+    def prefix_mask(self, rows: int) -> Tensor:
+        """Which of the prefix each row sees, `[rows, P]`, 1 or 0."""
+        return torch.ones(rows, self.prefix_length, dtype=torch.long)
 
     def cache(self, repeats: int = 1) -> DynamicCache | None:
         """A key-value cache that holds the prefix; a new one for every call, since use changes it.
@@ -62,11 +71,21 @@ class PrefixModulation(Modulation):
 
     Args:
         keys_values: `[B, layers, 2, kv_heads, P, head_width]`.
+        hidden: the last rows, which do not see it.
     """
 
-    def __init__(self, keys_values: Tensor) -> None:
+    def __init__(self, keys_values: Tensor, hidden: int = 0) -> None:
         self._keys_values = keys_values
+        self._hidden = hidden
         self.prefix_length = keys_values.shape[4]
+
+    def beside_none(self) -> PrefixModulation:
+        return PrefixModulation(self._keys_values.repeat(2, 1, 1, 1, 1, 1), len(self._keys_values))
+
+    def prefix_mask(self, rows: int) -> Tensor:
+        mask = super().prefix_mask(rows)
+        mask[rows - self._hidden :] = 0
+        return mask
 
     def cache(self, repeats: int = 1) -> DynamicCache:
         rows = self._keys_values.repeat_interleave(repeats, 0) if repeats > 1 else self._keys_values
@@ -77,15 +96,25 @@ Change: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # a module's input and o
 
 
 class HookedModulation(Modulation):
-    """A modulation by forward hooks on the LM's modules, by name."""
+    """A modulation by forward hooks on the LM's modules, by name.
 
-    def __init__(self, changes: dict[str, Change]) -> None:
+    Args:
+        changes: what is changed.
+        half: only the first half of the rows that the LM runs with.
+    """
+
+    def __init__(self, changes: dict[str, Change], half: bool = False) -> None:
         self._changes = changes
+        self._half = half
+
+    def beside_none(self) -> HookedModulation:
+        return HookedModulation(self._changes, half=True)
 
     @contextmanager
     def attached(self, lm: nn.Module) -> Iterator[None]:
         handles = [
-            lm.get_submodule(name).register_forward_hook(_hook(change)) for name, change in self._changes.items()
+            lm.get_submodule(name).register_forward_hook(_hook(_first_half(change) if self._half else change))
+            for name, change in self._changes.items()
         ]
         try:
             yield
@@ -102,6 +131,14 @@ def _hook(change: Change) -> Callable[..., Any]:
         return change(inputs[0], output)
 
     return hook
+
+
+def _first_half(change: Change) -> Change:
+    def changed(inputs: Tensor, output: Tensor) -> Tensor:
+        rows = len(output) // 2
+        return torch.cat([change(inputs[:rows], output[:rows]), output[rows:]])
+
+    return changed
 
 
 def _rows(values: Tensor, like: Tensor) -> Tensor:

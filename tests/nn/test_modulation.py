@@ -4,40 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import DynamicCache
 
-from mac_rag.base_lm import BaseLM
-from mac_rag.config import BaseLMConfig, ModulationConfig
-from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning
-from mac_rag.prompt import PromptFormat
-
-TOKENS = 4
-PROMPTS = [[1, 30, 31], [1, 40, 41, 42, 43, 44, 45, 46], [1, 50, 51, 52, 53]]
-ANSWERS = [[60, 61, 2], [62, 2], [63, 64, 65, 66, 2]]
-EACH = [(lm, kind) for lm in ("llama", "gpt2") for kind in ("prefix", "lora", "film")]
-
-
-def build(folder: Path, kind: Any, **options: Any) -> tuple[BaseLM, ModulationNetwork, Tensor]:
-    lm = BaseLM.load(BaseLMConfig(name=str(folder)), PromptFormat(), torch.device("cpu"))
-    lm.double()
-    torch.manual_seed(5)
-    shape = lm.shape(ModulationConfig(kind=kind))
-    network: ModulationNetwork
-    if kind == "prefix":
-        network = PrefixTuning(shape, TOKENS, lm.width, **options)
-    elif kind == "lora":
-        network = LoRA(shape, TOKENS, lm.width, **options)
-    else:
-        network = FiLM(shape, lm.width, **options)
-    # Away from their start at zero, and strong enough to change what is generated.
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return lm, network.double(), torch.randn(len(PROMPTS), TOKENS, lm.width, dtype=torch.float64)
+from mac_rag.config import ModulationConfig
+from mac_rag.nn.modulation import LoRA, PrefixModulation
+from tests.nn.modulated import ANSWERS, EACH, PROMPTS, TOKENS, build
 
 
 @pytest.mark.parametrize(("name", "kind"), EACH)
@@ -92,21 +65,10 @@ def test_a_prefix_that_is_a_text_is_that_text(model_folder: Callable[[str], Path
     lm, _, _ = build(model_folder(name), "prefix")
     text, rest, answer = [1, 30, 31, 32], [40, 41], [60, 2]
 
-    class Text:
-        prefix_length = len(text)
-
-        def cache(self, repeats: int = 1) -> DynamicCache:
-            cache = DynamicCache()
-            lm.model(input_ids=torch.tensor([text]), past_key_values=cache, use_cache=True)
-            return cache
-
-        def attached(self, model: Any) -> Any:
-            from contextlib import nullcontext
-
-            return nullcontext()
-
+    cache = lm.model(input_ids=torch.tensor([text]), use_cache=True).past_key_values
+    prefix = PrefixModulation(torch.stack([torch.stack(layer[:2], 1) for layer in cache], 1))
     in_front = lm.answer_loss([text + rest], [answer], None)
-    torch.testing.assert_close(lm.answer_loss([rest], [answer], Text()), in_front)  # type: ignore[arg-type]
+    torch.testing.assert_close(lm.answer_loss([rest], [answer], prefix), in_front)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
