@@ -56,6 +56,14 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
         k: Annotated[
             str, typer.Option("--k", help="Documents retrieved for each question; several numbers separated by commas.")
         ] = "5",
+        interpolation: Annotated[
+            str | None,
+            typer.Option(
+                help="How much of an answer from retrieved documents and MAC is said with memory: numbers above 0 and "
+                "at most 1, separated by commas; 1 is the paper's.",
+                show_default="the model's own",
+            ),
+        ] = None,
         data: Annotated[
             Path | None,
             typer.Option(help="Folder of the data set's files.", show_default="the embedded newswire sample"),
@@ -76,6 +84,7 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
 
         path = result_path(output, benchmark)
         ks = whole_numbers("--k", k)
+        interpolations = _shares("--interpolation", interpolation)
         names = list(dict.fromkeys(name.strip() for name in retriever.split(",") if name.strip() != "none"))
         from mac_rag.retrieval.registry import make_retriever
 
@@ -88,7 +97,14 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
         retrievers = {name: found for name, found in made.items() if found is not None}
         loaded = MACModel.from_pretrained(model, device=device)
         outcome = run_protocol(
-            MACEngine(loaded), dataset, retrievers, ks, batch_size=batch_size, seed=seed, progress=True
+            MACEngine(loaded),
+            dataset,
+            retrievers,
+            ks,
+            interpolations=interpolations,
+            batch_size=batch_size,
+            seed=seed,
+            progress=True,
         )
         report(
             path,
@@ -158,6 +174,23 @@ def whole_numbers(option: str, text: str) -> list[int]:
         raise ConfigError(f"{option} takes whole numbers separated by commas, got {text!r}") from None
     if numbers[0] < 1:
         raise ConfigError(f"{option} must be at least 1, got {text!r}")
+    return numbers
+
+
+def _shares(option: str, text: str | None) -> list[float]:
+    """The numbers above 0 and at most 1 of an option that takes several, in this order; none where it is not given.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    from mac_rag.errors import ConfigError
+
+    try:
+        numbers = [] if text is None else list(dict.fromkeys(float(number) for number in text.split(",")))
+    except ValueError:
+        numbers = [0.0]
+    if not all(0 < number <= 1 for number in numbers):
+        raise ConfigError(f"{option} takes numbers above 0 and at most 1, separated by commas, got {text!r}")
     return numbers
 
 

@@ -32,6 +32,7 @@ def run_protocol(
     retrievers: Mapping[str, Retriever] | None = None,
     ks: Sequence[int] = (),
     *,
+    interpolations: Sequence[float] = (),
     batch_size: int = 32,
     seed: int = 0,
     progress: bool = False,
@@ -47,6 +48,8 @@ def run_protocol(
         dataset: the stream.
         retrievers: empty ones, by the name that the rows give them.
         ks: numbers of documents to retrieve.
+        interpolations: values of lambda (see `mac_rag.interpolation`), each a row with retriever and memory; none for
+            one row of the engine's.
         batch_size: questions of one generation.
         seed: of the bootstrap.
         progress: shows progress bars.
@@ -56,12 +59,14 @@ def run_protocol(
     """
     adaptation = adapt(engine, dataset.documents, progress=progress)
     table = _Table(engine, dataset, batch_size, seed, progress)
-    table.ask("LM alone", "MAC")
+    table.ask("LM alone", {"MAC": engine.interpolation})
     for name, retriever in (retrievers or {}).items():
         retriever.add(dataset.documents)
         engine.retriever = retriever
         for engine.k in ks:
-            table.ask(f"{name} top-{engine.k}", f"{name} top-{engine.k} + MAC")
+            without = f"{name} top-{engine.k}"
+            rows = {f"{without} + MAC, lambda {value:g}": value for value in interpolations}
+            table.ask(without, rows or {f"{without} + MAC": engine.interpolation})
     engine.retriever = None
     return Outcome(adaptation, tuple(table.rows), samples(dataset.questions, table.verdicts))
 
@@ -78,24 +83,30 @@ class _Table:
         self.rows: list[Row] = []
         self.verdicts: dict[str, list[Verdict]] = {}
 
-    def ask(self, without: str, with_memory: str) -> None:
-        """Adds two rows: the same prompts without the memory and with it."""
-        for name, use_memory in ((without, False), (with_memory, True)):
-            if self.progress:
-                print(name, file=sys.stderr)
-            began = time.perf_counter()
-            answers = self.engine.answer(
-                [question.question for question in self.dataset.questions],
-                use_memory=use_memory,
-                overflow="truncate",
-                batch_size=self.batch_size,
-                progress=self.progress,
-            )
-            seconds = time.perf_counter() - began
-            self.verdicts[name] = judge(self.dataset.questions, answers)
-            k = None if self.engine.retriever is None else self.engine.k
-            row = summarize(name, self.dataset.questions, self.verdicts[name], len(self.dataset.documents), k, seconds)
-            self.rows.append(row.model_copy(update={"gain": self._gain(with_memory, without)}) if use_memory else row)
+    def ask(self, without: str, with_memory: Mapping[str, float | None]) -> None:
+        """Adds rows: the same prompts without the memory, and with it at each interpolation, by the row's name."""
+        self.rows.append(self._row(without, use_memory=False))
+        before = self.engine.interpolation
+        for name, self.engine.interpolation in with_memory.items():
+            row = self._row(name, use_memory=True)
+            self.rows.append(row.model_copy(update={"gain": self._gain(name, without)}))
+        self.engine.interpolation = before
+
+    def _row(self, name: str, *, use_memory: bool) -> Row:
+        if self.progress:
+            print(name, file=sys.stderr)
+        began = time.perf_counter()
+        answers = self.engine.answer(
+            [question.question for question in self.dataset.questions],
+            use_memory=use_memory,
+            overflow="truncate",
+            batch_size=self.batch_size,
+            progress=self.progress,
+        )
+        seconds = time.perf_counter() - began
+        self.verdicts[name] = judge(self.dataset.questions, answers)
+        k = None if self.engine.retriever is None else self.engine.k
+        return summarize(name, self.dataset.questions, self.verdicts[name], len(self.dataset.documents), k, seconds)
 
     def _gain(self, ours: str, theirs: str) -> Gain:
         intervals = {

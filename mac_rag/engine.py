@@ -49,6 +49,8 @@ class MACEngine:
         k: how many documents the retriever finds.
         attention: how questions attend to the bank; None for exact attention to all of it.
         bound: keeps the bank from growing beyond a size; None lets it grow.
+        interpolation: how much of an answer behind documents is said with memory (see `mac_rag.interpolation`); None
+            for what the model is configured to.
 
     Raises:
         ConfigError: for a way of attending that the model does not support.
@@ -64,6 +66,7 @@ class MACEngine:
         k: int = 5,
         attention: AttentionConfig | None = None,
         bound: BoundConfig | None = None,
+        interpolation: float | None = None,
     ) -> None:
         self.model = MACModel.from_pretrained(model) if isinstance(model, str) else model
         self.bank = MemoryBank.for_model(self.model) if bank is None else bank
@@ -72,6 +75,7 @@ class MACEngine:
         self.k = k
         self.attention = attention or AttentionConfig()
         self.bound = bound
+        self.interpolation = interpolation
         self._lock = threading.RLock()
         self._reader = BankReader(self.model, self.bank, self.attention)
         self._bounded: BoundedBank | None = None
@@ -291,6 +295,7 @@ class MACEngine:
                         modulation=None if memory is None else memory.phi,
                         max_new_tokens=max_new_tokens,
                         num_beams=num_beams,
+                        interpolation=self.interpolation,
                     )
                     discarded = [0.0] * len(chosen) if memory is None else memory.discarded.tolist()
                     for i, text, share in zip(chosen, texts, discarded, strict=True):
@@ -324,7 +329,9 @@ class MACEngine:
     def _pieces(
         self, question: str, contexts: Sequence[str], phi: Tensor | None, max_new_tokens: int | None
     ) -> Iterator[str]:
-        pieces = self.model.stream(question, contexts, modulation=phi, max_new_tokens=max_new_tokens)
+        pieces = self.model.stream(
+            question, contexts, modulation=phi, max_new_tokens=max_new_tokens, interpolation=self.interpolation
+        )
         while True:
             with self._lock:
                 piece = next(pieces, None)

@@ -252,6 +252,7 @@ class MACModel(nn.Module):
         modulation: Tensor | None = None,
         max_new_tokens: int | None = None,
         num_beams: int = 1,
+        interpolation: float | None = None,
     ) -> list[str]:
         """Answers questions: `LM(d + x; phi*)`.
 
@@ -261,6 +262,10 @@ class MACModel(nn.Module):
             modulation: phi* `[B, T, D]`; None for the frozen LM alone.
             max_new_tokens: None for the configured length.
             num_beams: 1 is greedy.
+            interpolation: lambda of answers behind documents, see `mac_rag.interpolation`; None for the configured one.
+
+        Raises:
+            ConfigError: for an interpolation that is not above 0 and at most 1.
         """
         contexts = contexts or [()] * len(questions)
         prompts = [self.base_lm.prompts.prompt(q, c) for q, c in zip(questions, contexts, strict=True)]
@@ -269,7 +274,7 @@ class MACModel(nn.Module):
             self._modulation(modulation),
             max_new_tokens=max_new_tokens or self.config.max_new_tokens,
             num_beams=num_beams,
-            shares=self._shares(contexts),
+            shares=self._shares(contexts, interpolation),
         )
 
     def stream(
@@ -279,19 +284,22 @@ class MACModel(nn.Module):
         *,
         modulation: Tensor | None = None,
         max_new_tokens: int | None = None,
+        interpolation: float | None = None,
     ) -> Iterator[str]:
         """Yields the greedy answer to one question piece by piece; `modulation` is `[1, T, D]`."""
         yield from self.base_lm.stream(
             self.base_lm.prompts.prompt(question, contexts),
             self._modulation(modulation),
             max_new_tokens=max_new_tokens or self.config.max_new_tokens,
-            shares=self._shares([contexts]),
+            shares=self._shares([contexts], interpolation),
         )
 
-    def _shares(self, contexts: Sequence[Sequence[str]]) -> list[float] | None:
+    def _shares(self, contexts: Sequence[Sequence[str]], interpolation: float | None) -> list[float] | None:
         """How much memory has to say in each answer: all where there is nothing else to read; None for all in all."""
-        shares = [self.config.interpolation if texts else 1.0 for texts in contexts]
-        return shares if min(shares, default=1.0) < 1 else None
+        share = self.config.interpolation if interpolation is None else interpolation
+        if not 0 < share <= 1:
+            raise ConfigError(f"interpolation is {share}; give a number above 0 and at most 1")
+        return [share if texts else 1.0 for texts in contexts] if share < 1 and any(contexts) else None
 
     @torch.no_grad()
     def _modulation(self, phi: Tensor | None) -> Modulation | None:

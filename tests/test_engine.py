@@ -10,7 +10,7 @@ import torch
 from mac_rag.data.newswire import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
-from mac_rag.errors import BankError, DocumentError, FingerprintError
+from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
@@ -118,6 +118,26 @@ def test_streaming_is_answering(engine: MACEngine) -> None:
     engine.adapt(STREAM.documents)
     for question in QUESTIONS[:4]:
         assert "".join(engine.stream(question)) == engine.answer([question])[0].text
+
+
+def test_interpolation_is_the_engines_or_the_models(tiny_model: MACModel) -> None:
+    torch.manual_seed(0)
+    for parameter in tiny_model.modulation.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    engine = MACEngine(tiny_model, retriever=BM25Retriever(), k=2)
+    engine.adapt(STREAM.documents)
+    with_memory, without = engine.answer(QUESTIONS), engine.answer(QUESTIONS, use_memory=False)
+    assert with_memory != without
+    engine.interpolation = 1e-6
+    assert [answer.text for answer in engine.answer(QUESTIONS)] == [answer.text for answer in without]
+    assert "".join(engine.stream(QUESTIONS[0])) == without[0].text
+    engine.model.config = engine.model.config.model_copy(update={"interpolation": 1e-6})
+    engine.interpolation = 1.0
+    assert engine.answer(QUESTIONS) == with_memory
+    for wrong in (0.0, 1.5, float("nan")):
+        engine.interpolation = wrong
+        with pytest.raises(ConfigError, match=f"interpolation is {wrong}; give a number above 0 and at most 1"):
+            engine.answer(QUESTIONS[:1])
 
 
 def test_memory_needs_a_bank(engine: MACEngine) -> None:

@@ -113,6 +113,11 @@ class TestRefusals:
     def test_no_number_of_documents_to_retrieve(self, command: Command, tmp_path: Path) -> None:
         assert "--k must be at least 1" in self.refused(command, tmp_path, "--k", "0,5")
 
+    @pytest.mark.parametrize("given", ["0", "0.5,2", "half", "nan"])
+    def test_no_interpolation(self, command: Command, tmp_path: Path, given: str) -> None:
+        message = self.refused(command, tmp_path, "--interpolation", given)
+        assert f"numbers above 0 and at most 1, separated by commas, got '{given}'" in message
+
     def test_output_that_is_a_folder(self, command: Command, tmp_path: Path) -> None:
         assert "is a folder" in self.refused(command, tmp_path, "--output", tmp_path)
 
