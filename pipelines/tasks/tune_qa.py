@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
@@ -58,6 +58,12 @@ class TuneConfig(Config):
     unseen: float = Field(0.0, ge=0, lt=1)
     sequence_length: int = Field(512, ge=16)
     trainer: TrainerConfig
+
+    @model_validator(mode="after")
+    def _unseen_are_apart(self) -> Self:
+        if self.unseen and not self.apart:
+            raise ValueError(f"unseen is {self.unseen}, but only of documents apart some words are not seen; set apart")
+        return self
 
 
 class _Sequence(NamedTuple):
