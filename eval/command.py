@@ -84,7 +84,7 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
 
         path = result_path(output, benchmark)
         ks = whole_numbers("--k", k)
-        interpolations = _shares("--interpolation", interpolation)
+        interpolations = _interpolations(interpolation)
         names = list(dict.fromkeys(name.strip() for name in retriever.split(",") if name.strip() != "none"))
         from mac_rag.retrieval.registry import make_retriever
 
@@ -177,20 +177,22 @@ def whole_numbers(option: str, text: str) -> list[int]:
     return numbers
 
 
-def _shares(option: str, text: str | None) -> list[float]:
-    """The numbers above 0 and at most 1 of an option that takes several, in this order; none where it is not given.
+def _interpolations(text: str | None) -> list[float]:
+    """The numbers of --interpolation, in this order; none where it is not given.
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: for anything but numbers above 0 and at most 1.
     """
     from mac_rag.errors import ConfigError
 
     try:
         numbers = [] if text is None else list(dict.fromkeys(float(number) for number in text.split(",")))
+        if not all(0 < number <= 1 for number in numbers):
+            raise ValueError
     except ValueError:
-        numbers = [0.0]
-    if not all(0 < number <= 1 for number in numbers):
-        raise ConfigError(f"{option} takes numbers above 0 and at most 1, separated by commas, got {text!r}")
+        raise ConfigError(
+            f"--interpolation takes numbers above 0 and at most 1, separated by commas, got {text!r}"
+        ) from None
     return numbers
 
 

@@ -173,9 +173,8 @@ class BaseLM(nn.Module):
             shares: how much of what each row says is said under its modulation, the rest by the LM alone (see
                 `Interpolation`); None for all.
         """
-        count, processors = len(prompts), []
-        if modulation is not None and shares is not None:
-            prompts, modulation, processors = [*prompts, *prompts], modulation.beside_none(), [Interpolation(shares)]
+        count = len(prompts)
+        prompts, modulation, interpolation = _twice(prompts, modulation, shares)
         ids, mask, _ = self._padded(prompts, modulation)
         with _attached(modulation, self.model):
             output = self.model.generate(
@@ -185,7 +184,7 @@ class BaseLM(nn.Module):
                 max_new_tokens=max_new_tokens,
                 num_beams=num_beams,
                 do_sample=False,
-                logits_processor=processors,
+                logits_processor=[interpolation] if interpolation else [],
                 pad_token_id=self.tokenizer.pad_token_id,
                 eos_token_id=self.tokenizer.eos_token_id,
             )
@@ -202,9 +201,7 @@ class BaseLM(nn.Module):
         shares: Sequence[float] | None = None,
     ) -> Iterator[str]:
         """Yields the greedy answer to one prompt piece by piece; joined, they are what `generate` returns."""
-        prompts, mixed = [prompt], None
-        if modulation is not None and shares is not None:
-            prompts, modulation, mixed = [prompt, prompt], modulation.beside_none(), Interpolation(shares)
+        prompts, modulation, interpolation = _twice([prompt], modulation, shares)
         ids, mask, positions = self._padded(prompts, modulation)
         cache = modulation.cache() if modulation else None
         generated: list[int] = []
@@ -221,7 +218,7 @@ class BaseLM(nn.Module):
                     **prompted,
                 )
             logits = output.logits[:, -1]
-            token = int((mixed(ids, logits) if mixed else logits)[0].argmax())
+            token = int((interpolation(ids, logits) if interpolation else logits)[0].argmax())
             if token == self.tokenizer.eos_token_id:
                 break
             generated.append(token)
@@ -246,9 +243,18 @@ class BaseLM(nn.Module):
         ids = torch.tensor([[pad] * (length - len(row)) + [*row] for row in rows], device=self.device)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=self.device)
         if modulation:
-            mask = torch.cat([modulation.prefix_mask(len(rows)).to(mask), mask], 1)
+            mask = torch.cat([modulation.prefix_mask(mask), mask], 1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -length:]
         return ids, mask, positions
+
+
+def _twice(
+    prompts: Sequence[Sequence[int]], modulation: Modulation | None, shares: Sequence[float] | None
+) -> tuple[Sequence[Sequence[int]], Modulation | None, Interpolation | None]:
+    """What an interpolated answer is read from: the prompts under their modulation, and behind them again without."""
+    if modulation is None or shares is None:
+        return prompts, modulation, None
+    return [*prompts, *prompts], modulation.beside_none(), Interpolation(shares)
 
 
 def _attached(modulation: Modulation | None, model: nn.Module) -> Any:

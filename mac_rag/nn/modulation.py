@@ -48,9 +48,9 @@ class Modulation(ABC):
     def beside_none(self) -> Modulation:
         """The modulation of 2B rows: these B, and behind them B that leave the LM as it is."""
 
-    def prefix_mask(self, rows: int) -> Tensor:
-        """Which of the prefix each row sees, `[rows, P]`, 1 or 0."""
-        return torch.ones(rows, self.prefix_length, dtype=torch.long)
+    def prefix_mask(self, mask: Tensor) -> Tensor:
+        """What each row sees of the prefix, 1 or 0: `[B, P]`, in front of the prompts' attention mask `[B, L]`."""
+        return mask.new_ones(len(mask), self.prefix_length)
 
     def cache(self, repeats: int = 1) -> DynamicCache | None:
         """A key-value cache that holds the prefix; a new one for every call, since use changes it.
@@ -71,21 +71,22 @@ class PrefixModulation(Modulation):
 
     Args:
         keys_values: `[B, layers, 2, kv_heads, P, head_width]`.
-        hidden: the last rows, which do not see it.
+        half: only the first half of the rows sees it.
     """
 
-    def __init__(self, keys_values: Tensor, hidden: int = 0) -> None:
+    def __init__(self, keys_values: Tensor, half: bool = False) -> None:
         self._keys_values = keys_values
-        self._hidden = hidden
+        self._half = half
         self.prefix_length = keys_values.shape[4]
 
     def beside_none(self) -> PrefixModulation:
-        return PrefixModulation(self._keys_values.repeat(2, 1, 1, 1, 1, 1), len(self._keys_values))
+        return PrefixModulation(self._keys_values.repeat(2, 1, 1, 1, 1, 1), half=True)
 
-    def prefix_mask(self, rows: int) -> Tensor:
-        mask = super().prefix_mask(rows)
-        mask[rows - self._hidden :] = 0
-        return mask
+    def prefix_mask(self, mask: Tensor) -> Tensor:
+        seen = super().prefix_mask(mask)
+        if self._half:
+            seen[len(seen) // 2 :] = 0
+        return seen
 
     def cache(self, repeats: int = 1) -> DynamicCache:
         rows = self._keys_values.repeat_interleave(repeats, 0) if repeats > 1 else self._keys_values
