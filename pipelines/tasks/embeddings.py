@@ -30,7 +30,9 @@ def minilm_embeddings(tokenizer: Any, width: int) -> Tensor:
     table = AutoModel.from_pretrained(folder, use_safetensors=True).embeddings.word_embeddings.weight.detach().float()
     pieces = theirs.get_vocab()
     found = torch.full((len(tokenizer), table.shape[1]), torch.nan)
-    for index in range(len(tokenizer)):
+    if tokenizer.get_vocab() == pieces:
+        found[:] = table
+    for index in range(len(tokenizer)) if found.isnan().all() else ():
         text = "" if index in tokenizer.all_special_ids else tokenizer.decode([index])
         word = text.strip().lower()
         if not word or "\N{REPLACEMENT CHARACTER}" in word:

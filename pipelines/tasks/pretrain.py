@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from mac_rag.config import Config
 from mac_rag.data.newswire import generate
 from mac_rag.data.types import QADataset
-from mac_rag.loading import quiet
+from mac_rag.loading import load_tokenizer, quiet
 from mac_rag.prompt import PromptEncoder, PromptFormat
 from pipelines.tasks.copying import wire_copying
 from pipelines.tasks.corpus import CorpusConfig, ReadingSequences, Sequences, texts
@@ -28,21 +28,27 @@ from pipelines.trainer import Task, TrainerConfig, shuffled
 
 
 class LMConfig(Config):
-    """Size of the Llama-style LM: RoPE, RMSNorm, SwiGLU, tied embeddings.
+    """What is trained, and how large.
 
     Attributes:
-        positions: longest sequence.
-        vocabulary: entries of the BPE; the number tokens come on top.
-        rope_theta: base of the rotary positions.
+        kind: `llama`, a causal LM (RoPE, RMSNorm, SwiGLU, tied embeddings); or `t5`, an encoder-decoder for a text
+            encoder of MAC to start from.
+        layers: of a t5, in each of its two halves.
+        positions: longest sequence of a llama.
+        tokenizer: of an LM, its name or folder, such as `minilm`; None learns one.
+        vocabulary: entries of the BPE that is learned; the number tokens come on top.
+        rope_theta: base of a llama's rotary positions.
         embeddings: token embeddings to start from: `random`, or those of all-MiniLM-L6-v2 (`minilm`).
-        copying: start with attention heads that copy, which training finds late by itself; see `wire_copying`.
+        copying: start a llama with attention heads that copy, which training finds late by itself; see `wire_copying`.
     """
 
+    kind: Literal["llama", "t5"] = "llama"
     hidden_size: int = Field(128, ge=8)
     layers: int = Field(4, ge=1)
     heads: int = Field(4, ge=1)
     intermediate_size: int = Field(352, ge=8)
     positions: int = Field(1024, ge=32)
+    tokenizer: str | None = None
     vocabulary: int = Field(2048, ge=300)
     rope_theta: float = Field(10_000.0, gt=1)
     embeddings: Literal["random", "minilm"] = "random"
@@ -50,6 +56,11 @@ class LMConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> LMConfig:
+        if self.tokenizer is not None and "vocabulary" in self.model_fields_set:
+            raise ValueError(f"vocabulary is {self.vocabulary}, but the tokenizer {self.tokenizer!r} has its own")
+        of_a_llama = {"positions", "rope_theta", "copying"} & self.model_fields_set
+        if self.kind == "t5" and of_a_llama:
+            raise ValueError(f"a t5 has no {' and no '.join(sorted(of_a_llama))}")
         if self.copying and (self.rope_theta < 100_000 or self.layers < 2):
             raise ValueError("copying needs two layers and a rope_theta of at least 100,000")
         return self
@@ -110,39 +121,46 @@ class PretrainTask(Task):
         self.config = config
         folder = output / "tokenizer"
         if not folder.exists():
-            train_tokenizer(config).save_pretrained(folder)
+            named = config.lm.tokenizer
+            (train_tokenizer(config) if named is None else load_tokenizer(named)).save_pretrained(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.encoder = PromptEncoder(self.tokenizer)
         torch.manual_seed(config.trainer.seed)
-        self.lm = LlamaForCausalLM(
+        self.lm = self.network()
+        embedded = self.lm.get_input_embeddings().weight
+        # Tied to the output, these give logits of unit variance; the usual 0.02 leaves rare tokens hard to tell apart.
+        torch.nn.init.normal_(embedded, std=config.lm.hidden_size**-0.5)
+        if config.lm.embeddings == "minilm":
+            with torch.no_grad():
+                embedded.copy_(minilm_embeddings(self.tokenizer, config.lm.hidden_size))
+        if config.lm.copying:
+            wire_copying(self.lm)
+        self._answer_mark = self.encoder.question("")[-2:]
+        self._compiled: Any = torch.compile(self.token_losses, dynamic=False) if config.compile else self.token_losses
+        if config.corpus.kind == "newswire":
+            self._open_newswire()
+        else:
+            self._open_texts(output)
+
+    def network(self) -> Any:
+        """The LM with random weights."""
+        sizes = self.config.lm
+        return LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=len(self.tokenizer),
-                hidden_size=config.lm.hidden_size,
-                intermediate_size=config.lm.intermediate_size,
-                num_hidden_layers=config.lm.layers,
-                num_attention_heads=config.lm.heads,
-                num_key_value_heads=config.lm.heads,
-                max_position_embeddings=config.lm.positions,
-                rope_parameters={"rope_type": "default", "rope_theta": config.lm.rope_theta},
+                hidden_size=sizes.hidden_size,
+                intermediate_size=sizes.intermediate_size,
+                num_hidden_layers=sizes.layers,
+                num_attention_heads=sizes.heads,
+                num_key_value_heads=sizes.heads,
+                max_position_embeddings=sizes.positions,
+                rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
                 tie_word_embeddings=True,
                 bos_token_id=self.tokenizer.bos_token_id,
                 eos_token_id=self.tokenizer.eos_token_id,
                 pad_token_id=self.tokenizer.pad_token_id,
             )
         )
-        # Tied to the output, these give logits of unit variance; the usual 0.02 leaves rare tokens hard to tell apart.
-        torch.nn.init.normal_(self.lm.model.embed_tokens.weight, std=config.lm.hidden_size**-0.5)
-        if config.lm.embeddings == "minilm":
-            with torch.no_grad():
-                self.lm.model.embed_tokens.weight.copy_(minilm_embeddings(self.tokenizer, config.lm.hidden_size))
-        if config.lm.copying:
-            wire_copying(self.lm)
-        self._answer_mark = self.encoder.question("")[-2:]
-        self._compiled: Any = torch.compile(self._loss, dynamic=False) if config.compile else self._loss
-        if config.corpus.kind == "newswire":
-            self._open_newswire()
-        else:
-            self._open_texts(output)
 
     def _open_newswire(self) -> None:
         corpus = self.config.corpus
@@ -204,7 +222,7 @@ class PretrainTask(Task):
         ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows], device=self.lm.device)
         return ids, ids.masked_fill(ids == pad, -100)
 
-    def _loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+    def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Negative log-likelihood of every token but the first of each row `[B, L - 1]`, 0 where there is no target."""
         logits = self.lm(input_ids=ids, use_cache=False).logits[:, :-1]
         return functional.cross_entropy(logits.float().transpose(1, 2), targets[:, 1:], reduction="none")
@@ -213,7 +231,7 @@ class PretrainTask(Task):
         ids, targets = batch
         # Only blocks are all of one shape; each further shape would be compiled anew.
         compiled = ids.shape[1] == self.config.corpus.sequence_length
-        losses = (self._compiled if compiled else self._loss)(ids, targets)
+        losses = (self._compiled if compiled else self.token_losses)(ids, targets)
         weights = (targets[:, 1:] != -100).float()
         answers = answer_tokens(ids, self._answer_mark, self.encoder.eos)[:, 1:] & (targets[:, 1:] != -100)
         scalars = {"answers": losses[answers].mean()} if answers.any() else {}
@@ -225,7 +243,7 @@ class PretrainTask(Task):
         rows = [self._held_out.sequence(i, i) for i in range(len(self._held_out))]
         for first in range(0, len(rows), 32):
             ids, targets = self._padded(rows[first : first + 32])
-            total += float(self._loss(ids, targets).sum())
+            total += float(self.token_losses(ids, targets).sum())
             count += int((targets[:, 1:] != -100).sum())
         figures = {"perplexity": math.exp(total / count)}
         if self._asked is not None:

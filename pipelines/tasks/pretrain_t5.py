@@ -1,0 +1,70 @@
+"""Pretraining of a T5 on the sequences of a causal LM, for MAC's text encoders to start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import T5Config, T5ForConditionalGeneration
+
+from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
+
+
+class PretrainT5Task(PretrainTask):
+    """The first half of each sequence goes to the encoder, and the decoder says the second.
+
+    This is the prefix LM objective of Raffel et al. (2020, "Exploring the Limits of Transfer Learning with a Unified
+    Text-to-Text Transformer", section 3.3.1), with every cut in the middle. Validation is perplexity alone.
+    """
+
+    def __init__(self, config: PretrainConfig, output: Path) -> None:
+        super().__init__(config, output)
+        # T5 divides by the root of its width in front of the embeddings it is tied to; these lose nothing by it.
+        with torch.no_grad():
+            self.lm.get_input_embeddings().weight.mul_(config.lm.hidden_size**0.5)
+        self._asked = None
+
+    def network(self) -> Any:
+        sizes = self.config.lm
+        pad: int = self.tokenizer.pad_token_id
+        return T5ForConditionalGeneration(
+            T5Config(
+                vocab_size=len(self.tokenizer),
+                d_model=sizes.hidden_size,
+                d_kv=sizes.hidden_size // sizes.heads,
+                d_ff=sizes.intermediate_size,
+                num_layers=sizes.layers,
+                num_heads=sizes.heads,
+                feed_forward_proj="gated-gelu",
+                dropout_rate=0.0,
+                tie_word_embeddings=True,
+                pad_token_id=pad,
+                eos_token_id=self.tokenizer.eos_token_id,
+                decoder_start_token_id=pad,
+            )
+        )
+
+    def _padded(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+        ids, targets = super()._padded(rows)
+        targets[:, : ids.shape[1] // 2] = -100
+        return ids, targets
+
+    def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
+        half = ids.shape[1] // 2
+        text, said = ids[:, :half], ids[:, half:]
+        pad = self.lm.config.pad_token_id
+        logits = self.lm(
+            input_ids=text,
+            attention_mask=(text != pad).long(),
+            decoder_input_ids=functional.pad(said[:, :-1], (1, 0), value=pad),
+            use_cache=False,
+        ).logits
+        losses = functional.cross_entropy(logits.float().transpose(1, 2), targets[:, half:], reduction="none")
+        return functional.pad(losses, (half - 1, 0))
+
+    def speed(self, examples: float) -> dict[str, float]:
+        # Each token passes one of two stacks, so a causal LM's share of the chip's peak would be wrong.
+        return {"tokens_per_second": examples * self.config.corpus.sequence_length}
