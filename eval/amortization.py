@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -27,15 +27,29 @@ PAPER: dict[str, dict[str, Any]] = {
     "encoder-only": {"design": "encoder-only", "name": "google-t5/t5-large"},
     "decoder-only": {"design": "decoder-only", "name": "openai-community/gpt2-large"},
 }
-NOTE = (
-    "No pretrained encoder of this size is at hand: encoder-decoder, encoder-only and decoder-only start from random "
-    "layers and the base LM's embeddings; the last row starts from the base LM's layers. All else starts from {model}."
-)
+T5Option = Annotated[
+    str | None,
+    typer.Option(
+        "--t5",
+        help="Name or folder of a T5 that encoder-decoder and encoder-only start from; pipelines.pretrain makes such.",
+        show_default="random layers; at the paper's scale, t5-large",
+    ),
+]
+DecoderOption = Annotated[
+    str | None,
+    typer.Option(
+        "--decoder",
+        help="Name or folder of a causal LM that decoder-only starts from.",
+        show_default="random layers; at the paper's scale, gpt2-large",
+    ),
+]
 
 
 def main(
     context: typer.Context,
     model: TrainedModel = None,
+    t5: T5Option = None,
+    decoder: DecoderOption = None,
     data: DataOption = None,
     scale: ScaleOption = "tiny",
     steps: StepsOption = None,
@@ -58,6 +72,8 @@ def main(
 
     training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)
     designs = PAPER if scale == "paper" else tiny_designs(setup.model, training.runs, seed)
+    given = {"encoder-decoder": t5, "encoder-only": t5, "decoder-only": decoder}
+    designs = {name: {**design, "name": given.get(name) or design["name"]} for name, design in designs.items()}
     plain = {"quantization": "none", "dtype": "fp32", "revision": None, "embeddings": "own", "layers": None}
     variants = [
         Variant(name, training.recipe("amortization", {"model": {"amortization": {**plain, **design}}}))
@@ -71,8 +87,17 @@ def main(
         path,
         batch_size=batch_size,
         options=setup.options(context.params),
-        notes=[NOTE.format(model=setup.model)] if scale == "tiny" else [],
+        notes=[starts(setup.model, given)] if scale == "tiny" else [],
     )
+
+
+def starts(model: str, given: dict[str, str | None]) -> str:
+    """Says what each design starts from at the tiny scale."""
+    named = [f"{name} starts from {place}" for name, place in given.items() if place is not None]
+    randoms = [name for name, place in given.items() if place is None]
+    if randoms:
+        named.append(f"random layers and the base LM's embeddings are the start of {', '.join(randoms)}")
+    return f"{'; '.join(named)}; the last row starts from the base LM's layers, and all else from {model}."
 
 
 def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]:

@@ -29,7 +29,6 @@ class PretrainT5Task(PretrainTask):
 
     def network(self) -> Any:
         sizes = self.config.lm
-        pad: int = self.tokenizer.pad_token_id
         return T5ForConditionalGeneration(
             T5Config(
                 vocab_size=len(self.tokenizer),
@@ -40,10 +39,8 @@ class PretrainT5Task(PretrainTask):
                 num_heads=sizes.heads,
                 feed_forward_proj="gated-gelu",
                 dropout_rate=0.0,
-                tie_word_embeddings=True,
-                pad_token_id=pad,
+                pad_token_id=self.tokenizer.pad_token_id,
                 eos_token_id=self.tokenizer.eos_token_id,
-                decoder_start_token_id=pad,
             )
         )
 

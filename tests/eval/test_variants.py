@@ -120,6 +120,23 @@ def test_amortization(command: Command, tiny_checkpoint: Path, tmp_path: Path) -
     ]  # fmt: skip
 
 
+def test_designs_start_from_what_they_are_given(
+    command: Command, tiny_checkpoint: Path, model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    starts = {"--t5": model_folder("t5"), "--decoder": model_folder("gpt2")}
+    given = [text for pair in starts.items() for text in pair]
+    assert command("eval.amortization", "--model", tiny_checkpoint, *given, *SMALL)[0] == 0
+    started = [read_config(path.parent).amortization for path in (tmp_path / "variants/starts").glob("*/amortization")]
+    assert {part.design: part.name for part in started if part.name} == {
+        "encoder-decoder": str(starts["--t5"]),
+        "encoder-only": str(starts["--t5"]),
+        "decoder-only": str(starts["--decoder"]),
+    }
+    note = " ".join(Result.read(tmp_path / "r.json").notes)
+    assert f"encoder-only starts from {starts['--t5']}" in note
+    assert "random" not in note
+
+
 def test_designs_start_from_the_embeddings_of_a_model_stored_as_int8(tiny_checkpoint: Path, tmp_path: Path) -> None:
     model = MACModel.from_pretrained(tiny_checkpoint)
     model.train_base_lm(lora_rank=None)

@@ -21,17 +21,13 @@ from mac_rag.errors import ConfigError, DataError, QuantizationError
 from mac_rag.model import MACModel
 from mac_rag.objective import Batch, mac_loss
 from pipelines.cli import load_recipe
-from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
 from pipelines.tasks.questions import DataConfig
 from pipelines.tasks.train import TrainConfig, TrainTask, excerpt
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Task, Trainer
+from tests.pipelines.runs import TRAINER, metrics
 
 Folder = Callable[[str], Path]
-TRAINER = {
-    "steps": 4, "batch_size": 3, "learning_rate": 1e-3, "validate_every": 2, "save_every": 2, "log_every": 1,
-    "cpu": True,
-}  # fmt: skip
 DATA = {"name": "newswire", "documents": 40, "validation_documents": 6}
 
 
@@ -55,14 +51,6 @@ def train_recipe(model_folder: Folder, **values: Any) -> TrainConfig:
         "trainer": TRAINER,
     }
     return TrainConfig.parse({**recipe, **values}, "test")
-
-
-def metrics(output: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in line.items() if name not in ("seconds_per_step", "tokens_per_second")}
-        for line in lines
-    ]
 
 
 def stopping_at(task: Task, step: int) -> Task:
@@ -264,65 +252,6 @@ def test_questions_tuned_on_stand_behind_the_documents_that_answer_them(model_fo
         assert text.count("Question:") == text.count("Answer:") == 2
         for answer in answers.split("</s>")[:-1]:
             assert answer.strip() in text.split("Question:")[0]
-
-
-def pretrain_recipe(**values: Any) -> PretrainConfig:
-    lm = {"hidden_size": 16, "layers": 2, "heads": 2, "intermediate_size": 32, "vocabulary": 300}
-    return PretrainConfig.parse(
-        {"lm": lm, "trainer": {**TRAINER, "best": "perplexity", "best_mode": "min"}, **values}, "t"
-    )
-
-
-def test_an_lm_from_newswire(tmp_path: Path) -> None:
-    corpus = {"documents": 60, "validation_documents": 4, "documents_per_sequence": [1, 2], "copy_steps": 2}
-    recipe = pretrain_recipe(corpus=corpus)
-    task = PretrainTask(recipe, tmp_path)
-    ids, targets = task.batch(0, 0, 3)  # random tokens said twice, the second time as targets
-    half = (ids.shape[1] - 1) // 2
-    assert torch.equal(ids[:, 1 : half + 1], ids[:, half + 1 :])
-    assert (targets[:, : half + 2] == -100).all()
-    assert torch.equal(targets[:, half + 2 :], ids[:, half + 2 :])
-    ids, _ = task.batch(2, 0, 3)
-    assert all("Question:" in text for text in task.tokenizer.batch_decode(ids))
-    figures = Trainer(task, recipe.trainer, tmp_path).run()
-    assert figures.keys() == {"perplexity", "em", "f1"}
-    lm, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / "last"),
-        AutoTokenizer.from_pretrained(tmp_path / "last"),
-    )
-    assert lm.config.vocab_size == len(tokenizer)
-    assert (
-        tokenizer.decode(tokenizer("In 2004, $769 million.").input_ids, skip_special_tokens=True)
-        == "In 2004, $769 million."
-    )
-
-
-def test_an_lm_from_text_files(tmp_path: Path) -> None:
-    import gzip
-
-    rows = [json.dumps({"text": f"Article {number} is about number {number}. " * 5}) for number in range(40)]
-    with gzip.open(tmp_path / "part.jsonl.gz", "wt") as file:
-        file.write("\n".join(rows))
-    corpus = {"kind": "text", "files": str(tmp_path / "*.jsonl.gz"), "sequence_length": 32, "validation_documents": 4}
-    recipe = pretrain_recipe(corpus=corpus)
-    task = PretrainTask(recipe, tmp_path)
-    ids, targets = task.batch(0, 0, 3)
-    assert ids.shape == (3, 32)
-    assert torch.equal(ids, targets)
-    Trainer(task, recipe.trainer, tmp_path).run()
-    first, last = (line["perplexity"] for line in metrics(tmp_path) if line["kind"] == "val")
-    assert last < first
-
-
-@pytest.mark.parametrize(
-    ("content", "message"), [("{}", r"row 1"), ('{"text": "x"}\nnot json', r"row 2"), (None, "no file matches")]
-)
-def test_bad_text_files(tmp_path: Path, content: str | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / "a.jsonl").write_text(content)
-    corpus = {"kind": "text", "files": str(tmp_path / "*.jsonl"), "sequence_length": 32, "validation_documents": 1}
-    with pytest.raises(DataError, match=message):
-        PretrainTask(pretrain_recipe(corpus=corpus), tmp_path / "out")
 
 
 def test_training_through_quantised_weights_needs_a_gpu(model_folder: Folder) -> None:

@@ -1,0 +1,130 @@
+"""Pretraining: what it learns from, what it exports, and that its losses are those of a plain loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mac_rag.config import EncoderConfig
+from mac_rag.errors import ConfigError, DataError
+from mac_rag.loading import load_backbone, load_tokenizer
+from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
+from pipelines.tasks.pretrain_t5 import PretrainT5Task
+from pipelines.trainer import Trainer
+from tests.pipelines.runs import TRAINER, metrics
+
+
+def pretrain_recipe(**values: Any) -> PretrainConfig:
+    lm = {"hidden_size": 16, "layers": 2, "heads": 2, "intermediate_size": 32, "vocabulary": 300}
+    return PretrainConfig.parse(
+        {"lm": lm, "trainer": {**TRAINER, "best": "perplexity", "best_mode": "min"}, **values}, "t"
+    )
+
+
+def test_an_lm_from_newswire(tmp_path: Path) -> None:
+    corpus = {"documents": 60, "validation_documents": 4, "documents_per_sequence": [1, 2], "copy_steps": 2}
+    recipe = pretrain_recipe(corpus=corpus)
+    task = PretrainTask(recipe, tmp_path)
+    ids, targets = task.batch(0, 0, 3)  # random tokens said twice, the second time as targets
+    half = (ids.shape[1] - 1) // 2
+    assert torch.equal(ids[:, 1 : half + 1], ids[:, half + 1 :])
+    assert (targets[:, : half + 2] == -100).all()
+    assert torch.equal(targets[:, half + 2 :], ids[:, half + 2 :])
+    ids, _ = task.batch(2, 0, 3)
+    assert all("Question:" in text for text in task.tokenizer.batch_decode(ids))
+    figures = Trainer(task, recipe.trainer, tmp_path).run()
+    assert figures.keys() == {"perplexity", "em", "f1"}
+    lm, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "last"),
+        AutoTokenizer.from_pretrained(tmp_path / "last"),
+    )
+    assert lm.config.vocab_size == len(tokenizer)
+    assert (
+        tokenizer.decode(tokenizer("In 2004, $769 million.").input_ids, skip_special_tokens=True)
+        == "In 2004, $769 million."
+    )
+
+
+def test_an_lm_from_text_files(tmp_path: Path) -> None:
+    import gzip
+
+    rows = [json.dumps({"text": f"Article {number} is about number {number}. " * 5}) for number in range(40)]
+    with gzip.open(tmp_path / "part.jsonl.gz", "wt") as file:
+        file.write("\n".join(rows))
+    corpus = {"kind": "text", "files": str(tmp_path / "*.jsonl.gz"), "sequence_length": 32, "validation_documents": 4}
+    recipe = pretrain_recipe(corpus=corpus)
+    task = PretrainTask(recipe, tmp_path)
+    ids, targets = task.batch(0, 0, 3)
+    assert ids.shape == (3, 32)
+    assert torch.equal(ids, targets)
+    Trainer(task, recipe.trainer, tmp_path).run()
+    first, last = (line["perplexity"] for line in metrics(tmp_path) if line["kind"] == "val")
+    assert last < first
+
+
+def test_a_t5_from_newswire(tmp_path: Path) -> None:
+    """The decoder says the second half of each row, behind an encoder that reads the first and never the padding."""
+    lm = {"kind": "t5", "hidden_size": 384, "layers": 1, "heads": 2, "intermediate_size": 16, "tokenizer": "minilm"}
+    corpus = {"documents": 12, "validation_documents": 4}
+    recipe = pretrain_recipe(corpus=corpus, lm={**lm, "embeddings": "minilm"})
+    task = PretrainT5Task(recipe, tmp_path)
+    assert len(task.tokenizer) == 30_522
+    ids, targets = task.batch(0, 0, 3)
+    half = ids.shape[1] // 2
+    assert (targets[:, :half] == -100).all()
+    with torch.no_grad():
+        losses = task.token_losses(ids, targets)
+        assert losses.shape == (3, ids.shape[1] - 1)
+        for row, loss in zip(ids, losses, strict=True):
+            said = [i for i in row[half:].tolist() if i != task.tokenizer.pad_token_id]
+            output = task.lm(
+                input_ids=row[None, :half], decoder_input_ids=torch.tensor([[task.tokenizer.pad_token_id, *said[:-1]]])
+            )
+            logits = output.logits[0].double().log_softmax(-1)
+            expected = [-float(logits[place, token]) for place, token in enumerate(said)]
+            assert loss[half - 1 : half - 1 + len(said)].tolist() == pytest.approx(expected, rel=1e-4)
+            assert not loss[: half - 1].any()
+            assert not loss[half - 1 + len(said) :].any()
+    figures = Trainer(task, recipe.trainer, tmp_path).run()
+    assert figures.keys() == {"perplexity"}
+    encoder = EncoderConfig(design="encoder-decoder", name=str(tmp_path / "last"))
+    backbone: Any = load_backbone(encoder, torch.device("cpu"))
+    assert torch.equal(backbone.get_input_embeddings().weight, task.lm.get_input_embeddings().weight)
+    assert len(load_tokenizer(encoder.name or "")) == 30_522
+
+
+def test_a_t5_starts_with_logits_of_unit_variance(tmp_path: Path) -> None:
+    lm = {"kind": "t5", "hidden_size": 64, "layers": 1, "heads": 2, "intermediate_size": 16, "vocabulary": 300}
+    task = PretrainT5Task(pretrain_recipe(corpus={"documents": 12, "validation_documents": 4}, lm=lm), tmp_path)
+    ids, _ = task.batch(0, 0, 4)
+    with torch.no_grad():
+        logits = task.lm(input_ids=ids, decoder_input_ids=ids).logits
+    assert 0.5 < float(logits.std()) < 2
+
+
+@pytest.mark.parametrize(
+    ("lm", "message"),
+    [
+        ({"kind": "t5", "rope_theta": 100, "positions": 64}, "a t5 has no positions and no rope_theta"),
+        ({"tokenizer": "minilm", "vocabulary": 300}, "the tokenizer 'minilm' has its own"),
+    ],
+)
+def test_what_does_not_fit_a_pretraining_is_named(lm: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        pretrain_recipe(lm=lm)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("{}", r"row 1"), ('{"text": "x"}\nnot json', r"row 2"), (None, "no file matches")]
+)
+def test_bad_text_files(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "a.jsonl").write_text(content)
+    corpus = {"kind": "text", "files": str(tmp_path / "*.jsonl"), "sequence_length": 32, "validation_documents": 1}
+    with pytest.raises(DataError, match=message):
+        PretrainTask(pretrain_recipe(corpus=corpus), tmp_path / "out")
