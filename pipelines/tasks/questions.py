@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,7 +14,7 @@ from mac_rag.config import Config
 from mac_rag.data import load_dataset
 from mac_rag.data.newswire import generate
 from mac_rag.data.types import Document, QADataset, Question
-from mac_rag.errors import ConfigError
+from mac_rag.errors import ConfigError, DataError
 from mac_rag.metrics import normalize
 from mac_rag.retrieval.registry import check_name
 from pipelines.tasks.mining import Retrieved
@@ -27,7 +28,8 @@ class DataConfig(Config):
     Attributes:
         name: `newswire` (generated), `squad`, `streamingqa` or `archivalqa`.
         path: folder of the data set's files; newswire has none.
-        train, val: names of the splits.
+        train: the split, or several of one data set that are joined in this order.
+        val: the split for validation.
         unlike: a split whose questions are left out of the training, should they stand there, too.
         documents: newswire documents to generate for training.
         validation_documents: length of the validation stream.
@@ -36,25 +38,56 @@ class DataConfig(Config):
 
     name: Literal["newswire", "squad", "streamingqa", "archivalqa"] = "newswire"
     path: str | None = None
-    train: str = "train"
+    train: str | tuple[str, ...] = "train"
     val: str = "val"
     unlike: str | None = None
     documents: int = Field(50_000, ge=2)
     validation_documents: int = Field(256, ge=1)
     seed: int = 0
 
+    @property
+    def training_splits(self) -> tuple[str, ...]:
+        return (self.train,) if isinstance(self.train, str) else self.train
+
     def training_set(self) -> QADataset:
+        """The documents and questions to train on.
+
+        Raises:
+            ConfigError, DataError: as `load_dataset`; and for splits that share documents.
+        """
         if self.name == "newswire":
             return generate("train", self.documents, seed=self.seed, questions_per_document=4)
-        data = load_dataset(self.name, self.train, self.path)
+        data = joined([load_dataset(self.name, split, self.path) for split in self.training_splits])
         if self.unlike is None:
             return data
         asked = {normalize(q.question) for q in load_dataset(self.name, self.unlike, self.path).questions}
         kept = tuple(question for question in data.questions if normalize(question.question) not in asked)
         return dataclasses.replace(data, questions=kept)
 
+    @field_validator("train")
+    @classmethod
+    def _named(cls, train: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not train:
+            raise ValueError("train must name a split")
+        return train
+
     def validation_set(self) -> QADataset:
         return load_dataset(self.name, self.val, self.path, documents=self.validation_documents)
+
+
+def joined(parts: Sequence[QADataset]) -> QADataset:
+    """Several splits of a data set as one.
+
+    Raises:
+        DataError: naming a document that is in two of them.
+    """
+    documents = [document for part in parts for document in part.documents]
+    ids = Counter(document.id for document in documents)
+    split = "+".join(part.split for part in parts)
+    if len(ids) < len(documents):
+        raise DataError(f"the splits {split} cannot be joined: both hold the document {ids.most_common(1)[0][0]!r}")
+    questions = [question for part in parts for question in part.questions]
+    return QADataset(parts[0].name, split, tuple(documents), tuple(questions))
 
 
 class ContextConfig(Config):

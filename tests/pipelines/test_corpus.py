@@ -22,6 +22,7 @@ from pipelines import check_splits
 from pipelines.tasks.blocks import Blocks, cut, fitted, write_blocks
 from pipelines.tasks.cloze import cloze_questions
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask, answer_tokens, portions
+from pipelines.tasks.questions import DataConfig
 from pipelines.trainer import Trainer
 
 PLAIN = str.maketrans("", "", ",.")
@@ -165,6 +166,18 @@ def test_an_lm_from_texts_and_questions(tmp_path: Path, monkeypatch: pytest.Monk
     again = PretrainTask(recipe, tmp_path / "out")
     assert torch.equal(again.batch(0, 0, 4)[0], ids)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.npy")} == before
+
+
+def test_splits_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(squad_folder(tmp_path, monkeypatch))
+    alone = [DataConfig(name="squad", path=folder, train=split).training_set() for split in ("qa_lt_val", "qa_lt")]
+    both = DataConfig(name="squad", path=folder, train=("qa_lt_val", "qa_lt")).training_set()
+    assert both.documents == alone[0].documents + alone[1].documents
+    assert both.questions == alone[0].questions + alone[1].questions
+    with pytest.raises(DataError, match=r"qa_lt\+qa_lt cannot be joined: both hold the document 'Title_0-000'"):
+        DataConfig(name="squad", path=folder, train=("qa_lt", "qa_lt")).training_set()
+    with pytest.raises(ConfigError, match="train must name a split"):
+        DataConfig.parse({"train": []}, "test")
 
 
 def test_the_loss_weighs_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
