@@ -28,19 +28,7 @@ def minilm_embeddings(tokenizer: Any, width: int) -> Tensor:
     folder = str(minilm_folder())
     theirs = AutoTokenizer.from_pretrained(folder)
     table = AutoModel.from_pretrained(folder, use_safetensors=True).embeddings.word_embeddings.weight.detach().float()
-    pieces = theirs.get_vocab()
-    found = torch.full((len(tokenizer), table.shape[1]), torch.nan)
-    if tokenizer.get_vocab() == pieces:
-        found[:] = table
-    for index in range(len(tokenizer)) if found.isnan().all() else ():
-        text = "" if index in tokenizer.all_special_ids else tokenizer.decode([index])
-        word = text.strip().lower()
-        if not word or "\N{REPLACEMENT CHARACTER}" in word:
-            continue
-        # A token that continues a word is one there, too, if it can.
-        inside = pieces.get(f"##{word}") if text[0] != " " and text[0].islower() else None
-        rows = [inside] if inside is not None else theirs(word, add_special_tokens=False).input_ids
-        found[index] = table[rows].mean(0)
+    found = _means(tokenizer, theirs, table)
     known = ~found.isnan().any(1)
     centred = found[known] - found[known].mean(0)
     axes = torch.linalg.svd(centred, full_matrices=False).Vh[:width]
@@ -49,3 +37,21 @@ def minilm_embeddings(tokenizer: Any, width: int) -> Tensor:
     result[known, : projected.shape[1]] *= _RANDOM
     result[known, : projected.shape[1]] += functional.normalize(projected / projected.std(0))
     return functional.normalize(result)
+
+
+def _means(tokenizer: Any, theirs: Any, table: Tensor) -> Tensor:
+    """The mean of MiniLM's embeddings `table` over the pieces of each of our tokens; NaN where there is none."""
+    pieces = theirs.get_vocab()
+    if tokenizer.get_vocab() == pieces:
+        return table
+    found = torch.full((len(tokenizer), table.shape[1]), torch.nan)
+    for index in range(len(tokenizer)):
+        text = "" if index in tokenizer.all_special_ids else tokenizer.decode([index])
+        word = text.strip().lower()
+        if not word or "\N{REPLACEMENT CHARACTER}" in word:
+            continue
+        # A token that continues a word is one there, too, if it can.
+        inside = pieces.get(f"##{word}") if text[0] != " " and text[0].islower() else None
+        rows = [inside] if inside is not None else theirs(word, add_special_tokens=False).input_ids
+        found[index] = table[rows].mean(0)
+    return found

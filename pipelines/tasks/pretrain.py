@@ -56,9 +56,10 @@ class LMConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> LMConfig:
-        if self.tokenizer is not None and "vocabulary" in self.model_fields_set:
+        given = {name for name, field in LMConfig.model_fields.items() if getattr(self, name) != field.default}
+        if self.tokenizer is not None and "vocabulary" in given:
             raise ValueError(f"vocabulary is {self.vocabulary}, but the tokenizer {self.tokenizer!r} has its own")
-        of_a_llama = {"positions", "rope_theta", "copying"} & self.model_fields_set
+        of_a_llama = given & {"positions", "rope_theta", "copying"}
         if self.kind == "t5" and of_a_llama:
             raise ValueError(f"a t5 has no {' and no '.join(sorted(of_a_llama))}")
         if self.copying and (self.rope_theta < 100_000 or self.layers < 2):

@@ -81,6 +81,8 @@ def joined(parts: Sequence[QADataset]) -> QADataset:
     Raises:
         DataError: naming a document that is in two of them.
     """
+    if len(parts) == 1:
+        return parts[0]
     documents = [document for part in parts for document in part.documents]
     ids = Counter(document.id for document in documents)
     split = "+".join(part.split for part in parts)
