@@ -22,9 +22,6 @@ class PretrainT5Task(PretrainTask):
 
     def __init__(self, config: PretrainConfig, output: Path) -> None:
         super().__init__(config, output)
-        # T5 divides by the root of its width in front of the embeddings it is tied to; these lose nothing by it.
-        with torch.no_grad():
-            self.lm.get_input_embeddings().weight.mul_(config.lm.hidden_size**0.5)
         self._asked = None
 
     def network(self) -> Any:
@@ -53,14 +50,35 @@ class PretrainT5Task(PretrainTask):
         half = ids.shape[1] // 2
         text, said = ids[:, :half], ids[:, half:]
         pad = self.lm.config.pad_token_id
-        logits = self.lm(
-            input_ids=text,
-            attention_mask=(text != pad).long(),
-            decoder_input_ids=functional.pad(said[:, :-1], (1, 0), value=pad),
-            use_cache=False,
-        ).logits
+        embed = self.lm.get_input_embeddings()
+        logits = (
+            self._scale
+            * self.lm(
+                inputs_embeds=self._scale * embed(text),
+                attention_mask=(text != pad).long(),
+                decoder_inputs_embeds=self._scale * embed(functional.pad(said[:, :-1], (1, 0), value=pad)),
+                use_cache=False,
+            ).logits
+        )
         losses = functional.cross_entropy(logits.float().transpose(1, 2), targets[:, half:], reduction="none")
         return functional.pad(losses, (half - 1, 0))
+
+    @property
+    def _scale(self) -> float:
+        """What T5's embeddings are, for each unit that is learned: they have a norm of the root of its width.
+
+        T5 divides by it again in front of the output that is tied to them. Adam's steps have one size for all weights;
+        with embeddings as large as these, next to nothing would be learned of them.
+        """
+        return float(self.config.lm.hidden_size**0.5)
+
+    def save(self, folder: Path) -> None:
+        weight = self.lm.get_input_embeddings().weight
+        learned = weight.detach().clone()
+        with torch.no_grad():
+            weight.mul_(self._scale)
+            super().save(folder)
+            weight.copy_(learned)
 
     def speed(self, examples: float) -> dict[str, float]:
         # Each token passes one of two stacks, so a causal LM's share of the chip's peak would be wrong.
