@@ -38,7 +38,8 @@ def main(
             typer.echo(f"{recipe}: no data set, nothing to compare")
             continue
         held_out = of_dataset(data.model_copy(update={"train": split, "unlike": None}).training_set())
-        parts = {f"{data.name}, {'+'.join(data.training_splits)}": of_dataset(data.training_set())}
+        training = data.training_set()
+        parts = {f"{training.name}, {training.split}": of_dataset(training)}
         if files is not None:
             parts[files] = of_texts(files)
         for source, known in parts.items():

@@ -45,10 +45,6 @@ class DataConfig(Config):
     validation_documents: int = Field(256, ge=1)
     seed: int = 0
 
-    @property
-    def training_splits(self) -> tuple[str, ...]:
-        return (self.train,) if isinstance(self.train, str) else self.train
-
     def training_set(self) -> QADataset:
         """The documents and questions to train on.
 
@@ -57,7 +53,8 @@ class DataConfig(Config):
         """
         if self.name == "newswire":
             return generate("train", self.documents, seed=self.seed, questions_per_document=4)
-        data = joined([load_dataset(self.name, split, self.path) for split in self.training_splits])
+        splits = (self.train,) if isinstance(self.train, str) else self.train
+        data = joined([load_dataset(self.name, split, self.path) for split in splits])
         if self.unlike is None:
             return data
         asked = {normalize(q.question) for q in load_dataset(self.name, self.unlike, self.path).questions}
