@@ -76,6 +76,13 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
         seed: SeedOption = 0,
         batch_size: BatchOption = 32,
         device: DeviceOption = None,
+        answers: Annotated[
+            Path | None,
+            typer.Option(
+                help="Keeps each answer in this file, and asks only for those that it lacks: an interrupted run goes "
+                "on, and further questions and rows ask nothing twice."
+            ),
+        ] = None,
         output: OutputOption = None,
     ) -> None:
         from eval.results import result_path
@@ -90,6 +97,7 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
 
         made = {name: make_retriever(name, progress=True) for name in names}
         dataset, source = _load(benchmark, title, data, split, documents, questions, seed)
+        from eval.answers import KeptAnswers, answer_source
         from eval.protocol import run_protocol
         from mac_rag.engine import MACEngine
         from mac_rag.model import MACModel
@@ -102,6 +110,7 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
             retrievers,
             ks,
             interpolations=interpolations,
+            kept=None if answers is None else KeptAnswers(answers, answer_source(loaded, dataset.documents)),
             batch_size=batch_size,
             seed=seed,
             progress=True,

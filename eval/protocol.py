@@ -8,13 +8,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from eval.answers import KeptAnswer, KeptAnswers, Prompt
 from eval.bootstrap import paired_interval
 from eval.results import Adaptation, Gain, Row, Sample, Verdict
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
 from mac_rag.metrics import best_over, exact_match, f1, prefix_match, recall_at_k
+from mac_rag.progress import progress_bar
 from mac_rag.reports import Answer
-from mac_rag.retrieval import Retriever
+from mac_rag.retrieval import Hit, Retriever
+
+# Batches that are answered between two writes of kept answers: few enough to lose little.
+_GROUP = 4
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ def run_protocol(
     ks: Sequence[int] = (),
     *,
     interpolations: Sequence[float] = (),
+    kept: KeptAnswers | None = None,
     batch_size: int = 32,
     seed: int = 0,
     progress: bool = False,
@@ -50,6 +56,7 @@ def run_protocol(
         ks: numbers of documents to retrieve.
         interpolations: values of lambda (see `mac_rag.interpolation`), each a row with retriever and memory; none for
             one row of the engine's.
+        kept: answers of this model and stream that there are already; takes those that are given now. None for none.
         batch_size: questions of one generation.
         seed: of the bootstrap.
         progress: shows progress bars.
@@ -58,7 +65,7 @@ def run_protocol(
         DocumentError: for a document or question that the model cannot take.
     """
     adaptation = adapt(engine, dataset.documents, progress=progress)
-    table = _Table(engine, dataset, batch_size, seed, progress)
+    table = _Table(engine, dataset, kept or KeptAnswers(), batch_size, seed, progress)
     table.ask("LM alone", {"MAC": engine.interpolation})
     for name, retriever in (retrievers or {}).items():
         retriever.add(dataset.documents)
@@ -74,9 +81,12 @@ def run_protocol(
 class _Table:
     """The rows so far, and what each answered."""
 
-    def __init__(self, engine: MACEngine, dataset: QADataset, batch_size: int, seed: int, progress: bool) -> None:
+    def __init__(
+        self, engine: MACEngine, dataset: QADataset, kept: KeptAnswers, batch_size: int, seed: int, progress: bool
+    ) -> None:
         self.engine = engine
         self.dataset = dataset
+        self.kept = kept
         self.batch_size = batch_size
         self.seed = seed
         self.progress = progress
@@ -85,28 +95,57 @@ class _Table:
 
     def ask(self, without: str, with_memory: Mapping[str, float | None]) -> None:
         """Adds rows: the same prompts without the memory, and with it at each interpolation, by the row's name."""
-        self.rows.append(self._row(without, use_memory=False))
-        before = self.engine.interpolation
-        for name, self.engine.interpolation in with_memory.items():
-            row = self._row(name, use_memory=True)
+        found = self._retrieved()
+        self.rows.append(self._row(without, found, None))
+        configured = self.engine.model.config.interpolation
+        for name, share in with_memory.items():
+            row = self._row(name, found, configured if share is None else share)
             self.rows.append(row.model_copy(update={"gain": self._gain(name, without)}))
-        self.engine.interpolation = before
 
-    def _row(self, name: str, *, use_memory: bool) -> Row:
+    def _retrieved(self) -> list[list[Hit]]:
+        asked = [question.question for question in self.dataset.questions]
+        retriever = self.engine.retriever
+        return [[] for _ in asked] if retriever is None else retriever.retrieve(asked, self.engine.k)
+
+    def _row(self, name: str, found: Sequence[Sequence[Hit]], share: float | None) -> Row:
+        """One row: the retrieved documents in front, memory with this lambda, or no memory for None."""
         if self.progress:
             print(name, file=sys.stderr)
-        began = time.perf_counter()
-        answers = self.engine.answer(
-            [question.question for question in self.dataset.questions],
-            use_memory=use_memory,
-            overflow="truncate",
-            batch_size=self.batch_size,
-            progress=self.progress,
-        )
-        seconds = time.perf_counter() - began
-        self.verdicts[name] = judge(self.dataset.questions, answers)
+        questions = self.dataset.questions
+        prompts = [(asked.question, tuple(hit.text for hit in hits)) for asked, hits in zip(questions, found)]
+        given = self._answers(prompts, share)
+        answers = [
+            Answer(answer.text, contexts, tuple(hit.document_id for hit in hits), answer.truncated)
+            for answer, (_, contexts), hits in zip(given, prompts, found, strict=True)
+        ]
+        self.verdicts[name] = judge(questions, answers)
         k = None if self.engine.retriever is None else self.engine.k
-        return summarize(name, self.dataset.questions, self.verdicts[name], len(self.dataset.documents), k, seconds)
+        seconds = sum(answer.seconds for answer in given)
+        return summarize(name, questions, self.verdicts[name], len(self.dataset.documents), k, seconds)
+
+    def _answers(self, prompts: Sequence[Prompt], share: float | None) -> list[KeptAnswer]:
+        """Answers to prompts; those that are not there yet are asked for and kept, a group at a time."""
+        new = [prompt for prompt in dict.fromkeys(prompts) if self.kept.find(prompt, share) is None]
+        new.sort(key=lambda prompt: len(prompt[0]) + sum(map(len, prompt[1])))  # as batches have to be
+        size = _GROUP * self.batch_size
+        before, self.engine.interpolation = self.engine.interpolation, share
+        with progress_bar("answer", len(new), disable=not self.progress) as bar:
+            for first in range(0, len(new), size):
+                group = new[first : first + size]
+                began = time.perf_counter()
+                answers = self.engine.answer(
+                    [question for question, _ in group],
+                    contexts=[contexts for _, contexts in group],
+                    use_memory=share is not None,
+                    overflow="truncate",
+                    batch_size=self.batch_size,
+                )
+                seconds = (time.perf_counter() - began) / len(group)
+                kept = [KeptAnswer(text=answer.text, truncated=answer.truncated, seconds=seconds) for answer in answers]
+                self.kept.add(dict(zip(group, kept, strict=True)), share)
+                bar.advance(len(group))
+        self.engine.interpolation = before
+        return [answer for prompt in prompts if (answer := self.kept.find(prompt, share))]
 
     def _gain(self, ours: str, theirs: str) -> Gain:
         intervals = {

@@ -107,7 +107,7 @@ class Row(Config):
         recall_at_k: share of questions whose document was retrieved.
         gain: over the row of the same prompts without the memory.
         truncated: prompts whose documents were shortened to fit the LM's window.
-        seconds: of answering.
+        seconds: of answering, each answer counted as it was generated, though other rows may have given it too.
     """
 
     # A perplexity may be infinite; JSON has no such number.

@@ -88,7 +88,7 @@ class Tower:
 
     def describe(self) -> str:
         """Tells towers with other vectors apart."""
-        return f"{self.pooling} {self.normalize} {self.max_tokens} {_weights_hash(self.model)}"
+        return f"{self.pooling} {self.normalize} {self.max_tokens} {weights_hash(self.model)}"
 
 
 class TowerEncoder:
@@ -210,7 +210,7 @@ class SentenceTransformerEncoder:
             model_kwargs={"use_safetensors": True},
         )
         self.width = int(self._model.get_embedding_dimension())
-        described = f"{self._model} {self._model.prompts} {_weights_hash(self._model)}"
+        described = f"{self._model} {self._model.prompts} {weights_hash(self._model)}"
         self.fingerprint = f"sentence-transformers {hashlib.sha256(described.encode()).hexdigest()[:16]}"
 
     def documents(self, texts: Sequence[str], advance: Advance = None) -> Vectors:
@@ -247,7 +247,8 @@ def _device(name: str | None) -> torch.device:
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def _weights_hash(model: nn.Module) -> str:
+def weights_hash(model: nn.Module) -> str:
+    """Hex digest of all weights of a network, by their names, types and shapes."""
     digest = hashlib.sha256()
     for name, values in sorted(model.state_dict().items()):
         digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())

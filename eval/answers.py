@@ -1,0 +1,130 @@
+"""Answers that are kept as they are given, so that nothing is asked twice.
+
+Retrievers often find the same documents for a question, and then their rows have the same prompt; an interrupted run
+has most of its answers already. What was asked of what is in the key of an answer, so answers of other weights, another
+stream or other code are never found, and one file may hold those of several runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+import mac_rag
+from mac_rag.config import Config
+from mac_rag.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from mac_rag.data.types import Document
+    from mac_rag.model import MACModel
+
+# A question and the documents in front of it.
+Prompt = tuple[str, tuple[str, ...]]
+
+
+class KeptAnswer(Config):
+    """One answer.
+
+    Attributes:
+        text: the answer.
+        truncated: whether documents were shortened to fit the LM's window.
+        seconds: its share of the time that it was generated in.
+    """
+
+    text: str
+    truncated: bool
+    seconds: float
+
+
+class _Line(Config):
+    key: str
+    answer: KeptAnswer
+
+
+_START = b'{"key":"'
+
+
+class KeptAnswers:
+    """The answers of one model after one stream.
+
+    Args:
+        path: JSON Lines, read now and appended to; None keeps answers only while this lives.
+        source: what they come from, see `answer_source`.
+
+    Raises:
+        ConfigError: when the file cannot be written.
+        DataError: when it holds something else.
+    """
+
+    def __init__(self, path: Path | None = None, source: str = "") -> None:
+        self._path = path
+        self._source = source
+        self._answers: dict[str, KeptAnswer] = {}
+        if path is not None:
+            self._read(path)
+
+    def find(self, prompt: Prompt, share: float | None) -> KeptAnswer | None:
+        """The answer to a prompt, if there is one already.
+
+        Args:
+            prompt: the question and its documents.
+            share: lambda, how much of the answer is said with memory; None without memory.
+        """
+        return self._answers.get(self._key(prompt, share))
+
+    def add(self, answers: Mapping[Prompt, KeptAnswer], share: float | None) -> None:
+        """Keeps answers that were given with this share of memory."""
+        keyed = {self._key(prompt, share): answer for prompt, answer in answers.items()}
+        self._answers.update(keyed)
+        if self._path is not None:
+            with self._path.open("ab") as file:
+                file.write(b"".join(_line(key, answer) for key, answer in keyed.items()))
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _key(self, prompt: Prompt, share: float | None) -> str:
+        return hashlib.sha256(json.dumps([self._source, prompt, share]).encode()).hexdigest()[:32]
+
+    def _read(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a+b") as file:
+                file.seek(0)
+                *lines, cut = file.read().split(b"\n")
+                for number, line in enumerate(lines, 1):
+                    self._take(line, f"{path}, line {number}")
+                if cut[: len(_START)] != _START[: len(cut)]:
+                    self._take(cut, f"{path}, line {len(lines) + 1}")
+                file.truncate(file.tell() - len(cut))  # what an interruption cut off
+        except OSError as error:
+            raise ConfigError(f"--answers {path} cannot be written: {error.strerror}") from None
+
+    def _take(self, text: bytes, where: str) -> None:
+        try:
+            line = _Line.model_validate_json(text)
+        except ValidationError:
+            raise DataError(f"{where}: not a kept answer; give another file to --answers") from None
+        self._answers[line.key] = line.answer
+
+
+def _line(key: str, answer: KeptAnswer) -> bytes:
+    return _Line(key=key, answer=answer).model_dump_json().encode() + b"\n"
+
+
+def answer_source(model: MACModel, documents: Iterable[Document]) -> str:
+    """A digest of all that answers come from: weights, configuration, the stream, and the code of `mac_rag`."""
+    from mac_rag.retrieval.encoders import weights_hash
+
+    digest = hashlib.sha256(f"{weights_hash(model)} {model.config.model_dump_json()} {model.device}".encode())
+    for document in documents:
+        digest.update(json.dumps([document.id, document.text]).encode())
+    package = Path(mac_rag.__file__).parent
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
