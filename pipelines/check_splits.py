@@ -29,6 +29,7 @@ def main(
     Compared are whole paragraphs, titles and questions of the data set, and paragraphs and titles of text files, after
     SQuAD's normalisation. Any of them in both is an error.
     """
+    from mac_rag.data import load_dataset
     from mac_rag.errors import DataError
 
     found = 0
@@ -37,7 +38,7 @@ def main(
         if data is None:
             typer.echo(f"{recipe}: no data set, nothing to compare")
             continue
-        held_out = of_dataset(data.model_copy(update={"train": split, "unlike": None}).training_set())
+        held_out = of_dataset(load_dataset(data.name, split, data.path))
         training = data.training_set()
         parts = {f"{training.name}, {training.split}": of_dataset(training)}
         if files is not None:

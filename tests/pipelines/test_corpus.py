@@ -242,3 +242,13 @@ def test_test_data_in_training_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     found = checked(recipes[0], *options, "--set", "corpus.questions.unlike=qa_lt_val")
     assert "shares with qa_lt_val: 1 of 1 documents, 1 of 1 titles\n" in found.stdout
     assert "2 paragraphs" in str(found.exception)
+
+
+def test_generated_news_is_held_against_its_own_held_out_stream() -> None:
+    """A split of a generated data set is generated, too, and held against what is trained on."""
+    found = checked("mac-tiny/train", "--set", "data.documents=50")
+    assert found.exit_code == 0
+    assert "newswire, train shares with test: 0 of 1,665 documents" in found.stdout
+    found = checked("mac-tiny/train", "--set", "data.documents=50", "--set", "data.seed=0", "--split", "train")
+    assert "shares with train: 0 of 1,665 documents, 50 of " in found.stdout
+    assert found.exit_code == 1
