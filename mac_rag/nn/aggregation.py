@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ class BankRows(Protocol):
         """Keys and values `[H, k, T, d]` or `[G, H, k, T, d]` of consecutive rows, cut alike for all blocks."""
 
 
+@runtime_checkable
 class BankView(BankRows, Protocol):
     """A bank from which rows can be chosen."""
 
@@ -68,12 +70,15 @@ class BankProjection:
         yield from zip(self.keys[block].split(_ROWS, -3), self.values[block].split(_ROWS, -3), strict=True)
 
     def select(self, index: Tensor) -> BankProjection:
-        return BankProjection(
-            tuple(_selected(keys, index) for keys in self.keys),
-            tuple(_selected(values, index) for values in self.values),
-            None if self.prior_keys is None else self.prior_keys[index],
-            None if self.log_counts is None else self.log_counts[index],
+        per_row = (self.prior_keys, self.log_counts)
+        if self.keys[0].ndim == 4:
+            keys, values = (tuple(rows[:, index].transpose(0, 1) for rows in part) for part in (self.keys, self.values))
+            return BankProjection(keys, values, *(None if part is None else part[index] for part in per_row))
+        run = torch.arange(len(index), device=index.device)[:, None] // (len(index) // len(self.keys[0]))
+        keys, values = (
+            tuple(rows[run, :, index].transpose(1, 2) for rows in part) for part in (self.keys, self.values)
         )
+        return BankProjection(keys, values, *(None if part is None else part[run, index] for part in per_row))
 
 
 def prior_keys(bank: BankRows) -> Tensor:
@@ -194,11 +199,20 @@ class CrossAttentionBlock(nn.Module):
         return scores[:, None] * scale[:, None]
 
     def forward(
-        self, tokens: Tensor, chunks: Iterable[Chunk], attention: BankAttention, mass: bool
+        self, tokens: Tensor, chunks: Iterable[Chunk], best: Chunk | None, attention: BankAttention, mass: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """`[B, T, D]` to the same shape, and the attention mass `[B, K]` if it is wanted."""
+        """`[B, T, D]` to the same shape, and the attention mass `[B, K]` if it is wanted.
+
+        Args:
+            chunks: the bank.
+            best: of each question, the row in it that has the highest document prior, where that is known.
+        """
         query = self.to_query(self.norm(tokens)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        attended, shares = attention(query * query.shape[-1] ** -0.5, chunks, mass=mass)
+        query = query * query.shape[-1] ** -0.5
+        floor = None
+        if best is not None and best.bias is not None:
+            floor = (query @ best.keys[:, :, 0].mT).amax(-1) + best.bias
+        attended, shares = attention(query, chunks, floor=floor, mass=mass)
         tokens = tokens + self.to_out(attended.transpose(1, 2).flatten(2))
         return tokens + self.feed_forward(tokens), shares
 
@@ -291,7 +305,8 @@ class AggregationNetwork(nn.Module):
         for number, block in enumerate(self.blocks):
             assert isinstance(block, CrossAttentionBlock)
             last = number == len(self.blocks) - 1
-            tokens, shares = block(tokens, priors.chunks(number, block), attention, mass and last)
+            chunks, best = priors.chunks(number, block), priors.best(number, block)
+            tokens, shares = block(tokens, chunks, best, attention, mass and last)
         return tokens, shares
 
 
@@ -317,6 +332,37 @@ class _Priors:
             rows = slice(start, start + keys.shape[-3])
             start = rows.stop
             yield Chunk(keys, values, self._bias(block, rows))
+
+    def best(self, number: int, block: CrossAttentionBlock) -> Chunk | None:
+        """Of each question the row with the highest document prior, as a block sees it; None where none is compared.
+
+        On a CPU this tells early which rows cannot matter; a GPU is through with all rows before it knew.
+        """
+        if self.queries is None or self.queries.device.type != "cpu" or torch.is_grad_enabled():
+            return None
+        if self.log_counts is not None or not isinstance(self.bank, BankView) or not self.bank.documents:
+            return None
+        score, index = self._highest
+        ((keys, values),) = self.bank.select(index[:, None]).chunks(number)
+        return Chunk(keys, values, block.prior_bias(score[:, None]))
+
+    @cached_property
+    def _highest(self) -> tuple[Tensor, Tensor]:
+        """The highest score of each question and its row, `[B]` both."""
+        assert self.prior is not None
+        assert self.queries is not None
+        assert self.prior_keys is not None
+        found: list[tuple[Tensor, Tensor]] = []
+        for start in range(0, self.prior_keys.shape[-2], _ROWS):
+            rows = slice(start, start + _ROWS)
+            scores = self.prior.score(self.queries, self.prior_keys[..., rows, :])
+            if self.mask is not None:
+                scores = scores.masked_fill(~self.mask[:, rows], -torch.inf)
+            score, index = scores.max(1)
+            found.append((score, index + start))
+        scores, indices = (torch.stack(parts) for parts in zip(*found))
+        score, part = scores.max(0)
+        return score, indices.gather(0, part[None])[0]
 
     def _bias(self, block: CrossAttentionBlock, rows: slice) -> Tensor | None:
         bias = None

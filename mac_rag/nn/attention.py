@@ -8,13 +8,15 @@ bank may come in chunks, and from several processes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from mac_rag.nn.skipping import needed_rows
 
 # Logits that streaming attention holds at once: on a CPU what its cache takes, elsewhere enough to keep a GPU busy.
 _LOGITS = {"cpu": 1 << 20, "other": 1 << 24}
@@ -44,12 +46,15 @@ class Chunk:
 class BankAttention(Protocol):
     """Softmax attention of every question over the tokens of all rows of a bank."""
 
-    def __call__(self, query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Attends.
 
         Args:
             query: `[B, H, S, d]`, S query tokens of each question, already scaled.
             chunks: the bank; each question sees at least one row.
+            floor: `[B, H, S]`, what the largest logit is known to reach; what cannot matter beside it may be skipped.
             mass: whether the attention mass is wanted.
 
         Returns:
@@ -107,8 +112,11 @@ class Partial:
         return torch.cat(masses, 1) if masses else lse.new_zeros(len(lse), 0)
 
 
-def direct_attention(query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False) -> tuple[Tensor, Tensor | None]:
+def direct_attention(
+    query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """The whole bank in one softmax, the oracle: memory grows as B * H * S * K * T."""
+    del floor  # no row is skipped
     chunk = _joined(list(chunks), query)
     keys, values = _runs(chunk.keys), _runs(chunk.values)
     rows, tokens = keys.shape[2:4]
@@ -124,12 +132,13 @@ def direct_attention(query: Tensor, chunks: Iterable[Chunk], *, mass: bool = Fal
 
 
 def recomputing_attention(
-    query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False
+    query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """The direct attention of a few questions at a time, and once more for their gradients: for training.
 
     Memory does not grow with B. On a CPU this also saves the time that fresh memory costs.
     """
+    del floor  # a row that is nothing now may become something
     chunk = _joined(list(chunks), query)
     rows, tokens = chunk.keys.shape[-3:-1]
     heads, length = query.shape[1:3]
@@ -147,38 +156,35 @@ def recomputing_attention(
     return torch.cat([a for a, _ in parts]), torch.cat([m for _, m in parts]) if mass else None
 
 
-def streaming_attention(query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False) -> tuple[Tensor, Tensor | None]:
+def streaming_attention(
+    query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Exactly the direct attention, chunk by chunk: besides a chunk, working memory depends neither on K nor on B.
 
     With `mass`, the log-sum-exp of each row is kept to the end, `[B, H, S, K]`, T times less than direct attention's
     weights. Gradients pass through what is attended, not through the mass.
     """
-    partial = partial_attention(query, chunks, mass=mass)
+    partial = partial_attention(query, chunks, floor=floor, mass=mass)
     return partial.attended.to(query.dtype), partial.mass(partial.lse.detach()).to(query.dtype) if mass else None
 
 
-def partial_attention(query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False) -> Partial:
+def partial_attention(
+    query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
+) -> Partial:
     """Streaming attention before it is finished, to be merged with that over other rows.
 
     Half-precision chunks without bias are attended to in their own precision, as fused kernels do; all else in that of
     the query, and at least float32.
 
     Args:
-        query, mass: as `BankAttention` has them.
+        query, floor, mass: as `BankAttention` has them.
         chunks: of which there may be none.
     """
-    numbers = torch.promote_types(query.dtype, torch.float32)
-    nothing = query.new_zeros((*query.shape[:3], 1), dtype=numbers)
-    start = Partial(
-        torch.full_like(nothing, torch.finfo(numbers).min),
-        nothing,
-        torch.zeros_like(query, dtype=numbers),
-        () if mass else None,
-    )
-    return reduce(Partial.merged, (part for chunk in chunks for part in _parts(query, chunk, mass)), start)
+    start = replace(_nothing(query), row_lse=() if mass else None)
+    return reduce(Partial.merged, (part for chunk in chunks for part in _parts(query, chunk, floor, mass)), start)
 
 
-def _parts(query: Tensor, chunk: Chunk, mass: bool) -> Iterator[Partial]:
+def _parts(query: Tensor, chunk: Chunk, floor: Tensor | None, mass: bool) -> Iterator[Partial]:
     """The parts of a chunk: all of it where a fused kernel takes it, else as many rows as the budget allows."""
     rows, tokens = chunk.keys.shape[-3:-1]
     if not rows:
@@ -195,11 +201,13 @@ def _parts(query: Tensor, chunk: Chunk, mass: bool) -> Iterator[Partial]:
     # What is held for each question and row: the logits, or in the kernel's case only the bias.
     step = max(1, budget // (len(query[groups[0]]) * heads * tokens * (1 if biased else length)))
     for first in range(0, rows, step):
-        pieces = [_slice(chunk, len(query), group, slice(first, first + step)) for group in groups]
-        parts = [
-            _fused_with_bias(query[group], piece) if biased else _plain(query[group], piece, mass)
-            for group, piece in zip(groups, pieces)
-        ]
+        pieces = [(group, _slice(chunk, len(query), group, slice(first, first + step))) for group in groups]
+        if not biased:
+            parts = [_plain(query[group], piece, mass) for group, piece in pieces]
+        elif floor is None:
+            parts = [_fused_with_bias(query[group], piece) for group, piece in pieces]
+        else:
+            parts = [_skipping(query[group], piece, floor[group]) for group, piece in pieces]
         yield parts[0] if len(parts) == 1 else _stacked(parts)
 
 
@@ -286,6 +294,28 @@ def _kernel_takes_bias(query: Tensor, chunk: Chunk) -> bool:
 def _need_gradients(*tensors: Tensor) -> bool:
     """Whether some do; none passes through a fused kernel's log-sum-exp."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _skipping(query: Tensor, chunk: Chunk, floor: Tensor) -> Partial:
+    """Each question over those rows that can matter to it."""
+    assert chunk.bias is not None
+    keys, values = (_runs(part).expand(len(query), -1, -1, -1, -1) for part in (chunk.keys, chunk.values))
+    parts = []
+    for number, needed in enumerate(needed_rows(query, _runs(chunk.keys), chunk.bias, floor)):
+        index = needed.nonzero()[:, 0]
+        one = slice(number, number + 1)
+        piece = Chunk(keys[number][:, index], values[number][:, index], chunk.bias[one, :, index])
+        parts.append(_fused_with_bias(query[one], piece) if len(index) else _nothing(query[one]))
+    return _stacked(parts)
+
+
+def _nothing(query: Tensor) -> Partial:
+    """Attention over no rows at all."""
+    numbers = torch.promote_types(query.dtype, torch.float32)
+    empty = query.new_zeros((*query.shape[:3], 1), dtype=numbers)
+    return Partial(
+        torch.full_like(empty, torch.finfo(numbers).min), empty, torch.zeros_like(query, dtype=numbers), None
+    )
 
 
 def _fused_with_bias(query: Tensor, chunk: Chunk) -> Partial:

@@ -26,9 +26,11 @@ class ShardedAttention:
         self.group = group
 
     @torch.no_grad()
-    def __call__(self, query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """As `BankAttention`; the mass covers the rows of all processes, in the order of their ranks."""
-        own = partial_attention(query, chunks, mass=mass)
+        own = partial_attention(query, chunks, floor=floor, mass=mass)
         packed = torch.cat([own.weighted, own.total, own.maximum], -1)
         parts = [Partial(part[..., -1:], part[..., -2:-1], part[..., :-2], None) for part in self._gathered(packed)]
         whole = reduce(Partial.merged, parts)

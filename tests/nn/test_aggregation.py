@@ -6,10 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from mac_rag.nn import aggregation
+from mac_rag.nn import aggregation, attention
 from mac_rag.nn.aggregation import AggregationNetwork, BankProjection
 from mac_rag.nn.attention import direct_attention
+from mac_rag.nn.skipping import needed_rows
 from tests.nn.networks import TOKENS, WIDTH, network, random
 
 
@@ -57,6 +59,37 @@ def test_the_document_prior_moves_attention_to_the_documents_that_it_prefers() -
     built.use_prior = False
     _, without = built(question, bank, mass=True)
     assert mass.max() > 0.99 > without.max()
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 300.0])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_what_the_prior_rules_out_is_skipped_and_missed_by_nobody(
+    sharpness: float, masked: bool, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For inference; the best row of a question may stand in any chunk."""
+    monkeypatch.setattr(aggregation, "_ROWS", 7)
+    built, question = network().eval(), random(4, TOKENS, WIDTH)
+    for block in built.blocks:
+        block.prior_sharpness = sharpness
+    bank = built.project(random(30, TOKENS, WIDTH, seed=1))
+    mask = random(4, 30, seed=2) > 0 if masked else None
+    view = bank.select(torch.stack([torch.randperm(30)[:20] for _ in range(4)])) if own else bank
+    mask = mask[:, :20] if mask is not None and own else mask
+    asked: list[int] = []
+
+    def counted(query: Tensor, keys: Tensor, bias: Tensor, floor: Tensor) -> Tensor:
+        needed = needed_rows(query, keys, bias, floor)
+        asked.append(int(needed.sum()))
+        return needed
+
+    monkeypatch.setattr(attention, "needed_rows", counted)
+    with torch.no_grad():
+        skipping, _ = built(question, view, mask=mask)
+    expected, _ = built(question, view, mask=mask, attention=direct_attention)
+    torch.testing.assert_close(skipping, expected)
+    seen = 4 * view.documents if mask is None else int(mask.sum())
+    assert sum(asked) == 2 * seen if sharpness == 1 else 8 <= sum(asked) < seen
 
 
 def test_the_prior_is_the_scaled_cosine_of_means() -> None:

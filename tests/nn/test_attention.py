@@ -208,6 +208,41 @@ def test_the_fused_kernel_with_a_bias_agrees_with_plain_products(own: bool, dtyp
     assert fused.attended[3].eq(0).all()
 
 
+@settings(max_examples=100, deadline=None)
+@given(case=cases(), logits=st.sampled_from([1, 40, 1000]), below=st.sampled_from([0.0, 5.0, torch.inf]))
+def test_rows_are_skipped_only_where_they_cannot_matter(
+    case: tuple[Tensor, Chunk, list[int]], logits: int, below: float
+) -> None:
+    """A floor at the largest logit, which is the highest there may be, and lower ones."""
+    query, chunk, cuts = case
+    bias = torch.zeros(*query.shape[:2], chunk.keys.shape[-3]).double() if chunk.bias is None else chunk.bias
+    keys = chunk.keys if chunk.keys.ndim == 5 else chunk.keys[None]
+    products = query @ keys.repeat_interleave(len(query) // len(keys), 0).flatten(2, 3).mT
+    floor = (products.unflatten(-1, keys.shape[2:4]).amax(-1) + bias[:, :, None]).amax(-1) - below
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setitem(attention._LOGITS, "cpu", logits)
+        skipping, _ = streaming_attention(query, cut(Chunk(chunk.keys, chunk.values, bias), cuts), floor=floor)
+    expected, _ = direct_attention(query, [chunk])
+    torch.testing.assert_close(skipping, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_rows_that_cannot_matter_are_not_read(own: bool) -> None:
+    shape = (4, 2, 50, 3, 16) if own else (2, 50, 3, 16)
+    query, keys, values = random(4, 2, 3, 16), random(*shape, seed=1), random(*shape, seed=2)
+    bias = torch.full((4, 2, 50), -500.0, dtype=torch.float64)
+    best = torch.tensor([7, 7, 31, 49])
+    bias[torch.arange(4), :, best] = 0.0
+    chunk = Chunk(keys, values, bias)
+    expected, _ = direct_attention(query, [chunk])
+    floor = expected.new_full((4, 2, 3), -100.0)
+    unread = torch.ones(50, dtype=torch.bool)
+    unread[best] = False
+    chunk.values[..., unread, :, :] = torch.nan
+    attended, _ = streaming_attention(query, cut(chunk, [20, 40]), floor=floor)
+    torch.testing.assert_close(attended, expected, **CLOSE)
+
+
 def test_gradients_do_not_pass_through_the_fused_kernel() -> None:
     keys, bias = random(2, 50, 3, 16), random(4, 2, 50, seed=3)
     query = random(4, 2, 3, 16).requires_grad_()
