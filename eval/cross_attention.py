@@ -126,10 +126,13 @@ class _Recorder:
 
     weights: Tensor
 
-    def __call__(self, query: Tensor, chunks: Iterable[Chunk], *, mass: bool = False) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """As `mac_rag.nn.attention.BankAttention`, for rows that all questions share."""
         import torch
 
+        del floor  # a map shows the rows that do not matter, too
         parts = list(chunks)
         keys, values = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("keys", "values"))
         logits = torch.einsum("bhsd,hktd->bhskt", query, keys)
