@@ -297,11 +297,14 @@ def _need_gradients(*tensors: Tensor) -> bool:
 
 
 def _skipping(query: Tensor, chunk: Chunk, floor: Tensor) -> Partial:
-    """Each question over those rows that can matter to it."""
+    """Each question over those rows that can matter to it; all over all rows where most can."""
     assert chunk.bias is not None
+    found = needed_rows(query, _runs(chunk.keys), chunk.bias, floor)
+    if 2 * found.sum() > found.numel():
+        return _fused_with_bias(query, chunk)
     keys, values = (_runs(part).expand(len(query), -1, -1, -1, -1) for part in (chunk.keys, chunk.values))
     parts = []
-    for number, needed in enumerate(needed_rows(query, _runs(chunk.keys), chunk.bias, floor)):
+    for number, needed in enumerate(found):
         index = needed.nonzero()[:, 0]
         one = slice(number, number + 1)
         piece = Chunk(keys[number][:, index], values[number][:, index], chunk.bias[one, :, index])

@@ -1,0 +1,71 @@
+"""What attention to a bank saves by skipping rows that the document prior rules out.
+
+python -m benchmarks.skipping --help
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mac_rag.commands import run_command
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from mac_rag.nn.attention import Chunk
+
+
+def main(
+    model: Annotated[str, typer.Option(help="A MAC model with a document prior: a name or a folder.")] = "mac-small",
+    data: Annotated[
+        str | None, typer.Option(help="The data set, as the evaluations take it.", show_default="generated newswire")
+    ] = None,
+    documents: Annotated[int, typer.Option(min=2, help="Documents of the test stream, from its beginning.")] = 1665,
+    questions: Annotated[int, typer.Option(min=1, help="Questions that are asked at once, drawn from all.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Each is timed so often, in turns; the median counts.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the newswire and of the questions.")] = 0,
+) -> None:
+    """Time the aggregation of a bank on a CPU, with rows skipped that cannot matter, and with all rows.
+
+    Keys and values are projected before. Questions and documents are those of the data set, for what can be skipped
+    depends on how sure the document prior is.
+    """
+    import torch
+
+    from benchmarks.measure import medians
+    from eval.streams import Setup, open_stream
+    from mac_rag.errors import ConfigError
+    from mac_rag.model import MACModel
+    from mac_rag.nn.attention import streaming_attention
+
+    loaded = MACModel.from_pretrained(model, device="cpu")
+    network = loaded.aggregation
+    if network.prior is None:
+        raise ConfigError(f"{model} has no document prior, so that no row is skipped; give --model one that has")
+    stream, _ = open_stream(data, "test", Setup(model, documents, questions), seed, scale="tiny")
+    view = loaded.project(loaded.amortize([document.text for document in stream.documents]))
+    question = loaded.input_encoder([loaded.input_encoder.ids(asked.question) for asked in stream.questions])
+
+    def all_rows(
+        query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        del floor
+        return streaming_attention(query, chunks, mass=mass)
+
+    with torch.no_grad():
+        skipping, full = network(question, view)[0], network(question, view, attention=all_rows)[0]
+        fast, slow = medians(
+            lambda: network(question, view), lambda: network(question, view, attention=all_rows), rounds
+        )
+    typer.echo(f"{len(question)} questions of {len(stream.documents):,} documents of {stream.name}, {model}:")
+    typer.echo(f"  all rows      {slow:.2f} s")
+    typer.echo(f"  skipping      {fast:.2f} s, {slow / fast:.1f} times as fast")
+    typer.echo(f"  difference    {float((skipping - full).norm() / full.norm()):.1e} of phi*, by their norms")
+
+
+if __name__ == "__main__":
+    run_command(main)
