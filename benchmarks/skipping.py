@@ -37,8 +37,11 @@ def main(
     import torch
 
     from benchmarks.measure import medians
+    from eval.protocol import adapt
     from eval.streams import Setup, open_stream
+    from mac_rag.engine import MACEngine
     from mac_rag.errors import ConfigError
+    from mac_rag.memory.projection import ProjectedBank
     from mac_rag.model import MACModel
     from mac_rag.nn.attention import streaming_attention
 
@@ -47,7 +50,9 @@ def main(
     if network.prior is None:
         raise ConfigError(f"{model} has no document prior, so that no row is skipped; give --model one that has")
     stream, _ = open_stream(data, "test", Setup(model, documents, questions), seed, scale="tiny")
-    view = loaded.project(loaded.amortize([document.text for document in stream.documents]))
+    engine = MACEngine(loaded)
+    adapt(engine, stream.documents, progress=True)
+    view = ProjectedBank(network, engine.bank, device="cpu")
     question = loaded.input_encoder([loaded.input_encoder.ids(asked.question) for asked in stream.questions])
 
     def all_rows(

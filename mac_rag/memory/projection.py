@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mac_rag.errors import BankError
 from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
+from mac_rag.nn.skipping import longest_keys
 
 if TYPE_CHECKING:
     from mac_rag.memory.bank import MemoryBank
@@ -26,6 +27,7 @@ class _Piece:
 
     row_keys: Tensor  # [k]
     projected: tuple[tuple[Tensor, Tensor], ...]
+    longest: tuple[Tensor, ...]  # [H, k], see `longest_keys`
 
     def kept(self, kept: Tensor) -> _Piece:
         """Only the rows where `kept` `[k]` is True; itself if these are all."""
@@ -36,6 +38,7 @@ class _Piece:
         return _Piece(
             self.row_keys[index],
             tuple((keys.index_select(1, place), values.index_select(1, place)) for keys, values in self.projected),
+            tuple(norms.index_select(1, place) for norms in self.longest),
         )
 
 
@@ -107,7 +110,9 @@ class ProjectedBank:
             if self.network.prior is not None:
                 prior_keys.append(self._prior(phi))
             if cached:
-                pieces.append(_Piece(row_keys[start:stop], self._project(phi, self._blocks)))
+                projected = self._project(phi, self._blocks)
+                longest = tuple(longest_keys(keys) for keys, _ in projected)
+                pieces.append(_Piece(row_keys[start:stop], projected, longest))
         # Nothing above has changed this view, so an error there leaves it as it was.
         self._prior_keys = torch.cat(prior_keys) if len(prior_keys) > 1 else next(iter(prior_keys), None)
         self._pieces = _joined(pieces, self.chunk_rows)
@@ -137,8 +142,9 @@ class ProjectedBank:
 
     @property
     def bytes(self) -> int:
-        """Memory that the kept keys and values take, and the keys of the document prior."""
+        """Memory that the kept keys and values take, their norms, and the keys of the document prior."""
         kept = [tensor for piece in self._pieces for pair in piece.projected for tensor in pair]
+        kept += [norms for piece in self._pieces for norms in piece.longest]
         kept += [] if self._prior_keys is None else [self._prior_keys]
         return sum(tensor.nbytes for tensor in kept)
 
@@ -178,6 +184,10 @@ class ProjectedBank:
             # Without a name for the rows, they are gone from memory while their keys and values are attended to.
             (projected,) = self._project(self._read(start, stop), [self._blocks[block]])
             yield projected
+
+    def longest(self, block: int) -> Tensor | None:
+        """The largest norm of each row's keys `[H, K]` in a block, where keys are kept."""
+        return torch.cat([piece.longest[block] for piece in self._pieces], 1) if self._pieces else None
 
     def select(self, index: Tensor) -> SelectedRows:
         """For each question rows of its own, in the order of `index` `[B, N]`.
@@ -260,6 +270,9 @@ class SelectedRows:
             inverse = inverse.to(keys.device)
             yield keys[:, inverse].transpose(0, 1), values[:, inverse].transpose(0, 1)
 
+    def longest(self, block: int) -> None:
+        """Not gathered."""
+
     def select(self, index: Tensor) -> SelectedRows:
         """For each question some of its own rows, `index` `[B, n]` into the N."""
         return SelectedRows(self._bank, self._index.gather(1, index.cpu()))
@@ -277,6 +290,7 @@ def _joined(pieces: Iterable[_Piece], limit: int) -> list[_Piece]:
                     (torch.cat([a[0], b[0]], 1), torch.cat([a[1], b[1]], 1))
                     for a, b in zip(last.projected, piece.projected)
                 ),
+                tuple(torch.cat(norms, 1) for norms in zip(last.longest, piece.longest)),
             )
             joined[-1] = piece
         else:

@@ -44,6 +44,9 @@ class BankView(BankRows, Protocol):
     def documents(self) -> int:
         """K, the number of rows (that each question sees)."""
 
+    def longest(self, block: int) -> Tensor | None:
+        """The largest norm of each row's keys `[H, K]`; None where it is not kept."""
+
     def select(self, index: Tensor) -> BankView:
         """The rows that `index` `[B, N]` names, N of its own for each question."""
 
@@ -68,6 +71,9 @@ class BankProjection:
 
     def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield from zip(self.keys[block].split(_ROWS, -3), self.values[block].split(_ROWS, -3), strict=True)
+
+    def longest(self, block: int) -> None:
+        """Not kept."""
 
     def select(self, index: Tensor) -> BankProjection:
         per_row = (self.prior_keys, self.log_counts)
@@ -327,11 +333,12 @@ class _Priors:
 
     def chunks(self, number: int, block: CrossAttentionBlock) -> Iterator[Chunk]:
         """The bank as a block sees it."""
+        longest = self.bank.longest(number) if isinstance(self.bank, BankView) else None
         start = 0
         for keys, values in self.bank.chunks(number):
             rows = slice(start, start + keys.shape[-3])
             start = rows.stop
-            yield Chunk(keys, values, self._bias(block, rows))
+            yield Chunk(keys, values, self._bias(block, rows), None if longest is None else longest[..., rows])
 
     def best(self, number: int, block: CrossAttentionBlock) -> Chunk | None:
         """Of each question the row with the highest document prior, as a block sees it; None where none is compared.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mac_rag.nn.skipping import needed_rows
+from mac_rag.nn.skipping import longest_keys, needed_rows
 
 # Logits that streaming attention holds at once: on a CPU what its cache takes, elsewhere enough to keep a GPU busy.
 _LOGITS = {"cpu": 1 << 20, "other": 1 << 24}
@@ -36,11 +36,13 @@ class Chunk:
         keys, values: `[H, k, T, d]` for all questions, or `[G, H, k, T, d]` where each run of B / G questions has rows
             of its own; with G = B each question has.
         bias: `[B, H, k]`, added to the logits of all T tokens of a row; `-inf` hides the row.
+        longest: `[H, k]` or `[G, H, k]`, the largest norm of each row's keys; None where it is not known.
     """
 
     keys: Tensor
     values: Tensor
     bias: Tensor | None
+    longest: Tensor | None = None
 
 
 class BankAttention(Protocol):
@@ -225,13 +227,13 @@ def _groups(batch: int, runs: int, most: int) -> list[slice]:
 
 def _slice(chunk: Chunk, batch: int, group: slice, rows: slice) -> Chunk:
     """Some rows of a chunk for a group of questions."""
-    keys, values = chunk.keys, chunk.values
+    keys, values, longest = chunk.keys, chunk.values, chunk.longest
     if keys.ndim == 5:
         run = batch // len(keys)
         runs = slice(group.start // run, -(-group.stop // run))
-        keys, values = keys[runs], values[runs]
+        keys, values, longest = keys[runs], values[runs], None if longest is None else longest[runs]
     bias = None if chunk.bias is None else chunk.bias[group, :, rows]
-    return Chunk(keys[..., rows, :, :], values[..., rows, :, :], bias)
+    return Chunk(keys[..., rows, :, :], values[..., rows, :, :], bias, None if longest is None else longest[..., rows])
 
 
 def _plain(query: Tensor, chunk: Chunk, mass: bool) -> Partial:
@@ -299,7 +301,9 @@ def _need_gradients(*tensors: Tensor) -> bool:
 def _skipping(query: Tensor, chunk: Chunk, floor: Tensor) -> Partial:
     """Each question over those rows that can matter to it; all over all rows where most can."""
     assert chunk.bias is not None
-    found = needed_rows(query, _runs(chunk.keys), chunk.bias, floor)
+    longest = longest_keys(chunk.keys) if chunk.longest is None else chunk.longest
+    runs = longest if longest.ndim == 3 else longest[None]
+    found = needed_rows(query, runs, chunk.keys.shape[-2], chunk.bias, floor)
     if 2 * found.sum() > found.numel():
         return _fused_with_bias(query, chunk)
     keys, values = (_runs(part).expand(len(query), -1, -1, -1, -1) for part in (chunk.keys, chunk.values))

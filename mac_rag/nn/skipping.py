@@ -12,14 +12,21 @@ import torch
 from torch import Tensor
 
 
-def needed_rows(query: Tensor, keys: Tensor, bias: Tensor, floor: Tensor) -> Tensor:
+def longest_keys(keys: Tensor) -> Tensor:
+    """The largest norm of each row's keys, in at least float32: `[..., k, T, d] -> [..., k]`."""
+    norms: Tensor = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.promote_types(keys.dtype, torch.float32))
+    return norms.amax(-1)
+
+
+def needed_rows(query: Tensor, longest: Tensor, tokens: int, bias: Tensor, floor: Tensor) -> Tensor:
     """Which rows can matter to each question; all others together weigh less than a rounding of its softmax.
 
     A logit is at most the product of both norms, and the bias (Cauchy and Schwarz).
 
     Args:
         query: `[B, H, S, d]`, scaled.
-        keys: `[G, H, k, T, d]`, each of the G for B / G questions; G is 1 or B.
+        longest: `[G, H, k]`, the largest norm of each row's keys, each for B / G questions; G is 1 or B.
+        tokens: T, of a row.
         bias: `[B, H, k]`.
         floor: `[B, H, S]`, what the largest logit over all rows is known to reach.
 
@@ -27,8 +34,6 @@ def needed_rows(query: Tensor, keys: Tensor, bias: Tensor, floor: Tensor) -> Ten
         `[B, k]`, True for rows that are needed.
     """
     numbers = torch.promote_types(query.dtype, torch.float32)
-    rows, tokens = keys.shape[2:4]
-    longest = keys.to(numbers).norm(dim=-1).amax(-1)[:, :, None]  # [G, H, 1, k]
-    highest = query.to(numbers).norm(dim=-1)[..., None] * longest + bias[:, :, None]  # [B, H, S, k]
-    nothing = math.log(torch.finfo(numbers).eps / (rows * tokens))
+    highest = query.to(numbers).norm(dim=-1)[..., None] * longest[:, :, None] + bias[:, :, None]  # [B, H, S, k]
+    nothing = math.log(torch.finfo(numbers).eps / (bias.shape[-1] * tokens))
     return torch.any((highest - floor[..., None] > nothing).flatten(1, 2), 1)

@@ -21,6 +21,7 @@ from mac_rag.nn.attention import direct_attention
 
 TOKENS, WIDTH, BLOCKS = 3, 8, 2
 ROW_BYTES = TOKENS * BLOCKS * 2 * 2 * 4 * 8  # keys and values of 2 heads of 4, in double precision
+ROW_NORMS = BLOCKS * 2  # one of the keys of each head
 ALL, NONE = 1 << 30, 0
 
 
@@ -69,6 +70,10 @@ def assert_same(projected: ProjectedBank, **tolerance: float) -> None:
     for block in range(BLOCKS):
         for fast, plain in zip(whole(projected, block), (expected.keys[block], expected.values[block])):
             torch.testing.assert_close(fast.double(), plain, **tolerance)
+        norms = projected.longest(block)
+        assert (norms is not None) == projected.cached
+        if norms is not None:
+            torch.testing.assert_close(norms.double(), whole(projected, block)[0].double().norm(dim=-1).amax(-1))
     torch.testing.assert_close(projected.prior_keys, expected.prior_keys)
 
 
@@ -140,7 +145,7 @@ def test_the_switch_at_the_budget() -> None:
         put(bank, f"row {rows}", 1, rows)
         projected.refresh()
         assert projected.cached is cached
-        assert projected.bytes == (rows * ROW_BYTES if cached else 0) + projected.prior_keys.nbytes
+        assert projected.bytes == (rows * (ROW_BYTES + 8 * ROW_NORMS) if cached else 0) + projected.prior_keys.nbytes
         assert_same(projected)
     bank.delete("row 6")
     projected.refresh()
@@ -171,7 +176,7 @@ def test_in_half_precision(budget: int) -> None:
     assert {tensor.dtype for block in range(BLOCKS) for tensor in whole(projected, block)} == {torch.bfloat16}
     assert_same(projected, rtol=2**-8, atol=1e-6)
     if budget:
-        assert projected.bytes == 7 * ROW_BYTES // 4 + projected.prior_keys.nbytes
+        assert projected.bytes == 7 * (ROW_BYTES // 4 + 4 * ROW_NORMS) + projected.prior_keys.nbytes
 
 
 @settings(max_examples=40, deadline=None)

@@ -78,8 +78,8 @@ def test_what_the_prior_rules_out_is_skipped_and_missed_by_nobody(
     mask = mask[:, :20] if mask is not None and own else mask
     asked: list[int] = []
 
-    def counted(query: Tensor, keys: Tensor, bias: Tensor, floor: Tensor) -> Tensor:
-        needed = needed_rows(query, keys, bias, floor)
+    def counted(query: Tensor, longest: Tensor, tokens: int, bias: Tensor, floor: Tensor) -> Tensor:
+        needed = needed_rows(query, longest, tokens, bias, floor)
         asked.append(int(needed.sum()))
         return needed
 
