@@ -27,7 +27,7 @@ class _Piece:
 
     row_keys: Tensor  # [k]
     projected: tuple[tuple[Tensor, Tensor], ...]
-    longest: tuple[Tensor, ...]  # [H, k], see `longest_keys`
+    longest: tuple[Tensor, ...]  # for each block [H, k], see `longest_keys`; none where no row is ever skipped
 
     def kept(self, kept: Tensor) -> _Piece:
         """Only the rows where `kept` `[k]` is True; itself if these are all."""
@@ -79,6 +79,7 @@ class ProjectedBank:
         self.cached = True
         self._blocks = [block for block in network.blocks if isinstance(block, CrossAttentionBlock)]
         self._weights = self._blocks[0].to_key.weight.dtype
+        self._skips = network.prior is not None and self.device.type == "cpu"
         self._version: int | None = None
         self._row_keys = torch.empty(0, dtype=torch.int64)
         self._prior_keys: Tensor | None = None
@@ -111,7 +112,7 @@ class ProjectedBank:
                 prior_keys.append(self._prior(phi))
             if cached:
                 projected = self._project(phi, self._blocks)
-                longest = tuple(longest_keys(keys) for keys, _ in projected)
+                longest = tuple(longest_keys(keys) for keys, _ in projected) if self._skips else ()
                 pieces.append(_Piece(row_keys[start:stop], projected, longest))
         # Nothing above has changed this view, so an error there leaves it as it was.
         self._prior_keys = torch.cat(prior_keys) if len(prior_keys) > 1 else next(iter(prior_keys), None)
@@ -186,8 +187,8 @@ class ProjectedBank:
             yield projected
 
     def longest(self, block: int) -> Tensor | None:
-        """The largest norm of each row's keys `[H, K]` in a block, where keys are kept."""
-        return torch.cat([piece.longest[block] for piece in self._pieces], 1) if self._pieces else None
+        """The largest norm of each row's keys `[H, K]` in a block, where keys are kept and rows may be skipped."""
+        return torch.cat([piece.longest[block] for piece in self._pieces], 1) if self._skips and self._pieces else None
 
     def select(self, index: Tensor) -> SelectedRows:
         """For each question rows of its own, in the order of `index` `[B, N]`.

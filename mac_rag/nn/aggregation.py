@@ -98,11 +98,6 @@ def prior_keys(bank: BankRows) -> Tensor:
     return bank.prior_keys
 
 
-def _selected(rows: Tensor, index: Tensor) -> Tensor:
-    """`[H, K, T, d]` and `[B, N]` to `[B, H, N, T, d]`."""
-    return rows[:, index].transpose(0, 1)
-
-
 class DocumentPrior(nn.Module):
     """A learned score of a document for a question, `s(x, d) = exp(tau) cos(W_q mean(x), W_k mean(phi_d))`.
 
@@ -310,9 +305,9 @@ class AggregationNetwork(nn.Module):
         tokens, shares = question, None
         for number, block in enumerate(self.blocks):
             assert isinstance(block, CrossAttentionBlock)
-            last = number == len(self.blocks) - 1
-            chunks, best = priors.chunks(number, block), priors.best(number, block)
-            tokens, shares = block(tokens, chunks, best, attention, mass and last)
+            with_mass = mass and number == len(self.blocks) - 1
+            best = None if with_mass else priors.best(number, block)  # no row is skipped where each has a mass
+            tokens, shares = block(tokens, priors.chunks(number, block), best, attention, with_mass)
         return tokens, shares
 
 

@@ -71,7 +71,7 @@ def assert_same(projected: ProjectedBank, **tolerance: float) -> None:
         for fast, plain in zip(whole(projected, block), (expected.keys[block], expected.values[block])):
             torch.testing.assert_close(fast.double(), plain, **tolerance)
         norms = projected.longest(block)
-        assert (norms is not None) == projected.cached
+        assert (norms is not None) == (projected.cached and projected.network.prior is not None)
         if norms is not None:
             torch.testing.assert_close(norms.double(), whole(projected, block)[0].double().norm(dim=-1).amax(-1))
     torch.testing.assert_close(projected.prior_keys, expected.prior_keys)
