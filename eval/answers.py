@@ -69,18 +69,18 @@ class KeptAnswers:
         if path is not None:
             self._read(path)
 
-    def find(self, prompt: Prompt, share: float | None) -> KeptAnswer | None:
+    def find(self, prompt: Prompt, weight: float | None) -> KeptAnswer | None:
         """The answer to a prompt, if there is one already.
 
         Args:
             prompt: the question and its documents.
-            share: lambda, how much of the answer is said with memory; None without memory.
+            weight: lambda, of what is said with memory (see `mac_rag.surer_reading`); None without memory.
         """
-        return self._answers.get(self._key(prompt, share))
+        return self._answers.get(self._key(prompt, weight))
 
-    def add(self, answers: Mapping[Prompt, KeptAnswer], share: float | None) -> None:
-        """Keeps answers that were given with this share of memory."""
-        keyed = {self._key(prompt, share): answer for prompt, answer in answers.items()}
+    def add(self, answers: Mapping[Prompt, KeptAnswer], weight: float | None) -> None:
+        """Keeps answers that were given with this weight of memory."""
+        keyed = {self._key(prompt, weight): answer for prompt, answer in answers.items()}
         self._answers.update(keyed)
         if self._path is not None:
             with self._path.open("ab") as file:
@@ -88,8 +88,8 @@ class KeptAnswers:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def _key(self, prompt: Prompt, share: float | None) -> str:
-        return hashlib.sha256(json.dumps([self._source, prompt, share]).encode()).hexdigest()[:32]
+    def _key(self, prompt: Prompt, weight: float | None) -> str:
+        return hashlib.sha256(json.dumps([self._source, prompt, weight]).encode()).hexdigest()[:32]
 
     def _read(self, path: Path) -> None:
         try:

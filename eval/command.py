@@ -56,11 +56,11 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
         k: Annotated[
             str, typer.Option("--k", help="Documents retrieved for each question; several numbers separated by commas.")
         ] = "5",
-        interpolation: Annotated[
+        memory_weight: Annotated[
             str | None,
             typer.Option(
-                help="How much of an answer from retrieved documents and MAC is said with memory: numbers above 0 and "
-                "at most 1, separated by commas; 1 is the paper's.",
+                help="What memory weighs against the LM alone behind retrieved documents: numbers above 0 and at most "
+                "1, separated by commas; 1 is the paper's.",
                 show_default="the model's own",
             ),
         ] = None,
@@ -91,7 +91,7 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
 
         path = result_path(output, benchmark)
         ks = whole_numbers("--k", k)
-        interpolations = _interpolations(interpolation)
+        memory_weights = _memory_weights(memory_weight)
         names = list(dict.fromkeys(name.strip() for name in retriever.split(",") if name.strip() != "none"))
         from mac_rag.retrieval.registry import make_retriever
 
@@ -109,7 +109,7 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
             dataset,
             retrievers,
             ks,
-            interpolations=interpolations,
+            memory_weights=memory_weights,
             kept=None if answers is None else KeptAnswers(answers, answer_source(loaded, dataset.documents)),
             batch_size=batch_size,
             seed=seed,
@@ -186,8 +186,8 @@ def whole_numbers(option: str, text: str) -> list[int]:
     return numbers
 
 
-def _interpolations(text: str | None) -> list[float]:
-    """The numbers of --interpolation, in this order; none where it is not given.
+def _memory_weights(text: str | None) -> list[float]:
+    """The numbers of --memory-weight, in this order; none where it is not given.
 
     Raises:
         ConfigError: for anything but numbers above 0 and at most 1.
@@ -200,7 +200,7 @@ def _interpolations(text: str | None) -> list[float]:
             raise ValueError
     except ValueError:
         raise ConfigError(
-            f"--interpolation takes numbers above 0 and at most 1, separated by commas, got {text!r}"
+            f"--memory-weight takes numbers above 0 and at most 1, separated by commas, got {text!r}"
         ) from None
     return numbers
 

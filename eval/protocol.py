@@ -37,7 +37,7 @@ def run_protocol(
     retrievers: Mapping[str, Retriever] | None = None,
     ks: Sequence[int] = (),
     *,
-    interpolations: Sequence[float] = (),
+    memory_weights: Sequence[float] = (),
     kept: KeptAnswers | None = None,
     batch_size: int = 32,
     seed: int = 0,
@@ -54,7 +54,7 @@ def run_protocol(
         dataset: the stream.
         retrievers: empty ones, by the name that the rows give them.
         ks: numbers of documents to retrieve.
-        interpolations: values of lambda (see `mac_rag.interpolation`), each a row with retriever and memory; none for
+        memory_weights: values of lambda (see `mac_rag.surer_reading`), each a row with retriever and memory; none for
             one row of the engine's.
         kept: answers of this model and stream that there are already; takes those that are given now. None for none.
         batch_size: questions of one generation.
@@ -66,14 +66,14 @@ def run_protocol(
     """
     adaptation = adapt(engine, dataset.documents, progress=progress)
     table = _Table(engine, dataset, kept or KeptAnswers(), batch_size, seed, progress)
-    table.ask("LM alone", {"MAC": engine.interpolation})
+    table.ask("LM alone", {"MAC": engine.memory_weight})
     for name, retriever in (retrievers or {}).items():
         retriever.add(dataset.documents)
         engine.retriever = retriever
         for engine.k in ks:
             without = f"{name} top-{engine.k}"
-            rows = {f"{without} + MAC, lambda {value:g}": value for value in interpolations}
-            table.ask(without, rows or {f"{without} + MAC": engine.interpolation})
+            rows = {f"{without} + MAC, lambda {value:g}": value for value in memory_weights}
+            table.ask(without, rows or {f"{without} + MAC": engine.memory_weight})
     engine.retriever = None
     return Outcome(adaptation, tuple(table.rows), samples(dataset.questions, table.verdicts))
 
@@ -94,12 +94,12 @@ class _Table:
         self.verdicts: dict[str, list[Verdict]] = {}
 
     def ask(self, without: str, with_memory: Mapping[str, float | None]) -> None:
-        """Adds rows: the same prompts without the memory, and with it at each interpolation, by the row's name."""
+        """Adds rows: the same prompts without the memory, and with it at each weight, by the row's name."""
         found = self._retrieved()
         self.rows.append(self._row(without, found, None))
-        configured = self.engine.model.config.interpolation
-        for name, share in with_memory.items():
-            row = self._row(name, found, configured if share is None else share)
+        configured = self.engine.model.config.memory_weight
+        for name, weight in with_memory.items():
+            row = self._row(name, found, configured if weight is None else weight)
             self.rows.append(row.model_copy(update={"gain": self._gain(name, without)}))
 
     def _retrieved(self) -> list[list[Hit]]:
@@ -107,13 +107,13 @@ class _Table:
         retriever = self.engine.retriever
         return [[] for _ in asked] if retriever is None else retriever.retrieve(asked, self.engine.k)
 
-    def _row(self, name: str, found: Sequence[Sequence[Hit]], share: float | None) -> Row:
+    def _row(self, name: str, found: Sequence[Sequence[Hit]], weight: float | None) -> Row:
         """One row: the retrieved documents in front, memory with this lambda, or no memory for None."""
         if self.progress:
             print(name, file=sys.stderr)
         questions = self.dataset.questions
         prompts = [(asked.question, tuple(hit.text for hit in hits)) for asked, hits in zip(questions, found)]
-        given = self._answers(prompts, share)
+        given = self._answers(prompts, weight)
         answers = [
             Answer(answer.text, contexts, tuple(hit.document_id for hit in hits), answer.truncated)
             for answer, (_, contexts), hits in zip(given, prompts, found, strict=True)
@@ -123,12 +123,12 @@ class _Table:
         seconds = sum(answer.seconds for answer in given)
         return summarize(name, questions, self.verdicts[name], len(self.dataset.documents), k, seconds)
 
-    def _answers(self, prompts: Sequence[Prompt], share: float | None) -> list[KeptAnswer]:
+    def _answers(self, prompts: Sequence[Prompt], weight: float | None) -> list[KeptAnswer]:
         """Answers to prompts; those that are not there yet are asked for and kept, a group at a time."""
-        new = [prompt for prompt in dict.fromkeys(prompts) if self.kept.find(prompt, share) is None]
+        new = [prompt for prompt in dict.fromkeys(prompts) if self.kept.find(prompt, weight) is None]
         new.sort(key=lambda prompt: len(prompt[0]) + sum(map(len, prompt[1])))  # as batches have to be
         size = _GROUP * self.batch_size
-        before, self.engine.interpolation = self.engine.interpolation, share
+        before, self.engine.memory_weight = self.engine.memory_weight, weight
         with progress_bar("answer", len(new), disable=not self.progress) as bar:
             for first in range(0, len(new), size):
                 group = new[first : first + size]
@@ -136,16 +136,16 @@ class _Table:
                 answers = self.engine.answer(
                     [question for question, _ in group],
                     contexts=[contexts for _, contexts in group],
-                    use_memory=share is not None,
+                    use_memory=weight is not None,
                     overflow="truncate",
                     batch_size=self.batch_size,
                 )
                 seconds = (time.perf_counter() - began) / len(group)
                 kept = [KeptAnswer(text=answer.text, truncated=answer.truncated, seconds=seconds) for answer in answers]
-                self.kept.add(dict(zip(group, kept, strict=True)), share)
+                self.kept.add(dict(zip(group, kept, strict=True)), weight)
                 bar.advance(len(group))
-        self.engine.interpolation = before
-        return [answer for prompt in prompts if (answer := self.kept.find(prompt, share))]
+        self.engine.memory_weight = before
+        return [answer for prompt in prompts if (answer := self.kept.find(prompt, weight))]
 
     def _gain(self, ours: str, theirs: str) -> Gain:
         intervals = {

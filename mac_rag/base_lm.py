@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from mac_rag.config import BaseLMConfig, ModulationConfig
 from mac_rag.errors import ModelLoadError
-from mac_rag.interpolation import Interpolation
 from mac_rag.loading import list_of_layers, load_causal_lm
 from mac_rag.nn.modulation import LMShape, Modulation, linear_names
 from mac_rag.prefix_lm import PrefixLMConfig, parts_argument
 from mac_rag.prompt import PromptEncoder, PromptFormat
+from mac_rag.surer_reading import SurerReading
 
 # Last names of the linear layers that make queries and values: of Llama, Mistral, Qwen; of BERT; of GPT-2, in one.
 LORA_TARGETS = ("q_proj", "v_proj", "query", "value", "c_attn", "query_key_value")
@@ -161,7 +161,7 @@ class BaseLM(nn.Module):
         *,
         max_new_tokens: int,
         num_beams: int = 1,
-        shares: Sequence[float] | None = None,
+        weights: Sequence[float] | None = None,
     ) -> list[str]:
         """Answers a batch of prompts, greedily or with beams, with the key-value cache on.
 
@@ -170,11 +170,11 @@ class BaseLM(nn.Module):
             modulation: of B rows, or None for the LM alone.
             max_new_tokens: longest answer.
             num_beams: 1 is greedy.
-            shares: how much of what each row says is said under its modulation, the rest by the LM alone (see
-                `Interpolation`); None for all.
+            weights: of what each row says under its modulation, against what the LM alone says (see `SurerReading`);
+                None for nothing but the former.
         """
         count = len(prompts)
-        prompts, modulation, interpolation = _twice(prompts, modulation, shares)
+        prompts, modulation, surer = _twice(prompts, modulation, weights)
         ids, mask, _ = self._padded(prompts, modulation)
         with _attached(modulation, self.model):
             output = self.model.generate(
@@ -184,7 +184,7 @@ class BaseLM(nn.Module):
                 max_new_tokens=max_new_tokens,
                 num_beams=num_beams,
                 do_sample=False,
-                logits_processor=[interpolation] if interpolation else [],
+                logits_processor=[surer] if surer else [],
                 pad_token_id=self.tokenizer.pad_token_id,
                 eos_token_id=self.tokenizer.eos_token_id,
             )
@@ -198,10 +198,10 @@ class BaseLM(nn.Module):
         modulation: Modulation | None,
         *,
         max_new_tokens: int,
-        shares: Sequence[float] | None = None,
+        weights: Sequence[float] | None = None,
     ) -> Iterator[str]:
         """Yields the greedy answer to one prompt piece by piece; joined, they are what `generate` returns."""
-        prompts, modulation, interpolation = _twice([prompt], modulation, shares)
+        prompts, modulation, surer = _twice([prompt], modulation, weights)
         ids, mask, positions = self._padded(prompts, modulation)
         cache = modulation.cache() if modulation else None
         generated: list[int] = []
@@ -218,7 +218,7 @@ class BaseLM(nn.Module):
                     **prompted,
                 )
             logits = output.logits[:, -1]
-            token = int((interpolation(ids, logits) if interpolation else logits)[0].argmax())
+            token = int((surer(ids, logits) if surer else logits)[0].argmax())
             if token == self.tokenizer.eos_token_id:
                 break
             generated.append(token)
@@ -249,12 +249,12 @@ class BaseLM(nn.Module):
 
 
 def _twice(
-    prompts: Sequence[Sequence[int]], modulation: Modulation | None, shares: Sequence[float] | None
-) -> tuple[Sequence[Sequence[int]], Modulation | None, Interpolation | None]:
-    """What an interpolated answer is read from: the prompts under their modulation, and behind them again without."""
-    if modulation is None or shares is None:
+    prompts: Sequence[Sequence[int]], modulation: Modulation | None, weights: Sequence[float] | None
+) -> tuple[Sequence[Sequence[int]], Modulation | None, SurerReading | None]:
+    """The prompts under their modulation and, behind them, again without, and what joins both readings."""
+    if modulation is None or weights is None:
         return prompts, modulation, None
-    return [*prompts, *prompts], modulation.beside_none(), Interpolation(shares)
+    return [*prompts, *prompts], modulation.beside_none(), SurerReading(weights)
 
 
 def _attached(modulation: Modulation | None, model: nn.Module) -> Any:

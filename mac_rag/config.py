@@ -204,8 +204,8 @@ class MACConfig(Config):
         mlp_width: inner width of the MLP of each memory token; None for the backbone's, as in the paper.
         max_document_tokens: longest document, in the amortization network's own tokens.
         max_new_tokens: longest answer.
-        interpolation: lambda, how much of an answer behind retrieved documents is said under phi*, the rest by the LM
-            alone (see `mac_rag.interpolation`); 1 is the paper's `LM(d + x; phi*)`, and costs half as much. Part of no
+        memory_weight: lambda, of what is said under phi* behind retrieved documents, against what the LM alone says
+            (see `mac_rag.surer_reading`); 1 is the paper's `LM(d + x; phi*)`, and costs half as much. Part of no
             training, so chosen on validation data.
     """
 
@@ -220,7 +220,7 @@ class MACConfig(Config):
     prompt: PromptFormat = PromptFormat()
     max_document_tokens: int = Field(512, ge=8)
     max_new_tokens: int = Field(16, ge=1)
-    interpolation: float = Field(1.0, gt=0, le=1)
+    memory_weight: float = Field(1.0, gt=0, le=1)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -49,8 +49,8 @@ class MACEngine:
         k: how many documents the retriever finds.
         attention: how questions attend to the bank; None for exact attention to all of it.
         bound: keeps the bank from growing beyond a size; None lets it grow.
-        interpolation: how much of an answer behind documents is said with memory (see `mac_rag.interpolation`); None
-            for what the model is configured to.
+        memory_weight: lambda, of what is said with memory behind documents, against what is said without (see
+            `mac_rag.surer_reading`); None for what the model is configured to.
 
     Raises:
         ConfigError: for a way of attending that the model does not support.
@@ -66,7 +66,7 @@ class MACEngine:
         k: int = 5,
         attention: AttentionConfig | None = None,
         bound: BoundConfig | None = None,
-        interpolation: float | None = None,
+        memory_weight: float | None = None,
     ) -> None:
         self.model = MACModel.from_pretrained(model) if isinstance(model, str) else model
         self.bank = MemoryBank.for_model(self.model) if bank is None else bank
@@ -75,7 +75,7 @@ class MACEngine:
         self.k = k
         self.attention = attention or AttentionConfig()
         self.bound = bound
-        self.interpolation = interpolation
+        self.memory_weight = memory_weight
         self._lock = threading.RLock()
         self._reader = BankReader(self.model, self.bank, self.attention)
         self._bounded: BoundedBank | None = None
@@ -295,7 +295,7 @@ class MACEngine:
                         modulation=None if memory is None else memory.phi,
                         max_new_tokens=max_new_tokens,
                         num_beams=num_beams,
-                        interpolation=self.interpolation,
+                        memory_weight=self.memory_weight,
                     )
                     discarded = [0.0] * len(chosen) if memory is None else memory.discarded.tolist()
                     for i, text, share in zip(chosen, texts, discarded, strict=True):
@@ -330,7 +330,7 @@ class MACEngine:
         self, question: str, contexts: Sequence[str], phi: Tensor | None, max_new_tokens: int | None
     ) -> Iterator[str]:
         pieces = self.model.stream(
-            question, contexts, modulation=phi, max_new_tokens=max_new_tokens, interpolation=self.interpolation
+            question, contexts, modulation=phi, max_new_tokens=max_new_tokens, memory_weight=self.memory_weight
         )
         while True:
             with self._lock:

@@ -252,7 +252,7 @@ class MACModel(nn.Module):
         modulation: Tensor | None = None,
         max_new_tokens: int | None = None,
         num_beams: int = 1,
-        interpolation: float | None = None,
+        memory_weight: float | None = None,
     ) -> list[str]:
         """Answers questions: `LM(d + x; phi*)`.
 
@@ -262,10 +262,10 @@ class MACModel(nn.Module):
             modulation: phi* `[B, T, D]`; None for the frozen LM alone.
             max_new_tokens: None for the configured length.
             num_beams: 1 is greedy.
-            interpolation: lambda of answers behind documents, see `mac_rag.interpolation`; None for the configured one.
+            memory_weight: lambda behind documents, see `mac_rag.surer_reading`; None for the configured one.
 
         Raises:
-            ConfigError: for an interpolation that is not above 0 and at most 1.
+            ConfigError: for a memory_weight that is not above 0 and at most 1.
         """
         contexts = contexts or [()] * len(questions)
         prompts = [self.base_lm.prompts.prompt(q, c) for q, c in zip(questions, contexts, strict=True)]
@@ -274,7 +274,7 @@ class MACModel(nn.Module):
             self._modulation(modulation),
             max_new_tokens=max_new_tokens or self.config.max_new_tokens,
             num_beams=num_beams,
-            shares=self._shares(contexts, interpolation),
+            weights=self._weights(contexts, memory_weight),
         )
 
     def stream(
@@ -284,22 +284,22 @@ class MACModel(nn.Module):
         *,
         modulation: Tensor | None = None,
         max_new_tokens: int | None = None,
-        interpolation: float | None = None,
+        memory_weight: float | None = None,
     ) -> Iterator[str]:
         """Yields the greedy answer to one question piece by piece; `modulation` is `[1, T, D]`."""
         yield from self.base_lm.stream(
             self.base_lm.prompts.prompt(question, contexts),
             self._modulation(modulation),
             max_new_tokens=max_new_tokens or self.config.max_new_tokens,
-            shares=self._shares([contexts], interpolation),
+            weights=self._weights([contexts], memory_weight),
         )
 
-    def _shares(self, contexts: Sequence[Sequence[str]], interpolation: float | None) -> list[float] | None:
+    def _weights(self, contexts: Sequence[Sequence[str]], memory_weight: float | None) -> list[float] | None:
         """How much memory has to say in each answer: all where there is nothing else to read; None for all in all."""
-        share = self.config.interpolation if interpolation is None else interpolation
-        if not 0 < share <= 1:
-            raise ConfigError(f"interpolation is {share}; give a number above 0 and at most 1")
-        return [share if texts else 1.0 for texts in contexts] if share < 1 and any(contexts) else None
+        weight = self.config.memory_weight if memory_weight is None else memory_weight
+        if not 0 < weight <= 1:
+            raise ConfigError(f"memory_weight is {weight}; give a number above 0 and at most 1")
+        return [weight if texts else 1.0 for texts in contexts] if weight < 1 and any(contexts) else None
 
     @torch.no_grad()
     def _modulation(self, phi: Tensor | None) -> Modulation | None:

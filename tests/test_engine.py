@@ -120,7 +120,7 @@ def test_streaming_is_answering(engine: MACEngine) -> None:
         assert "".join(engine.stream(question)) == engine.answer([question])[0].text
 
 
-def test_interpolation_is_the_engines_or_the_models(tiny_model: MACModel) -> None:
+def test_the_memory_weight_is_the_engines_or_the_models(tiny_model: MACModel) -> None:
     torch.manual_seed(0)
     for parameter in tiny_model.modulation.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -128,15 +128,15 @@ def test_interpolation_is_the_engines_or_the_models(tiny_model: MACModel) -> Non
     engine.adapt(STREAM.documents)
     with_memory, without = engine.answer(QUESTIONS), engine.answer(QUESTIONS, use_memory=False)
     assert with_memory != without
-    engine.interpolation = 1e-6
+    engine.memory_weight = 1e-6
     assert [answer.text for answer in engine.answer(QUESTIONS)] == [answer.text for answer in without]
     assert "".join(engine.stream(QUESTIONS[0])) == without[0].text
-    engine.model.config = engine.model.config.model_copy(update={"interpolation": 1e-6})
-    engine.interpolation = 1.0
+    engine.model.config = engine.model.config.model_copy(update={"memory_weight": 1e-6})
+    engine.memory_weight = 1.0
     assert engine.answer(QUESTIONS) == with_memory
     for wrong in (0.0, 1.5, float("nan")):
-        engine.interpolation = wrong
-        with pytest.raises(ConfigError, match=f"interpolation is {wrong}; give a number above 0 and at most 1"):
+        engine.memory_weight = wrong
+        with pytest.raises(ConfigError, match=f"memory_weight is {wrong}; give a number above 0 and at most 1"):
             engine.answer(QUESTIONS[:1])
 
 

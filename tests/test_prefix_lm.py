@@ -117,7 +117,7 @@ def test_a_prefix_lm_comes_back_and_carries_a_memory(folder: Path, tmp_path: Pat
     assert together == [
         again.generate([q], [c], modulation=p[None])[0] for q, c, p in zip(questions, [texts, ()], phi, strict=True)
     ]
-    again.config = again.config.model_copy(update={"interpolation": 0.4})
+    again.config = again.config.model_copy(update={"memory_weight": 0.4})
     mixed = again.generate(questions, [texts, ()], modulation=phi)
     assert mixed[1] == together[1]
     assert mixed[0] == "".join(again.stream(questions[0], texts, modulation=phi[:1]))

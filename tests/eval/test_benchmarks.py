@@ -114,8 +114,8 @@ class TestRefusals:
         assert "--k must be at least 1" in self.refused(command, tmp_path, "--k", "0,5")
 
     @pytest.mark.parametrize("given", ["0", "0.5,2", "half", "nan"])
-    def test_no_interpolation(self, command: Command, tmp_path: Path, given: str) -> None:
-        message = self.refused(command, tmp_path, "--interpolation", given)
+    def test_no_memory_weight(self, command: Command, tmp_path: Path, given: str) -> None:
+        message = self.refused(command, tmp_path, "--memory-weight", given)
         assert f"numbers above 0 and at most 1, separated by commas, got '{given}'" in message
 
     def test_output_that_is_a_folder(self, command: Command, tmp_path: Path) -> None:

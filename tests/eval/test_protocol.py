@@ -58,18 +58,18 @@ def test_several_retrievers_and_ks_make_one_table(tiny_model: MACModel) -> None:
         assert len(sample.rows[name].retrieved) <= (int(name.split("-")[1].split()[0]) if "top" in name else 0)
 
 
-def test_each_interpolation_is_a_row(tiny_model: MACModel) -> None:
+def test_each_memory_weight_is_a_row(tiny_model: MACModel) -> None:
     torch.manual_seed(0)
     for parameter in tiny_model.modulation.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    engine = MACEngine(tiny_model, interpolation=0.7)
-    outcome = run_protocol(engine, STREAM, {"bm25": BM25Retriever()}, [1], interpolations=[1.0, 1e-6])
+    engine = MACEngine(tiny_model, memory_weight=0.7)
+    outcome = run_protocol(engine, STREAM, {"bm25": BM25Retriever()}, [1], memory_weights=[1.0, 1e-6])
     names = ["LM alone", "MAC", "bm25 top-1", "bm25 top-1 + MAC, lambda 1", "bm25 top-1 + MAC, lambda 1e-06"]
     assert [row.name for row in outcome.rows] == names
     assert predictions(outcome, names[4]) == predictions(outcome, names[2])
     assert predictions(outcome, names[3]) == predictions(run(tiny_model), "bm25 top-1 + MAC")
     assert predictions(outcome, names[3]) != predictions(outcome, names[2])
-    assert engine.interpolation == 0.7
+    assert engine.memory_weight == 0.7
 
 
 def test_the_gain_is_that_of_the_memory_over_the_same_prompts(tiny_model: MACModel) -> None:

@@ -11,21 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mac_rag.base_lm import BaseLM
-from mac_rag.interpolation import Interpolation
 from mac_rag.model import MACModel
 from mac_rag.nn.modulation import Modulation
+from mac_rag.surer_reading import SurerReading
 from tests.nn.modulated import EACH, PROMPTS, build
 
 Folder = Callable[[str], Path]
-SHARES = [0.5, 0.2, 1.0]
+WEIGHTS = [0.5, 0.2, 1.0]
 
 
-def said(lm: BaseLM, prompt: list[int], modulation: Modulation, share: float, length: int) -> str:
+def said(lm: BaseLM, prompt: list[int], modulation: Modulation, weight: float, length: int) -> str:
     """Greedy, the whole sequence anew for each token, in probabilities."""
     tokens: list[int] = []
     while len(tokens) < length and (not tokens or tokens[-1] != lm.tokenizer.eos_token_id):
         readings = [lm.answer_logits([prompt], [[*tokens, 0]], each)[-1].softmax(-1) for each in (modulation, None)]
-        tokens.append(int((share * readings[0] + (1 - share) * readings[1]).argmax()))
+        tokens.append(int(torch.maximum(weight * readings[0], (1 - weight) * readings[1]).argmax()))
     text: str = lm.tokenizer.decode(tokens, skip_special_tokens=True)
     return text.strip()
 
@@ -35,40 +35,41 @@ def test_generation_and_streaming_are_the_plain_loop(model_folder: Folder, name:
     lm, network, phi = build(model_folder(name), kind)
     with torch.no_grad():
         expected = [
-            said(lm, prompt, network(phi[i : i + 1]), share, 8)
-            for i, (prompt, share) in enumerate(zip(PROMPTS, SHARES, strict=True))
+            said(lm, prompt, network(phi[i : i + 1]), weight, 8)
+            for i, (prompt, weight) in enumerate(zip(PROMPTS, WEIGHTS, strict=True))
         ]
-    assert lm.generate(PROMPTS, network(phi), max_new_tokens=8, shares=SHARES) == expected
+    assert lm.generate(PROMPTS, network(phi), max_new_tokens=8, weights=WEIGHTS) == expected
     assert expected != lm.generate(PROMPTS, network(phi), max_new_tokens=8)
     for i, prompt in enumerate(PROMPTS):
-        pieces = lm.stream(prompt, network(phi[i : i + 1]), max_new_tokens=8, shares=SHARES[i : i + 1])
+        pieces = lm.stream(prompt, network(phi[i : i + 1]), max_new_tokens=8, weights=WEIGHTS[i : i + 1])
         assert "".join(pieces) == expected[i]
 
 
 @pytest.mark.parametrize(("name", "kind"), EACH)
 def test_with_beams_a_batch_is_its_rows(model_folder: Folder, name: str, kind: str) -> None:
     lm, network, phi = build(model_folder(name), kind)
-    whole = lm.generate(PROMPTS, network(phi), max_new_tokens=6, num_beams=3, shares=SHARES)
+    whole = lm.generate(PROMPTS, network(phi), max_new_tokens=6, num_beams=3, weights=WEIGHTS)
     for i, prompt in enumerate(PROMPTS):
-        one = lm.generate([prompt], network(phi[i : i + 1]), max_new_tokens=6, num_beams=3, shares=SHARES[i : i + 1])
+        one = lm.generate([prompt], network(phi[i : i + 1]), max_new_tokens=6, num_beams=3, weights=WEIGHTS[i : i + 1])
         assert whole[i : i + 1] == one
     plain = lm.generate(PROMPTS[2:], network(phi[2:]), max_new_tokens=6, num_beams=3)
     assert whole[2:] == plain  # all under the modulation
 
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 9))
-def test_the_two_halves_get_the_same_distribution(shares: list[float], beams: int, seed: int) -> None:
-    rows = len(shares) * beams
+def test_the_two_halves_get_the_same_distribution(weights: list[float], beams: int, seed: int) -> None:
+    rows = len(weights) * beams
     scores = torch.randn(2 * rows, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    mixed = Interpolation(shares)(torch.zeros(2 * rows, 1), scores)
+    mixed = SurerReading(weights)(torch.zeros(2 * rows, 1), scores)
     assert torch.equal(mixed[:rows], mixed[rows:])
     for row in range(rows):
-        share = shares[row // beams]
-        expected = share * scores[row].softmax(-1) + (1 - share) * scores[rows + row].softmax(-1)
-        assert torch.allclose(mixed[row].exp().double(), expected, atol=1e-6)
+        weight = weights[row // beams]
+        readings = weight * scores[row].softmax(-1), (1 - weight) * scores[rows + row].softmax(-1)
+        expected = torch.maximum(*readings)
+        assert torch.allclose(mixed[row].exp().double(), expected / expected.sum(), atol=1e-6)
 
 
-def test_a_model_interpolates_only_where_there_is_something_else_to_read(tiny_model: MACModel) -> None:
+def test_a_model_reads_twice_only_where_there_is_something_else_to_read(tiny_model: MACModel) -> None:
     questions = ["Who opened the bridge?", "What closed the port?"]
     contexts = [["The mayor of Lisbon opened a bridge."], []]
     torch.manual_seed(0)
@@ -78,7 +79,7 @@ def test_a_model_interpolates_only_where_there_is_something_else_to_read(tiny_mo
     plain = tiny_model.generate(questions, contexts, modulation=phi)
     alone = tiny_model.generate(questions, contexts)
     assert plain[0] != alone[0]
-    tiny_model.config = tiny_model.config.model_copy(update={"interpolation": 1e-6})
+    tiny_model.config = tiny_model.config.model_copy(update={"memory_weight": 1e-6})
     assert tiny_model.generate(questions, contexts, modulation=phi) == [alone[0], plain[1]]
     for i in range(2):
         pieces = tiny_model.stream(questions[i], contexts[i], modulation=phi[i : i + 1])
