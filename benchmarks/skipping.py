@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eval.command import SeedOption
+from eval.streams import DataOption
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
@@ -21,13 +23,11 @@ if TYPE_CHECKING:
 
 def main(
     model: Annotated[str, typer.Option(help="A MAC model with a document prior: a name or a folder.")] = "mac-small",
-    data: Annotated[
-        str | None, typer.Option(help="The data set, as the evaluations take it.", show_default="generated newswire")
-    ] = None,
+    data: DataOption = None,
     documents: Annotated[int, typer.Option(min=2, help="Documents of the test stream, from its beginning.")] = 1665,
     questions: Annotated[int, typer.Option(min=1, help="Questions that are asked at once, drawn from all.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Each is timed so often, in turns; the median counts.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of the newswire and of the questions.")] = 0,
+    seed: SeedOption = 0,
 ) -> None:
     """Time the aggregation of a bank on a CPU, with rows skipped that cannot matter, and with all rows.
 

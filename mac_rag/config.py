@@ -204,6 +204,8 @@ class MACConfig(Config):
         mlp_width: inner width of the MLP of each memory token; None for the backbone's, as in the paper.
         max_document_tokens: longest document, in the amortization network's own tokens.
         max_new_tokens: longest answer.
+        context_window: tokens that documents, question and answer may have together; None for all that the LM has
+            positions for. An LM may have more of them than it has learned to read.
         memory_weight: lambda, of what is said under phi* behind retrieved documents, against what the LM alone says
             (see `mac_rag.surer_reading`); 1 is the paper's `LM(d + x; phi*)`, and costs half as much. Part of no
             training, so chosen on validation data.
@@ -220,6 +222,7 @@ class MACConfig(Config):
     prompt: PromptFormat = PromptFormat()
     max_document_tokens: int = Field(512, ge=8)
     max_new_tokens: int = Field(16, ge=1)
+    context_window: int | None = Field(None, ge=1)
     memory_weight: float = Field(1.0, gt=0, le=1)
 
     @model_validator(mode="after")

@@ -262,8 +262,8 @@ class MACEngine:
             use_memory: False to answer without the bank.
             use_retriever: False to answer without the retriever.
             allowed: ids of the documents that may have any influence, through the retriever or the bank; None for all.
-            overflow: when documents and question are beyond the LM's window: refuse, or shorten the documents, never
-                the question.
+            overflow: when documents and question are beyond the LM's window: refuse, or leave out the last documents,
+                never the question.
             max_new_tokens: None for the model's configured length.
             num_beams: 1 is greedy.
             batch_size: questions of one generation.
@@ -278,7 +278,7 @@ class MACEngine:
             self.bank.check_model(self.model.fingerprint)
             found = self._contexts(questions, contexts, use_retriever, allowed)
             fitted = [
-                self._fit(question, texts, overflow, max_new_tokens)
+                self.fitted(question, texts, overflow, max_new_tokens)
                 for question, (texts, _) in zip(questions, found, strict=True)
             ]
             lengths = [len(question) + sum(map(len, texts)) for question, (texts, _) in zip(questions, fitted)]
@@ -322,7 +322,7 @@ class MACEngine:
             self.bank.check_model(self.model.fingerprint)
             given = None if contexts is None else [contexts]
             (found, _) = self._contexts([question], given, use_retriever, allowed)[0]
-            fitted, _ = self._fit(question, found, "error", max_new_tokens)
+            fitted, _ = self.fitted(question, found, "error", max_new_tokens)
             phi = self._current().aggregate([question], allowed).phi if use_memory else None
         return self._pieces(question, fitted, phi, max_new_tokens)
 
@@ -386,10 +386,21 @@ class MACEngine:
         hits = self.retriever.retrieve(questions, self.k, allowed=allowed)
         return [(tuple(hit.text for hit in row), tuple(hit.document_id for hit in row)) for row in hits]
 
-    def _fit(
-        self, question: str, contexts: Sequence[str], overflow: str, max_new_tokens: int | None
+    def fitted(
+        self,
+        question: str,
+        contexts: Sequence[str],
+        overflow: Literal["error", "truncate"] = "error",
+        max_new_tokens: int | None = None,
     ) -> tuple[tuple[str, ...], bool]:
-        """The documents as they fit into the LM's window before the question, and whether they were shortened."""
+        """The documents as they fit into the LM's window before the question, and whether they were shortened.
+
+        Args:
+            question, contexts, overflow, max_new_tokens: as `answer` takes them, of one question.
+
+        Raises:
+            DocumentError: for an empty question, or a prompt beyond the window.
+        """
         prompts = self.model.base_lm.prompts
         room = self.model.context_window - (max_new_tokens or self.model.config.max_new_tokens)
         self.model.input_encoder.ids(question)  # an empty or endless question is an error with or without memory

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mac_rag.base_lm import BaseLM
 from mac_rag.config import EncoderConfig, IndexConfig, MACConfig
-from mac_rag.encoder import TextEncoder
+from mac_rag.encoder import TextEncoder, length_buckets
 from mac_rag.errors import BankError, ConfigError, ModelLoadError
 from mac_rag.loading import keep_first_layers, load_backbone, load_tokenizer
 from mac_rag.nn.aggregation import AggregationNetwork, BankProjection, BankView
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mac_rag.objective import Batch, LossWeights
 
 _INDEX = "amortization.network.index."  # also the input encoder's, which is the same
+_CPU_TOKENS = 1024  # of prompts read together on a CPU, where more leave its caches and are slower
 
 
 class MACModel(nn.Module):
@@ -64,6 +65,11 @@ class MACModel(nn.Module):
         self.modulation = _modulation_network(config, base_lm)
         self.base_lm_trained = False
         self._fingerprint: tuple[int, str] | None = None
+        if self.context_window > self._positions:
+            raise ConfigError(
+                f"context_window is {self.context_window}, but the LM has positions for {self._positions} tokens "
+                "beside a prefix; leave it out for all of them"
+            )
         self.to(base_lm.device)
 
     @classmethod
@@ -118,7 +124,12 @@ class MACModel(nn.Module):
 
     @property
     def context_window(self) -> int:
-        """Tokens that documents, question and answer may have together; a prefix takes up positions too."""
+        """Tokens that documents, question and answer may have together."""
+        return self.config.context_window or self._positions
+
+    @property
+    def _positions(self) -> int:
+        """Those of the LM that a prefix leaves."""
         prefix = self.config.tokens * self.config.modulation.slots if self.config.modulation.kind == "prefix" else 0
         return self.base_lm.context_window - prefix
 
@@ -269,13 +280,25 @@ class MACModel(nn.Module):
         """
         contexts = contexts or [()] * len(questions)
         prompts = [self.base_lm.prompts.prompt(q, c) for q, c in zip(questions, contexts, strict=True)]
-        return self.base_lm.generate(
-            prompts,
-            self._modulation(modulation),
-            max_new_tokens=max_new_tokens or self.config.max_new_tokens,
-            num_beams=num_beams,
-            weights=self._weights(contexts, memory_weight),
-        )
+        weights = self._weights(contexts, memory_weight)
+        answers = [""] * len(prompts)
+        for rows in self._read_together(prompts):
+            texts = self.base_lm.generate(
+                [prompts[i] for i in rows],
+                self._modulation(None if modulation is None else modulation[rows]),
+                max_new_tokens=max_new_tokens or self.config.max_new_tokens,
+                num_beams=num_beams,
+                weights=None if weights is None else [weights[i] for i in rows],
+            )
+            for i, text in zip(rows, texts, strict=True):
+                answers[i] = text
+        return answers
+
+    def _read_together(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Groups of prompts, by their places: all on a GPU, a few of similar lengths on a CPU."""
+        if self.device.type != "cpu":
+            return [list(range(len(prompts)))]
+        return length_buckets([len(prompt) for prompt in prompts], _CPU_TOKENS)
 
     def stream(
         self,

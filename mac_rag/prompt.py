@@ -80,29 +80,28 @@ class PromptEncoder:
         return self.prompt(question, self.shortened(question, contexts, room))
 
     def shortened(self, question: str, contexts: Sequence[str], room: int) -> tuple[str, ...]:
-        """Cuts documents so that the prompt fits into `room` tokens: the longest first, none more than needed.
+        """The documents that fit with the question into `room` tokens.
 
-        Each keeps its beginning, cut between tokens; a document of which nothing would be left is dropped.
+        A retriever puts the best in front, and a document is worth most whole. So the first ones stay whole as long as
+        there is room, the next keeps its beginning, cut between tokens, and the others are dropped.
         """
-        rows = [self._ids(context.strip()) for context in contexts]
-        frame = len(self.document(""))
-        left = room - len(self.prompt(question)) - frame * len(rows)
-        # The limit per document under which all fit: documents shorter than it give their room to the others.
-        limit, remaining = 0, len(rows)
-        for length in sorted(map(len, rows)):
-            limit = max(0, left) // remaining
-            if length > limit:
-                break
-            left, remaining = left - length, remaining - 1
-        while True:
-            texts = [
-                context.strip()
-                if len(row) <= limit
-                else self.tokenizer.decode(row[:limit]).rstrip("\N{REPLACEMENT CHARACTER}")
-                for context, row in zip(contexts, rows, strict=True)
-            ]
-            kept = tuple(text for text in texts if text.strip())
+        kept: list[str] = []
+        left = room - len(self.prompt(question))
+        for text in filter(None, map(str.strip, contexts)):
+            used = len(self.document(text))
+            if used > left:
+                beginning = self._beginning(text, left)
+                return (*kept, beginning) if beginning.strip() else tuple(kept)
+            kept.append(text)
+            left -= used
+        return tuple(kept)
+
+    def _beginning(self, text: str, room: int) -> str:
+        """As many of a text's first tokens as make a document of `room` tokens."""
+        ids = self._ids(text)
+        for length in range(min(len(ids), room), 0, -1):
+            cut: str = self.tokenizer.decode(ids[:length]).rstrip("\N{REPLACEMENT CHARACTER}")
             # Cut text may tokenize into a token more than it was cut to.
-            if len(self.prompt(question, kept)) <= room or limit == 0:
-                return kept
-            limit -= 1
+            if len(self.document(cut)) <= room:
+                return cut
+        return ""

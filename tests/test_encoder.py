@@ -60,9 +60,15 @@ def test_shortened_prompts_fit_and_leave_the_question_whole(encoder: TextEncoder
     room = len(prompts.prompt(question)) + max(0, spare)
     kept = prompts.shortened(question, texts, room)
     assert len(prompts.prompt(question, kept)) <= room
-    assert len(kept) <= len(texts)
-    if len(prompts.prompt(question, [text for text in texts if text])) <= room:
-        assert list(kept) == [text for text in texts if text]
+    whole = [text for text in texts if text]
+    if len(prompts.prompt(question, whole)) <= room:
+        assert list(kept) == whole
+        return
+    *before, last = [*kept, ""] if list(kept) == whole[: len(kept)] else kept
+    assert before == whole[: len(before)]  # the best whole, then a beginning, of which no word more would have fitted
+    assert whole[len(before)].startswith(last)
+    more = whole[len(before)].split()[: len(last.split()) + 1]
+    assert len(prompts.prompt(question, [*before, " ".join(more)])) > room
 
 
 def test_a_prompt_starts_with_exactly_the_ids_of_its_documents(encoder: TextEncoder) -> None:

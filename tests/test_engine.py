@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintErr
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
+from tests.models import mac_config
 
 STREAM = generate("val", 12)
 QUESTIONS = [question.question for question in STREAM.questions]
@@ -157,16 +160,33 @@ def test_an_empty_question(engine: MACEngine) -> None:
 
 
 def test_documents_beyond_the_window_are_refused_or_shortened(engine: MACEngine) -> None:
-    texts = ["tiny document", "word " * 600, "other " * 900]
+    texts = ["tiny document", "word " * 2000, "other " * 900]
     with pytest.raises(DocumentError, match="3 documents and the question take"):
         engine.answer(QUESTIONS[:1], contexts=[texts], use_memory=False)
     (answer,) = engine.answer(QUESTIONS[:1], contexts=[texts], use_memory=False, overflow="truncate")
     assert answer.truncated
     assert answer.contexts[0] == "tiny document"
-    assert all(long.startswith(short.rstrip()) for short, long in zip(answer.contexts, texts, strict=True))
+    assert all(long.startswith(short.rstrip()) for short, long in zip(answer.contexts, texts[:2], strict=True))
     used = len(engine.model.base_lm.prompts.prompt(QUESTIONS[0], answer.contexts))
     room = engine.model.context_window - engine.model.config.max_new_tokens
     assert room - 20 < used <= room
+
+
+def test_a_window_may_be_smaller_than_what_the_lm_has_positions_for(
+    engine: MACEngine, model_folder: Callable[[str], Path]
+) -> None:
+    model, texts = engine.model, ["word " * 40, "other " * 40]
+    whole = len(model.base_lm.prompts.prompt(QUESTIONS[0], texts))
+    window = whole - 1 + model.config.max_new_tokens
+    model.config = model.config.model_copy(update={"context_window": window})
+    with pytest.raises(DocumentError, match=f"take {whole} tokens, but the LM's window leaves room for {whole - 1}"):
+        engine.answer(QUESTIONS[:1], contexts=[texts], use_memory=False)
+    (answer,) = engine.answer(QUESTIONS[:1], contexts=[texts], use_memory=False, overflow="truncate")
+    assert answer.contexts[0] == texts[0].strip()
+    assert texts[1].startswith(answer.contexts[1].strip())
+    room = MACModel.from_config(mac_config(model_folder("gpt2"))).context_window
+    with pytest.raises(ConfigError, match=f"context_window is {room + 1}, but the LM has positions for {room} tokens"):
+        MACModel.from_config(mac_config(model_folder("gpt2"), context_window=room + 1))
 
 
 def test_another_models_bank_is_refused_at_every_turn(engine: MACEngine) -> None:

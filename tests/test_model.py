@@ -270,3 +270,31 @@ def _copied(checkpoint: Path, place: Path, **values: object) -> Path:
     path = place / "copy" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
     return place / "copy"
+
+
+@pytest.mark.parametrize("kind", ["prefix", "lora", "film"])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_answers_are_those_of_any_grouping_of_the_prompts(
+    kind: Any, beams: int, model_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = mac_config(model_folder("gpt2"), model_folder("bert"), "encoder-only")
+    torch.manual_seed(0)
+    model = MACModel.from_config(config.model_copy(update={"modulation": ModulationConfig(kind=kind)}), device="cpu")
+    with torch.no_grad():  # maps to a change start at zero
+        for parameter in model.modulation.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    contexts = [DOCUMENTS[: index % 3] for index in range(len(QUESTIONS))]  # neither ascending nor all alike
+    phi = model.aggregate(QUESTIONS, model.amortize(DOCUMENTS))
+
+    def answers(memory: bool, weight: float = 1.0) -> list[str]:
+        return model.generate(
+            QUESTIONS, contexts, modulation=phi if memory else None, num_beams=beams, memory_weight=weight
+        )
+
+    given = {}
+    for budget in (1, 100, 10**6):  # one by one, a few, all at once
+        monkeypatch.setattr("mac_rag.model._CPU_TOKENS", budget)
+        given[budget] = [answers(False), answers(True), answers(True, 0.6)]
+    assert given[1] == given[100] == given[10**6]
+    assert len({tuple(rows) for rows in given[1]}) == 3
+    assert len(set(given[1][0])) > 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import pickle
 import subprocess
 import sys
@@ -269,15 +270,26 @@ def test_failures_reach_the_callbacks(engine: RecordingEngine, event_log: EventL
 # -- limits --
 
 
-def test_prompts_beyond_the_window_are_refused(remembering: RecordingEngine) -> None:
+def test_the_end_of_a_context_beyond_the_window_is_left_out_and_the_user_is_told(
+    remembering: RecordingEngine, event_log: EventLog, caplog: pytest.LogCaptureFixture
+) -> None:
     llm = MACLLM(engine=remembering)
-    long = "Anna Berg opened a bridge. " * remembering.model.context_window
-    with pytest.raises(DocumentError, match="window"):
-        llm.complete(QUESTION, contexts=[long])
-    with pytest.raises(DocumentError):
-        llm.stream_complete(QUESTION, contexts=[long])
-    with pytest.raises(DocumentError):
-        llm.complete("Who? " * remembering.model.context_window)
+    contexts = ["Rain fell.", "Anna Berg opened a bridge. " * remembering.model.context_window, "Nothing else."]
+    (expected,) = remembering.answer([QUESTION], contexts=[contexts], overflow="truncate")
+    assert len(expected.contexts) == 2
+    with caplog.at_level(logging.WARNING):
+        assert llm.complete(QUESTION, contexts=contexts).text == expected.text
+        assert list(llm.stream_complete(QUESTION, contexts=contexts))[-1].text == expected.text
+    assert remembering.asked[-2:] == [(QUESTION, expected.contexts)] * 2
+    assert caplog.text.count("shortened, and 1 of them left out") == 2
+    assert event_log.names().count("DocumentsTruncatedEvent") == 2
+
+
+def test_a_question_beyond_the_window_is_refused(remembering: RecordingEngine) -> None:
+    llm = MACLLM(engine=remembering)
+    for contexts in (None, ["Context."]):
+        with pytest.raises(DocumentError):
+            llm.complete("Who? " * remembering.model.context_window, contexts=contexts)
 
 
 def test_the_window_leaves_room_for_what_llama_index_reserves(remembering: RecordingEngine) -> None:

@@ -79,22 +79,24 @@ def test_a_query_engine_keeps_source_nodes_and_metadata(
 def test_documents_are_shortened_and_the_user_is_told(
     llm: MACLLM, engine: RecordingEngine, event_log: EventLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = nodes(LONG, FACTS["museum"])
-    expected = answered(engine, LONG, FACTS["museum"], overflow="truncate")
+    texts = [FACTS["museum"], LONG, FACTS["river"]]
+    given = nodes(*texts)
+    expected = answered(engine, *texts, overflow="truncate")
     with caplog.at_level(logging.WARNING):
         assert every_way(llm, given) == [expected] * 4
-    assert caplog.text.count("documents were shortened, and 0 of them left out") == 4
+    assert caplog.text.count("documents were shortened, and 1 of them left out") == 4
     ((question, contexts), *_) = engine.asked
     assert question == QUESTION
     assert contexts is not None
-    assert LONG.startswith(contexts[0][:-1])
-    assert contexts[1] == FACTS["museum"]
+    museum, long = contexts
+    assert museum == FACTS["museum"]
+    assert LONG.startswith(long[:-1])
     (event, *_) = [event for event in event_log.events if event.class_name() == "DocumentsTruncatedEvent"]
-    assert (event.query_str, event.given, event.used) == (QUESTION, [LONG, FACTS["museum"]], list(contexts))
+    assert (event.query_str, event.given, event.used) == (QUESTION, texts, list(contexts))
     response = MACSynthesizer(llm).synthesize(QUESTION, given, additional_source_nodes=nodes("more"))
     assert response.metadata is not None
     assert response.metadata["mac_truncated"] is True
-    assert [node.text for node in response.source_nodes] == [LONG, FACTS["museum"], "more"]
+    assert [node.text for node in response.source_nodes] == [*texts, "more"]
 
 
 def test_a_question_is_never_shortened(llm: MACLLM) -> None:

@@ -20,10 +20,10 @@ except ModuleNotFoundError as error:
     ) from error
 
 from mac_rag.integrations.llama_index.filters import FilteredDocuments
-from mac_rag.integrations.llama_index.llm import MACLLM
+from mac_rag.integrations.llama_index.llm import MACLLM, DocumentsTruncatedEvent
 from mac_rag.integrations.llama_index.postprocessor import MACNodePostprocessor
 from mac_rag.integrations.llama_index.retriever import LlamaIndexRetriever, MACRetriever
-from mac_rag.integrations.llama_index.synthesizer import DocumentsTruncatedEvent, MACSynthesizer
+from mac_rag.integrations.llama_index.synthesizer import MACSynthesizer
 from mac_rag.integrations.llama_index.vector_store import MACVectorStore
 from mac_rag.integrations.llama_index.writer import MemoryWriter
 

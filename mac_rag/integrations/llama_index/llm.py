@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +34,7 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import TokenAsyncGen, TokenGen
 from llama_index.core.vector_stores.types import MetadataFilters
 from llama_index_instrumentation import get_dispatcher
+from llama_index_instrumentation.base import BaseEvent
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.engine import MACEngine
@@ -48,6 +50,25 @@ from mac_rag.model import MACModel
 LLAMA_INDEX_RESERVE = 4096
 
 dispatcher = get_dispatcher(__name__)
+logger = logging.getLogger(__name__)
+
+
+class DocumentsTruncatedEvent(BaseEvent):
+    """Documents were shortened to fit into the LM's window.
+
+    Attributes:
+        query_str: the question, which never is.
+        given: the texts of the nodes.
+        used: what is left of them; one of which nothing is left is missing.
+    """
+
+    query_str: str
+    given: list[str]
+    used: list[str]
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "DocumentsTruncatedEvent"
 
 
 class MACLLM(FilteringComponent, CustomLLM):
@@ -62,11 +83,12 @@ class MACLLM(FilteringComponent, CustomLLM):
     - the async methods leave the event loop free, the streaming ones yield tokens as the LM makes them.
 
     Context is text as LlamaIndex assembles it: nodes are joined, and each starts with its metadata. Hide metadata
-    that the model was not trained on by `node.excluded_llm_metadata_keys`. A context beyond the LM's window raises
-    `DocumentError`; retrieve fewer or smaller nodes, let LlamaIndex pack by the LM's own tokens (`prompt_helper`), or
-    use `MACSynthesizer`, which also keeps the nodes apart. A model that answers in a few tokens cannot rewrite a
-    question: chat engines get follow-up questions back as they are, and one with a rewriting prompt of its own in the
-    mode condense_plus_context needs `skip_condense=True`. Structured output, output parsers and tools are refused.
+    that the model was not trained on by `node.excluded_llm_metadata_keys`. Of a context beyond the LM's window the end
+    is left out, and a warning logged; retrieve fewer or smaller nodes, let LlamaIndex pack by the LM's own tokens
+    (`prompt_helper`), or use `MACSynthesizer`, which also keeps the nodes apart. A model that answers in a few tokens
+    cannot rewrite a question: chat engines get follow-up questions back as they are, and one with a rewriting prompt of
+    its own in the mode condense_plus_context needs `skip_condense=True`. Structured output, output parsers and tools
+    are refused.
 
     Args:
         model: name or path of a checkpoint, or a model; None for the default. Its bank is empty: fill `llm.engine`.
@@ -133,7 +155,7 @@ class MACLLM(FilteringComponent, CustomLLM):
         """A prompt helper that counts the LM's own tokens against its true window.
 
         Set it as `Settings.prompt_helper`, or give it to `get_response_synthesizer`, to have LlamaIndex divide a
-        context that is too long instead of having it refused: tree_summarize and accumulate then ask about every
+        context that is too long instead of having its end left out: tree_summarize and accumulate then ask about every
         part, compact and refine about the first (with a warning), and simple_summarize cuts the rest off.
         """
         model = self.engine.model
@@ -160,16 +182,37 @@ class MACLLM(FilteringComponent, CustomLLM):
             )
         return {"use_memory": use_memory, "max_new_tokens": self.max_new_tokens, "allowed": self.allowed}
 
+    def fitted(self, question: str, texts: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+        """The texts as they fit into the window in front of the question, and whether they were shortened.
+
+        Of those that do not fit, a warning is logged and a `DocumentsTruncatedEvent` fired.
+
+        Raises:
+            DocumentError: for an empty question, or one that alone is beyond the window.
+        """
+        used, truncated = self.engine.fitted(question, texts, "truncate", self.max_new_tokens)
+        if not truncated:
+            return used, False
+        logger.warning(
+            "%d documents and the question are beyond the LM's window; the documents were shortened, and %d of them "
+            "left out: retrieve fewer or smaller nodes",
+            len(texts),
+            len(texts) - len(used),
+        )
+        dispatcher.event(DocumentsTruncatedEvent(query_str=question, given=list(texts), used=list(used)))
+        return used, True
+
     def _answer(self, question: str, contexts: Sequence[str] | None) -> str:
         follow_up = rewritten_question(question)
         if follow_up is not None:
             return follow_up
-        together = None if contexts is None else [contexts]
+        together = None if contexts is None else [self.fitted(question, contexts)[0]]
         return self.engine.answer([question], contexts=together, **self._settings(contexts))[0].text
 
     def _stream(self, question: str, contexts: Sequence[str] | None) -> Iterator[tuple[str, str]]:
         """Yields the answer so far and its newest piece; what is wrong with the question shows at the call."""
-        pieces = self.engine.stream(question, contexts=contexts, **self._settings(contexts))
+        used = None if contexts is None else self.fitted(question, contexts)[0]
+        pieces = self.engine.stream(question, contexts=used, **self._settings(contexts))
         return _grown(pieces)
 
     async def _astream(self, question: str, contexts: Sequence[str] | None) -> AsyncIterator[tuple[str, str]]:
@@ -197,7 +240,7 @@ class MACLLM(FilteringComponent, CustomLLM):
         Raises:
             BankError: for an empty bank where memory is required, or where there is no context either.
             FingerprintError: when another model wrote the bank.
-            DocumentError: for an empty question, or a prompt beyond the LM's window.
+            DocumentError: for an empty question, or one that alone is beyond the LM's window.
             MACError: for any other option.
         """
         _refuse_options(kwargs)

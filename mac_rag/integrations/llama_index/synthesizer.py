@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, Qu
 from llama_index.core.settings import Settings
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 from llama_index_instrumentation import get_dispatcher
-from llama_index_instrumentation.base import BaseEvent
 
 from mac_rag.errors import ConfigError
 from mac_rag.integrations.llama_index.llm import MACLLM
@@ -30,25 +28,6 @@ TRUNCATED = "mac_truncated"  # key of the response's metadata: whether documents
 _SLOTS = PromptTemplate("{context_str}\n{query_str}")
 
 dispatcher = get_dispatcher(__name__)
-logger = logging.getLogger(__name__)
-
-
-class DocumentsTruncatedEvent(BaseEvent):
-    """Documents were shortened to fit into the LM's window.
-
-    Attributes:
-        query_str: the question, which never is.
-        given: the texts of the nodes.
-        used: what is left of them; one of which nothing is left is missing.
-    """
-
-    query_str: str
-    given: list[str]
-    used: list[str]
-
-    @classmethod
-    def class_name(cls) -> str:
-        return "DocumentsTruncatedEvent"
 
 
 @dataclass
@@ -67,10 +46,9 @@ class MACSynthesizer(BaseSynthesizer):
 
     Other synthesizers join nodes to one text, or ask about one after the other. Here each is a document `d` of its
     own, in the order of the nodes, with the metadata that LlamaIndex shows an LLM. Where the window is too short for
-    all of them, documents are shortened, the longest first, and the question never: a warning is logged, a
-    `DocumentsTruncatedEvent` fired, and the response carries the metadata `mac_truncated: True` (False otherwise). Its
-    source nodes stay whole. Without nodes it answers from memory alone, if there is memory, and like LlamaIndex's own
-    synthesizers if not.
+    all of them, the last ones are shortened or left out (see `MACLLM.fitted`), and the response carries the metadata
+    `mac_truncated: True` (False otherwise). Its source nodes stay whole. Without nodes it answers from memory alone, if
+    there is memory, and like LlamaIndex's own synthesizers if not.
 
         index.as_query_engine(llm=llm, response_synthesizer=MACSynthesizer(llm))
 
@@ -106,13 +84,13 @@ class MACSynthesizer(BaseSynthesizer):
         Raises:
             BankError, DocumentError, FingerprintError: as `MACLLM.complete`; never for documents that are too long.
         """
-        return self._answer(query_str, self._fitted(query_str, text_chunks)[0])
+        return self._answer(query_str, self._mac.fitted(query_str, text_chunks)[0])
 
     async def aget_response(
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         """As `get_response`, without blocking the event loop."""
-        return await self._aanswer(query_str, self._fitted(query_str, text_chunks)[0])
+        return await self._aanswer(query_str, self._mac.fitted(query_str, text_chunks)[0])
 
     @dispatcher.span
     def synthesize(
@@ -166,7 +144,7 @@ class MACSynthesizer(BaseSynthesizer):
         payload: dict[str, Any] = {EventPayload.QUERY_STR: query.query_str}
         with self._callback_manager.event(CBEventType.SYNTHESIZE, payload=payload) as event:
             texts = [scored.node.get_content(metadata_mode=MetadataMode.LLM) for scored in nodes]
-            fitted, truncated = self._fitted(query.query_str, texts)
+            fitted, truncated = self._mac.fitted(query.query_str, texts)
             work = _Synthesis(query.query_str, fitted, truncated, [*nodes, *(additional or ())])
             yield work
             event.on_end(payload={EventPayload.RESPONSE: work.response})
@@ -177,25 +155,6 @@ class MACSynthesizer(BaseSynthesizer):
         response.metadata = {**(response.metadata or {}), TRUNCATED: work.truncated}
         work.response = response
         return response
-
-    def _fitted(self, question: str, texts: Sequence[str]) -> tuple[tuple[str, ...], bool]:
-        """The texts as they fit into the window in front of the question, and whether they were shortened.
-
-        A question that is too long by itself is left to the engine, which says so.
-        """
-        model = self._mac.engine.model
-        prompts, room = model.base_lm.prompts, model.context_window - self._mac.metadata.num_output
-        if len(prompts.prompt(question, texts)) <= room:
-            return tuple(texts), False
-        used = prompts.shortened(question, texts, room)
-        logger.warning(
-            "%d documents and the question are beyond the LM's window; the documents were shortened, and %d of them "
-            "left out: retrieve fewer or smaller nodes",
-            len(texts),
-            len(texts) - len(used),
-        )
-        dispatcher.event(DocumentsTruncatedEvent(query_str=question, given=list(texts), used=list(used)))
-        return used, True
 
     def _answer(self, question: str, texts: Sequence[str]) -> RESPONSE_TEXT_TYPE:
         ask = self._mac.stream if self._streaming else self._mac.predict
