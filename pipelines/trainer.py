@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed.nn  # imported later, as by DDP, its functions' defaults would hold the process group
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
@@ -222,10 +223,19 @@ class Trainer:
                     self._checkpoint()
         if main:
             self._export("last")
+        self._leave()
+        return figures
+
+    def _leave(self) -> None:
+        """Ends the process group and, with the last that holds it, its threads.
+
+        One of them that lets go of a tensor while the interpreter shuts down aborts the process.
+        """
         # Together, because a process that takes down the group while others still work can leave them hanging.
         self.accelerator.wait_for_everyone()
+        self.model = self.task
+        self.accelerator.free_memory()
         self.accelerator.end_training()
-        return figures
 
     def _optimiser_step(self) -> dict[str, float]:
         config, accelerator = self.config, self.accelerator
