@@ -1,8 +1,8 @@
 """Answers that are kept as they are given, so that nothing is asked twice.
 
-Retrievers often find the same documents for a question, and then their rows have the same prompt; an interrupted run
-has most of its answers already. What was asked of what is in the key of an answer, so answers of other weights, another
-stream or other code are never found, and one file may hold those of several runs.
+Retrievers often find the same documents for a question, or more than fit, and then their rows have the same prompt; an
+interrupted run has most of its answers already. What was asked of what is in the key of an answer, so answers of other
+weights, another stream or other code are never found, and one file may hold those of several runs.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ class KeptAnswer(Config):
 
     Attributes:
         text: the answer.
-        truncated: whether documents were shortened to fit the LM's window.
         seconds: its share of the time that it was generated in.
     """
 
     text: str
-    truncated: bool
     seconds: float
 
 

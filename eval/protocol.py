@@ -78,6 +78,21 @@ def run_protocol(
     return Outcome(adaptation, tuple(table.rows), samples(dataset.questions, table.verdicts))
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """One question as it is asked.
+
+    Attributes:
+        prompt: the question and the documents in front of it.
+        document_ids: of all that were retrieved.
+        truncated: whether less of them is in front.
+    """
+
+    prompt: Prompt
+    document_ids: tuple[str, ...]
+    truncated: bool
+
+
 class _Table:
     """The rows so far, and what each answered."""
 
@@ -95,28 +110,35 @@ class _Table:
 
     def ask(self, without: str, with_memory: Mapping[str, float | None]) -> None:
         """Adds rows: the same prompts without the memory, and with it at each weight, by the row's name."""
-        found = self._retrieved()
-        self.rows.append(self._row(without, found, None))
+        asked = self._asked()
+        self.rows.append(self._row(without, asked, None))
         configured = self.engine.model.config.memory_weight
         for name, weight in with_memory.items():
-            row = self._row(name, found, configured if weight is None else weight)
+            row = self._row(name, asked, configured if weight is None else weight)
             self.rows.append(row.model_copy(update={"gain": self._gain(name, without)}))
 
-    def _retrieved(self) -> list[list[Hit]]:
-        asked = [question.question for question in self.dataset.questions]
+    def _asked(self) -> list[_Asked]:
+        """Each question behind what is retrieved for it, as far as that fits; what fits is often the same."""
+        questions = [question.question for question in self.dataset.questions]
         retriever = self.engine.retriever
-        return [[] for _ in asked] if retriever is None else retriever.retrieve(asked, self.engine.k)
+        found: list[list[Hit]] = [[] for _ in questions]
+        if retriever is not None:
+            found = retriever.retrieve(questions, self.engine.k)
+        asked = []
+        for question, hits in zip(questions, found, strict=True):
+            contexts, truncated = self.engine.fitted(question, [hit.text for hit in hits], "truncate")
+            asked.append(_Asked((question, contexts), tuple(hit.document_id for hit in hits), truncated))
+        return asked
 
-    def _row(self, name: str, found: Sequence[Sequence[Hit]], weight: float | None) -> Row:
+    def _row(self, name: str, asked: Sequence[_Asked], weight: float | None) -> Row:
         """One row: the retrieved documents in front, memory with this lambda, or no memory for None."""
         if self.progress:
             print(name, file=sys.stderr)
         questions = self.dataset.questions
-        prompts = [(asked.question, tuple(hit.text for hit in hits)) for asked, hits in zip(questions, found)]
-        given = self._answers(prompts, weight)
+        given = self._answers([each.prompt for each in asked], weight)
         answers = [
-            Answer(answer.text, contexts, tuple(hit.document_id for hit in hits), answer.truncated)
-            for answer, (_, contexts), hits in zip(given, prompts, found, strict=True)
+            Answer(answer.text, each.prompt[1], each.document_ids, each.truncated)
+            for answer, each in zip(given, asked, strict=True)
         ]
         self.verdicts[name] = judge(questions, answers)
         k = None if self.engine.retriever is None else self.engine.k
@@ -137,11 +159,10 @@ class _Table:
                     [question for question, _ in group],
                     contexts=[contexts for _, contexts in group],
                     use_memory=weight is not None,
-                    overflow="truncate",
                     batch_size=self.batch_size,
                 )
                 seconds = (time.perf_counter() - began) / len(group)
-                kept = [KeptAnswer(text=answer.text, truncated=answer.truncated, seconds=seconds) for answer in answers]
+                kept = [KeptAnswer(text=answer.text, seconds=seconds) for answer in answers]
                 self.kept.add(dict(zip(group, kept, strict=True)), weight)
                 bar.advance(len(group))
         self.engine.memory_weight = before

@@ -18,7 +18,7 @@ from mac_rag.retrieval import BM25Retriever
 
 STREAM = generate("test", 12, seed=5)
 ROWS = ["LM alone", "MAC", "one top-1", "one top-1 + MAC", "two top-1", "two top-1 + MAC"]
-GIVEN = KeptAnswer(text="Ada Voss", truncated=False, seconds=0.5)
+GIVEN = KeptAnswer(text="Ada Voss", seconds=0.5)
 
 
 class Counting(MACEngine):
@@ -50,6 +50,19 @@ def test_retrievers_that_find_the_same_ask_once(tiny_model: MACModel) -> None:
     assert [row.name for row in outcome.rows] == ROWS
     one, two = outcome.rows[2:4], outcome.rows[4:]
     assert [row.model_copy(update={"name": ""}) for row in one] == [row.model_copy(update={"name": ""}) for row in two]
+
+
+def test_documents_that_do_not_fit_are_not_asked_about(tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = tiny_model.base_lm.prompts
+    longest = max(len(prompts.prompt("", [document.text])) for document in STREAM.documents)
+    questions = [len(prompts.prompt(question.question)) for question in STREAM.questions]
+    window = longest + max(questions) + tiny_model.config.max_new_tokens
+    monkeypatch.setattr(tiny_model, "config", tiny_model.config.model_copy(update={"context_window": window}))
+    engine = Counting(tiny_model)
+    outcome = run_protocol(engine, STREAM, {"one": BM25Retriever()}, [2, 3])
+    *_, two, _, three, _ = outcome.rows
+    assert 0 < two.truncated <= three.truncated
+    assert engine.asked == 4 * 12  # what fits of three is what fits of two
 
 
 def test_an_interrupted_run_goes_on(tiny_model: MACModel, tmp_path: Path) -> None:
