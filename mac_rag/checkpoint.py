@@ -25,7 +25,8 @@ from mac_rag.base_lm import BaseLM
 from mac_rag.config import EncoderConfig, IndexConfig, MACConfig
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.loading import PACKED_LM, empty_backbone, load_backbone, load_tokenizer, quiet
-from mac_rag.model import MACModel, make_encoder, make_index
+from mac_rag.model import MACModel, make_encoder, make_index, make_words
+from mac_rag.nn.hashed_words import HashedWords
 from mac_rag.packing import packed, unpacked
 from mac_rag.tuning import merged
 
@@ -62,7 +63,8 @@ def load(name_or_path: str | Path, *, revision: str | None, device: torch.device
     config = read_config(folder)
     base_lm = BaseLM.load(config.base_lm, config.prompt, device, folder)
     index = None if config.index is None else _index(folder / "index", config.index, base_lm)
-    encoders = [_encoder(folder / name, getattr(config, name), config, base_lm, index) for name in _ENCODERS]
+    words = make_words(config, base_lm)
+    encoders = [_encoder(folder / name, getattr(config, name), config, base_lm, index, words) for name in _ENCODERS]
     model = MACModel(config, base_lm, *encoders)
     _fill(model, folder / "model.safetensors")
     return model.eval()
@@ -125,12 +127,14 @@ def read_config(folder: Path) -> MACConfig:
         raise ModelLoadError(str(error)) from error
 
 
-def _encoder(folder: Path, part: EncoderConfig, config: MACConfig, base_lm: BaseLM, index: Any) -> TextEncoder:
+def _encoder(
+    folder: Path, part: EncoderConfig, config: MACConfig, base_lm: BaseLM, index: Any, words: HashedWords | None
+) -> TextEncoder:
     if part.quantization != "none":
         backbone = load_backbone(part, base_lm.device)
     else:
         backbone = empty_backbone(part, _architecture(folder))
-    return make_encoder(config, part, backbone, load_tokenizer(str(folder)), base_lm, index)
+    return make_encoder(config, part, backbone, load_tokenizer(str(folder)), base_lm, index, words)
 
 
 def _index(folder: Path, part: IndexConfig, base_lm: BaseLM) -> Any:

@@ -106,11 +106,17 @@ class IndexConfig(Config):
             so its width must be D.
         revision: branch, tag or commit on the Hub.
         embeddings: of tokens: `own`, or the base LM's (`base-lm`), where the vocabulary is the same.
+        words: R, vectors that hold the text's words (see `mac_rag.nn.hashed_words`), which the document prior compares
+            as well; 0 for none. They are stored with the memory tokens, and nothing attends to them.
+        words_weight: of their product in the document prior, beside a cosine. Part of no training, so chosen on
+            validation data.
     """
 
     name: str
     revision: str | None = None
     embeddings: Literal["own", "base-lm"] = "own"
+    words: int = Field(0, ge=0)
+    words_weight: float = Field(0.1, gt=0)
 
 
 class AggregationConfig(Config):
@@ -238,3 +244,8 @@ class MACConfig(Config):
         if self.index is not None and self.tokens < 2:
             raise ValueError(f"tokens is {self.tokens}, but a document needs one beside its index")
         return self
+
+    @property
+    def words(self) -> int:
+        """R, vectors that a text's words are kept in behind its T memory tokens."""
+        return 0 if self.index is None else self.index.words

@@ -19,6 +19,7 @@ from mac_rag.errors import BankError, ConfigError, ModelLoadError
 from mac_rag.loading import keep_first_layers, load_backbone, load_tokenizer
 from mac_rag.nn.aggregation import AggregationNetwork, BankProjection, BankView
 from mac_rag.nn.amortization import DESIGNS
+from mac_rag.nn.hashed_words import HashedWords
 from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
 from mac_rag.progress import progress_bar
 from mac_rag.tuning import make_trainable
@@ -26,7 +27,8 @@ from mac_rag.tuning import make_trainable
 if TYPE_CHECKING:
     from mac_rag.objective import Batch, LossWeights
 
-_INDEX = "amortization.network.index."  # also the input encoder's, which is the same
+# Frozen parts of MAC's own; also the input encoder's, which are the same.
+_INDEX = ("amortization.network.index.", "amortization.network.words.")
 _CPU_TOKENS = 1024  # of prompts read together on a CPU, where more leave its caches and are slower
 
 
@@ -61,6 +63,8 @@ class MACModel(nn.Module):
             prior_width=sizes.prior_width,
             prior_sharpness=sizes.prior_sharpness,
             index=config.index is not None,
+            words=config.words,
+            words_weight=1.0 if config.index is None else config.index.words_weight,
         )
         self.modulation = _modulation_network(config, base_lm)
         self.base_lm_trained = False
@@ -84,7 +88,8 @@ class MACModel(nn.Module):
         base_lm = BaseLM.load(config.base_lm, config.prompt, place)
         index = None if config.index is None else _pretrained_index(config.index, base_lm)
         parts = config.amortization, config.input_encoder
-        encoders = [_pretrained_encoder(part, config, base_lm, index) for part in parts]
+        words = make_words(config, base_lm)
+        encoders = [_pretrained_encoder(part, config, base_lm, index, words) for part in parts]
         return cls(config, base_lm, *encoders).eval()
 
     @classmethod
@@ -159,7 +164,7 @@ class MACModel(nn.Module):
     def mac_state(self) -> dict[str, Tensor]:
         """Every weight of MAC's own networks; neither those of the base LM nor of quantised backbones.
 
-        Training changes all of them but the index.
+        Training changes all of them but the index and the words that go with it.
         """
         return {
             name: parameter
@@ -174,7 +179,8 @@ class MACModel(nn.Module):
         # In-place updates advance a tensor's version, so this notices training between two calls.
         version = sum(tensor._version for tensor in state.values())
         if self._fingerprint is None or self._fingerprint[0] != version:
-            digest = hashlib.sha256(self.config.model_dump_json(include={"tokens", "aggregation"}).encode())
+            parts = {"tokens", "aggregation"} | ({"index"} if self.config.words else set())
+            digest = hashlib.sha256(self.config.model_dump_json(include=parts).encode())
             for name, tensor in sorted(state.items()):
                 digest.update(name.encode())
                 digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
@@ -205,7 +211,7 @@ class MACModel(nn.Module):
             progress: shows a progress bar.
 
         Returns:
-            `[K, T, D]` in float32, on the model's device.
+            `[K, T, D]` in float32, on the model's device; `[K, T + R, D]` with the words of an index.
 
         Raises:
             DocumentError: for an empty document, one that is no text, or one beyond the limit of tokens.
@@ -216,7 +222,7 @@ class MACModel(nn.Module):
 
     @torch.no_grad()
     def project(self, phi: Tensor) -> BankProjection:
-        """Projects a bank `[K, T, D]` to the keys and values of all blocks, once for any number of questions.
+        """Projects memory tokens as `amortize` gives them to keys and values of all blocks, once for all questions.
 
         Raises:
             BankError: for an empty bank.
@@ -231,7 +237,7 @@ class MACModel(nn.Module):
 
         Args:
             questions: B texts.
-            bank: memory tokens `[K, T, D]`, or a view of them.
+            bank: memory tokens as `amortize` gives them, or a view of them.
             mask: `[B, K]`, True where a question may see a document.
 
         Raises:
@@ -355,9 +361,17 @@ def default_device(device: str | torch.device | None) -> torch.device:
 
 
 def make_encoder(
-    config: MACConfig, part: EncoderConfig, backbone: Any, tokenizer: Any, base_lm: BaseLM, index: Any = None
+    config: MACConfig,
+    part: EncoderConfig,
+    backbone: Any,
+    tokenizer: Any,
+    base_lm: BaseLM,
+    index: Any = None,
+    words: HashedWords | None = None,
 ) -> TextEncoder:
-    """Puts the learned vectors and MLPs of the part's design around a backbone, and the index (`make_index`) beside it.
+    """Puts the learned vectors and MLPs of the part's design around a backbone.
+
+    Beside it come the index (`make_index`) and its words (`make_words`).
 
     Raises:
         ModelLoadError: when it should share the base LM's embeddings, but has another width or vocabulary; when its
@@ -368,7 +382,7 @@ def make_encoder(
         _share_embeddings(part.name, backbone, alike, base_lm)
     if index is not None and not alike:
         raise ModelLoadError(f"{part.name!r} cannot have an index: its vocabulary is not the base LM's")
-    network = DESIGNS[part.design](backbone, config.tokens, base_lm.width, config.mlp_width, index)
+    network = DESIGNS[part.design](backbone, config.tokens, base_lm.width, config.mlp_width, index, words)
     return TextEncoder(network, tokenizer, config.max_document_tokens)
 
 
@@ -388,6 +402,13 @@ def make_index(part: IndexConfig, backbone: Any, tokenizer: Any, base_lm: BaseLM
     if part.embeddings == "base-lm":
         _share_embeddings(part.name, backbone, True, base_lm)
     return backbone
+
+
+def make_words(config: MACConfig, base_lm: BaseLM) -> HashedWords | None:
+    """The words of an index as both encoders have them, all equally rare; None for none."""
+    if not config.words:
+        return None
+    return HashedWords(len(base_lm.tokenizer), config.words, base_lm.width).to(base_lm.device)
 
 
 def _same_vocabulary(tokenizer: Any, base_lm: BaseLM) -> bool:
@@ -411,10 +432,12 @@ def _pretrained_index(part: IndexConfig, base_lm: BaseLM) -> Any:
     return make_index(part, backbone, load_tokenizer(part.name, part.revision), base_lm)
 
 
-def _pretrained_encoder(part: EncoderConfig, config: MACConfig, base_lm: BaseLM, index: Any) -> TextEncoder:
+def _pretrained_encoder(
+    part: EncoderConfig, config: MACConfig, base_lm: BaseLM, index: Any, words: HashedWords | None
+) -> TextEncoder:
     if part.name is not None:
         backbone = load_backbone(part, base_lm.device)
-        return make_encoder(config, part, backbone, load_tokenizer(part.name, part.revision), base_lm, index)
+        return make_encoder(config, part, backbone, load_tokenizer(part.name, part.revision), base_lm, index, words)
     if config.base_lm.quantization != "none":
         raise ModelLoadError(
             f"the base LM is quantised ({config.base_lm.quantization}), so an encoder cannot start from its weights; "
@@ -423,7 +446,7 @@ def _pretrained_encoder(part: EncoderConfig, config: MACConfig, base_lm: BaseLM,
     backbone = copy.deepcopy(base_lm.model.base_model).float().requires_grad_(True)
     if part.layers is not None:
         keep_first_layers(backbone, part.layers)
-    return make_encoder(config, part, backbone, base_lm.tokenizer, base_lm, index)
+    return make_encoder(config, part, backbone, base_lm.tokenizer, base_lm, index, words)
 
 
 def _modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNetwork:

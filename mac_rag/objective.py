@@ -90,14 +90,14 @@ def mac_loss(
         batch: documents and questions.
         weights: of the terms; a term of weight zero costs nothing.
         backprop_dropout: p, the share of documents without gradients; at least one always has them.
-        negatives: memory tokens of other documents `[N, T, D]`, without gradients; further negatives of the contrastive
-            term.
+        negatives: memory tokens of other documents `[N, T + R, D]`, without gradients; further negatives of the
+            contrastive term.
         distractors: how many of them, those with the highest document prior for each question, all questions also
             attend to in the answer term, as they do in a bank of many documents.
         tune_amortization: False amortizes all documents without gradients.
 
     Returns:
-        `loss` and each term that has a weight, as scalars; and the memory tokens `[K, T, D]`, detached.
+        `loss` and each term that has a weight, as scalars; and the memory tokens `[K, T + R, D]`, detached.
 
     Raises:
         ConfigError: for a contrastive term or distractors without a document prior, or p outside [0, 1).
@@ -109,6 +109,7 @@ def mac_loss(
     rows = [model.amortization.ids(document) for document in batch.documents]
     with torch.set_grad_enabled(tune_amortization and torch.is_grad_enabled()):
         phi = amortize_with_dropout(model, rows, backprop_dropout)
+    memory = model.aggregation.attended(phi)  # [K, T, D]
     gold = torch.tensor(batch.gold, device=phi.device)
     prompts = model.base_lm.prompts
     contexts = batch.contexts or [()] * len(batch.questions)
@@ -135,18 +136,18 @@ def mac_loss(
     if weights.answer:
         terms["answer"] = _mean_loss(model, asked, answers, aggregated, batch.without_memory)
     if weights.imitation:
-        own, width = phi[gold].detach(), phi.shape[-1:]
+        own, width = memory[gold].detach(), memory.shape[-1:]
         terms["imitation"] = functional.mse_loss(
             functional.layer_norm(aggregated, width), functional.layer_norm(own, width)
         )
     if weights.direct:
-        terms["direct"] = _mean_loss(model, alone, answers, phi[gold])
+        terms["direct"] = _mean_loss(model, alone, answers, memory[gold])
     if weights.distillation:
-        terms["distillation"] = _distillation(model, batch, alone, answers, phi[gold])
+        terms["distillation"] = _distillation(model, batch, alone, answers, memory[gold])
     if weights.reconstruction:
         starts = [prompts.start or [prompts.eos]] * len(rows)
         texts = [prompts.document(document) for document in batch.documents]
-        terms["reconstruction"] = _mean_loss(model, starts, texts, phi)
+        terms["reconstruction"] = _mean_loss(model, starts, texts, memory)
     if weights.contrastive and scores is not None:
         terms["contrastive"] = functional.cross_entropy(scores, gold)
     total = torch.stack([getattr(weights, name) * term for name, term in terms.items()]).sum()

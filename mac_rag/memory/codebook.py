@@ -127,12 +127,13 @@ class CodebookView:
         kept = torch.isin(self.row_keys, row_keys[:first], assume_unique=True)
         kept = kept.to(self._codes.device)
         held = self._codes[kept]
-        new = self.bank.codes(first, len(row_keys)).to(held) if first < len(row_keys) else held[:0]
+        stored = self.bank.codes(first, len(row_keys)).to(held) if first < len(row_keys) else held[:0]
+        new = stored[:, : stored.shape[1] - self.network.words] if len(stored) else stored  # what is attended to
         codes = torch.cat([held, new]) if len(held) else new
         self._counts += self._counted(new) - self._counted(self._codes[~kept])
         if self.network.prior is not None:
             with torch.no_grad():
-                parts = [self.network.prior.keys(self._codebook[part.long()]) for part in new.split(self.chunk_rows)]
+                parts = [self.network.prior.keys(self._codebook[part.long()]) for part in stored.split(self.chunk_rows)]
             before = [] if self._row_prior_keys is None else [self._row_prior_keys[kept]]
             self._row_prior_keys = torch.cat(before + parts)
         self._codes, self.row_keys, self._version = codes, row_keys, version

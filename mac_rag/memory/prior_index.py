@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PriorIndex:
-    """Finds the N rows with the highest prior `s(x, d) = scale * cos(query, key)`.
+    """Finds the N rows with the highest prior `s(x, d) = scale * query key`.
 
     Args:
         exact_rows: up to so many rows the product with all keys is computed, `[B, K]` scores at once. Beyond, an
@@ -46,7 +46,7 @@ class PriorIndex:
 
         Args:
             row_keys: `[K]`, what each row is known by, ascending (`ProjectedBank.row_keys`).
-            prior_keys: `[K, d_prior]` unit vectors (`ProjectedBank.prior_keys`). They are not copied.
+            prior_keys: `[K, d_prior]` (`ProjectedBank.prior_keys`). They are not copied.
 
         Raises:
             BankError: when there are more than `exact_rows` and FAISS is not installed.
@@ -75,8 +75,8 @@ class PriorIndex:
         """The rows with the highest prior.
 
         Args:
-            queries: `[B, d_prior]` unit vectors (`DocumentPrior.queries`).
-            scale: of the cosine (`exp(tau)` of the prior).
+            queries: `[B, d_prior]` (`DocumentPrior.queries`).
+            scale: of the product (`exp(tau)` of the prior).
             n: how many rows; all if there are fewer.
 
         Returns:
@@ -93,27 +93,27 @@ class PriorIndex:
             found, index = scores.topk(n, dim=-1)
             log_all = scores.logsumexp(-1)
         else:
-            cosines, index = self._search_faiss(queries, n)
-            found = scale * cosines
+            products, index = self._search_faiss(queries, n)
+            found = scale * products
             log_rest = found[:, -1] + (math.log(rows - n) if rows > n else -math.inf)
             log_all = torch.logaddexp(found.logsumexp(-1), log_rest)
         discarded = -torch.expm1(found.logsumexp(-1) - log_all)
         return index.sort(-1).values, discarded.clamp(0, 1)
 
     def _search_faiss(self, queries: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """The best cosines `[B, N]`, falling, and the row numbers."""
+        """The best products `[B, N]`, falling, and the row numbers."""
         import numpy as np
 
         asked = _array(queries)
         cells = self._faiss.nlist
         self._faiss.nprobe = max(1, round(self.probed * cells))
-        cosines, ids = self._faiss.search(asked, n)
+        products, ids = self._faiss.search(asked, n)
         short = (ids < 0).any(1)
         if short.any():  # fewer rows than n in the cells that were searched
             self._faiss.nprobe = cells
-            cosines[short], ids[short] = self._faiss.search(np.ascontiguousarray(asked[short]), n)
+            products[short], ids[short] = self._faiss.search(np.ascontiguousarray(asked[short]), n)
         index = torch.searchsorted(self._row_keys, torch.from_numpy(ids))
-        return torch.from_numpy(cosines).to(queries), index.to(queries.device)
+        return torch.from_numpy(products).to(queries), index.to(queries.device)
 
 
 def _inverted_file(prior_keys: Tensor) -> Any:

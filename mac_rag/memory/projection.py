@@ -124,7 +124,8 @@ class ProjectedBank:
         if self.bank.row_shape is None:
             return 0
         width = sum(block.to_key.out_features + block.to_value.out_features for block in self._blocks)
-        return len(row_keys) * self.bank.row_shape[0] * width * self.dtype.itemsize
+        tokens = self.bank.row_shape[0] - self.network.words
+        return len(row_keys) * tokens * width * self.dtype.itemsize
 
     def _read(self, start: int, stop: int) -> Tensor:
         return self.bank.read(start, stop).to(self.device, self._weights)
@@ -136,8 +137,8 @@ class ProjectedBank:
 
     @torch.no_grad()
     def _project(self, phi: Tensor, blocks: Iterable[CrossAttentionBlock]) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Keys and values `[H, k, T, d]` of rows `[k, T, D]`, for each of the blocks."""
-        normed = self.network.bank_norm(phi)
+        """Keys and values `[H, k, T, d]` of rows `[k, T + R, D]`, for each of the blocks."""
+        normed = self.network.bank_norm(self.network.attended(phi))
         projected = (block.project(normed) for block in blocks)
         return tuple((keys.to(self.dtype), values.to(self.dtype)) for keys, values in projected)
 
@@ -161,7 +162,7 @@ class ProjectedBank:
 
     @property
     def prior_keys(self) -> Tensor | None:
-        """`[K, d_prior]` unit vectors of the document prior, or None without one."""
+        """`[K, d_prior]` vectors of the document prior, or None without one."""
         return self._prior_keys
 
     @property

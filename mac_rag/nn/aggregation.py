@@ -26,7 +26,7 @@ class BankRows(Protocol):
 
     @property
     def prior_keys(self) -> Tensor | None:
-        """Unit vectors of the document prior `[K, d_prior]` or `[G, K, d_prior]`; None without one."""
+        """Vectors of the document prior `[K, d_prior]` or `[G, K, d_prior]`; None without one."""
 
     @property
     def log_counts(self) -> Tensor | None:
@@ -101,7 +101,9 @@ def prior_keys(bank: BankRows) -> Tensor:
 class DocumentPrior(nn.Module):
     """A learned score of a document for a question, `s(x, d) = exp(tau) cos(W_q mean(x), W_k mean(phi_d))`.
 
-    With an index (`mac_rag.config.IndexConfig`), the first token takes the place of the mean.
+    With an index (`mac_rag.config.IndexConfig`), the first token takes the place of the mean. With words, the product
+    of those is added to the cosine, `cos(...) + w u(x) v(d)`, where v are a document's words, and u a question's scaled
+    to length 1. Cosine and product together are one product of longer vectors.
 
     Added to the attention logits of all tokens of the document, it keeps attention sharp over thousands of documents,
     where a plain softmax spreads over them. It is a function of one document and one question, so aggregation stays
@@ -111,11 +113,15 @@ class DocumentPrior(nn.Module):
         width: D, of question and memory tokens.
         prior_width: of the space that they are compared in.
         index: whether the first token is the text's index.
+        words: R, vectors of words behind the tokens.
+        words_weight: w.
     """
 
-    def __init__(self, width: int, prior_width: int, index: bool) -> None:
+    def __init__(self, width: int, prior_width: int, index: bool, words: int = 0, words_weight: float = 1.0) -> None:
         super().__init__()
         self.index = index
+        self.words = words
+        self.words_weight = words_weight
         self.query = nn.Linear(width, prior_width, bias=False)
         self.key = nn.Linear(width, prior_width, bias=False)
         self.log_scale = nn.Parameter(torch.tensor(10.0).log())
@@ -127,20 +133,25 @@ class DocumentPrior(nn.Module):
         return tokens[:, 0] if self.index else tokens.mean(1)
 
     def keys(self, phi: Tensor) -> Tensor:
-        """`[K, T, D] -> [K, d_prior]`."""
-        return functional.normalize(self.key(self.summary(phi)), dim=-1)
+        """`[K, T + R, D] -> [K, d_prior]`."""
+        keys = functional.normalize(self.key(self.summary(phi)), dim=-1)
+        return torch.cat([keys, phi[:, -self.words :].flatten(1)], -1) if self.words else keys
 
     def queries(self, question: Tensor) -> Tensor:
-        """`[B, T, D] -> [B, d_prior]`."""
-        return functional.normalize(self.query(self.summary(question)), dim=-1)
+        """`[B, T + R, D] -> [B, d_prior]`."""
+        queries = functional.normalize(self.query(self.summary(question)), dim=-1)
+        if not self.words:
+            return queries
+        words = functional.normalize(question[:, -self.words :].flatten(1), dim=-1)
+        return torch.cat([queries, self.words_weight * words], -1)
 
     def score(self, queries: Tensor, keys: Tensor) -> Tensor:
         """`[B, d_prior]`, and `[K, d_prior]` or `[G, K, d_prior]` for runs of questions, to `[B, K]`."""
         if keys.ndim == 3:
-            cosines = (queries.unflatten(0, (len(keys), -1)) @ keys.mT).flatten(0, 1)
+            products = (queries.unflatten(0, (len(keys), -1)) @ keys.mT).flatten(0, 1)
         else:
-            cosines = queries @ keys.T
-        scores: Tensor = self.log_scale.exp() * cosines
+            products = queries @ keys.T
+        scores: Tensor = self.log_scale.exp() * products
         return scores
 
 
@@ -232,6 +243,8 @@ class AggregationNetwork(nn.Module):
         prior_sharpness: factor on the document prior in attention, except in training. The scales are learned over the
             documents of one batch; to keep the same share of attention on a document of a larger bank takes more.
         index: whether the first token of documents and questions is what the document prior compares.
+        words, words_weight: R, how many vectors of words stand behind their T tokens, for the document prior alone; and
+            what its product of them weighs.
     """
 
     def __init__(
@@ -245,19 +258,26 @@ class AggregationNetwork(nn.Module):
         prior_width: int = 0,
         prior_sharpness: float = 1.0,
         index: bool = False,
+        words: int = 0,
+        words_weight: float = 1.0,
     ) -> None:
         super().__init__()
+        self.words = words
         self.bank_norm = nn.LayerNorm(width)  # one for all blocks: they look at the same bank
         self.blocks = nn.ModuleList(
             CrossAttentionBlock(width, heads, head_width, feed_forward, prior_width > 0, prior_sharpness)
             for _ in range(blocks)
         )
-        self.prior = DocumentPrior(width, prior_width, index) if prior_width else None
+        self.prior = DocumentPrior(width, prior_width, index, words, words_weight) if prior_width else None
         self.use_prior = True  # False leaves the prior out of the attention, to measure what it contributes
 
+    def attended(self, phi: Tensor) -> Tensor:
+        """Memory tokens `[..., T, D]` without the words that may stand behind them, `[..., T + R, D]`."""
+        return phi[..., : phi.shape[-2] - self.words, :]
+
     def project(self, phi: Tensor) -> BankProjection:
-        """Projects a bank `[K, T, D]` once, for any number of questions."""
-        bank = self.bank_norm(phi)
+        """Projects a bank `[K, T + R, D]` once, for any number of questions."""
+        bank = self.bank_norm(self.attended(phi))
         projected = [block.project(bank) for block in self.blocks if isinstance(block, CrossAttentionBlock)]
         return BankProjection(
             keys=tuple(keys for keys, _ in projected),
@@ -288,7 +308,7 @@ class AggregationNetwork(nn.Module):
         """Aggregates the bank for each question.
 
         Args:
-            question: `[B, T, D]`, the input encoder's tokens, the first query.
+            question: `[B, T + R, D]`, the input encoder's tokens, of which the first T are the first query.
             bank: K rows.
             mask: `[B, K]`, True where a question may see a row; every question must see at least one.
             scores: `[B, K]`, the document prior's where they are known; None to compare question and prior keys.
@@ -302,7 +322,7 @@ class AggregationNetwork(nn.Module):
             ValueError: when the document prior is in use, and the view has neither prior keys nor scores.
         """
         priors = _Priors(self, question, bank, mask, scores)
-        tokens, shares = question, None
+        tokens, shares = self.attended(question), None
         for number, block in enumerate(self.blocks):
             assert isinstance(block, CrossAttentionBlock)
             with_mass = mass and number == len(self.blocks) - 1

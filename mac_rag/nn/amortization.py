@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mac_rag.nn.hashed_words import HashedWords
 from mac_rag.prefix_lm import parts_argument
 
 _REACH = 0.5  # standard deviation of what a memory token of a pooling encoder looks at, in stretches, at its start
@@ -79,12 +80,22 @@ class AmortizationNetwork(nn.Module):
         width: D.
         mlp_width: hidden width of the MLPs; None for the backbone's.
         index: a sentence encoder of width D, whose mean state of the text is the first of the T tokens; None for none.
+        words: hashes the text's words to R vectors behind the T tokens; None for none.
     """
 
-    def __init__(self, backbone: Any, tokens: int, width: int, mlp_width: int | None = None, index: Any = None) -> None:
+    def __init__(
+        self,
+        backbone: Any,
+        tokens: int,
+        width: int,
+        mlp_width: int | None = None,
+        index: Any = None,
+        words: HashedWords | None = None,
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.index = index
+        self.words = words
         tokens -= index is not None
         backbone_width: int = backbone.config.hidden_size
         self.queries = nn.Parameter(self.initial_scale() * torch.randn(tokens, backbone_width))
@@ -106,16 +117,18 @@ class AmortizationNetwork(nn.Module):
             attention_mask: `[K, L]`, 1 for tokens and 0 for padding.
 
         Returns:
-            Memory tokens `[K, T, D]`.
+            Memory tokens `[K, T, D]`, or `[K, T + R, D]` with words.
         """
         states = self.states(input_ids, attention_mask)
         tokens: Tensor = self.mlps(states.to(self.queries.dtype))
-        if self.index is None:
-            return tokens
-        with torch.no_grad():
-            text = self.index(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        shares = attention_mask[..., None] / attention_mask.sum(1)[:, None, None]
-        return torch.cat([(text * shares).sum(1, keepdim=True).to(tokens.dtype), tokens], 1)
+        if self.index is not None:
+            with torch.no_grad():
+                text = self.index(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+            shares = attention_mask[..., None] / attention_mask.sum(1)[:, None, None]
+            tokens = torch.cat([(text * shares).sum(1, keepdim=True).to(tokens.dtype), tokens], 1)
+        if self.words is not None:
+            tokens = torch.cat([tokens, self.words(input_ids, attention_mask).to(tokens.dtype)], 1)
+        return tokens
 
     def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The backbone's outputs for the learned vectors, `[K, T, backbone width]`."""
@@ -171,8 +184,16 @@ class EncoderPooling(AmortizationNetwork):
     network finds salience in them: names and numbers may have a memory token each where others share one.
     """
 
-    def __init__(self, backbone: Any, tokens: int, width: int, mlp_width: int | None = None, index: Any = None) -> None:
-        super().__init__(backbone, tokens, width, mlp_width, index)
+    def __init__(
+        self,
+        backbone: Any,
+        tokens: int,
+        width: int,
+        mlp_width: int | None = None,
+        index: Any = None,
+        words: HashedWords | None = None,
+    ) -> None:
+        super().__init__(backbone, tokens, width, mlp_width, index, words)
         inner: int = backbone.config.hidden_size
         self.heads: int = backbone.config.num_attention_heads
         self.norm = nn.LayerNorm(inner)

@@ -63,6 +63,8 @@ def start_as_reader(model: MACModel, data: QADataset) -> None:
     asked = data.questions_by_document()
     documents = [document for document in data.documents if asked[document.id]]
     rows = [model.amortization.ids(document.text) for document in documents]
+    if network.words is not None:
+        network.words.count(rows)
     some = range(0, len(rows), -(-len(rows) // _READ))
     rows_read = [rows[i] for i in some]
     questions = [model.input_encoder.ids(asked[documents[i].id][0].question) for i in some]
@@ -71,12 +73,13 @@ def start_as_reader(model: MACModel, data: QADataset) -> None:
     pooled = [_pooling(network, state) for state in states]
     count = len(network.queries)
     phi = model.amortization.encode(rows_read, _BATCH)
-    words = phi[:, -count:]  # without the index
-    places = _least_used(words.flatten(0, 1), count) * (_PLACE * words.square().mean((0, 1)).sum().sqrt())
+    memory = model.aggregation.attended(phi)
+    read = memory[:, -count:]  # without the index
+    places = _least_used(read.flatten(0, 1), count) * (_PLACE * read.square().mean((0, 1)).sum().sqrt())
     network.mlps.outer_bias.add_(places)
     model.input_encoder.load_state_dict(model.amortization.state_dict())
-    words += places  # as the bias makes them, in phi too
-    _fit_prefix(model, prefix, phi, rows_read, pooled)
+    read += places  # as the bias makes them, in phi too
+    _fit_prefix(model, prefix, memory, rows_read, pooled)
     if model.aggregation.prior is not None:
         _fit_prior(model.aggregation.prior, model.input_encoder.encode(questions, _BATCH), phi)
     along = places.T @ torch.linalg.pinv(places.T)  # the projection onto the marks

@@ -151,7 +151,8 @@ class TrainTask(Task):
         self._validation = config.data.validation_set()
         self._validation_retrieved = retrieved(config.context, self._validation)
         # A ring of the newest documents' memory tokens; part of the state, so that a resumed run has the same.
-        shape = config.negatives, self.model.config.tokens, self.model.base_lm.width
+        rows = self.model.config.tokens + self.model.config.words
+        shape = config.negatives, rows, self.model.base_lm.width
         self.register_buffer("negatives", torch.zeros(shape, dtype=torch.bfloat16, device=device))
         self.register_buffer("negatives_seen", torch.zeros((), dtype=torch.long))
         self.negatives: Tensor
