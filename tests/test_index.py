@@ -10,16 +10,25 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from pydantic import ValidationError
 from torch.nn import functional
 from transformers import AutoModel, T5Config, T5ForConditionalGeneration
+from typer.testing import CliRunner
 
-from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, IndexConfig, MACConfig
-from mac_rag.errors import ModelLoadError
+from mac_rag.config import AggregationConfig, AttentionConfig, BaseLMConfig, EncoderConfig, IndexConfig, MACConfig
+from mac_rag.data.types import Document
+from mac_rag.engine import MACEngine
+from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.loading import load_tokenizer
+from mac_rag.memory import MemoryBank
+from mac_rag.memory.codebook import CodebookView
 from mac_rag.minilm import minilm_encoder
 from mac_rag.model import MACModel
+from mac_rag.nn.attention import direct_attention
 from mac_rag.objective import Batch, LossWeights, mac_loss
+from pipelines import index_words as index_words_command
+from pipelines.index_words import index_words
 from tests.models import mac_config
 
 TEXTS = ["William of Normandy won at Hastings, in 1066.", "Rain fell on the town for eleven days.", "It was cold."]
@@ -95,6 +104,140 @@ def test_a_checkpoint_holds_the_index_once(model: MACModel, tmp_path: Path) -> N
     with torch.no_grad():  # another index finds other documents: memory tokens are not those of this model
         again.amortization.network.index.encoder.layer[0].output.dense.weight.mul_(1.5)
     assert again.fingerprint != model.fingerprint
+
+
+WORDS = IndexConfig(name="minilm", embeddings="base-lm", words=2, words_weight=0.3)
+
+
+@pytest.fixture
+def worded(model: MACModel) -> MACModel:
+    """The same model with words in its index."""
+    return index_words(model, TEXTS, WORDS.words, WORDS.words_weight)
+
+
+def asked_of(model: MACModel) -> torch.Tensor:
+    return model.input_encoder.encode([model.input_encoder.ids(q) for q in QUESTIONS], 99)
+
+
+def test_words_stand_behind_the_memory_tokens(model: MACModel) -> None:
+    before = model.amortize(TEXTS)
+    worded = index_words(model, TEXTS, 2, 0.3)
+    assert worded.config.index == WORDS
+    phi = worded.amortize(TEXTS)
+    assert phi.shape == (3, 4 + 2, 384)
+    torch.testing.assert_close(worded.aggregation.attended(phi), before)
+    torch.testing.assert_close(worded.amortize(TEXTS[1:2])[0], phi[1], atol=1e-5, rtol=1e-5)
+    assert not torch.equal(phi[0, 4:], phi[1, 4:])
+
+
+def test_the_document_prior_adds_the_product_of_words_to_the_cosine(worded: MACModel) -> None:
+    prior: Any = worded.aggregation.prior
+    phi, asked = worded.amortize(TEXTS), asked_of(worded)
+    scores = worded.aggregation.prior_scores(asked, worded.project(phi))
+    for question, row in zip(asked.double(), scores, strict=True):
+        for document, score in zip(phi.double(), row, strict=True):
+            pair = prior.query.weight.double() @ question[0], prior.key.weight.double() @ document[0]
+            product = question[4:].flatten() @ document[4:].flatten() / question[4:].norm()
+            expected = prior.log_scale.exp() * (functional.cosine_similarity(*pair, dim=0) + 0.3 * product)
+            torch.testing.assert_close(score.double(), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_nothing_attends_to_words(worded: MACModel) -> None:
+    phi, asked = worded.amortize(TEXTS), asked_of(worded)
+    others = torch.cat([phi[:, :4], torch.randn_like(phi[:, 4:])], 1)
+    with worded.without_document_prior(), torch.no_grad():
+        found = [worded.aggregation(asked, worded.project(rows))[0] for rows in (phi, others)]
+    assert found[0].shape == (2, 4, 384)
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("strategy", ["streaming", "hierarchical", "preselect"])
+def test_words_are_attended_to_in_no_strategy(worded: MACModel, strategy: Any) -> None:
+    config = AttentionConfig(strategy=strategy, preselected=3, subgroup=3)
+    engine = MACEngine(worded, attention=config)
+    engine.adapt([Document(str(number), text) for number, text in enumerate(TEXTS)])
+    found = engine._current().aggregate(QUESTIONS).phi
+    with torch.no_grad():
+        bank, asked = worded.project(worded.amortize(TEXTS)), asked_of(worded)
+        expected, _ = worded.aggregation(asked, bank, attention=direct_attention)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert [answer.text for answer in engine.answer(QUESTIONS)] == worded.generate(QUESTIONS, modulation=expected)
+
+
+def test_codes_of_words_are_not_attended_to(worded: MACModel) -> None:
+    phi = worded.amortize(TEXTS)
+    bank = MemoryBank(worded.fingerprint, codebook=phi.flatten(0, 1))  # each token has a code of its own
+    bank.put([Document(text, text) for text in TEXTS], phi)
+    view = CodebookView(worded.aggregation, bank, device="cpu")
+    assert int(view.counts.sum()) == 3 * 4
+    assert view.row_prior_keys is not None
+    exact = worded.project(phi)
+    torch.testing.assert_close(view.row_prior_keys, exact.prior_keys, atol=1e-5, rtol=1e-5)
+    everything = torch.arange(3).expand(2, -1)
+    with torch.no_grad():
+        found = [worded.aggregation(asked_of(worded), rows)[0] for rows in (exact, view.select(everything))]
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
+def test_a_checkpoint_holds_the_words(worded: MACModel, tmp_path: Path) -> None:
+    before = worded.amortize(TEXTS)
+    for dtype in (None, torch.int8):
+        worded.save_pretrained(tmp_path / str(dtype), dtype=dtype)
+        again = MACModel.from_pretrained(tmp_path / str(dtype), device="cpu")
+        assert again.amortization.network.words is again.input_encoder.network.words
+        torch.testing.assert_close(again.amortize(TEXTS)[:, 4:], before[:, 4:])
+    network: Any = again.amortization.network
+    fingerprint = again.fingerprint
+    with torch.no_grad():  # words that are weighed otherwise are of another model
+        network.words.rarity.mul_(2)
+    assert again.fingerprint != fingerprint
+
+
+def test_a_model_with_words_is_trained_and_words_stay_as_they_are(worded: MACModel) -> None:
+    network: Any = worded.amortization.network
+    rarity = network.words.rarity.clone()
+    worded.train()
+    weights = LossWeights(answer=1, direct=1, reconstruction=1, contrastive=1, imitation=1, distillation=1)
+    batch = Batch(TEXTS, QUESTIONS, ["William", "eleven days"], [0, 1])
+    terms, phi = mac_loss(worded, batch, weights, negatives=torch.randn(5, 6, 384), distractors=2)
+    assert phi.shape == (3, 6, 384)
+    assert all(bool(term.isfinite()) for term in terms.values())
+    terms["loss"].backward()
+    assert network.words.rarity.grad is None
+    assert torch.equal(network.words.rarity, rarity)
+
+
+def test_words_find_a_name_that_meaning_does_not(model: MACModel) -> None:
+    names = ["Quorndal", "Xebrith", "Vostwick", "Ymberley", "Ploskov", "Drennagh"]
+    texts = [f"The mayor of {name} opened a bridge over the river in spring." for name in names]
+    worded = index_words(model, texts, 8, 0.3)
+    questions = [worded.input_encoder.ids(f"Who opened a bridge in {name}?") for name in names]
+    scores = worded.aggregation.prior_scores(
+        worded.input_encoder.encode(questions, 999), worded.project(worded.amortize(texts))
+    )
+    assert scores.argmax(1).tolist() == list(range(len(names)))
+
+
+def test_words_need_an_index(tmp_path: Path) -> None:
+    model = MACModel.from_config(indexed(None), device="cpu")
+    with pytest.raises(ConfigError, match="this model has no index"):
+        index_words(model, TEXTS, 2, 0.1)
+
+
+def test_the_command_counts_words_in_the_documents_of_a_recipe(model: MACModel, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "mac")
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(index_words_command.main)
+    options = ["--config", "mac-tiny/train", "--set", "data.documents=30", "--model", str(tmp_path / "mac")]
+    options += ["--output", str(tmp_path / "worded"), "--words", "3"]
+    done = CliRunner().invoke(app, options)
+    assert "counted in 30 documents of newswire, train" in done.stdout
+    found = MACModel.from_pretrained(tmp_path / "worded", device="cpu")
+    assert found.config.words == 3
+    assert len(found.amortization.network.words.rarity.unique()) > 5
+    again = CliRunner().invoke(app, options)
+    assert isinstance(again.exception, ConfigError)
+    assert "is not empty" in str(again.exception)
 
 
 def test_training_leaves_the_index_as_it_is(model: MACModel) -> None:
