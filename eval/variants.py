@@ -178,7 +178,7 @@ def grafted(config: MACConfig, trained: Path, fresh: Part | None, folder: Path, 
     Args:
         config: of the new model; only the fresh part may have other sizes.
         trained: a checkpoint.
-        fresh: the part that starts as training from the beginning would start it.
+        fresh: the part that starts as training from the beginning would start it; what is frozen in it stays.
         folder: where the checkpoint is kept.
         seed: of the fresh part.
     """
@@ -190,7 +190,7 @@ def grafted(config: MACConfig, trained: Path, fresh: Part | None, folder: Path, 
             kept = MACModel.from_pretrained(trained, device="cpu").mac_state()
             with torch.no_grad():
                 for name, parameter in model.mac_state().items():
-                    if not name.startswith(f"{fresh}."):
+                    if not (name.startswith(f"{fresh}.") and parameter.requires_grad):
                         parameter.copy_(kept[name])
             partial = place.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)

@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import AutoModel, T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner
 
+from eval.variants import grafted
 from mac_rag.config import AggregationConfig, AttentionConfig, BaseLMConfig, EncoderConfig, IndexConfig, MACConfig
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
@@ -238,6 +239,15 @@ def test_the_command_counts_words_in_the_documents_of_a_recipe(model: MACModel, 
     again = CliRunner().invoke(app, options)
     assert isinstance(again.exception, ConfigError)
     assert "is not empty" in str(again.exception)
+
+
+def test_an_encoder_that_starts_anew_keeps_the_index_and_its_words(worded: MACModel, tmp_path: Path) -> None:
+    worded.save_pretrained(tmp_path / "mac")
+    place = grafted(worded.config, tmp_path / "mac", "amortization", tmp_path / "starts", 0)
+    fresh, old = MACModel.from_pretrained(place, device="cpu").mac_state(), worded.mac_state()
+    differ = {name for name, weight in fresh.items() if not torch.equal(weight, old[name])}
+    assert "amortization.network.mlps.inner" in differ
+    assert not any(".index." in name or ".words." in name for name in differ)
 
 
 def test_training_leaves_the_index_as_it_is(model: MACModel) -> None:
