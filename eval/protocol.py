@@ -111,10 +111,14 @@ class _Table:
     def ask(self, without: str, with_memory: Mapping[str, float | None]) -> None:
         """Adds rows: the same prompts without the memory, and with it at each weight, by the row's name."""
         asked = self._asked()
-        self.rows.append(self._row(without, asked, None))
         configured = self.engine.model.config.memory_weight
-        for name, weight in with_memory.items():
-            row = self._row(name, asked, configured if weight is None else weight)
+        weights = {name: configured if weight is None else weight for name, weight in with_memory.items()}
+        if self.progress:
+            print(", ".join([without, *weights]), file=sys.stderr)
+        self._answer([each.prompt for each in asked], [None, *weights.values()])
+        self.rows.append(self._row(without, asked, None))
+        for name, weight in weights.items():
+            row = self._row(name, asked, weight)
             self.rows.append(row.model_copy(update={"gain": self._gain(name, without)}))
 
     def _asked(self) -> list[_Asked]:
@@ -132,10 +136,8 @@ class _Table:
 
     def _row(self, name: str, asked: Sequence[_Asked], weight: float | None) -> Row:
         """One row: the retrieved documents in front, memory with this lambda, or no memory for None."""
-        if self.progress:
-            print(name, file=sys.stderr)
         questions = self.dataset.questions
-        given = self._answers([each.prompt for each in asked], weight)
+        given = [answer for each in asked if (answer := self.kept.find(each.prompt, weight))]
         answers = [
             Answer(answer.text, each.prompt[1], each.document_ids, each.truncated)
             for answer, each in zip(given, asked, strict=True)
@@ -145,28 +147,52 @@ class _Table:
         seconds = sum(answer.seconds for answer in given)
         return summarize(name, questions, self.verdicts[name], len(self.dataset.documents), k, seconds)
 
-    def _answers(self, prompts: Sequence[Prompt], weight: float | None) -> list[KeptAnswer]:
-        """Answers to prompts; those that are not there yet are asked for and kept, a group at a time."""
-        new = [prompt for prompt in dict.fromkeys(prompts) if self.kept.find(prompt, weight) is None]
-        new.sort(key=lambda prompt: len(prompt[0]) + sum(map(len, prompt[1])))  # as batches have to be
-        size = _GROUP * self.batch_size
+    def _answer(self, prompts: Sequence[Prompt], weights: Sequence[float | None]) -> None:
+        """Asks for the answers to prompts that are not there yet, with each weight of memory; keeps them by groups."""
+        lacking: dict[tuple[float | None, ...], list[Prompt]] = {}
+        for prompt in dict.fromkeys(prompts):
+            lacks = tuple(weight for weight in dict.fromkeys(weights) if self.kept.find(prompt, weight) is None)
+            # Documents are read once for all weights; without any there is nothing that is read twice.
+            for together in [lacks] if prompt[1] else [(weight,) for weight in lacks]:
+                lacking.setdefault(together, []).append(prompt)
+        lacking.pop((), None)
+        with progress_bar("answer", sum(map(len, lacking.values())), disable=not self.progress) as bar:
+            for together, new in lacking.items():
+                new.sort(key=lambda prompt: len(prompt[0]) + sum(map(len, prompt[1])))  # as batches have to be
+                for first in range(0, len(new), _GROUP * self.batch_size):
+                    group = new[first : first + _GROUP * self.batch_size]
+                    began = time.perf_counter()
+                    answers = self._generated(group, together)
+                    seconds = (time.perf_counter() - began) / len(group) / len(together)
+                    for weight, texts in zip(together, answers, strict=True):
+                        kept = [KeptAnswer(text=text, seconds=seconds) for text in texts]
+                        self.kept.add(dict(zip(group, kept, strict=True)), weight)
+                    bar.advance(len(group))
+
+    def _generated(self, prompts: Sequence[Prompt], weights: Sequence[float | None]) -> list[list[str]]:
+        """For each weight the answers to prompts, which are in the order of their lengths."""
+        if len(weights) == 1:
+            return [self._at(prompts, weights[0])]
+        values = [0.0 if weight is None else weight for weight in weights]
+        answers: list[list[str]] = [[] for _ in values]
+        for first in range(0, len(prompts), self.batch_size):
+            questions, contexts = zip(*prompts[first : first + self.batch_size], strict=True)
+            phi = self.engine.aggregate(questions)
+            for given, texts in zip(answers, self.engine.model.generate_each(questions, contexts, phi, values)):
+                given += texts
+        return answers
+
+    def _at(self, prompts: Sequence[Prompt], weight: float | None) -> list[str]:
+        """The answers to prompts with one weight of memory, or without memory."""
         before, self.engine.memory_weight = self.engine.memory_weight, weight
-        with progress_bar("answer", len(new), disable=not self.progress) as bar:
-            for first in range(0, len(new), size):
-                group = new[first : first + size]
-                began = time.perf_counter()
-                answers = self.engine.answer(
-                    [question for question, _ in group],
-                    contexts=[contexts for _, contexts in group],
-                    use_memory=weight is not None,
-                    batch_size=self.batch_size,
-                )
-                seconds = (time.perf_counter() - began) / len(group)
-                kept = [KeptAnswer(text=answer.text, seconds=seconds) for answer in answers]
-                self.kept.add(dict(zip(group, kept, strict=True)), weight)
-                bar.advance(len(group))
+        answers = self.engine.answer(
+            [question for question, _ in prompts],
+            contexts=[contexts for _, contexts in prompts],
+            use_memory=weight is not None,
+            batch_size=self.batch_size,
+        )
         self.engine.memory_weight = before
-        return [answer for prompt in prompts if (answer := self.kept.find(prompt, weight))]
+        return [answer.text for answer in answers]
 
     def _gain(self, ours: str, theirs: str) -> Gain:
         intervals = {

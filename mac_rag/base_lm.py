@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,37 @@ class BaseLM(nn.Module):
         return [text.strip() for text in texts]
 
     @torch.no_grad()
+    def generate_each(
+        self,
+        prompts: Sequence[Sequence[int]],
+        modulation: Modulation,
+        *,
+        max_new_tokens: int,
+        weights: Sequence[float],
+    ) -> list[list[str]]:
+        """Answers a batch of prompts greedily at each of several weights; the prompts are read once for all of them.
+
+        Args:
+            prompts: token ids of B rows.
+            modulation: of B rows.
+            max_new_tokens: longest answers.
+            weights: of what is said under the modulation, from 0, the LM alone, to 1 (see `SurerReading`).
+
+        Returns:
+            For each weight B answers: what `generate` gives at it.
+        """
+        eos, rows = self.tokenizer.eos_token_id, len(prompts) * len(weights)
+        steps = self._greedy(prompts, modulation, list(weights) * len(prompts), copies=len(weights))
+        ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        said: list[Tensor] = []
+        while len(said) < max_new_tokens and not ended.all():
+            tokens = next(steps)[:rows]
+            ended |= tokens == eos
+            said.append(tokens.masked_fill(ended, eos))
+        texts = self.tokenizer.batch_decode(torch.stack(said, 1), skip_special_tokens=True)
+        return [[text.strip() for text in texts[first :: len(weights)]] for first in range(len(weights))]
+
+    @torch.no_grad()
     def stream(
         self,
         prompt: Sequence[int],
@@ -201,24 +233,10 @@ class BaseLM(nn.Module):
         weights: Sequence[float] | None = None,
     ) -> Iterator[str]:
         """Yields the greedy answer to one prompt piece by piece; joined, they are what `generate` returns."""
-        prompts, modulation, surer = _twice([prompt], modulation, weights)
-        ids, mask, positions = self._padded(prompts, modulation)
-        cache = modulation.cache() if modulation else None
         generated: list[int] = []
         sent = ""
-        prompted = parts_argument(self.model, torch.ones_like(ids))
-        for _ in range(max_new_tokens):
-            with _attached(modulation, self.model):
-                output = self.model(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                    **prompted,
-                )
-            logits = output.logits[:, -1]
-            token = int((surer(ids, logits) if surer else logits)[0].argmax())
+        for tokens in islice(self._greedy([prompt], modulation, weights), max_new_tokens):
+            token = int(tokens[0])
             if token == self.tokenizer.eos_token_id:
                 break
             generated.append(token)
@@ -228,13 +246,50 @@ class BaseLM(nn.Module):
             if len(whole) > len(sent):
                 yield whole[len(sent) :]
                 sent = whole
-            ids = torch.full_like(ids[:, :1], token)
-            mask = torch.cat([mask, torch.ones_like(ids)], 1)
-            positions = positions[:, -1:] + 1
-            cache, prompted = output.past_key_values, {}
         rest: str = self.tokenizer.decode(generated, skip_special_tokens=True).strip()[len(sent) :]
         if rest:
             yield rest
+
+    def _greedy(
+        self,
+        prompts: Sequence[Sequence[int]],
+        modulation: Modulation | None,
+        weights: Sequence[float] | None,
+        copies: int = 1,
+    ) -> Iterator[Tensor]:
+        """Yields the next token of each row, without end: of B rows, or 2B where both readings say the same token.
+
+        Args:
+            prompts, modulation: of B rows.
+            weights: as `generate` takes them, one for each copy of each row.
+            copies: how many rows become of each, one behind the other, when the prompts have been read.
+        """
+        prompts, modulation, surer = _twice(prompts, modulation, weights)
+        ids, mask, positions = self._padded(prompts, modulation)
+        cache = modulation.cache() if modulation else None
+        prompted = parts_argument(self.model, torch.ones_like(ids))
+        while True:
+            with _attached(modulation, self.model):
+                output = self.model(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **prompted,
+                )
+            cache, logits = output.past_key_values, output.logits[:, -1]
+            if copies > 1:
+                cache.batch_repeat_interleave(copies)
+                logits, mask, positions = (part.repeat_interleave(copies, 0) for part in (logits, mask, positions))
+                copies = 1
+            tokens = (surer(ids, logits) if surer else logits).argmax(-1)
+            yield tokens
+            ids = tokens[:, None]
+            mask = torch.cat([mask, torch.ones_like(ids)], 1)
+            positions = positions[:, -1:] + 1
+            prompted = {}
 
     def _padded(self, rows: Sequence[Sequence[int]], modulation: Modulation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Rows padded on the left: ids `[B, L]`, mask `[B, P + L]` with the prefix, positions `[B, L]`."""

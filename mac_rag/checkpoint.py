@@ -22,10 +22,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from mac_rag.base_lm import BaseLM
+from mac_rag.building import make_encoder, make_index, make_words
 from mac_rag.config import EncoderConfig, IndexConfig, MACConfig
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.loading import PACKED_LM, empty_backbone, load_backbone, load_tokenizer, quiet
-from mac_rag.model import MACModel, make_encoder, make_index, make_words
+from mac_rag.model import MACModel
 from mac_rag.nn.hashed_words import HashedWords
 from mac_rag.packing import packed, unpacked
 from mac_rag.tuning import merged

@@ -339,6 +339,17 @@ class MACEngine:
                 return
             yield piece
 
+    def aggregate(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor:
+        """phi* `[B, T, D]` of each question (equation 1).
+
+        Raises:
+            BankError: for an empty bank, or none of its documents allowed.
+            DocumentError: for an empty question, or one beyond the limit.
+            FingerprintError: when another model wrote the bank.
+        """
+        with self._lock:
+            return self._current().aggregate(questions, allowed).phi
+
     def document_attention(
         self, questions: Sequence[str], allowed: Container[str] | None = None
     ) -> tuple[list[str], Tensor]:

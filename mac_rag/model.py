@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from mac_rag.base_lm import BaseLM
-from mac_rag.config import EncoderConfig, IndexConfig, MACConfig
+from mac_rag.building import make_words, pretrained_encoder, pretrained_index
+from mac_rag.config import MACConfig
 from mac_rag.encoder import TextEncoder, length_buckets
-from mac_rag.errors import BankError, ConfigError, ModelLoadError
-from mac_rag.loading import keep_first_layers, load_backbone, load_tokenizer
+from mac_rag.errors import BankError, ConfigError
 from mac_rag.nn.aggregation import AggregationNetwork, BankProjection, BankView
-from mac_rag.nn.amortization import DESIGNS
-from mac_rag.nn.hashed_words import HashedWords
 from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
 from mac_rag.progress import progress_bar
 from mac_rag.tuning import make_trainable
@@ -86,10 +83,10 @@ class MACModel(nn.Module):
         """
         place = default_device(device)
         base_lm = BaseLM.load(config.base_lm, config.prompt, place)
-        index = None if config.index is None else _pretrained_index(config.index, base_lm)
+        index = None if config.index is None else pretrained_index(config.index, base_lm)
         parts = config.amortization, config.input_encoder
         words = make_words(config, base_lm)
-        encoders = [_pretrained_encoder(part, config, base_lm, index, words) for part in parts]
+        encoders = [pretrained_encoder(part, config, base_lm, index, words) for part in parts]
         return cls(config, base_lm, *encoders).eval()
 
     @classmethod
@@ -300,6 +297,39 @@ class MACModel(nn.Module):
                 answers[i] = text
         return answers
 
+    @torch.no_grad()
+    def generate_each(
+        self,
+        questions: Sequence[str],
+        contexts: Sequence[Sequence[str]],
+        modulation: Tensor,
+        weights: Sequence[float],
+    ) -> list[list[str]]:
+        """Greedy answers behind documents at each of several values of lambda; prompts are read once for all of them.
+
+        Args:
+            questions: B texts.
+            contexts: documents in front of each question, in this order; no question is without any.
+            modulation: phi* `[B, T, D]`.
+            weights: values of lambda (see `mac_rag.surer_reading`), from 0, the frozen LM alone, to 1.
+
+        Returns:
+            For each value B answers.
+        """
+        prompts = [self.base_lm.prompts.prompt(q, c) for q, c in zip(questions, contexts, strict=True)]
+        answers = [[""] * len(prompts) for _ in weights]
+        for rows in self._read_together(prompts):
+            each = self.base_lm.generate_each(
+                [prompts[i] for i in rows],
+                self.modulation(modulation[rows]),
+                max_new_tokens=self.config.max_new_tokens,
+                weights=weights,
+            )
+            for given, texts in zip(answers, each, strict=True):
+                for i, text in zip(rows, texts, strict=True):
+                    given[i] = text
+        return answers
+
     def _read_together(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Groups of prompts, by their places: all on a GPU, a few of similar lengths on a CPU."""
         if self.device.type != "cpu":
@@ -358,95 +388,6 @@ def default_device(device: str | torch.device | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"there is no device {str(device)!r} here: {str(error).splitlines()[0]}") from None
     return place
-
-
-def make_encoder(
-    config: MACConfig,
-    part: EncoderConfig,
-    backbone: Any,
-    tokenizer: Any,
-    base_lm: BaseLM,
-    index: Any = None,
-    words: HashedWords | None = None,
-) -> TextEncoder:
-    """Puts the learned vectors and MLPs of the part's design around a backbone.
-
-    Beside it come the index (`make_index`) and its words (`make_words`).
-
-    Raises:
-        ModelLoadError: when it should share the base LM's embeddings, but has another width or vocabulary; when its
-            vocabulary is not the base LM's, by which the index reads.
-    """
-    alike = _same_vocabulary(tokenizer, base_lm)
-    if part.embeddings == "base-lm":
-        _share_embeddings(part.name, backbone, alike, base_lm)
-    if index is not None and not alike:
-        raise ModelLoadError(f"{part.name!r} cannot have an index: its vocabulary is not the base LM's")
-    network = DESIGNS[part.design](backbone, config.tokens, base_lm.width, config.mlp_width, index, words)
-    return TextEncoder(network, tokenizer, config.max_document_tokens)
-
-
-def make_index(part: IndexConfig, backbone: Any, tokenizer: Any, base_lm: BaseLM) -> Any:
-    """A sentence encoder as both encoders have it, frozen.
-
-    Raises:
-        ModelLoadError: when its vocabulary is not the base LM's, or its width not D.
-    """
-    if not _same_vocabulary(tokenizer, base_lm):
-        raise ModelLoadError(f"the index {part.name!r} cannot be used: its vocabulary is not the base LM's")
-    if backbone.config.hidden_size != base_lm.width:
-        raise ModelLoadError(
-            f"the index {part.name!r} has a width of {backbone.config.hidden_size}, the base LM one of {base_lm.width}"
-        )
-    backbone.requires_grad_(False)
-    if part.embeddings == "base-lm":
-        _share_embeddings(part.name, backbone, True, base_lm)
-    return backbone
-
-
-def make_words(config: MACConfig, base_lm: BaseLM) -> HashedWords | None:
-    """The words of an index as both encoders have them, all equally rare; None for none."""
-    if not config.words:
-        return None
-    return HashedWords(len(base_lm.tokenizer), config.words, base_lm.width).to(base_lm.device)
-
-
-def _same_vocabulary(tokenizer: Any, base_lm: BaseLM) -> bool:
-    alike: bool = tokenizer is base_lm.tokenizer or tokenizer.get_vocab() == base_lm.tokenizer.get_vocab()
-    return alike
-
-
-def _share_embeddings(name: str | None, backbone: Any, same_vocabulary: bool, base_lm: BaseLM) -> None:
-    shared = base_lm.model.get_input_embeddings()
-    own = backbone.get_input_embeddings()
-    if own.weight.shape != shared.weight.shape or not same_vocabulary:
-        raise ModelLoadError(
-            f"{name!r} cannot share the base LM's embeddings: its vocabulary or width is another; set embeddings: own"
-        )
-    backbone.set_input_embeddings(shared)
-
-
-def _pretrained_index(part: IndexConfig, base_lm: BaseLM) -> Any:
-    source = EncoderConfig(design="encoder-only", name=part.name, revision=part.revision)
-    backbone = load_backbone(source, base_lm.device)
-    return make_index(part, backbone, load_tokenizer(part.name, part.revision), base_lm)
-
-
-def _pretrained_encoder(
-    part: EncoderConfig, config: MACConfig, base_lm: BaseLM, index: Any, words: HashedWords | None
-) -> TextEncoder:
-    if part.name is not None:
-        backbone = load_backbone(part, base_lm.device)
-        return make_encoder(config, part, backbone, load_tokenizer(part.name, part.revision), base_lm, index, words)
-    if config.base_lm.quantization != "none":
-        raise ModelLoadError(
-            f"the base LM is quantised ({config.base_lm.quantization}), so an encoder cannot start from its weights; "
-            "give the encoder a name"
-        )
-    backbone = copy.deepcopy(base_lm.model.base_model).float().requires_grad_(True)
-    if part.layers is not None:
-        keep_first_layers(backbone, part.layers)
-    return make_encoder(config, part, backbone, base_lm.tokenizer, base_lm, index, words)
 
 
 def _modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNetwork:

@@ -16,7 +16,7 @@ class SurerReading(LogitsProcessor):
     often the surer of the two, and where it does not, memory; neither has to know which it is.
 
     Args:
-        weights: lambda of each of B questions, above 0 and at most 1.
+        weights: lambda of each of B questions, from 0, all without memory, to 1, all with it.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

@@ -56,8 +56,9 @@ def index_words(model: MACModel, texts: Iterable[str], vectors: int, weight: flo
         ConfigError: for a model without an index.
         DocumentError: for a text that the model cannot take.
     """
+    from mac_rag.building import make_words
     from mac_rag.errors import ConfigError
-    from mac_rag.model import MACModel, make_words
+    from mac_rag.model import MACModel
 
     index = model.config.index
     if index is None:

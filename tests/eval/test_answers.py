@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from eval.answers import KeptAnswer, KeptAnswers, answer_source
 from eval.protocol import Outcome, run_protocol
@@ -22,16 +23,24 @@ GIVEN = KeptAnswer(text="Ada Voss", seconds=0.5)
 
 
 class Counting(MACEngine):
-    """Counts the questions that it answers; stops before the one that would be too many."""
+    """Counts the answers that it gives; stops before the one that would be too many."""
 
     asked = 0
     stop_after: int | None = None
 
     def answer(self, questions: list[str], **options: object) -> list[Answer]:
-        if self.stop_after is not None and self.asked + len(questions) > self.stop_after:
-            raise KeyboardInterrupt
-        self.asked += len(questions)
+        self._count(len(questions))
         return super().answer(questions, **options)
+
+    def aggregate(self, questions: list[str], **options: object) -> Tensor:
+        """Comes before one answer with memory and one without."""
+        self._count(2 * len(questions))
+        return super().aggregate(questions, **options)
+
+    def _count(self, more: int) -> None:
+        if self.stop_after is not None and self.asked + more > self.stop_after:
+            raise KeyboardInterrupt
+        self.asked += more
 
 
 def run(engine: Counting, path: Path | None, retrievers: tuple[str, ...] = ("one", "two")) -> Outcome:
@@ -68,13 +77,13 @@ def test_documents_that_do_not_fit_are_not_asked_about(tiny_model: MACModel, mon
 def test_an_interrupted_run_goes_on(tiny_model: MACModel, tmp_path: Path) -> None:
     path = tmp_path / "new" / "answers.jsonl"
     engine = Counting(tiny_model)
-    engine.stop_after = 30
+    engine.stop_after = 33
     with pytest.raises(KeyboardInterrupt):
         run(engine, path)
     with path.open("ab") as file:
         file.write(b'{"key":"cut of')
     done = engine.asked
-    assert 12 < done <= 30
+    assert done == 2 * 12 + 2 * 4  # both rows without documents, and a whole group behind them
     again = Counting(tiny_model)
     outcome = run(again, path)
     assert again.asked == 4 * 12 - done
