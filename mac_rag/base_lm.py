@@ -212,14 +212,13 @@ class BaseLM(nn.Module):
         Returns:
             For each weight B answers: what `generate` gives at it.
         """
-        eos, rows = self.tokenizer.eos_token_id, len(prompts) * len(weights)
+        rows = len(prompts) * len(weights)
         steps = self._greedy(prompts, modulation, list(weights) * len(prompts), copies=len(weights))
         ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
         said: list[Tensor] = []
         while len(said) < max_new_tokens and not ended.all():
-            tokens = next(steps)[:rows]
-            ended |= tokens == eos
-            said.append(tokens.masked_fill(ended, eos))
+            said.append(next(steps)[:rows].masked_fill(ended, self.tokenizer.pad_token_id))
+            ended |= said[-1] == self.tokenizer.eos_token_id
         texts = self.tokenizer.batch_decode(torch.stack(said, 1), skip_special_tokens=True)
         return [[text.strip() for text in texts[first :: len(weights)]] for first in range(len(weights))]
 

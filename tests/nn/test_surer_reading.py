@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,35 @@ def test_generation_and_streaming_are_the_plain_loop(model_folder: Folder, name:
     for i, prompt in enumerate(PROMPTS):
         pieces = lm.stream(prompt, network(phi[i : i + 1]), max_new_tokens=8, weights=WEIGHTS[i : i + 1])
         assert "".join(pieces) == expected[i]
+
+
+@pytest.mark.parametrize(("name", "kind"), EACH)
+def test_at_several_weights_each_is_what_one_alone_gives(model_folder: Folder, name: str, kind: str) -> None:
+    lm, network, phi = build(model_folder(name), kind)
+    count = len(PROMPTS)
+    with torch.no_grad():
+        each = lm.generate_each(PROMPTS, network(phi), max_new_tokens=8, weights=[0.0, 0.5, 1.0, 0.2])
+        expected = [
+            lm.generate(PROMPTS, None, max_new_tokens=8),
+            lm.generate(PROMPTS, network(phi), max_new_tokens=8, weights=[0.5] * count),
+            lm.generate(PROMPTS, network(phi), max_new_tokens=8),
+            lm.generate(PROMPTS, network(phi), max_new_tokens=8, weights=[0.2] * count),
+        ]
+    assert each == expected
+    assert expected[0] != expected[2]
+
+
+def test_at_several_weights_answers_end_where_they_end(model_folder: Folder) -> None:
+    """Each answer ends at its own end, not with the longest, and not at another's."""
+    lm, network, phi = build(model_folder("llama"), "prefix")
+    first = lm.generate_each(PROMPTS, network(phi), max_new_tokens=8, weights=[0.0, 1.0])
+    with torch.no_grad():
+        third = [int(tokens[0]) for tokens in islice(lm._greedy(PROMPTS, None, None), 3)][2]
+    lm.tokenizer.eos_token = lm.tokenizer.convert_ids_to_tokens(third)
+    each = lm.generate_each(PROMPTS, network(phi), max_new_tokens=8, weights=[0.0, 1.0])
+    assert each[0] == lm.generate(PROMPTS, None, max_new_tokens=8)
+    assert each[1] == lm.generate(PROMPTS, network(phi), max_new_tokens=8)
+    assert len(each[0][0]) < len(first[0][0])
 
 
 @pytest.mark.parametrize(("name", "kind"), EACH)
