@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mac_rag.objective import Batch, LossWeights
 
 # Frozen parts of MAC's own; also the input encoder's, which are the same.
-_INDEX = ("amortization.network.index.", "amortization.network.words.")
+_FROZEN = ("amortization.network.index.", "amortization.network.words.")
 _CPU_TOKENS = 1024  # of prompts read together on a CPU, where more leave its caches and are slower
 
 
@@ -166,7 +166,7 @@ class MACModel(nn.Module):
         return {
             name: parameter
             for name, parameter in self.named_parameters()
-            if name.startswith(_INDEX) or (parameter.requires_grad and not name.startswith("base_lm."))
+            if name.startswith(_FROZEN) or (parameter.requires_grad and not name.startswith("base_lm."))
         }
 
     @property
