@@ -13,11 +13,17 @@ class PromptFormat:
 
     The parts are tokenized one by one and joined as ids, so that a boundary never changes a token and `d + x` starts
     with exactly the ids of `d`.
+
+    Attributes:
+        document, question, answer: the templates.
+        abstention: what the LM has learned to answer when nothing in front of the question answers it, such as
+            "I don't know"; None if it has learned no such answer.
     """
 
     document: str = "{document}\n"
     question: str = "Question: {question}\nAnswer:"
     answer: str = " {answer}"
+    abstention: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("document", "question", "answer"):

@@ -97,7 +97,8 @@ class ContextConfig(Config):
             `hybrid`, `contriever`, `dpr`, `sentence-transformers:MODEL`, `module:attr`.
         k: how many documents; one of these numbers is drawn for each question.
         rate: share of the questions that get documents; the others are asked without.
-        gold_rate: share of them in which the document that holds the answer is among the k, and in the others not.
+        gold_rate: share of them in which the document that holds the answer is among the k. In the others it is not,
+            nor is any other document in which an accepted answer occurs.
     """
 
     retriever: str = "none"
@@ -153,10 +154,19 @@ class ContextMiner:
             gold = rng.random() < self._config.gold_rate
             found = self._retrieved[question.question] if k else []
             others = [document for document in found if document.id != question.document_id]
-            chosen = [*others[: k - 1], self._documents[question.document_id]] if gold and k else others[:k]
+            if gold and k:
+                chosen = [*others[: k - 1], self._documents[question.document_id]]
+            else:
+                chosen = [document for document in others if not _mentions(document.text, question.answers)][:k]
             rng.shuffle(chosen)
             mined.append(chosen)
         return mined
+
+
+def _mentions(text: str, answers: Sequence[str]) -> bool:
+    """True if an accepted answer occurs in a text, compared as answers are scored: without case, signs and articles."""
+    words = f" {normalize(text)} "
+    return any(f" {normalize(answer)} " in words for answer in answers)
 
 
 def retrieved(config: ContextConfig, data: QADataset) -> Retrieved | None:

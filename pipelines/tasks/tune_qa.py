@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -35,6 +35,8 @@ class TuneConfig(Config):
     """A recipe of `pipelines.tune_qa`.
 
     Attributes:
+        prompt: the templates. With `prompt.abstention`, a question whose own document is not in front of it is to be
+            answered with that text; without, with its answer.
         tune: all weights (`full`), or low-rank updates that are merged at the end (`lora`).
         loss_on: `answers`, or `all` tokens of documents, questions and answers.
         questions_per_context: questions asked behind one set of documents: the one that they were retrieved for, and
@@ -131,14 +133,20 @@ class TuneTask(Task):
             parts = [-2 if rng.random() < share else 2 for _ in ids]
         whole = self.config.loss_on == "all"
         labels = list(ids) if whole else [-100] * len(ids)
+        read = {document.id for document in contexts}
         for pair in asked:
-            prompt, answer = self.encoder.question(pair.question), self.encoder.answer(pair.answers[0])
+            prompt, answer = self.encoder.question(pair.question), self.encoder.answer(self._target(pair, read))
             ids += prompt + answer
             parts += [1] * len(prompt) + [0] * len(answer)
             labels += (prompt if whole else [-100] * len(prompt)) + answer
         # From the front, so that what is cut is document text, and the question it was retrieved for may remain.
         length = self.config.sequence_length
         return _Sequence(ids[-length:], labels[-length:], parts[-length:])
+
+    def _target(self, question: Question, read: Container[str]) -> str:
+        """What the LM is to answer behind the documents with these ids."""
+        abstention = self.encoder.format.abstention
+        return question.answers[0] if abstention is None or question.document_id in read else abstention
 
     def forward(self, batch: list[_Sequence]) -> dict[str, Tensor]:
         if isinstance(self.lm, PrefixLM):

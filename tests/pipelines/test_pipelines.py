@@ -254,6 +254,31 @@ def test_questions_tuned_on_stand_behind_the_documents_that_answer_them(model_fo
             assert answer.strip() in text.split("Question:")[0]
 
 
+@pytest.mark.parametrize("gold_rate", [0.0, 1.0])
+def test_an_lm_learns_to_abstain_where_nothing_in_front_answers(model_folder: Folder, gold_rate: float) -> None:
+    recipe = TuneConfig.parse(
+        {
+            "base_lm": {"name": str(model_folder("gpt2"))},
+            "prompt": {"abstention": "I don't know"},
+            "data": DATA,
+            "context": {"retriever": "bm25", "k": [2], "rate": 0.5, "gold_rate": gold_rate},
+            "sequence_length": 2000,
+            "trainer": TRAINER,
+        },
+        "test",
+    )
+    task = TuneTask(recipe)
+    abstained = set()
+    for step in range(6):
+        for ids, labels, _ in task.batch(step, 0, 3):
+            documents = task.encoder.tokenizer.decode(ids).split("Question:")[0]
+            answer = task.encoder.tokenizer.decode([token for token in labels if token != -100][:-1]).strip()
+            abstained.add(answer == "I don't know")
+            assert (answer == "I don't know") == (not documents.strip("<s> ") or not gold_rate)
+            assert answer == "I don't know" or answer in documents
+    assert abstained == ({True, False} if gold_rate else {True})
+
+
 def test_training_through_quantised_weights_needs_a_gpu(model_folder: Folder) -> None:
     recipe = train_recipe(model_folder)
     base_lm = recipe.model.base_lm.model_copy(update={"quantization": "nf4"})
