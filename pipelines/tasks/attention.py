@@ -1,7 +1,7 @@
 """Attention for training on a CPU: matrix products and a softmax instead of PyTorch's fused kernel.
 
-The backward pass of the fused kernel does not use a CPU's bf16 matrix units. What that costs on a machine tells
-`python -m benchmarks.training_attention`.
+The backward pass of the fused kernel does not use a CPU's bf16 matrix units, so on a CPU that has them products are
+faster, and on any other slower: `python -m benchmarks.training_attention` measures both.
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 _NAME = "mac_products"
+
+
+def has_matrix_units() -> bool:
+    """True if the CPU has bf16 matrix units (Intel's AMX)."""
+    found: bool = torch.cpu._is_amx_tile_supported()
+    return found
 
 
 def use_products(model: nn.Module) -> None:

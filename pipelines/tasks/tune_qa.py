@@ -21,7 +21,7 @@ from mac_rag.loading import MINILM, load_causal_lm, quiet
 from mac_rag.prefix_lm import PrefixLM
 from mac_rag.prompt import PromptEncoder, PromptFormat
 from mac_rag.tuning import make_trainable, merged
-from pipelines.tasks.attention import use_products
+from pipelines.tasks.attention import has_matrix_units, use_products
 from pipelines.tasks.minilm import say_what_is_attended
 from pipelines.tasks.questions import ContextConfig, ContextMiner, DataConfig, retrieved
 from pipelines.tasks.reading import reading_scores
@@ -91,7 +91,8 @@ class TuneTask(Task):
         if config.apart and not isinstance(lm, PrefixLM):
             raise ConfigError(f"apart is {config.apart}, but only a prefix LM's documents see what comes after them")
         make_trainable(self.lm, config.lora_rank if config.tune == "lora" else None)
-        use_products(self.lm)
+        if has_matrix_units():
+            use_products(self.lm)
         self.encoder = PromptEncoder(tokenizer, config.prompt)
         data = config.data.training_set()
         self._questions = data.questions
