@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.options import ADAPTING, SETUPS, chosen_methods, open_bench
+from eval.baselines.methods import ADAPTING
+from eval.baselines.options import SETUPS, chosen_methods, open_bench
 from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.streams import DataOption, DocumentsOption, ModelByScale, open_stream
 from mac_rag.commands import run_command

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.options import METHODS, SETUPS, TrainedOption, chosen_methods, open_bench, searched_notes
+from eval.baselines.methods import METHODS
+from eval.baselines.options import SETUPS, TrainedOption, chosen_methods, open_bench, searched_notes
 from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.commands import run_command

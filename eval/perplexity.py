@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.options import FINE_TUNING, RateOption, TrainedOption, chosen_methods, open_bench
+from eval.baselines.methods import FINE_TUNING
+from eval.baselines.options import RateOption, TrainedOption, chosen_methods, open_bench
 from eval.command import BatchOption, OutputOption, ScaleOption, SeedOption, report
 from eval.streams import (
     DataOption,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.options import ADAPTING, FINE_TUNING, SETUPS, TrainedOption, chosen_methods, open_bench
+from eval.baselines.methods import ADAPTING, FINE_TUNING
+from eval.baselines.options import SETUPS, TrainedOption, chosen_methods, open_bench
 from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.streams import DataOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.commands import run_command

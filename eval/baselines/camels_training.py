@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from pydantic import Field
 
-from eval.baselines import trained
+from eval.baselines import weights_cache as trained
 from eval.baselines.camels import Lesson, WeightingNetwork, meta_loss, new_network, parameters, twice_differentiable
 from eval.baselines.weighting import passages
 from mac_rag.config import BaseLMConfig, Config

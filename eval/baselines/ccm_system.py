@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eval.baselines import trained
+from eval.baselines import weights_cache as trained
 from eval.baselines.ccm import CCM, Compressed, generate_behind
 from eval.baselines.weighting import passages
 from eval.systems import System

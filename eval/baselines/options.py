@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eval.baselines.methods import METHODS
 from eval.streams import Setup, open_stream
 
 if TYPE_CHECKING:
-    from eval.baselines.bench import Bench
+    from eval.baselines.factory import Bench
     from eval.baselines.finetuning import AnswerTuning
 
-FINE_TUNING = ("uniform", "salient-spans", "camels")
-ADAPTING = (*FINE_TUNING, "ccm", "mac")
-METHODS = ("zero-shot", "few-shot", "retriever", *ADAPTING)
 TrainedOption = Annotated[
     Path | None,
     typer.Option(
@@ -55,7 +53,7 @@ def open_bench(
     Raises:
         ModelLoadError: when there is no such model.
     """
-    from eval.baselines.bench import Bench
+    from eval.baselines.factory import Bench
     from eval.baselines.setups import SETUPS as BASELINES
     from mac_rag.data.types import QADataset
     from mac_rag.model import MACModel

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from eval.baselines.bench import Bench
 from eval.baselines.camels_training import CamelsConfig
 from eval.baselines.ccm_system import CCMConfig
-from eval.baselines.options import METHODS
+from eval.baselines.factory import Bench
+from eval.baselines.methods import METHODS
 from eval.baselines.setups import SETUPS, BaselineSetup
 from eval.results import Result, Row
 from mac_rag.config import BaseLMConfig

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eval.baselines.options import FINE_TUNING, METHODS
+from eval.baselines.methods import FINE_TUNING, METHODS
 from eval.systems import MACSystem, System
 from mac_rag.errors import ConfigError
 
