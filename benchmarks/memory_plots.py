@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from benchmarks.memory_ways import Figures
+    from eval.harness.aggregation_methods import Figures
 
 _Value = Callable[["Figures"], float]
 

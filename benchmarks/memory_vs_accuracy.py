@@ -14,7 +14,7 @@ import typer
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
-    from benchmarks.memory_ways import Figures
+    from eval.harness.aggregation_methods import Figures
 
 _MB = 1e6
 
@@ -51,9 +51,9 @@ def main(
     import sys
     from dataclasses import asdict
 
-    from eval.command import whole_numbers
-    from eval.protocol import adapt, some_questions
-    from eval.results import provenance, result_path
+    from eval.harness.command import whole_numbers
+    from eval.harness.protocol import adapt, some_questions
+    from eval.harness.results import provenance, result_path
 
     # The profiler that counts allocations announces each start and stop on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -61,7 +61,7 @@ def main(
     sizes, codebooks = whole_numbers("--subgroups", subgroups), whole_numbers("--codes", codes)
 
     from benchmarks.memory_plots import plot
-    from benchmarks.memory_ways import codebook_ways, hierarchical_ways, measure, reduction_ways
+    from eval.harness.aggregation_methods import codebook_ways, hierarchical_ways, measure, reduction_ways
     from mac_rag.data.newswire import generate
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel

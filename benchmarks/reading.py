@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from eval.command import SeedOption
-from eval.streams import DataOption
+from eval.harness.command import SeedOption
+from eval.harness.streams import DataOption
 from mac_rag.commands import run_command
 
 
@@ -27,7 +27,7 @@ def main(
     from unittest.mock import patch
 
     from benchmarks.measure import medians
-    from eval.streams import Setup, open_stream
+    from eval.harness.streams import Setup, open_stream
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
     from mac_rag.retrieval.bm25 import BM25Retriever

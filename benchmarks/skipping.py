@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.command import SeedOption
-from eval.streams import DataOption
+from eval.harness.command import SeedOption
+from eval.harness.streams import DataOption
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def main(
     import torch
 
     from benchmarks.measure import medians
-    from eval.protocol import adapt
-    from eval.streams import Setup, open_stream
+    from eval.harness.protocol import adapt
+    from eval.harness.streams import Setup, open_stream
     from mac_rag.engine import MACEngine
     from mac_rag.errors import ConfigError
     from mac_rag.memory.projection import ProjectedBank

@@ -11,15 +11,15 @@ import typer
 
 from eval.baselines.methods import ADAPTING
 from eval.baselines.options import SETUPS, chosen_methods, open_bench
-from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
-from eval.streams import DataOption, DocumentsOption, ModelByScale, open_stream
+from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, open_stream
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
     import torch
 
-    from eval.results import Row
-    from eval.systems import System
+    from eval.harness.results import Row
+    from eval.harness.systems import System
     from mac_rag.data.types import Document
 
 _STREAM = 1665
@@ -48,7 +48,7 @@ def main(
     import os
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler announces each start and stop on standard error
-    from eval.results import result_path
+    from eval.harness.results import result_path
 
     path = result_path(output, "adaptation_cost")
     from mac_rag.errors import ConfigError
@@ -90,8 +90,8 @@ def measure(system: System, documents: Sequence[Document], device: torch.device)
     """
     import torch
 
-    from benchmarks.allocations import allocated_peak
-    from eval.results import Row
+    from eval.harness.allocations import allocated_peak
+    from eval.harness.results import Row
 
     networks = {id(weight): weight.nbytes for network in system.networks for weight in network.parameters()}
     _, extra = allocated_peak(lambda: system.adapt(documents[:1]), device)

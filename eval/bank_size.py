@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from eval.command import (
+from eval.harness.command import (
     BatchOption,
     DeviceOption,
     ModelOption,
@@ -23,7 +23,7 @@ from eval.command import (
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
-    from eval.results import Row, Verdict
+    from eval.harness.results import Row, Verdict
     from mac_rag.data.types import Document, QADataset
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
@@ -49,7 +49,7 @@ def main(
     documents holds later ones beside them, as distractors; for a smaller one they are asked group by group, each of a
     bank that holds just its group.
     """
-    from eval.results import result_path
+    from eval.harness.results import result_path
 
     counts = whole_numbers("--sizes", sizes)
     path = result_path(output, "bank_size")
@@ -57,7 +57,7 @@ def main(
     dataset = type(dataset)(dataset.name, split, dataset.documents, dataset.questions[:questions])
     typer.echo(f"Generated newswire: {len(dataset.documents):,} documents, {questions:,} questions, split {split}")
 
-    from eval.protocol import adapt, samples
+    from eval.harness.protocol import adapt, samples
     from mac_rag.engine import MACEngine
     from mac_rag.errors import ConfigError
     from mac_rag.model import MACModel
@@ -101,7 +101,7 @@ def measure(
         without_prior: switches the model's document prior off.
         batch_size: questions of one generation.
     """
-    from eval.protocol import judge, summarize
+    from eval.harness.protocol import judge, summarize
     from mac_rag.engine import MACEngine
     from mac_rag.progress import progress_bar
     from mac_rag.reports import Answer

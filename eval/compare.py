@@ -12,8 +12,8 @@ import typer
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
-    from eval.bootstrap import Interval
-    from eval.results import Result, Sample, Verdict
+    from eval.harness.bootstrap import Interval
+    from eval.harness.results import Result, Sample, Verdict
 
 FIGURES = ("em", "f1", "em_prefix")
 
@@ -46,7 +46,7 @@ def main(
 
     Both must be of the same data set and split. To compare two rows of one result, give its file twice.
     """
-    from eval.results import Result
+    from eval.harness.results import Result
 
     ours, theirs = Result.read(a), Result.read(b)
     check_data(ours, theirs, a, b)
@@ -142,7 +142,7 @@ def compare(
         rows: a row of A and the row of B to compare it with.
         seed: of the bootstrap.
     """
-    from eval.bootstrap import paired_interval
+    from eval.harness.bootstrap import paired_interval
 
     differences = []
     for name, other in rows:

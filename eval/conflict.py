@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
-from eval.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
-    from eval.conflict_documents import Conflict
-    from eval.results import Row, Sample, Verdict
+    from eval.harness.conflict_documents import Conflict
+    from eval.harness.results import Row, Sample, Verdict
     from mac_rag.data.types import QADataset
     from mac_rag.engine import MACEngine
 
@@ -47,7 +47,7 @@ def main(
     `wrong_gain` what the memory adds to it, with its 95 % interval; the right document stands beside for comparison.
     --questions limits each of the two.
     """
-    from eval.results import result_path
+    from eval.harness.results import result_path
 
     path = result_path(output, "conflict")
     setup = SETUPS[scale].but(model, documents, questions)
@@ -60,7 +60,7 @@ def main(
         dataset, source = open_stream(data, split, replace(setup, questions=None), seed, scale=scale)
     groups = conflicts(dataset, setup.questions, seed)
 
-    from eval.protocol import adapt, samples
+    from eval.harness.protocol import adapt, samples
     from mac_rag.data.types import QADataset
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
@@ -96,7 +96,7 @@ def conflicts(dataset: QADataset, questions: int | None, seed: int) -> list[list
     Raises:
         DataError: where it has none at all.
     """
-    from eval.conflict_documents import counterfactual, outdated
+    from eval.harness.conflict_documents import counterfactual, outdated
     from mac_rag.errors import DataError
 
     groups = [outdated(dataset) if dataset.name == "newswire" else [], counterfactual(dataset, seed)]
@@ -115,7 +115,7 @@ def conflicts(dataset: QADataset, questions: int | None, seed: int) -> list[list
 
 def newest_only(dataset: QADataset) -> set[str]:
     """The ids of the documents that no later one updates."""
-    from eval.conflict_documents import superseded
+    from eval.harness.conflict_documents import superseded
 
     return {document.id for document in dataset.documents} - superseded(dataset)
 
@@ -163,9 +163,9 @@ def measure(
     Returns:
         A row for each way, with what it answered. The gain of a way with the memory is over the same prompts without.
     """
-    from eval.bootstrap import paired_interval
-    from eval.protocol import judge, summarize
-    from eval.results import Gain
+    from eval.harness.bootstrap import paired_interval
+    from eval.harness.protocol import judge, summarize
+    from eval.harness.results import Gain
     from mac_rag.metrics import exact_match
 
     questions = [case.question for case in cases]

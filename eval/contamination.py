@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
-from eval.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
-    from eval.results import Row
+    from eval.harness.results import Row
     from mac_rag.data.types import QADataset
 
 # The paper's table 10 is of GPT2-XL and LLaMA-2-7B on StreamingQA.
@@ -41,7 +41,7 @@ def main(
     normalisation. Then, as in the paper's table 10, how well the LM answers without the documents, alone and behind
     five examples, and how well with the memory of them.
     """
-    from eval.results import result_path
+    from eval.harness.results import result_path
 
     path = result_path(output, "contamination")
     setup = SETUPS[scale].but(model, documents, questions)
@@ -49,8 +49,8 @@ def main(
     training = open_stream(data, "train", Setup(setup.model, TRAINING[scale]), seed, scale=scale)[0]
     shared = overlap_row(training, test, ngram)
     from eval.baselines.options import open_bench
-    from eval.protocol import samples
-    from eval.systems import ask
+    from eval.harness.protocol import samples
+    from eval.harness.systems import ask
 
     bench = open_bench(setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size)
     rows, verdicts = [shared], {}
@@ -80,7 +80,7 @@ def overlap_row(training: QADataset, test: QADataset, size: int) -> Row:
         training, test: two splits.
         size: words of an n-gram.
     """
-    from eval.results import Row
+    from eval.harness.results import Row
     from mac_rag.metrics import normalize
 
     def titles(dataset: QADataset) -> list[str]:

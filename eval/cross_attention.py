@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.command import DeviceOption, OutputOption, ScaleOption, SeedOption, report
-from eval.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from eval.harness.command import DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from eval.results import Row
+    from eval.harness.results import Row
     from mac_rag.data.types import Document, QADataset, Question
     from mac_rag.model import MACModel
     from mac_rag.nn.attention import Chunk
@@ -43,7 +43,7 @@ def main(
     each document: the attention to it, a mean over questions, their tokens and heads. A model with a document prior is
     also measured without it.
     """
-    from eval.results import result_path
+    from eval.harness.results import result_path
 
     path = result_path(output, "cross_attention")
     setup = SETUPS[scale].but(model, documents, questions)
@@ -149,7 +149,7 @@ def summary(name: str, kind: str, maps: Tensor) -> Row:
     Args:
         maps: `[N, T, documents, T]`, the gold document first.
     """
-    from eval.results import Row
+    from eval.harness.results import Row
 
     masses = maps.sum(-1).mean(1)  # [N, documents]
     return Row(
@@ -167,7 +167,7 @@ def summary(name: str, kind: str, maps: Tensor) -> Row:
 
 def map_rows(kind: str, maps: Tensor) -> list[Row]:
     """The mean map, a row for each memory token of each document; all their masses together are 1."""
-    from eval.results import Row
+    from eval.harness.results import Row
 
     return [
         Row(

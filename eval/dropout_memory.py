@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eval.command import BatchOption, OutputOption, ScaleOption, SeedOption, whole_numbers
-from eval.streams import (
+from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption, whole_numbers
+from eval.harness.streams import (
     DataOption,
     DocumentsOption,
     QuestionsOption,
@@ -22,7 +22,7 @@ from mac_rag.commands import run_command
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from eval.results import Row
+    from eval.harness.results import Row
     from mac_rag.data.types import QADataset
     from mac_rag.model import MACModel
     from mac_rag.objective import Batch
@@ -67,12 +67,12 @@ def main(
 
     The trainings are kept beside the result, in variants/, and are not made twice.
     """
-    from eval.results import result_path
+    from eval.harness.results import result_path
 
     path = result_path(output, "dropout_memory")
     sizes = whole_numbers("--k", counts)
     setup = SETUPS[scale].but(model, documents, questions)
-    from eval.variants import Training, Variant, run_variants
+    from eval.harness.variants import Training, Variant, run_variants
 
     training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)
     table = TABLE[scale] if trainings else {}
@@ -101,7 +101,7 @@ def main(
 
 def memory_rows(model: MACModel, stream: QADataset, counts: list[int], seed: int) -> list[Row]:
     """A row for each K and each p."""
-    from eval.results import Row
+    from eval.harness.results import Row
 
     rows = []
     for count in counts:
@@ -149,7 +149,7 @@ def step_memory(model: MACModel, batch: Batch, dropout: float, seed: int) -> tup
     import torch
     from torch.autograd.graph import saved_tensors_hooks
 
-    from benchmarks.allocations import allocated_peak
+    from eval.harness.allocations import allocated_peak
 
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, int] = {}

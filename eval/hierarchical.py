@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from eval.bank_memory import measure_ways
-from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, whole_numbers
-from eval.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from eval.harness.aggregation_table import measure_ways
+from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, whole_numbers
+from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
 from mac_rag.commands import run_command
 
 # The paper's figure is of GPT2-XL on ArchivalQA-Seq.
@@ -33,7 +33,7 @@ def main(
     Beside it stand the whole bank in one softmax ("full", the paper's comparison) and streaming, which gives the same
     answers at constant memory.
     """
-    from eval.results import result_path
+    from eval.harness.results import result_path
     from mac_rag.errors import ConfigError
 
     path = result_path(output, "hierarchical")
@@ -42,7 +42,7 @@ def main(
         raise ConfigError(f"--subgroups must be at least 2, got {subgroups!r}: groups of one never become fewer")
     setup = SETUPS[scale].but(model, documents, questions)
     dataset, source = open_stream(data, "test", setup, seed, scale=scale)
-    from benchmarks.memory_ways import hierarchical_ways
+    from eval.harness.aggregation_methods import hierarchical_ways
     from mac_rag.model import MACModel
 
     measure_ways(

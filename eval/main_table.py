@@ -10,12 +10,12 @@ import typer
 
 from eval.baselines.methods import METHODS
 from eval.baselines.options import SETUPS, TrainedOption, chosen_methods, open_bench, searched_notes
-from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
-from eval.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
+from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
-    from eval.results import Row, Verdict
+    from eval.harness.results import Row, Verdict
 
 
 def main(
@@ -53,7 +53,7 @@ def main(
     Every system has the same LM, tuned on questions and answers. Fine-tuning takes one step of Adam on each document;
     its learning rate is searched on a validation stream. CaMeLS and CCM are trained first, and kept for the next time.
     """
-    from eval.results import result_path
+    from eval.harness.results import result_path
 
     path = result_path(output, "main_table")
     chosen = chosen_methods(methods)
@@ -63,8 +63,8 @@ def main(
     typer.echo(f"{dataset.name}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, {source}")
 
     from eval.baselines.finetuning import AnswerTuning
-    from eval.protocol import samples
-    from eval.systems import ask
+    from eval.harness.protocol import samples
+    from eval.harness.systems import ask
     from mac_rag.errors import ConfigError, QuantizationError
 
     bench = open_bench(

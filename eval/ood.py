@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.baselines.options import RateOption, TrainedOption, chosen_methods
-from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
-from eval.streams import DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.harness.streams import DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
-    from eval.results import Row, Sample
+    from eval.harness.results import Row, Sample
     from mac_rag.data.types import QADataset
 
 # The paper's table is of GPT2-XL trained on StreamingQA and adapted to SQuAD and ArchivalQA.
@@ -49,7 +49,7 @@ def main(
     CaMeLS, like MAC, is trained on another set; the learning rate of fine-tuning is not searched. At the tiny scale
     newswire like that of mac-tiny's training stands first, to be held against.
     """
-    from eval.results import result_path
+    from eval.harness.results import result_path
     from mac_rag.errors import ConfigError
 
     path = result_path(output, "ood")
@@ -67,8 +67,8 @@ def main(
     if twice:
         raise ConfigError(f"--data names {', '.join(twice)} twice; run them one by one")
     from eval.baselines.options import open_bench
-    from eval.protocol import samples
-    from eval.systems import ask
+    from eval.harness.protocol import samples
+    from eval.harness.systems import ask
 
     bench = open_bench(
         setup, path, scale=scale, data=trained_on, seed=seed, device=device, batch_size=batch_size, trained=trained

@@ -14,9 +14,9 @@ import typer
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
-    from eval.plan import Step
-    from eval.results import Commit, Result
-    from eval.steps import StepRecord
+    from eval.harness.paper_plan import Step
+    from eval.harness.paper_steps import StepRecord
+    from eval.harness.results import Commit, Result
 
 
 def main(
@@ -41,7 +41,7 @@ def main(
     A step whose result is there already, of the same command, commit and model, is not repeated; so a run that was
     interrupted goes on where it stopped. A step that fails is reported, and the others go on.
     """
-    from eval.plan import steps
+    from eval.harness.paper_plan import steps
     from eval.report.__main__ import write_report
     from mac_rag.errors import ConfigError, DataError
 
@@ -71,8 +71,8 @@ def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
     Returns:
         what became of each; also kept in the folder, after every step.
     """
-    from eval.results import checkout
-    from eval.steps import StepRecord, read_records, write_records
+    from eval.harness.paper_steps import StepRecord, read_records, write_records
+    from eval.harness.results import checkout
 
     before = {record.name: record for record in read_records(output)}
     commit, fingerprints = checkout(), Fingerprints()
@@ -147,7 +147,7 @@ class Fingerprints:
 
 def finished(step: Step, output: Path, commit: Commit | None, fingerprints: Fingerprints) -> bool:
     """Whether a step's result is there, made by the same command and commit with a model of the same weights."""
-    from eval.results import Result
+    from eval.harness.results import Result
     from mac_rag.errors import DataError
 
     try:

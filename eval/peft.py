@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from eval.command import BatchOption, OutputOption, ScaleOption, SeedOption
-from eval.streams import (
+from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption
+from eval.harness.streams import (
     DataOption,
     DocumentsOption,
     QuestionsOption,
@@ -41,11 +41,11 @@ def main(
 
     Trainings are kept beside the result, in variants/, and are not made twice.
     """
-    from eval.results import result_path
+    from eval.harness.results import result_path
 
     path = result_path(output, "peft")
     setup = SETUPS[scale].but(model, documents, questions)
-    from eval.variants import Training, Variant, run_variants
+    from eval.harness.variants import Training, Variant, run_variants
 
     training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)
     variants = [

@@ -11,8 +11,8 @@ import typer
 
 from eval.baselines.methods import FINE_TUNING
 from eval.baselines.options import RateOption, TrainedOption, chosen_methods, open_bench
-from eval.command import BatchOption, OutputOption, ScaleOption, SeedOption, report
-from eval.streams import (
+from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption, report
+from eval.harness.streams import (
     DataOption,
     DocumentsOption,
     Setup,
@@ -26,8 +26,8 @@ from mac_rag.commands import run_command
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from eval.results import Row
-    from eval.variants import Training
+    from eval.harness.results import Row
+    from eval.harness.variants import Training
     from mac_rag.base_lm import BaseLM
     from mac_rag.data.types import Document, QADataset
     from mac_rag.model import MACModel
@@ -69,7 +69,7 @@ def main(
     scales MAC is trained for this task first, on documents of the training split; the training is kept beside the
     result, in variants/. At the tiny scale it goes on from the model, which also has a row as it is.
     """
-    from eval.results import result_path
+    from eval.harness.results import result_path
 
     path = result_path(output, "perplexity")
     chosen = chosen_methods(baselines, FINE_TUNING) if baselines else []
@@ -77,7 +77,7 @@ def main(
     whole = Setup(setup.model, 2 * setup.documents)
     stream, source = open_stream(data, "test", whole, seed, scale=scale)
     from eval.baselines.finetuning import FineTuning
-    from eval.variants import Training, trained
+    from eval.harness.variants import Training, trained
     from mac_rag.model import MACModel
 
     tiny_steps = STEPS if scale == "tiny" and steps is None else steps
@@ -129,7 +129,7 @@ def perplexity_row(
     lm: BaseLM | None = None,
 ) -> Row:
     """Perplexity on both kinds of documents: of the model with a bank of the adapted ones, or of an LM without any."""
-    from eval.results import Row
+    from eval.harness.results import Row
     from mac_rag.engine import MACEngine
 
     phi = None

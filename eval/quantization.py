@@ -6,8 +6,8 @@ from typing import Any
 
 import typer
 
-from eval.command import BatchOption, OutputOption, ScaleOption, SeedOption
-from eval.streams import (
+from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption
+from eval.harness.streams import (
     DataOption,
     DocumentsOption,
     QuestionsOption,
@@ -55,11 +55,11 @@ def main(
     16 bit is mixed precision (bfloat16), 4 bit is NF4 by bitsandbytes. That needs a CUDA GPU to train; elsewhere it is
     left out, and the result says so. Trainings are kept beside the result, in variants/, and are not made twice.
     """
-    from eval.results import result_path
+    from eval.harness.results import result_path
 
     path = result_path(output, "quantization")
     setup = SETUPS[scale].but(model, documents, questions)
-    from eval.variants import Training, Variant, run_variants
+    from eval.harness.variants import Training, Variant, run_variants
     from mac_rag.errors import QuantizationError
     from mac_rag.loading import require_gradients
     from mac_rag.model import default_device

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from eval.bank_memory import measure_ways
-from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption
-from eval.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from eval.harness.aggregation_table import measure_ways
+from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption
+from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ def main(
     Random pruning, random averaging and averaging the nearest make room as the documents arrive; the whole bank stands
     beside them.
     """
-    from eval.results import result_path
+    from eval.harness.results import result_path
 
     path = result_path(output, "reduction")
     setup = SETUPS[scale].but(model, documents, questions)
     dataset, source = open_stream(data, "test", setup, seed, scale=scale)
-    from benchmarks.memory_ways import Way, attending, bank_bytes, projected, reduction_ways
+    from eval.harness.aggregation_methods import Way, attending, bank_bytes, projected, reduction_ways
     from mac_rag.model import MACModel
 
     def ways(network: MACModel, bank: MemoryBank, stream: QADataset) -> Iterator[Way]:

@@ -9,12 +9,12 @@ import typer
 
 from eval.baselines.methods import ADAPTING, FINE_TUNING
 from eval.baselines.options import SETUPS, TrainedOption, chosen_methods, open_bench
-from eval.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
-from eval.streams import DataOption, ModelByScale, QuestionsOption, open_stream
+from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.harness.streams import DataOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.commands import run_command
 
 if TYPE_CHECKING:
-    from eval.results import Row, Verdict
+    from eval.harness.results import Row, Verdict
 
 
 def main(
@@ -43,7 +43,7 @@ def main(
     Retention is the F1 as a share of that right after the first documents. An LM that learned nothing from them keeps
     all of it, so what the LM answered before it had read anything stands beside it.
     """
-    from eval.results import result_path
+    from eval.harness.results import result_path
 
     path = result_path(output, "retention")
     from mac_rag.errors import ConfigError, DataError
@@ -57,8 +57,8 @@ def main(
             f"{dataset.name} has only {len(dataset.documents):,} documents, but --first and --further ask for "
             f"{first + further:,}; give smaller ones"
         )
-    from eval.protocol import samples, some_questions
-    from eval.systems import ask
+    from eval.harness.protocol import samples, some_questions
+    from eval.harness.systems import ask
     from mac_rag.data.protocol import first_documents
     from mac_rag.data.types import QADataset
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eval.command import benchmark_command
+from eval.harness.command import benchmark_command
 from mac_rag.commands import run_command
 
 main = benchmark_command("streamingqa", "StreamingQA")

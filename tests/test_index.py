@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoModel, T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner
 
-from eval.variants import grafted
+from eval.harness.variants import grafted
 from mac_rag.config import AggregationConfig, AttentionConfig, BaseLMConfig, EncoderConfig, IndexConfig, MACConfig
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine

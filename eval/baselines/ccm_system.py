@@ -14,7 +14,7 @@ from torch import Tensor
 from eval.baselines import weights_cache as trained
 from eval.baselines.ccm import CCM, Compressed, generate_behind
 from eval.baselines.weighting import passages
-from eval.systems import System
+from eval.harness.systems import System
 from mac_rag.config import Config, EncoderConfig
 from mac_rag.errors import BankError
 from mac_rag.progress import progress_bar

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eval.baselines.methods import FINE_TUNING, METHODS
-from eval.systems import MACSystem, System
+from eval.harness.systems import MACSystem, System
 from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 
 from eval.baselines.weighting import TokenWeighting, passages, weighted_loss
-from eval.systems import System, generate
+from eval.harness.systems import System, generate
 from mac_rag.base_lm import BaseLM
 from mac_rag.config import Config
 from mac_rag.progress import progress_bar

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.baselines.methods import METHODS
-from eval.streams import Setup, open_stream
+from eval.harness.streams import Setup, open_stream
 
 if TYPE_CHECKING:
     from eval.baselines.factory import Bench

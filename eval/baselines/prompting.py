@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from eval.systems import System, generate
+from eval.harness.systems import System, generate
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.bootstrap import Interval, paired_interval
-from eval.results import Result, Row, Sample
-from eval.steps import StepRecord, read_records
+from eval.harness.bootstrap import Interval, paired_interval
+from eval.harness.paper_steps import StepRecord, read_records
+from eval.harness.results import Result, Row, Sample
 from mac_rag.errors import DataError
 
 

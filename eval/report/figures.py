@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import isfinite
 
-from eval.results import Row
+from eval.harness.results import Row
 
 SCORES = {
     "em": "EM %",

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from eval.harness.results import Row
 from eval.report.collect import Collection, Found
 from eval.report.figures import figure, label, with_figure, written
-from eval.results import Row
 
 FINE_TUNING = ("Uniform", "Salient Spans", "CaMeLS")
 # "Most of the accuracy", where the paper keeps 93.2 % with subgroups of 16.

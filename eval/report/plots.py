@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from eval.harness.results import Row
 from eval.report.figures import column, figure, label, with_figure
-from eval.results import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

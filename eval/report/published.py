@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from eval.results import Result, Row
+from eval.harness.results import Result, Row
 from mac_rag.config import Config
 
 # Names of the same thing here and in the paper, after `_plain`.

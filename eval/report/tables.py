@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eval.bootstrap import Interval
+from eval.harness.bootstrap import Interval
+from eval.harness.results import Result, Row
 from eval.report.catalogue import Experiment
 from eval.report.figures import SCORES, column, figure, label, written
 from eval.report.published import Published, published_of
-from eval.results import Result, Row
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.allocations import allocated_peak
 from benchmarks.memory_vs_accuracy import main
+from eval.harness.allocations import allocated_peak
 from mac_rag.commands import run_command
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eval.results import Commit, Data, Model, Result, Row, Sample, Verdict
+from eval.harness.results import Commit, Data, Model, Result, Row, Sample, Verdict
 from mac_rag.data.types import Question
 
 COMMIT = Commit(commit="0123456789abcdef0123456789abcdef01234567", dirty=False)

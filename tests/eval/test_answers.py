@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.answers import KeptAnswer, KeptAnswers, answer_source
-from eval.protocol import Outcome, run_protocol
+from eval.harness.kept_answers import KeptAnswer, KeptAnswers, answer_source
+from eval.harness.protocol import Outcome, run_protocol
 from mac_rag.data.newswire import generate
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, DataError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from eval.results import Result
+from eval.harness.results import Result
 
 Command = Callable[..., tuple[int, str, str]]
 SIZES = ("--documents", 16, "--questions", 6, "--batch-size", 4)

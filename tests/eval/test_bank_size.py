@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.bank_size import groups, measure
-from eval.command import whole_numbers
-from eval.results import Result
+from eval.harness.command import whole_numbers
+from eval.harness.results import Result
 from mac_rag.config import AggregationConfig
 from mac_rag.data.newswire import generate
 from mac_rag.engine import MACEngine

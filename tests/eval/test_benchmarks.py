@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.results import Result, Sample
+from eval.harness.results import Result, Sample
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire import generate
 

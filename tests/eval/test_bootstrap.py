@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from eval.bootstrap import paired_interval
+from eval.harness.bootstrap import paired_interval
 
 
 def test_is_a_resampling_of_paired_differences() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from eval.bootstrap import paired_interval
 from eval.compare import compare, shared_samples
-from eval.results import Data
+from eval.harness.bootstrap import paired_interval
+from eval.harness.results import Data
 from tests.eval.handmade import result, samples
 
 Command = Callable[..., tuple[int, str, str]]

@@ -12,7 +12,7 @@ from eval.baselines.ccm_system import CCMConfig
 from eval.baselines.factory import Bench
 from eval.baselines.methods import METHODS
 from eval.baselines.setups import SETUPS, BaselineSetup
-from eval.results import Result, Row
+from eval.harness.results import Result, Row
 from mac_rag.config import BaseLMConfig
 from mac_rag.data.newswire import generate
 from mac_rag.errors import ConfigError

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.bootstrap import paired_interval
 from eval.conflict import conflicts, measure, newest_only
-from eval.conflict_documents import counterfactual, outdated, replaced, shape, superseded
-from eval.results import Result
+from eval.harness.bootstrap import paired_interval
+from eval.harness.conflict_documents import counterfactual, outdated, replaced, shape, superseded
+from eval.harness.results import Result
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire import generate
 from mac_rag.data.types import Document, QADataset, Question

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.contamination import ngrams, overlap_row
-from eval.results import Result
+from eval.harness.results import Result
 from mac_rag.data.types import Document, QADataset, Question
 
 Command = Callable[..., tuple[int, str, str]]

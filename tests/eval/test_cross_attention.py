@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from eval.cross_attention import attention_map, distracting
-from eval.protocol import some_questions
-from eval.results import Result
+from eval.harness.protocol import some_questions
+from eval.harness.results import Result
 from mac_rag.data.newswire import generate
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eval.dropout_memory import first_batch, memory_rows, step_memory
-from eval.results import Result
+from eval.harness.results import Result
 from mac_rag.data.newswire import generate
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
@@ -61,7 +61,7 @@ def test_a_batch_has_a_question_on_each_document(tiny_model: MACModel) -> None:
 
 
 def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.variants.STORIES", 64)
+    monkeypatch.setattr("eval.harness.variants.STORIES", 64)
     monkeypatch.setattr("eval.dropout_memory.TABLE", {"tiny": {"No backprop.": (2, 1, 0.0), "MAC": (4, 2, 0.75)}})
     small = ("--steps", 1, "--documents", 4, "--k", 2, "--output", "r.json")
     assert command("eval.dropout_memory", "--model", tiny_checkpoint, *small)[0] == 0

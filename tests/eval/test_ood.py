@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from eval.harness.results import Result
 from eval.ood import paired
-from eval.results import Result
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire import generate
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import typer
 
-from eval import paper, plan
+from eval import paper
+from eval.harness import paper_plan as plan
+from eval.harness.paper_plan import DATASETS, Step, steps
+from eval.harness.paper_steps import StepRecord, read_records, write_records
+from eval.harness.results import Result, checkout
 from eval.paper import Fingerprints, finished, run_steps
-from eval.plan import DATASETS, Step, steps
 from eval.report.catalogue import CATALOGUE
-from eval.results import Result, checkout
-from eval.steps import StepRecord, read_records, write_records
 from mac_rag.errors import ConfigError, DataError
 from mac_rag.model import MACModel
 from tests.eval.handmade import result, scored

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eval.harness.results import Result
+from eval.harness.variants import Training
 from eval.perplexity import BEGINNING, continuations, cut, language_recipe, perplexity
-from eval.results import Result
-from eval.variants import Training
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire import generate
 from mac_rag.data.types import Document, QADataset

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from eval.protocol import Outcome, run_protocol, some_questions
+from eval.harness.protocol import Outcome, run_protocol, some_questions
 from mac_rag.data.newswire import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine

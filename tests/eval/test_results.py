@@ -10,8 +10,20 @@ from typing import Any
 
 import pytest
 
-from eval import results
-from eval.results import Adaptation, Commit, Data, Model, Result, Row, Sample, Verdict, provenance, result_path, show
+from eval.harness import results
+from eval.harness.results import (
+    Adaptation,
+    Commit,
+    Data,
+    Model,
+    Result,
+    Row,
+    Sample,
+    Verdict,
+    provenance,
+    result_path,
+    show,
+)
 from mac_rag.data.types import Question
 from mac_rag.errors import ConfigError, DataError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.streams import Setup, named_folder, open_stream
+from eval.harness.streams import Setup, named_folder, open_stream
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire import generate
 from mac_rag.errors import ConfigError, DataError

@@ -13,10 +13,10 @@ import torch
 from eval.amortization import PAPER as DESIGNS
 from eval.amortization import tiny_designs
 from eval.dropout_memory import TABLE
+from eval.harness.results import Result
+from eval.harness.variants import Training, evaluate, grafted, merged, stories
 from eval.peft import KINDS
 from eval.quantization import PRECISIONS
-from eval.results import Result
-from eval.variants import Training, evaluate, grafted, merged, stories
 from mac_rag.checkpoint import read_config
 from mac_rag.config import EncoderConfig, ModulationConfig
 from mac_rag.engine import MACEngine
@@ -30,7 +30,7 @@ SMALL = ("--steps", 2, "--documents", 5, "--output", "r.json")
 
 @pytest.fixture(autouse=True)
 def few_stories(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.variants.STORIES", 64)
+    monkeypatch.setattr("eval.harness.variants.STORIES", 64)
 
 
 def test_stories_are_one_sentence_with_its_question() -> None:

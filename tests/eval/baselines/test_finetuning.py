@@ -11,7 +11,7 @@ import torch
 from eval.baselines.finetuning import AnswerTuning, FineTuning, search_learning_rate, tune_answers
 from eval.baselines.spans import rule_spans, salient_spans
 from eval.baselines.weighting import SalientSpanWeights, TokenWeighting, UniformWeights
-from eval.systems import System
+from eval.harness.systems import System
 from mac_rag.data.newswire import generate
 from mac_rag.data.types import Document
 from mac_rag.errors import DocumentError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from eval.baselines.prompting import FewShot, RetrieverOnly, drawn_examples
-from eval.systems import MACSystem, ask
+from eval.harness.systems import MACSystem, ask
 from mac_rag.data.newswire import generate
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError

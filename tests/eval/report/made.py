@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eval.results import Row
+from eval.harness.results import Row
 from tests.eval.handmade import result, samples, scored
 
 BASELINES = {"Uniform": 0.2, "Salient Spans": 0.22, "CaMeLS": 0.3}

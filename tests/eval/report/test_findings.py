@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.bootstrap import paired_interval
+from eval.harness.bootstrap import paired_interval
+from eval.harness.results import Row
 from eval.report.collect import Found
 from eval.report.findings import (
     FINE_TUNING,
@@ -19,7 +20,6 @@ from eval.report.findings import (
     retrieval_gains,
     verdict,
 )
-from eval.results import Row
 from tests.eval.handmade import result, samples, scored
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from eval.harness.paper_steps import StepRecord, write_records
+from eval.harness.results import Data, Model
 from eval.report.catalogue import CATALOGUE
 from eval.report.collect import collect
 from eval.report.page import page
 from eval.report.published import published
 from eval.report.summary import checked
-from eval.results import Data, Model
-from eval.steps import StepRecord, write_records
 from tests.eval.handmade import COMMIT, result, scored
 from tests.eval.report.made import every_result
 

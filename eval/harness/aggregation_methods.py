@@ -11,9 +11,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from benchmarks.allocations import allocated_peak
-from eval.protocol import judge
-from eval.results import Verdict
+from eval.harness.allocations import allocated_peak
+from eval.harness.protocol import judge
+from eval.harness.results import Verdict
 from mac_rag.data.types import Document, Question
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.codebook import CodebookView, fit, quantize

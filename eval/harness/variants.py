@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from filelock import FileLock
 
-from eval.command import report
-from eval.protocol import judge, samples, summarize
-from eval.streams import Setup, named_folder, open_stream
+from eval.harness.command import report
+from eval.harness.protocol import judge, samples, summarize
+from eval.harness.streams import Setup, named_folder, open_stream
 from mac_rag.checkpoint import find, read_config
 from mac_rag.config import MACConfig
 from mac_rag.data.archivalqa import write_archivalqa
@@ -38,7 +38,7 @@ from pipelines.tasks.train import TrainConfig, TrainTask
 from pipelines.trainer import Trainer
 
 if TYPE_CHECKING:
-    from eval.results import Row, Verdict
+    from eval.harness.results import Row, Verdict
 
 Part = Literal["amortization", "aggregation", "modulation"]
 STEPS = 250  # about a minute on one core
@@ -233,7 +233,7 @@ def run_variants(
         training: which the variants' recipes came from.
         setup: of the stream.
         path: of the result.
-        options, notes, not_run: see `eval.command.report`.
+        options, notes, not_run: see `eval.harness.command.report`.
         batch_size: questions answered at a time.
         further: rows that need no training.
     """

@@ -11,7 +11,7 @@ import typer
 from mac_rag import DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from eval.results import Adaptation, Row, Sample
+    from eval.harness.results import Adaptation, Row, Sample
     from mac_rag.data.types import QADataset
     from mac_rag.model import MACModel
 
@@ -85,7 +85,7 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
         ] = None,
         output: OutputOption = None,
     ) -> None:
-        from eval.results import result_path
+        from eval.harness.results import result_path
 
         model = model or ("mac-tiny" if data is None else DEFAULT_MODEL)
 
@@ -97,8 +97,8 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
 
         made = {name: make_retriever(name, progress=True) for name in names}
         dataset, source = _load(benchmark, title, data, split, documents, questions, seed)
-        from eval.answers import KeptAnswers, answer_source
-        from eval.protocol import run_protocol
+        from eval.harness.kept_answers import KeptAnswers, answer_source
+        from eval.harness.protocol import run_protocol
         from mac_rag.engine import MACEngine
         from mac_rag.model import MACModel
 
@@ -139,7 +139,7 @@ def _load(
     benchmark: str, title: str, data: Path | None, split: str, documents: int, questions: int | None, seed: int
 ) -> tuple[QADataset, str]:
     """The stream and where it came from; says so in the first line of the output."""
-    from eval.protocol import some_questions
+    from eval.harness.protocol import some_questions
     from mac_rag.data import load_dataset
 
     if data is None:
@@ -227,10 +227,10 @@ def report(
         options: all options of the command; `seed`, and `model` where there is one, are among them.
         source: folder of the data set, or "generated".
         model: the one that was evaluated; None where the rows have different ones.
-        not_run, notes: see `eval.results.Result`.
+        not_run, notes: see `eval.harness.results.Result`.
         table: the rows to print, where there are too many to read; None for all.
     """
-    from eval.results import Data, Model, Result, provenance, show
+    from eval.harness.results import Data, Model, Result, provenance, show
 
     result = Result(
         **provenance(experiment),

@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from eval.bootstrap import Interval
+from eval.harness.bootstrap import Interval
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.command import report
+from eval.harness.command import report
 
 if TYPE_CHECKING:
-    from benchmarks.memory_ways import Figures, Way
-    from eval.results import Row
+    from eval.harness.aggregation_methods import Figures, Way
+    from eval.harness.results import Row
     from mac_rag.data.types import QADataset
     from mac_rag.memory.bank import MemoryBank
     from mac_rag.model import MACModel
@@ -32,7 +32,7 @@ def measure_ways(
     """Adapts to a stream, asks its questions in every way, and writes what each answered and the memory it took.
 
     Memory is the peak of all tensors that aggregating one batch of questions allocates, beyond the bank as it is
-    stored (`benchmarks.allocations`); encoding the questions and the LM are left out, as in the paper.
+    stored (`eval.harness.allocations`); encoding the questions and the LM are left out, as in the paper.
 
     Args:
         experiment: name of the module.
@@ -40,13 +40,13 @@ def measure_ways(
         path: of the result.
         model, dataset: what to measure on.
         batch_size: questions that are aggregated at once.
-        options, source: see `eval.command.report`.
+        options, source: see `eval.harness.command.report`.
     """
     import os
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler announces each start and stop on standard error
-    from benchmarks.memory_ways import measure
-    from eval.protocol import adapt, samples
+    from eval.harness.aggregation_methods import measure
+    from eval.harness.protocol import adapt, samples
     from mac_rag.engine import MACEngine
 
     engine = MACEngine(model)
@@ -76,7 +76,7 @@ def row(figures: Figures, whole: Figures, documents: int, questions: int) -> Row
 
     `memory_kept` and `f1_kept` are percentages of the whole bank's.
     """
-    from eval.results import Row
+    from eval.harness.results import Row
 
     settings: dict[str, str | int | float] = {"method": figures.method, "entries": figures.entries}
     if figures.group == "hierarchical" and figures.parameter is not None:

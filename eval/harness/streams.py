@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eval.command import MODEL_HELP, generated
+from eval.harness.command import MODEL_HELP, generated
 
 if TYPE_CHECKING:
     from mac_rag.data.types import QADataset
@@ -115,7 +115,7 @@ def open_stream(data: str | None, split: str, setup: Setup, seed: int, *, scale:
         ConfigError: for a name that is no data set, or none at the paper's scale.
         DataError: for files that are missing or malformed.
     """
-    from eval.protocol import some_questions
+    from eval.harness.protocol import some_questions
     from mac_rag.data import load_dataset
     from mac_rag.errors import ConfigError
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from eval.protocol import judge, summarize
+from eval.harness.protocol import judge, summarize
 from mac_rag.engine import MACEngine
 from mac_rag.progress import progress_bar
 from mac_rag.reports import Answer
 
 if TYPE_CHECKING:
-    from eval.results import Row, Verdict
+    from eval.harness.results import Row, Verdict
     from mac_rag.base_lm import BaseLM
     from mac_rag.data.types import Document, Question
     from mac_rag.model import MACModel

@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from eval.answers import KeptAnswer, KeptAnswers, Prompt
-from eval.bootstrap import paired_interval
-from eval.results import Adaptation, Gain, Row, Sample, Verdict
+from eval.harness.bootstrap import paired_interval
+from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt
+from eval.harness.results import Adaptation, Gain, Row, Sample, Verdict
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
 from mac_rag.metrics import best_over, exact_match, f1, prefix_match, recall_at_k
@@ -24,7 +24,7 @@ _GROUP = 4
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the protocol gives; see `eval.results`."""
+    """What the protocol gives; see `eval.harness.results`."""
 
     adaptation: Adaptation
     rows: tuple[Row, ...]
