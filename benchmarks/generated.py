@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from mac_rag.memory.bank import MemoryBank
-from mac_rag.nn.aggregation import AggregationNetwork, BankProjection
+from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
+from mac_rag.nn.bank_view import BankProjection
 
 
 class GeneratedBank(MemoryBank):

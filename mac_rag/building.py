@@ -11,7 +11,7 @@ from mac_rag.encoder import TextEncoder
 from mac_rag.errors import ModelLoadError
 from mac_rag.loading import keep_first_layers, load_backbone, load_tokenizer
 from mac_rag.nn.amortization import DESIGNS
-from mac_rag.nn.hashed_words import HashedWords
+from mac_rag.nn.hashed_bm25 import HashedWords
 
 
 def make_encoder(
@@ -31,6 +31,8 @@ def make_encoder(
         ModelLoadError: when it should share the base LM's embeddings, but has another width or vocabulary; when its
             vocabulary is not the base LM's, by which the index reads.
     """
+    if part.design == "encoder-pooling" and hasattr(backbone, "bidirectional"):
+        backbone.bidirectional = True  # a prefix LM's layers, which would read as a causal LM
     alike = _same_vocabulary(tokenizer, base_lm)
     if part.embeddings == "base-lm":
         _share_embeddings(part.name, backbone, alike, base_lm)

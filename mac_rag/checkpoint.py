@@ -27,7 +27,7 @@ from mac_rag.config import EncoderConfig, IndexConfig, MACConfig
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.loading import PACKED_LM, empty_backbone, load_backbone, load_tokenizer, quiet
 from mac_rag.model import MACModel
-from mac_rag.nn.hashed_words import HashedWords
+from mac_rag.nn.hashed_bm25 import HashedWords
 from mac_rag.packing import packed, unpacked
 from mac_rag.tuning import merged
 

@@ -106,7 +106,7 @@ class IndexConfig(Config):
             so its width must be D.
         revision: branch, tag or commit on the Hub.
         embeddings: of tokens: `own`, or the base LM's (`base-lm`), where the vocabulary is the same.
-        words: R, vectors that hold the text's words (see `mac_rag.nn.hashed_words`), which the document prior compares
+        words: R, vectors that hold the text's words (see `mac_rag.nn.hashed_bm25`), which the document prior compares
             as well; 0 for none. They are stored with the memory tokens, and nothing attends to them.
         words_weight: of their product in the document prior, beside a cosine. Part of no training, so chosen on
             validation data.

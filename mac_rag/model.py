@@ -16,7 +16,8 @@ from mac_rag.building import make_words, pretrained_encoder, pretrained_index
 from mac_rag.config import MACConfig
 from mac_rag.encoder import TextEncoder, length_buckets
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.nn.aggregation import AggregationNetwork, BankProjection, BankView
+from mac_rag.nn.aggregation import AggregationNetwork
+from mac_rag.nn.bank_view import BankProjection, BankView
 from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
 from mac_rag.progress import progress_bar
 from mac_rag.tuning import make_trainable

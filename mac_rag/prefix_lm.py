@@ -32,9 +32,13 @@ class PrefixLMBody(BertGenerationEncoder):
 
     `forward` takes one argument more than BERT's: `parts` `[B, L]`, numbers that say which tokens are one part of a
     prompt; see `prefix_mask`. Without them, attention is causal.
+
+    Attributes:
+        bidirectional: True if texts without `parts` are read both ways, as the backbone of a text encoder reads them.
     """
 
     config_class = PrefixLMConfig
+    bidirectional = False
 
     def forward(
         self,
@@ -45,6 +49,8 @@ class PrefixLMBody(BertGenerationEncoder):
         **options: Any,
     ) -> Any:
         """As `BertGenerationEncoder.forward`, with `attention_mask` `[B, P + L]`, P what the cache holds."""
+        if parts is None and self.bidirectional and input_ids is not None:
+            parts = torch.ones_like(input_ids)
         if parts is not None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             attention_mask = prefix_mask(parts, attention_mask, past)

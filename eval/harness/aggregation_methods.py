@@ -21,8 +21,8 @@ from mac_rag.memory.prior_index import PriorIndex
 from mac_rag.memory.projection import ProjectedBank
 from mac_rag.memory.reduction import BoundedBank, ReductionMethod
 from mac_rag.model import MACModel
-from mac_rag.nn.aggregation import BankView
 from mac_rag.nn.attention import direct_attention
+from mac_rag.nn.bank_view import BankView
 from mac_rag.nn.hierarchical import hierarchical
 from mac_rag.progress import progress_bar
 from mac_rag.reports import Answer

@@ -21,7 +21,8 @@ from torch import Tensor
 from mac_rag.errors import BankError
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.codes import nearest_codes
-from mac_rag.nn.aggregation import AggregationNetwork, BankView, CrossAttentionBlock
+from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
+from mac_rag.nn.bank_view import BankView
 
 # Tokens of a code that a codebook is learned from at most; more change its centre very little.
 _TOKENS_PER_CODE = 256

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mac_rag.errors import BankError
 from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
-from mac_rag.nn.skipping import longest_keys
+from mac_rag.nn.row_bounds import longest_keys
 
 if TYPE_CHECKING:
     from mac_rag.memory.bank import MemoryBank

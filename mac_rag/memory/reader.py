@@ -16,8 +16,8 @@ from mac_rag.memory.codebook import CodebookView
 from mac_rag.memory.prior_index import PriorIndex
 from mac_rag.memory.projection import ProjectedBank
 from mac_rag.memory.recent import RecentQuestions
-from mac_rag.nn.aggregation import BankView
 from mac_rag.nn.attention import BankAttention, streaming_attention
+from mac_rag.nn.bank_view import BankView
 from mac_rag.nn.hierarchical import hierarchical
 from mac_rag.nn.sharded import ShardedAttention
 

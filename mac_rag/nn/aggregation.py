@@ -3,156 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mac_rag.nn.attention import BankAttention, Chunk, streaming_attention
-
-# Rows that a bank in memory gives at a time; bounds what is made for each chunk, such as the bias.
-_ROWS = 8192
-
-
-class BankRows(Protocol):
-    """Rows of a bank in a fixed order, as the aggregation network attends to them.
-
-    A row is the memory tokens of one document, or of one part of a long one. Questions may all see the same rows, or
-    each run of B / G questions has K rows of its own, which the tensors then have a leading dimension G for.
-    """
-
-    @property
-    def prior_keys(self) -> Tensor | None:
-        """Vectors of the document prior `[K, d_prior]` or `[G, K, d_prior]`; None without one."""
-
-    @property
-    def log_counts(self) -> Tensor | None:
-        """Log of how many equal rows each row stands for, `[K]` or `[G, K]`; None for one each."""
-
-    def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values `[H, k, T, d]` or `[G, H, k, T, d]` of consecutive rows, cut alike for all blocks."""
-
-
-@runtime_checkable
-class BankView(BankRows, Protocol):
-    """A bank from which rows can be chosen."""
-
-    @property
-    def documents(self) -> int:
-        """K, the number of rows (that each question sees)."""
-
-    def longest(self, block: int) -> Tensor | None:
-        """The largest norm of each row's keys `[H, K]`; None where it is not kept."""
-
-    def select(self, index: Tensor) -> BankView:
-        """The rows that `index` `[B, N]` names, N of its own for each question."""
-
-
-@dataclass(frozen=True)
-class BankProjection:
-    """A bank in memory, projected. It depends on the bank alone, never on a question.
-
-    Attributes:
-        keys, values: for each block `[H, K, T, d]` or `[G, H, K, T, d]`.
-        prior_keys, log_counts: as `BankView` has them.
-    """
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    prior_keys: Tensor | None
-    log_counts: Tensor | None = None
-
-    @property
-    def documents(self) -> int:
-        return self.keys[0].shape[-3]
-
-    def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from zip(self.keys[block].split(_ROWS, -3), self.values[block].split(_ROWS, -3), strict=True)
-
-    def longest(self, block: int) -> None:
-        """Not kept."""
-
-    def select(self, index: Tensor) -> BankProjection:
-        per_row = (self.prior_keys, self.log_counts)
-        if self.keys[0].ndim == 4:
-            keys, values = (tuple(rows[:, index].transpose(0, 1) for rows in part) for part in (self.keys, self.values))
-            return BankProjection(keys, values, *(None if part is None else part[index] for part in per_row))
-        run = torch.arange(len(index), device=index.device)[:, None] // (len(index) // len(self.keys[0]))
-        keys, values = (
-            tuple(rows[run, :, index].transpose(1, 2) for rows in part) for part in (self.keys, self.values)
-        )
-        return BankProjection(keys, values, *(None if part is None else part[run, index] for part in per_row))
-
-
-def prior_keys(bank: BankRows) -> Tensor:
-    """The rows' keys of the document prior.
-
-    Raises:
-        ValueError: where they have none.
-    """
-    if bank.prior_keys is None:
-        raise ValueError("this view of a bank has no prior keys, which the network's document prior needs")
-    return bank.prior_keys
-
-
-class DocumentPrior(nn.Module):
-    """A learned score of a document for a question, `s(x, d) = exp(tau) cos(W_q mean(x), W_k mean(phi_d))`.
-
-    With an index (`mac_rag.config.IndexConfig`), the first token takes the place of the mean. With words, the product
-    of those is added to the cosine, `cos(...) + w u(x) v(d)`, where v are a document's words, and u a question's scaled
-    to length 1. Cosine and product together are one product of longer vectors.
-
-    Added to the attention logits of all tokens of the document, it keeps attention sharp over thousands of documents,
-    where a plain softmax spreads over them. It is a function of one document and one question, so aggregation stays
-    invariant to the order of the documents. Not part of the paper.
-
-    Args:
-        width: D, of question and memory tokens.
-        prior_width: of the space that they are compared in.
-        index: whether the first token is the text's index.
-        words: R, vectors of words behind the tokens.
-        words_weight: w.
-    """
-
-    def __init__(self, width: int, prior_width: int, index: bool, words: int = 0, words_weight: float = 1.0) -> None:
-        super().__init__()
-        self.index = index
-        self.words = words
-        self.words_weight = words_weight
-        self.query = nn.Linear(width, prior_width, bias=False)
-        self.key = nn.Linear(width, prior_width, bias=False)
-        self.log_scale = nn.Parameter(torch.tensor(10.0).log())
-        with torch.no_grad():
-            self.key.weight.copy_(self.query.weight)  # what is alike from the start scores high from the start
-
-    def summary(self, tokens: Tensor) -> Tensor:
-        """What stands for a text, `[K, T, D] -> [K, D]`."""
-        return tokens[:, 0] if self.index else tokens.mean(1)
-
-    def keys(self, phi: Tensor) -> Tensor:
-        """`[K, T + R, D] -> [K, d_prior]`."""
-        keys = functional.normalize(self.key(self.summary(phi)), dim=-1)
-        return torch.cat([keys, phi[:, -self.words :].flatten(1)], -1) if self.words else keys
-
-    def queries(self, question: Tensor) -> Tensor:
-        """`[B, T + R, D] -> [B, d_prior]`."""
-        queries = functional.normalize(self.query(self.summary(question)), dim=-1)
-        if not self.words:
-            return queries
-        words = functional.normalize(question[:, -self.words :].flatten(1), dim=-1)
-        return torch.cat([queries, self.words_weight * words], -1)
-
-    def score(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """`[B, d_prior]`, and `[K, d_prior]` or `[G, K, d_prior]` for runs of questions, to `[B, K]`."""
-        if keys.ndim == 3:
-            products = (queries.unflatten(0, (len(keys), -1)) @ keys.mT).flatten(0, 1)
-        else:
-            products = queries @ keys.T
-        scores: Tensor = self.log_scale.exp() * products
-        return scores
+from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, BankView, prior_keys
+from mac_rag.nn.document_prior import DocumentPrior
 
 
 class CrossAttentionBlock(nn.Module):
@@ -375,8 +233,8 @@ class _Priors:
         assert self.queries is not None
         assert self.prior_keys is not None
         found: list[tuple[Tensor, Tensor]] = []
-        for start in range(0, self.prior_keys.shape[-2], _ROWS):
-            rows = slice(start, start + _ROWS)
+        for start in range(0, self.prior_keys.shape[-2], CHUNK_ROWS):
+            rows = slice(start, start + CHUNK_ROWS)
             scores = self.prior.score(self.queries, self.prior_keys[..., rows, :])
             if self.mask is not None:
                 scores = scores.masked_fill(~self.mask[:, rows], -torch.inf)

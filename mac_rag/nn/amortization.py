@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mac_rag.nn.hashed_words import HashedWords
-from mac_rag.prefix_lm import parts_argument
+from mac_rag.nn.hashed_bm25 import HashedWords
 
 _REACH = 0.5  # standard deviation of what a memory token of a pooling encoder looks at, in stretches, at its start
 _LEAST = 1e-4  # salience
@@ -221,9 +220,7 @@ class EncoderPooling(AmortizationNetwork):
 
     def text_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The backbone's outputs for the text, `[K, L, backbone width]`."""
-        # A prefix LM reads the text as one part of a prompt.
-        parts = parts_argument(self.backbone, torch.ones_like(input_ids))
-        output = self.backbone(input_ids=input_ids, attention_mask=attention_mask, **parts)
+        output = self.backbone(input_ids=input_ids, attention_mask=attention_mask)
         states: Tensor = output.last_hidden_state.to(self.queries.dtype)
         return states
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mac_rag.nn.skipping import longest_keys, needed_rows
+from mac_rag.nn.kernels import fused_cpu, fused_efficient, fused_flash
+from mac_rag.nn.row_bounds import longest_keys, needed_rows
 
 # Logits that streaming attention holds at once: on a CPU what its cache takes, elsewhere enough to keep a GPU busy.
 _LOGITS = {"cpu": 1 << 20, "other": 1 << 24}
@@ -338,32 +339,6 @@ def _fused_with_bias(query: Tensor, chunk: Chunk) -> Partial:
     hidden = chunk.bias.isneginf().all(-1)[..., None, None]
     maximum = lse.view(*query.shape[:3], 1).masked_fill(hidden, torch.finfo(numbers).min)
     return Partial(maximum, (~hidden).to(numbers).expand_as(maximum), attended, None)
-
-
-def fused_cpu(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Torch's kernel for CPUs: attended `[G, H, Q, d]` and log-sum-exp `[G, H, Q]`; so the two below.
-
-    Args:
-        bias: `[G, H, Q, keys]`, added to the logits.
-    """
-    attended, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, attn_mask=bias, scale=1.0
-    )
-    return attended, lse
-
-
-def fused_flash(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """FlashAttention, in half precision on CUDA."""
-    attended, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, keys, values, scale=1.0)
-    return attended, lse
-
-
-def fused_efficient(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory-efficient attention on CUDA, which pads its log-sum-exp."""
-    attended, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, keys, values, None, compute_log_sumexp=True, scale=1.0
-    )
-    return attended, lse.narrow(2, 0, query.shape[2])
 
 
 def _joined(chunks: list[Chunk], query: Tensor) -> Chunk:

@@ -13,14 +13,8 @@ import torch
 from torch import Tensor
 
 from mac_rag.errors import ConfigError
-from mac_rag.nn.aggregation import (
-    AggregationNetwork,
-    BankProjection,
-    BankRows,
-    BankView,
-    CrossAttentionBlock,
-    prior_keys,
-)
+from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
+from mac_rag.nn.bank_view import BankProjection, BankRows, BankView, prior_keys
 
 # Numbers that are made at once: rows, their keys and values, and hidden states of the feed-forward networks.
 _NUMBERS = 1 << 21

@@ -20,8 +20,9 @@ from torch.nn import functional
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
-from mac_rag.nn.aggregation import CrossAttentionBlock, DocumentPrior
+from mac_rag.nn.aggregation import CrossAttentionBlock
 from mac_rag.nn.amortization import EncoderPooling
+from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.modulation import PrefixTuning
 from mac_rag.prefix_lm import parts_argument
 

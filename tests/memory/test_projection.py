@@ -16,8 +16,9 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.projection import ProjectedBank
-from mac_rag.nn.aggregation import AggregationNetwork, BankView
+from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
+from mac_rag.nn.bank_view import BankView
 
 TOKENS, WIDTH, BLOCKS = 3, 8, 2
 ROW_BYTES = TOKENS * BLOCKS * 2 * 2 * 4 * 8  # keys and values of 2 heads of 4, in double precision

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mac_rag.nn import aggregation, attention
-from mac_rag.nn.aggregation import AggregationNetwork, BankProjection
+from mac_rag.nn import aggregation, attention, bank_view
+from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
-from mac_rag.nn.skipping import needed_rows
+from mac_rag.nn.bank_view import BankProjection
+from mac_rag.nn.row_bounds import needed_rows
 from tests.nn.networks import TOKENS, WIDTH, network, random
 
 
@@ -68,7 +69,8 @@ def test_what_the_prior_rules_out_is_skipped_and_missed_by_nobody(
     sharpness: float, masked: bool, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For inference; the best row of a question may stand in any chunk."""
-    monkeypatch.setattr(aggregation, "_ROWS", 7)
+    for module in (aggregation, bank_view):
+        monkeypatch.setattr(module, "CHUNK_ROWS", 7)
     built, question = network().eval(), random(4, TOKENS, WIDTH)
     for block in built.blocks:
         block.prior_sharpness = sharpness
@@ -132,7 +134,8 @@ def test_the_default_way_of_attending_is_the_direct_one(
         mask[:, 0] = True
     expected = built(question, bank, mask=mask, attention=direct_attention, mass=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aggregation, "_ROWS", rows)
+        for module in (aggregation, bank_view):
+            patch.setattr(module, "CHUNK_ROWS", rows)
         found = built(question, bank, mask=mask, mass=True)
     for ours, direct in zip(found, expected):
         torch.testing.assert_close(ours, direct, rtol=1e-10, atol=1e-10)

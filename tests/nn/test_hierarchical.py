@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mac_rag.errors import ConfigError
-from mac_rag.nn import aggregation, attention
+from mac_rag.nn import aggregation, attention, bank_view
 from mac_rag.nn import hierarchical as module
-from mac_rag.nn.aggregation import AggregationNetwork, BankProjection
+from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
+from mac_rag.nn.bank_view import BankProjection
 from mac_rag.nn.hierarchical import hierarchical
 from tests.nn.networks import TOKENS, WIDTH, network, random
 
@@ -71,7 +72,8 @@ def test_it_is_the_loop_of_algorithm_3(
         bank, banks = bank.select(index), [phi[order] for order in index]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_NUMBERS", numbers)
-        patch.setattr(aggregation, "_ROWS", rows)
+        for place in (aggregation, bank_view):
+            patch.setattr(place, "CHUNK_ROWS", rows)
         patch.setitem(attention._LOGITS, "cpu", numbers)
         found = hierarchical(built, question, bank, subgroup, mask=mask)
     for b in range(questions):

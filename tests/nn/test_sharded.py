@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed, multiprocessing
 
-from mac_rag.nn.aggregation import BankProjection
 from mac_rag.nn.attention import Chunk, direct_attention
+from mac_rag.nn.bank_view import BankProjection
 from mac_rag.nn.sharded import ShardedAttention
 from tests.nn.networks import TOKENS, WIDTH, network, random
 
