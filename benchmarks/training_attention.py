@@ -29,7 +29,7 @@ def main(
     from torch.nn import functional
 
     from benchmarks.measure import medians
-    from mac_rag.prefix_lm import PrefixLM, PrefixLMConfig
+    from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig
     from pipelines.tasks.attention import use_products
 
     sizes: dict[str, Any] = {

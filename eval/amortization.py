@@ -109,7 +109,7 @@ def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]
 
     from mac_rag.checkpoint import find, read_config
     from mac_rag.config import FROM_BASE_LM, EncoderConfig
-    from mac_rag.loading import load_causal_lm, quiet
+    from mac_rag.lm.loading import load_causal_lm, quiet
 
     folder = find(model, None)
     config = read_config(folder)

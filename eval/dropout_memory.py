@@ -182,8 +182,9 @@ def _to_train(name: str) -> MACModel:
     """A preset built from its pretrained parts, or a checkpoint."""
     import os
 
-    from mac_rag.loading import require_gradients
-    from mac_rag.model import MACModel, default_device
+    from mac_rag.lm.devices import default_device
+    from mac_rag.lm.loading import require_gradients
+    from mac_rag.model import MACModel
     from mac_rag.presets import PRESETS
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler announces each start and stop on standard error

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from eval.harness.results import Row
     from eval.harness.variants import Training
-    from mac_rag.base_lm import BaseLM
     from mac_rag.data.types import Document, QADataset
+    from mac_rag.lm.base_lm import BaseLM
+    from mac_rag.lm.prompt import PromptEncoder
     from mac_rag.model import MACModel
-    from mac_rag.prompt import PromptEncoder
     from pipelines.tasks.train import TrainConfig
 
 # The paper's table is of GPT2-Large, trained on the documents of StreamingQA.

@@ -61,8 +61,8 @@ def main(
     setup = SETUPS[scale].but(model, documents, questions)
     from eval.harness.variants import Training, Variant, run_variants
     from mac_rag.errors import QuantizationError
-    from mac_rag.loading import require_gradients
-    from mac_rag.model import default_device
+    from mac_rag.lm.devices import default_device
+    from mac_rag.lm.loading import require_gradients
 
     training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)
     precisions, not_run = dict(PRECISIONS[scale]), {}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from mac_rag.base_lm import BaseLM
 from mac_rag.config import EncoderConfig, IndexConfig, MACConfig
 from mac_rag.encoder import TextEncoder
 from mac_rag.errors import ModelLoadError
-from mac_rag.loading import keep_first_layers, load_backbone, load_tokenizer
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.loading import keep_first_layers, load_backbone, load_tokenizer
 from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.hashed_bm25 import HashedWords
 

@@ -21,15 +21,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from mac_rag.base_lm import BaseLM
 from mac_rag.building import make_encoder, make_index, make_words
 from mac_rag.config import EncoderConfig, IndexConfig, MACConfig
 from mac_rag.errors import ConfigError, ModelLoadError
-from mac_rag.loading import PACKED_LM, empty_backbone, load_backbone, load_tokenizer, quiet
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.int8_storage import packed, unpacked
+from mac_rag.lm.loading import PACKED_LM, empty_backbone, load_backbone, load_tokenizer, quiet
+from mac_rag.lm.lora_tuning import merged
 from mac_rag.model import MACModel
 from mac_rag.nn.hashed_bm25 import HashedWords
-from mac_rag.packing import packed, unpacked
-from mac_rag.tuning import merged
 
 if TYPE_CHECKING:
     from mac_rag.encoder import TextEncoder

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mac_rag.errors import ConfigError
-from mac_rag.prompt import PromptFormat
 
 
 class Config(BaseModel):
@@ -31,6 +31,31 @@ class Config(BaseModel):
                 for fault in error.errors()
             )
             raise ConfigError(f"{where} is not a valid {cls.__name__}:\n" + "\n".join(faults)) from None
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """Templates of the text around a document, a question and an answer.
+
+    The parts are tokenized one by one and joined as ids, so that a boundary never changes a token and `d + x` starts
+    with exactly the ids of `d`.
+
+    Attributes:
+        document, question, answer: the templates.
+        abstention: what the LM has learned to answer when nothing in front of the question answers it, such as
+            "I don't know"; None if it has learned no such answer.
+    """
+
+    document: str = "{document}\n"
+    question: str = "Question: {question}\nAnswer:"
+    answer: str = " {answer}"
+    abstention: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("document", "question", "answer"):
+            template = getattr(self, name)
+            if template.count("{" + name + "}") != 1:
+                raise ValueError(f"the {name} template must hold {{{name}}} exactly once, got {template!r}")
 
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -213,7 +238,7 @@ class MACConfig(Config):
         context_window: tokens that documents, question and answer may have together; None for all that the LM has
             positions for. An LM may have more of them than it has learned to read.
         memory_weight: lambda, of what is said under phi* behind retrieved documents, against what the LM alone says
-            (see `mac_rag.surer_reading`); 1 is the paper's `LM(d + x; phi*)`, and costs half as much. Part of no
+            (see `mac_rag.lm.max_rule`); 1 is the paper's `LM(d + x; phi*)`, and costs half as much. Part of no
             training, so chosen on validation data.
     """
 

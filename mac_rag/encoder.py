@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mac_rag.errors import DocumentError
+from mac_rag.lm.batching import length_buckets, similar_lengths
 from mac_rag.nn.amortization import AmortizationNetwork
 
 _ALIKE = 1.5  # the longest of texts that are encoded together, in lengths of the shortest
@@ -122,32 +123,3 @@ class TextEncoder(nn.Module):
             chunks.append(rest[:cut].strip())
             rest = rest[cut:].strip()
         return chunks
-
-
-def similar_lengths(lengths: Sequence[int], ratio: float) -> list[list[int]]:
-    """Groups indices so that no length of a group is more than `ratio` times its shortest: little is padding.
-
-    Every index is in exactly one group; groups and their members ascend in length.
-    """
-    groups: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if not groups or lengths[index] > ratio * lengths[groups[-1][0]]:
-            groups.append([])
-        groups[-1].append(index)
-    return groups
-
-
-def length_buckets(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Groups indices of similar length so that each padded group stays within a budget of tokens.
-
-    Every index is in exactly one group; a text longer than the budget is a group of its own.
-    """
-    buckets: list[list[int]] = []
-    current: list[int] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        # Lengths ascend, so the newest is the longest of its group.
-        if current and (len(current) + 1) * lengths[index] > budget:
-            buckets.append(current)
-            current = []
-        current.append(index)
-    return [*buckets, current] if current else buckets

@@ -50,7 +50,7 @@ class MACEngine:
         attention: how questions attend to the bank; None for exact attention to all of it.
         bound: keeps the bank from growing beyond a size; None lets it grow.
         memory_weight: lambda, of what is said with memory behind documents, against what is said without (see
-            `mac_rag.surer_reading`); None for what the model is configured to.
+            `mac_rag.lm.max_rule`); None for what the model is configured to.
 
     Raises:
         ConfigError: for a way of attending that the model does not support.

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mac_rag.base_lm import BaseLM
 from mac_rag.building import make_words, pretrained_encoder, pretrained_index
 from mac_rag.config import MACConfig
-from mac_rag.encoder import TextEncoder, length_buckets
+from mac_rag.encoder import TextEncoder
 from mac_rag.errors import BankError, ConfigError
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.batching import length_buckets
+from mac_rag.lm.devices import default_device
+from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.bank_view import BankProjection, BankView
 from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
 from mac_rag.progress import progress_bar
-from mac_rag.tuning import make_trainable
 
 if TYPE_CHECKING:
     from mac_rag.objective import Batch, LossWeights
@@ -109,7 +111,8 @@ class MACModel(nn.Module):
 
         Args:
             folder: new or empty.
-            dtype: of the stored weights, which may be `torch.int8` (see `mac_rag.packing`); None keeps each as it is.
+            dtype: of the stored weights, which may be `torch.int8` (see
+                `mac_rag.lm.int8_storage`); None keeps each as it is.
         """
         from mac_rag.checkpoint import save
 
@@ -152,7 +155,7 @@ class MACModel(nn.Module):
         Embeddings that other parts share stay as they are: an index is never trained.
 
         Raises:
-            ConfigError: for a quantised LM; see `mac_rag.tuning.make_trainable`.
+            ConfigError: for a quantised LM; see `mac_rag.lm.lora_tuning.make_trainable`.
         """
         make_trainable(self.base_lm.model, lora_rank)
         if self._shared_embeddings():
@@ -277,7 +280,7 @@ class MACModel(nn.Module):
             modulation: phi* `[B, T, D]`; None for the frozen LM alone.
             max_new_tokens: None for the configured length.
             num_beams: 1 is greedy.
-            memory_weight: lambda behind documents, see `mac_rag.surer_reading`; None for the configured one.
+            memory_weight: lambda behind documents, see `mac_rag.lm.max_rule`; None for the configured one.
 
         Raises:
             ConfigError: for a memory_weight that is not above 0 and at most 1.
@@ -312,7 +315,7 @@ class MACModel(nn.Module):
             questions: B texts.
             contexts: documents in front of each question, in this order; no question is without any.
             modulation: phi* `[B, T, D]`.
-            weights: values of lambda (see `mac_rag.surer_reading`), from 0, the frozen LM alone, to 1.
+            weights: values of lambda (see `mac_rag.lm.max_rule`), from 0, the frozen LM alone, to 1.
 
         Returns:
             For each value B answers.
@@ -373,22 +376,6 @@ class MACModel(nn.Module):
             yield
         finally:
             self.aggregation.use_prior = used
-
-
-def default_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, or a GPU if there is one.
-
-    Raises:
-        ConfigError: for a device that torch does not know, or that this machine has not.
-    """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"there is no device {str(device)!r} here: {str(error).splitlines()[0]}") from None
-    return place
 
 
 def _modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNetwork:

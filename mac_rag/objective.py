@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from mac_rag.config import Config
-from mac_rag.encoder import similar_lengths
 from mac_rag.errors import ConfigError
+from mac_rag.lm.batching import similar_lengths
 from mac_rag.nn.attention import recomputing_attention
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ def main(
     import torch
 
     from mac_rag.errors import ConfigError
-    from mac_rag.loading import DTYPES
+    from mac_rag.lm.devices import DTYPES
     from mac_rag.model import MACModel
     from pipelines.tasks.train import TrainConfig
 

@@ -21,10 +21,10 @@ from mac_rag.config import AggregationConfig, AttentionConfig, BaseLMConfig, Enc
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, ModelLoadError
-from mac_rag.loading import load_tokenizer
+from mac_rag.lm.loading import load_tokenizer
+from mac_rag.lm.minilm import minilm_encoder
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.codebook import CodebookView
-from mac_rag.minilm import minilm_encoder
 from mac_rag.model import MACModel
 from mac_rag.nn.attention import direct_attention
 from mac_rag.objective import Batch, LossWeights, mac_loss

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mac_rag.base_lm import BaseLM
-from mac_rag.config import BaseLMConfig, EncoderConfig, ModulationConfig
+from mac_rag.config import BaseLMConfig, EncoderConfig, ModulationConfig, PromptFormat
 from mac_rag.errors import ConfigError, ModelLoadError, QuantizationError
-from mac_rag.loading import load_backbone, load_causal_lm, require_gradients
-from mac_rag.model import MACModel, default_device
-from mac_rag.prompt import PromptFormat
-from mac_rag.tuning import make_trainable
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.devices import default_device
+from mac_rag.lm.loading import load_backbone, load_causal_lm, require_gradients
+from mac_rag.lm.lora_tuning import make_trainable
+from mac_rag.model import MACModel
 from tests.models import mac_config
 
 Folder = Callable[[str], Path]

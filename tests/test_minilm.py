@@ -13,10 +13,9 @@ from transformers import AutoModel
 
 from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig
 from mac_rag.errors import ModelLoadError
-from mac_rag.loading import load_backbone
-from mac_rag.minilm import minilm_encoder, minilm_lm, minilm_tokenizer
+from mac_rag.lm.loading import load_backbone
+from mac_rag.lm.minilm import minilm_encoder, minilm_folder, minilm_lm, minilm_tokenizer
 from mac_rag.model import MACModel
-from mac_rag.retrieval.encoders import minilm_folder
 from pipelines.tasks.minilm import say_what_is_attended
 
 TEXTS = ["In 1066 William of Normandy won at Hastings.", "Riga lies on the Daugava."]

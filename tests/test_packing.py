@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from mac_rag.config import BaseLMConfig
 from mac_rag.errors import ModelLoadError
-from mac_rag.loading import PACKED_LM, load_causal_lm
+from mac_rag.lm.int8_storage import packed, unpacked
+from mac_rag.lm.loading import PACKED_LM, load_causal_lm
 from mac_rag.model import MACModel
-from mac_rag.packing import packed, unpacked
 from tests.models import mac_config
 
 CPU = torch.device("cpu")

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from mac_rag.base_lm import BaseLM
+from mac_rag.config import PromptFormat
 from mac_rag.errors import ConfigError
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig, prefix_mask
 from mac_rag.model import MACModel
-from mac_rag.prefix_lm import PrefixLM, PrefixLMConfig, prefix_mask
-from mac_rag.prompt import PromptFormat
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Trainer
 from tests.models import VOCABULARY, mac_config, save_tokenizer

@@ -23,7 +23,7 @@ from eval.baselines.weighting import Passage, TokenWeighting, at_least_single, w
 from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mac_rag.base_lm import BaseLM
+    from mac_rag.lm.base_lm import BaseLM
 
 Weights = dict[str, Tensor]
 _INNER_WIDTH = 128

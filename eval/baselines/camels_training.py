@@ -17,8 +17,8 @@ from mac_rag.config import BaseLMConfig, Config
 from mac_rag.progress import progress_bar
 
 if TYPE_CHECKING:
-    from mac_rag.base_lm import BaseLM
     from mac_rag.data.types import QADataset
+    from mac_rag.lm.base_lm import BaseLM
 
 
 class CamelsConfig(Config):

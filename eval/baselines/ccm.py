@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache
 
-from mac_rag.base_lm import LORA_TARGETS
-from mac_rag.encoder import length_buckets
 from mac_rag.errors import ConfigError
-from mac_rag.loading import load_backbone, load_tokenizer
+from mac_rag.lm.base_lm import LORA_TARGETS
+from mac_rag.lm.batching import length_buckets
+from mac_rag.lm.loading import load_backbone, load_tokenizer
 from mac_rag.nn.modulation import Change, HookedModulation, linear_names
 
 if TYPE_CHECKING:
-    from mac_rag.base_lm import BaseLM
     from mac_rag.config import EncoderConfig
+    from mac_rag.lm.base_lm import BaseLM
 
 _BATCH_TOKENS = 8192
 

@@ -20,8 +20,8 @@ from mac_rag.errors import BankError
 from mac_rag.progress import progress_bar
 
 if TYPE_CHECKING:
-    from mac_rag.base_lm import BaseLM
     from mac_rag.data.types import Document, QADataset
+    from mac_rag.lm.base_lm import BaseLM
 
 
 class CCMConfig(Config):

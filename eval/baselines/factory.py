@@ -140,7 +140,7 @@ class Bench:
     def _camels(self, trained: bool) -> TokenWeighting:
         from eval.baselines.camels import CamelsWeights, check_proxy, new_network
         from eval.baselines.camels_training import trained_network
-        from mac_rag.base_lm import BaseLM
+        from mac_rag.lm.base_lm import BaseLM
 
         config, base_lm = self.setup.camels, self.model.base_lm
         proxy = base_lm

@@ -13,10 +13,10 @@ from pydantic import Field
 
 from eval.baselines.weighting import TokenWeighting, passages, weighted_loss
 from eval.harness.systems import System, generate
-from mac_rag.base_lm import BaseLM
 from mac_rag.config import Config
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.progress import progress_bar
-from mac_rag.tuning import make_trainable
 
 if TYPE_CHECKING:
     from mac_rag.data.types import Document, Question

@@ -14,7 +14,7 @@ from torch.nn import functional
 from mac_rag.errors import DocumentError
 
 if TYPE_CHECKING:
-    from mac_rag.prompt import PromptEncoder
+    from mac_rag.lm.prompt import PromptEncoder
 
 Span = tuple[int, int]  # first character, and the one behind the last
 

@@ -72,7 +72,7 @@ class KeptAnswers:
 
         Args:
             prompt: the question and its documents.
-            weight: lambda, of what is said with memory (see `mac_rag.surer_reading`); None without memory.
+            weight: lambda, of what is said with memory (see `mac_rag.lm.max_rule`); None without memory.
         """
         return self._answers.get(self._key(prompt, weight))
 

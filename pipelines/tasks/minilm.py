@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mac_rag.prefix_lm import PrefixLM
+from mac_rag.lm.prefix_lm import PrefixLM
 
 _SAID = 6.0  # strength of what the last layer attends to, beside its own token
 _UNSEEN = 0.05  # how often a token counts as seen that never was

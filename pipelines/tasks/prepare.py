@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mac_rag.data.types import Document, QADataset, Question
+from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.progress import progress_bar
-from mac_rag.prompt import PromptEncoder
 from pipelines.tasks.blocks import Blocks, cut, fitted, write_blocks
 from pipelines.tasks.cloze import cloze_questions, is_paragraph
 from pipelines.tasks.corpus import CorpusConfig, ReadingSequences, file_texts, text_files

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from mac_rag.config import Config
+from mac_rag.config import Config, PromptFormat
 from mac_rag.data.newswire import generate
 from mac_rag.data.types import QADataset
-from mac_rag.loading import load_tokenizer, quiet
-from mac_rag.prompt import PromptEncoder, PromptFormat
+from mac_rag.lm.loading import load_tokenizer, quiet
+from mac_rag.lm.prompt import PromptEncoder
 from pipelines.tasks.copying import wire_copying
 from pipelines.tasks.corpus import CorpusConfig, ReadingSequences, Sequences, texts
 from pipelines.tasks.embeddings import minilm_embeddings

@@ -19,12 +19,12 @@ from torch.nn import functional
 
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
+from mac_rag.lm.prefix_lm import parts_argument
 from mac_rag.model import MACModel
 from mac_rag.nn.aggregation import CrossAttentionBlock
 from mac_rag.nn.amortization import EncoderPooling
 from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.modulation import PrefixTuning
-from mac_rag.prefix_lm import parts_argument
 
 _READ = 256  # texts by which the maps are fitted
 _RIDGE = 1e-4  # of the mean square of what is mapped

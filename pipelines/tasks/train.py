@@ -15,7 +15,8 @@ from torch import Tensor
 from mac_rag.config import BaseLMConfig, Config, MACConfig
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
-from mac_rag.loading import DTYPES, require_gradients
+from mac_rag.lm.devices import DTYPES
+from mac_rag.lm.loading import require_gradients
 from mac_rag.metrics import best_over, exact_match, f1
 from mac_rag.model import MACModel
 from mac_rag.objective import Batch, LossWeights, mac_loss
@@ -67,7 +68,7 @@ class TrainConfig(Config):
         curriculum: what the first steps are on; without one, all are on whole documents and all losses.
         tune_amortization: False leaves the amortization network as it is.
         tune_base_lm: leave the base LM frozen, or learn it jointly: all of it, or low-rank updates merged at the end.
-        store_dtype: of the weights in the exported checkpoints; see `mac_rag.packing` for int8.
+        store_dtype: of the weights in the exported checkpoints; see `mac_rag.lm.int8_storage` for int8.
     """
 
     model: MACConfig | None = None

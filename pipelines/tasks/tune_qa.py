@@ -12,15 +12,15 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
-from mac_rag.base_lm import BaseLM
-from mac_rag.config import BaseLMConfig, Config
+from mac_rag.config import BaseLMConfig, Config, PromptFormat
 from mac_rag.data.types import Document, QADataset, Question
-from mac_rag.encoder import length_buckets
 from mac_rag.errors import ConfigError
-from mac_rag.loading import MINILM, load_causal_lm, quiet
-from mac_rag.prefix_lm import PrefixLM
-from mac_rag.prompt import PromptEncoder, PromptFormat
-from mac_rag.tuning import make_trainable, merged
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.batching import length_buckets
+from mac_rag.lm.loading import MINILM, load_causal_lm, quiet
+from mac_rag.lm.lora_tuning import make_trainable, merged
+from mac_rag.lm.prefix_lm import PrefixLM
+from mac_rag.lm.prompt import PromptEncoder
 from pipelines.tasks.attention import has_matrix_units, use_products
 from pipelines.tasks.minilm import say_what_is_attended
 from pipelines.tasks.questions import ContextConfig, ContextMiner, DataConfig, retrieved

@@ -21,7 +21,7 @@ from mac_rag.checkpoint import read_config
 from mac_rag.config import EncoderConfig, ModulationConfig
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
-from mac_rag.loading import PACKED_LM, load_backbone
+from mac_rag.lm.loading import PACKED_LM, load_backbone
 from mac_rag.model import MACModel
 
 Command = Callable[..., tuple[int, str, str]]

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mac_rag.base_lm import BaseLM
-from mac_rag.config import BaseLMConfig, ModulationConfig
+from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
+from mac_rag.lm.base_lm import BaseLM
 from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning
-from mac_rag.prompt import PromptFormat
 
 TOKENS = 4
 PROMPTS = [[1, 30, 31], [1, 40, 41, 42, 43, 44, 45, 46], [1, 50, 51, 52, 53]]

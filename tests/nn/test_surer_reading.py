@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mac_rag.base_lm import BaseLM
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.max_rule import SurerReading
 from mac_rag.model import MACModel
 from mac_rag.nn.modulation import Modulation
-from mac_rag.surer_reading import SurerReading
 from tests.nn.modulated import EACH, PROMPTS, build
 
 Folder = Callable[[str], Path]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, T5EncoderModel
 
-from mac_rag.prefix_lm import PrefixLM, PrefixLMConfig
+from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig
 from pipelines.tasks.attention import attend_by_products, use_products
 from tests.models import save_bert, save_gpt2, save_llama, save_t5
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGe
 
 from mac_rag.config import EncoderConfig
 from mac_rag.errors import ConfigError, DataError
-from mac_rag.loading import load_backbone, load_tokenizer
+from mac_rag.lm.loading import load_backbone, load_tokenizer
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
 from pipelines.tasks.pretrain_t5 import PretrainT5Task
 from pipelines.trainer import Trainer

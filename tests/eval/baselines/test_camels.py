@@ -21,12 +21,11 @@ from eval.baselines.camels import (
 )
 from eval.baselines.camels_training import CamelsConfig, meta_train, trained_network
 from eval.baselines.weighting import passages
-from mac_rag.base_lm import BaseLM
-from mac_rag.config import BaseLMConfig
+from mac_rag.config import BaseLMConfig, PromptFormat
 from mac_rag.data.newswire import generate
 from mac_rag.errors import ConfigError, ModelLoadError
+from mac_rag.lm.base_lm import BaseLM
 from mac_rag.model import MACModel
-from mac_rag.prompt import PromptFormat
 
 STREAM = generate("train", 12, seed=1)
 CONFIG = CamelsConfig(steps=2, batch_size=2, accumulate=2, inner_rate=0.05, learning_rate=1e-2, norm=0.1, reset_every=3)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mac_rag.config import BaseLMConfig, ModulationConfig
+from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
 from mac_rag.errors import ModelLoadError
-from mac_rag.loading import list_of_layers, load_causal_lm
+from mac_rag.lm.loading import list_of_layers, load_causal_lm
+from mac_rag.lm.max_rule import SurerReading
+from mac_rag.lm.prefix_lm import PrefixLMConfig, parts_argument
+from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.nn.modulation import LMShape, Modulation, linear_names
-from mac_rag.prefix_lm import PrefixLMConfig, parts_argument
-from mac_rag.prompt import PromptEncoder, PromptFormat
-from mac_rag.surer_reading import SurerReading
 
 # Last names of the linear layers that make queries and values: of Llama, Mistral, Qwen; of BERT; of GPT-2, in one.
 LORA_TARGETS = ("q_proj", "v_proj", "query", "value", "c_attn", "query_key_value")

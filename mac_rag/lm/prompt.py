@@ -3,33 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class PromptFormat:
-    """Templates of the text around a document, a question and an answer.
-
-    The parts are tokenized one by one and joined as ids, so that a boundary never changes a token and `d + x` starts
-    with exactly the ids of `d`.
-
-    Attributes:
-        document, question, answer: the templates.
-        abstention: what the LM has learned to answer when nothing in front of the question answers it, such as
-            "I don't know"; None if it has learned no such answer.
-    """
-
-    document: str = "{document}\n"
-    question: str = "Question: {question}\nAnswer:"
-    answer: str = " {answer}"
-    abstention: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("document", "question", "answer"):
-            template = getattr(self, name)
-            if template.count("{" + name + "}") != 1:
-                raise ValueError(f"the {name} template must hold {{{name}}} exactly once, got {template!r}")
+from mac_rag.config import PromptFormat
 
 
 class PromptEncoder:

@@ -23,15 +23,14 @@ from transformers.utils import logging
 
 from mac_rag.config import BaseLMConfig, Dtype, EncoderConfig, Quantization
 from mac_rag.errors import ModelLoadError, QuantizationError
-from mac_rag.packing import unpacked
-from mac_rag.prefix_lm import PrefixLM  # noqa: F401, known to AutoModelForCausalLM by being imported
+from mac_rag.lm.devices import DTYPES
+from mac_rag.lm.int8_storage import unpacked
+from mac_rag.lm.prefix_lm import PrefixLM  # noqa: F401, known to AutoModelForCausalLM by being imported
 
-PACKED_LM = "model.int8.safetensors"  # in place of transformers' own file; see `mac_rag.packing`
+PACKED_LM = "model.int8.safetensors"  # in place of transformers' own file; see `mac_rag.lm.int8_storage`
 MINILM = "minilm"  # all-MiniLM-L6-v2, which comes with a package and not from the Hub
 MINILM_POSITIONS = 1536
 _ENCODER_ALONE = ("encoder-only", "encoder-pooling")
-
-DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve(name: str, folder: Path | None) -> str:
@@ -91,7 +90,7 @@ def load_tokenizer(place: str, revision: str | None = None) -> Any:
         ModelLoadError: when there is none of that name.
     """
     if place == MINILM:
-        from mac_rag.minilm import minilm_tokenizer
+        from mac_rag.lm.minilm import minilm_tokenizer
 
         return minilm_tokenizer()
     return loaded("a tokenizer", place, AutoTokenizer.from_pretrained, revision=revision)
@@ -124,7 +123,7 @@ def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
 
 
 def _from_package(config: BaseLMConfig | EncoderConfig, device: torch.device, *, lm: bool) -> Any:
-    from mac_rag.minilm import minilm_encoder, minilm_lm
+    from mac_rag.lm.minilm import minilm_encoder, minilm_lm
 
     if config.quantization != "none":
         raise ModelLoadError(f"{MINILM} comes from its package and cannot be quantised; set quantization: none")

@@ -1,0 +1,26 @@
+"""Where models run and in which numbers: one choice of device, one table of dtypes."""
+
+from __future__ import annotations
+
+import torch
+
+from mac_rag.config import Dtype
+from mac_rag.errors import ConfigError
+
+DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def default_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, or a GPU if there is one.
+
+    Raises:
+        ConfigError: for a device that torch does not know, or that this machine has not.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"there is no device {str(device)!r} here: {str(error).splitlines()[0]}") from None
+    return place
