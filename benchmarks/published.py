@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mac_rag.encoder import TextEncoder
 from mac_rag.model import MACModel
+from mac_rag.model.objective import Batch
+from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
 from mac_rag.nn.modulation import Modulation
-from mac_rag.objective import Batch
 
 PADDED = 1024
 

@@ -107,9 +107,9 @@ def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]
     import torch
     from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
-    from mac_rag.checkpoint import find, read_config
     from mac_rag.config import FROM_BASE_LM, EncoderConfig
     from mac_rag.lm.loading import load_causal_lm, quiet
+    from mac_rag.model.checkpoint import find, read_config
 
     folder = find(model, None)
     config = read_config(folder)

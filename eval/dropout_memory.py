@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from eval.harness.results import Row
     from mac_rag.data.types import QADataset
     from mac_rag.model import MACModel
-    from mac_rag.objective import Batch
+    from mac_rag.model.objective import Batch
 
 # Table 3 is of LLaMA-2-7B, figure 4 of GPT2-XL (--model gpt2-xl), both on StreamingQA.
 SETUPS = {"tiny": Setup("mac-tiny", 256), "paper": Setup("llama2-7b", 1665)}
@@ -126,7 +126,7 @@ def first_batch(model: MACModel, stream: QADataset, count: int) -> Batch:
         ConfigError: when the stream has too few documents with questions.
     """
     from mac_rag.errors import ConfigError
-    from mac_rag.objective import Batch
+    from mac_rag.model.objective import Batch
 
     asked = {question.document_id: question for question in reversed(stream.questions)}
     chosen = [document for document in stream.documents if document.id in asked][:count]
@@ -150,6 +150,7 @@ def step_memory(model: MACModel, batch: Batch, dropout: float, seed: int) -> tup
     from torch.autograd.graph import saved_tensors_hooks
 
     from eval.harness.allocations import allocated_peak
+    from mac_rag.model.objective import LossWeights, mac_loss
 
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, int] = {}
@@ -160,17 +161,19 @@ def step_memory(model: MACModel, batch: Batch, dropout: float, seed: int) -> tup
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    def step() -> None:
+    def loss() -> Tensor:
         torch.manual_seed(seed)
-        model.loss(batch, backprop_dropout=dropout)["loss"].backward()
+        return mac_loss(model, batch, LossWeights(), backprop_dropout=dropout)[0]["loss"]
+
+    def step() -> None:
+        loss().backward()
 
     model.train()
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-    torch.manual_seed(seed)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        kept = model.loss(batch, backprop_dropout=dropout)["loss"]  # alive, so that no address is used twice
+        kept = loss()  # alive, so that no address is used twice
     del kept
     peak = allocated_peak(step, model.device)[1]
     model.zero_grad(set_to_none=True)
@@ -185,7 +188,7 @@ def _to_train(name: str) -> MACModel:
     from mac_rag.lm.devices import default_device
     from mac_rag.lm.loading import require_gradients
     from mac_rag.model import MACModel
-    from mac_rag.presets import PRESETS
+    from mac_rag.model.presets import PRESETS
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler announces each start and stop on standard error
     if name not in PRESETS:

@@ -56,9 +56,9 @@ def index_words(model: MACModel, texts: Iterable[str], vectors: int, weight: flo
         ConfigError: for a model without an index.
         DocumentError: for a text that the model cannot take.
     """
-    from mac_rag.building import make_words
     from mac_rag.errors import ConfigError
     from mac_rag.model import MACModel
+    from mac_rag.model.factory import make_words
 
     index = model.config.index
     if index is None:

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mac_rag.config import PromptFormat
-from mac_rag.encoder import TextEncoder
 from mac_rag.lm.batching import length_buckets, similar_lengths
 from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.model import MACModel
+from mac_rag.model.text_encoder import TextEncoder
 
 WORDS = st.lists(
     st.sampled_from(["Velmont", "opened", "a", "mill.", "It", "cost", "$34", "million!", "Why?"]), min_size=1

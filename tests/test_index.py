@@ -26,8 +26,8 @@ from mac_rag.lm.minilm import minilm_encoder
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.codebook import CodebookView
 from mac_rag.model import MACModel
+from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.attention import direct_attention
-from mac_rag.objective import Batch, LossWeights, mac_loss
 from pipelines import index_words as index_words_command
 from pipelines.index_words import index_words
 from tests.models import mac_config

@@ -16,7 +16,7 @@ from mac_rag.config import AggregationConfig, ModulationConfig
 from mac_rag.data.newswire import generate
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError, ModelLoadError
 from mac_rag.model import MACModel
-from mac_rag.presets import PRESETS, preset
+from mac_rag.model.presets import PRESETS, preset
 from tests.models import mac_config
 
 Folder = Callable[[str], Path]
@@ -73,12 +73,12 @@ def test_a_pooling_encoder_starts_from_means_of_its_states(model_folder: Folder)
 
 
 def test_gradients_reach_every_trained_weight(designed: MACModel) -> None:
-    from mac_rag.objective import Batch, LossWeights
+    from mac_rag.model.objective import Batch, LossWeights, mac_loss
 
     weights = LossWeights(direct=1, reconstruction=1, contrastive=1)
     batch = Batch(DOCUMENTS[:3], QUESTIONS[:3], ["an answer", "b", "c d"], [0, 1, 2])
     designed.train()
-    designed.loss(batch, weights)["loss"].backward()
+    mac_loss(designed, batch, weights)[0]["loss"].backward()
     idle = {name for name, p in designed.mac_state().items() if p.grad is None}
     # Given embeddings in place of ids, BERT's pooler is the one part that nothing reads.
     assert all("pooler" in name for name in idle), idle
@@ -293,7 +293,7 @@ def test_answers_are_those_of_any_grouping_of_the_prompts(
 
     given = {}
     for budget in (1, 100, 10**6):  # one by one, a few, all at once
-        monkeypatch.setattr("mac_rag.model._CPU_TOKENS", budget)
+        monkeypatch.setattr("mac_rag.model.mac._CPU_TOKENS", budget)
         given[budget] = [answers(False), answers(True), answers(True, 0.6)]
     assert given[1] == given[100] == given[10**6]
     assert len({tuple(rows) for rows in given[1]}) == 3

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mac_rag import objective
 from mac_rag.data.newswire import generate
 from mac_rag.errors import ConfigError
-from mac_rag.model import MACModel
-from mac_rag.objective import Batch, LossWeights, amortize_with_dropout, mac_loss
+from mac_rag.model import MACModel, objective
+from mac_rag.model.objective import Batch, LossWeights, amortize_with_dropout, mac_loss
 
 STREAM = generate("val", 4)
 BATCH = Batch(

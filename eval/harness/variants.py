@@ -22,7 +22,6 @@ from filelock import FileLock
 from eval.harness.command import report
 from eval.harness.protocol import judge, samples, summarize
 from eval.harness.streams import Setup, named_folder, open_stream
-from mac_rag.checkpoint import find, read_config
 from mac_rag.config import MACConfig
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire import generate
@@ -31,7 +30,8 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.lm.loading import resolve
 from mac_rag.model import MACModel
-from mac_rag.presets import preset
+from mac_rag.model.checkpoint import find, read_config
+from mac_rag.model.presets import preset
 from mac_rag.progress import progress_bar
 from pipelines.cli import keep_recipe, load_recipe
 from pipelines.tasks.train import TrainConfig, TrainTask

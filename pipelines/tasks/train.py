@@ -19,8 +19,8 @@ from mac_rag.lm.devices import DTYPES
 from mac_rag.lm.loading import require_gradients
 from mac_rag.metrics import best_over, exact_match, f1
 from mac_rag.model import MACModel
-from mac_rag.objective import Batch, LossWeights, mac_loss
-from mac_rag.presets import preset
+from mac_rag.model.objective import Batch, LossWeights, mac_loss
+from mac_rag.model.presets import preset
 from pipelines.tasks.questions import ContextConfig, ContextMiner, DataConfig, retrieved
 from pipelines.tasks.reader import start_as_reader
 from pipelines.tasks.unasked import Unasked, UnaskedConfig

@@ -13,6 +13,7 @@ from eval.harness.results import Result
 from mac_rag.data.newswire import generate
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
+from mac_rag.model.objective import LossWeights, mac_loss
 
 Command = Callable[..., tuple[int, str, str]]
 STREAM = generate("train", 8, questions_per_document=2)
@@ -42,7 +43,7 @@ def test_what_is_saved_is_counted_once_and_without_the_weights(tiny_model: MACMo
 
     tiny_model.train()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = tiny_model.loss(batch)["loss"]
+        loss = mac_loss(tiny_model, batch, LossWeights())[0]["loss"]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     assert loss.requires_grad
     assert step_memory(tiny_model, batch, 0.0, 0)[1] == sum(

@@ -17,12 +17,12 @@ from eval.harness.results import Result
 from eval.harness.variants import Training, evaluate, grafted, merged, stories
 from eval.peft import KINDS
 from eval.quantization import PRECISIONS
-from mac_rag.checkpoint import read_config
 from mac_rag.config import EncoderConfig, ModulationConfig
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.lm.loading import PACKED_LM, load_backbone
 from mac_rag.model import MACModel
+from mac_rag.model.checkpoint import read_config
 
 Command = Callable[..., tuple[int, str, str]]
 SMALL = ("--steps", 2, "--documents", 5, "--output", "r.json")

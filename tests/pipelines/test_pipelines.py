@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from mac_rag.data.newswire import generate
 from mac_rag.errors import ConfigError, DataError, QuantizationError
 from mac_rag.model import MACModel
-from mac_rag.objective import Batch, mac_loss
+from mac_rag.model.objective import Batch, mac_loss
 from pipelines.cli import load_recipe
 from pipelines.tasks.questions import DataConfig
 from pipelines.tasks.train import TrainConfig, TrainTask, excerpt

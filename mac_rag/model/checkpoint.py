@@ -2,18 +2,22 @@
 
 config.json             the configuration: all sizes, the base models and their revisions
 model.safetensors       MAC's own networks
-amortization/           architecture and tokenizer of the amortization network's backbone
+amortization/           architecture of the amortization network's backbone; its tokenizer, if that is not the base LM's
 input_encoder/          the same of the input encoder's
 index/                  architecture of the index, where there is one
 base_lm/                the base LM, where it was trained along or has no name on the Hub
+
+A checkpoint reads and writes the parts of a model; `mac_rag.model.MACModel` assembles them.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,66 +25,135 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from mac_rag.building import make_encoder, make_index, make_words
 from mac_rag.config import EncoderConfig, IndexConfig, MACConfig
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.int8_storage import packed, unpacked
 from mac_rag.lm.loading import PACKED_LM, empty_backbone, load_backbone, load_tokenizer, quiet
 from mac_rag.lm.lora_tuning import merged
-from mac_rag.model import MACModel
+from mac_rag.model.factory import make_encoder, make_index, make_words
+from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.hashed_bm25 import HashedWords
 
-if TYPE_CHECKING:
-    from mac_rag.encoder import TextEncoder
-
 FORMAT = 1
-SHIPPED = Path(__file__).parent / "models"
-_ENCODERS = ("amortization", "input_encoder")
+SHIPPED = Path(__file__).parents[1] / "shipped"
+WEIGHTS = "model.safetensors"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.txt", "vocab.json")
 
 
-def save(model: MACModel, folder: Path, dtype: torch.dtype | None) -> None:
-    """Writes a checkpoint; see `MACModel.save_pretrained`."""
+@dataclass(frozen=True)
+class Parts:
+    """What a model is assembled from.
+
+    Attributes:
+        config: all sizes.
+        base_lm: the frozen LM.
+        amortization: g_amort.
+        input_encoder: g_input.
+    """
+
+    config: MACConfig
+    base_lm: BaseLM
+    amortization: TextEncoder
+    input_encoder: TextEncoder
+
+    @property
+    def encoders(self) -> dict[str, TextEncoder]:
+        """Both text encoders by the names of their folders."""
+        return {"amortization": self.amortization, "input_encoder": self.input_encoder}
+
+
+def write(
+    parts: Parts, weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype | None, *, lm_was_trained: bool
+) -> None:
+    """Writes a checkpoint; see `MACModel.save_pretrained`.
+
+    Args:
+        parts: of the model.
+        weights: of MAC's own networks, by name.
+        folder: new or empty.
+        dtype: of the stored weights; None keeps each as it is.
+        lm_was_trained: whether the base LM differs from the one that its name stands for, so that it is stored too.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    config = model.config
-    if model.base_lm_trained or Path(config.base_lm.name).is_dir() or config.base_lm.name.startswith("./"):
+    config = parts.config
+    if lm_was_trained or Path(config.base_lm.name).is_dir() or config.base_lm.name.startswith("./"):
         embedded = config.base_lm.model_copy(update={"name": "./base_lm", "revision": None})
         config = config.model_copy(update={"base_lm": embedded})
-        _save_base_lm(model.base_lm, folder / "base_lm", dtype)
-    for name in _ENCODERS:
-        encoder: TextEncoder = getattr(model, name)
+        _save_base_lm(parts.base_lm, folder / "base_lm", dtype)
+    for name, encoder in parts.encoders.items():
         encoder.network.backbone.config.save_pretrained(folder / name)
-        encoder.tokenizer.save_pretrained(folder / name)
-    if model.amortization.network.index is not None:
-        model.amortization.network.index.config.save_pretrained(folder / "index")
-    save_file(_stored(model.mac_state(), dtype), folder / "model.safetensors", metadata={"format": "pt"})
+        if not _same_tokenizer(encoder.tokenizer, parts.base_lm.tokenizer):
+            encoder.tokenizer.save_pretrained(folder / name)
+    if parts.amortization.network.index is not None:
+        parts.amortization.network.index.config.save_pretrained(folder / "index")
+    save_file(_stored(weights, dtype), folder / WEIGHTS, metadata={"format": "pt"})
     text = json.dumps({"format": FORMAT, **config.model_dump(mode="json")}, indent=2)
     (folder / "config.json").write_text(text + "\n")
 
 
-def load(name_or_path: str | Path, *, revision: str | None, device: torch.device) -> MACModel:
-    """Reads a checkpoint; see `MACModel.from_pretrained`."""
-    folder = find(name_or_path, revision)
+def read(folder: Path, device: torch.device) -> Parts:
+    """The parts of a checkpoint; MAC's own networks have no weights yet, see `fill`.
+
+    Raises:
+        ModelLoadError: when its files are missing, of another format or of another architecture.
+    """
     config = read_config(folder)
     base_lm = BaseLM.load(config.base_lm, config.prompt, device, folder)
     index = None if config.index is None else _index(folder / "index", config.index, base_lm)
     words = make_words(config, base_lm)
-    encoders = [_encoder(folder / name, getattr(config, name), config, base_lm, index, words) for name in _ENCODERS]
-    model = MACModel(config, base_lm, *encoders)
-    _fill(model, folder / "model.safetensors")
-    return model.eval()
+    amortization, input_encoder = (
+        _encoder(folder / name, part, config, base_lm, index, words)
+        for name, part in (("amortization", config.amortization), ("input_encoder", config.input_encoder))
+    )
+    return Parts(config, base_lm, amortization, input_encoder)
 
 
-def push(model: MACModel, repository: str, *, private: bool, token: str | None) -> str:
+def upload(
+    parts: Parts,
+    weights: Mapping[str, Tensor],
+    repository: str,
+    *,
+    private: bool,
+    token: str | None,
+    lm_was_trained: bool,
+) -> str:
     """Uploads a checkpoint; see `MACModel.push_to_hub`."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
     with TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
+        write(parts, weights, Path(folder), None, lm_was_trained=lm_was_trained)
         address = api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder)
     return str(address)
+
+
+def fill(wanted: Mapping[str, Tensor], path: Path) -> None:
+    """Copies stored weights into parameters of exactly the same names and shapes.
+
+    Raises:
+        ModelLoadError: when the file is truncated or damaged, or names or shapes differ; names them.
+    """
+    try:
+        stored = unpacked(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise ModelLoadError(f"{path} is missing, truncated or damaged: {error}") from error
+    differences = [
+        f"{name}: {'missing in the file' if name not in stored else 'unknown to the model'}"
+        for name in sorted(wanted.keys() ^ stored.keys())
+    ] + [
+        f"{name}: {list(stored[name].shape)} in the file, {list(wanted[name].shape)} in the model"
+        for name in sorted(wanted.keys() & stored.keys())
+        if stored[name].shape != wanted[name].shape
+    ]
+    if differences:
+        shown = "\n  ".join(differences[:20])
+        more = f"\n  and {len(differences) - 20} more" if len(differences) > 20 else ""
+        raise ModelLoadError(f"{path} does not match its configuration:\n  {shown}{more}")
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            parameter.copy_(stored[name])
 
 
 def find(name_or_path: str | Path, revision: str | None) -> Path:
@@ -135,7 +208,9 @@ def _encoder(
         backbone = load_backbone(part, base_lm.device)
     else:
         backbone = empty_backbone(part, _architecture(folder))
-    return make_encoder(config, part, backbone, load_tokenizer(str(folder)), base_lm, index, words)
+    has_own = any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    tokenizer = load_tokenizer(str(folder)) if has_own else base_lm.tokenizer
+    return make_encoder(config, part, backbone, tokenizer, base_lm, index, words)
 
 
 def _index(folder: Path, part: IndexConfig, base_lm: BaseLM) -> Any:
@@ -148,30 +223,6 @@ def _architecture(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"the architecture in {folder} cannot be read: {error}") from error
-
-
-def _fill(model: MACModel, path: Path) -> None:
-    """Copies stored weights into a model of exactly the same names and shapes."""
-    try:
-        stored = unpacked(load_file(path))
-    except (OSError, SafetensorError) as error:
-        raise ModelLoadError(f"{path} is missing, truncated or damaged: {error}") from error
-    wanted = model.mac_state()
-    differences = [
-        f"{name}: {'missing in the file' if name not in stored else 'unknown to the model'}"
-        for name in sorted(wanted.keys() ^ stored.keys())
-    ] + [
-        f"{name}: {list(stored[name].shape)} in the file, {list(wanted[name].shape)} in the model"
-        for name in sorted(wanted.keys() & stored.keys())
-        if stored[name].shape != wanted[name].shape
-    ]
-    if differences:
-        shown = "\n  ".join(differences[:20])
-        more = f"\n  and {len(differences) - 20} more" if len(differences) > 20 else ""
-        raise ModelLoadError(f"{path} does not match its configuration:\n  {shown}{more}")
-    with torch.no_grad():
-        for name, parameter in wanted.items():
-            parameter.copy_(stored[name])
 
 
 def _save_base_lm(base_lm: BaseLM, folder: Path, dtype: torch.dtype | None) -> None:
@@ -187,8 +238,18 @@ def _save_base_lm(base_lm: BaseLM, folder: Path, dtype: torch.dtype | None) -> N
         lm.save_pretrained(folder, state_dict=state)
 
 
-def _stored(state: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _stored(state: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     here = {name: tensor.detach().cpu() for name, tensor in state.items()}
     if dtype == torch.int8:
         return packed(here)
     return {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in here.items()}
+
+
+def _same_tokenizer(ours: Any, theirs: Any) -> bool:
+    """True if two tokenizers give the same ids for every text."""
+    if ours is theirs:
+        return True
+    if not (ours.is_fast and theirs.is_fast):
+        return False
+    alike: bool = ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    return alike and ours.special_tokens_map == theirs.special_tokens_map

@@ -6,10 +6,10 @@ import copy
 from typing import Any
 
 from mac_rag.config import EncoderConfig, IndexConfig, MACConfig
-from mac_rag.encoder import TextEncoder
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.loading import keep_first_layers, load_backbone, load_tokenizer
+from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.hashed_bm25 import HashedWords
 

@@ -6,26 +6,23 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from mac_rag.building import make_words, pretrained_encoder, pretrained_index
 from mac_rag.config import MACConfig
-from mac_rag.encoder import TextEncoder
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.devices import default_device
 from mac_rag.lm.lora_tuning import make_trainable
+from mac_rag.model import checkpoint
+from mac_rag.model.factory import make_words, pretrained_encoder, pretrained_index
+from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.bank_view import BankProjection, BankView
 from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
 from mac_rag.progress import progress_bar
-
-if TYPE_CHECKING:
-    from mac_rag.objective import Batch, LossWeights
 
 # Frozen parts of MAC's own; also the input encoder's, which are the same.
 _FROZEN = ("amortization.network.index.", "amortization.network.words.")
@@ -102,9 +99,11 @@ class MACModel(nn.Module):
             ModelLoadError: when there is none of that name, or its files are truncated, of another format or of
                 another architecture; names the weights that differ.
         """
-        from mac_rag.checkpoint import load
-
-        return load(name_or_path, revision=revision, device=default_device(device))
+        folder = checkpoint.find(name_or_path, revision)
+        parts = checkpoint.read(folder, default_device(device))
+        model = cls(parts.config, parts.base_lm, parts.amortization, parts.input_encoder)
+        checkpoint.fill(model.mac_state(), folder / checkpoint.WEIGHTS)
+        return model.eval()
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Writes a checkpoint: `config.json`, safetensors, tokenizers, and the base LM where it has no other home.
@@ -114,15 +113,21 @@ class MACModel(nn.Module):
             dtype: of the stored weights, which may be `torch.int8` (see
                 `mac_rag.lm.int8_storage`); None keeps each as it is.
         """
-        from mac_rag.checkpoint import save
-
-        save(self, Path(folder), dtype)
+        checkpoint.write(self._parts(), self.mac_state(), Path(folder), dtype, lm_was_trained=self.base_lm_trained)
 
     def push_to_hub(self, repository: str, *, private: bool = True, token: str | None = None) -> str:
         """Uploads a checkpoint to a model repository on the Hub and returns its address."""
-        from mac_rag.checkpoint import push
+        return checkpoint.upload(
+            self._parts(),
+            self.mac_state(),
+            repository,
+            private=private,
+            token=token,
+            lm_was_trained=self.base_lm_trained,
+        )
 
-        return push(self, repository, private=private, token=token)
+    def _parts(self) -> checkpoint.Parts:
+        return checkpoint.Parts(self.config, self.base_lm, self.amortization, self.input_encoder)
 
     @property
     def device(self) -> torch.device:
@@ -194,14 +199,6 @@ class MACModel(nn.Module):
         if all(part is None or part.embeddings == "own" for part in parts):
             return {}
         return {"embeddings": self.base_lm.model.get_input_embeddings().weight}
-
-    def loss(
-        self, batch: Batch, weights: LossWeights | None = None, *, backprop_dropout: float = 0.0
-    ) -> dict[str, Tensor]:
-        """The training loss of a batch, equation 2 by default; see `mac_rag.objective.mac_loss`."""
-        from mac_rag.objective import LossWeights, mac_loss
-
-        return mac_loss(self, batch, weights or LossWeights(), backprop_dropout=backprop_dropout)[0]
 
     def amortize(self, documents: Sequence[str], *, batch_tokens: int = 8192, progress: bool = False) -> Tensor:
         """Encodes documents to memory tokens, each once and without gradients.
