@@ -12,8 +12,8 @@ from torch import Tensor
 from benchmarks import published
 from benchmarks.generated import GeneratedBank
 from benchmarks.measure import Usage, medians, usage
-from mac_rag.memory.codebook import CodebookView
-from mac_rag.memory.projection import ProjectedBank
+from mac_rag.memory.views.codebook import CodebookView
+from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.nn.aggregation import AggregationNetwork
 
 Way = Literal["published", "kept", "streamed", "codebook"]

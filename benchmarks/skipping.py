@@ -41,7 +41,7 @@ def main(
     from eval.harness.streams import Setup, open_stream
     from mac_rag.engine import MACEngine
     from mac_rag.errors import ConfigError
-    from mac_rag.memory.projection import ProjectedBank
+    from mac_rag.memory.views.projection import ProjectedBank
     from mac_rag.model import MACModel
     from mac_rag.nn.attention import streaming_attention
 

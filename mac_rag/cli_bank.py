@@ -56,7 +56,7 @@ def delete(
     Documents that a bounded bank has merged with one of them go too, since their memory is one; they are named, so
     that you can adapt to them again. The retriever keeps those.
     """
-    from mac_rag.memory.bank import Intent
+    from mac_rag.memory.storage.manifest import Intent
 
     ids = dict.fromkeys(document_ids)
     gone: dict[str, None] = {}
@@ -100,7 +100,7 @@ def compact(bank: BankOption) -> None:
 @app.command()
 def verify(bank: BankOption) -> None:
     """Check every byte of a bank; exit code 1 and a list of what is damaged, if anything is."""
-    from mac_rag.memory.repair import verify as check
+    from mac_rag.memory.storage.repair import verify as check
 
     report = check(bank)
     typer.echo(report)
@@ -111,7 +111,7 @@ def verify(bank: BankOption) -> None:
 @app.command()
 def repair(bank: BankOption) -> None:
     """Drop what is damaged, and only that, and list the documents that were lost."""
-    from mac_rag.memory.repair import repair as mend
+    from mac_rag.memory.storage.repair import repair as mend
 
     typer.echo(mend(bank))
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
+from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.memory.bank import Intent, MemoryBank, content_hash
+from mac_rag.memory.bank import MemoryBank
+from mac_rag.memory.storage.manifest import Intent
 from mac_rag.retrieval.base import Retriever
 
 _COMPARED = 10_000  # documents whose hashes are read in passing; of more than that, only the numbers are compared

@@ -17,11 +17,13 @@ from torch import Tensor
 from mac_rag import DEFAULT_MODEL
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.consistency import Reconciliation, finish, is_held, reconcile, unfiled
+from mac_rag.data.provenance import Member, content_hash
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, DocumentError
-from mac_rag.memory.bank import Intent, Member, MemoryBank, content_hash
-from mac_rag.memory.reader import BankReader
+from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.reduction import BoundedBank
+from mac_rag.memory.storage.manifest import Intent
+from mac_rag.memory.views.reader import BankReader
 from mac_rag.model import MACModel
 from mac_rag.progress import progress_bar
 from mac_rag.reports import AdaptReport, Answer
@@ -69,7 +71,7 @@ class MACEngine:
         memory_weight: float | None = None,
     ) -> None:
         self.model = MACModel.from_pretrained(model) if isinstance(model, str) else model
-        self.bank = MemoryBank.for_model(self.model) if bank is None else bank
+        self.bank = MemoryBank(self.model.fingerprint) if bank is None else bank
         self.bank.check_model(self.model.fingerprint)
         self.retriever = retriever
         self.k = k

@@ -35,5 +35,9 @@ class FingerprintError(BankError):
     """A memory bank written by another model than the one that is to read it."""
 
 
+class DamageError(BankError):
+    """A file of a bank that is not what was written."""
+
+
 class DataError(MACError):
     """A data file with a missing column or a malformed row; names the file, the row and the column."""

@@ -202,7 +202,7 @@ class TestBadInput:
         assert "blank.txt" in refusal("adapt", tmp_path / "blank.txt", "--bank", tmp_path / "bank", "--model", model)
 
     def test_empty_bank(self, model: str, tmp_path: Path) -> None:
-        MemoryBank.for_model(MACModel.from_pretrained(model)).save(tmp_path)
+        MemoryBank(MACModel.from_pretrained(model).fingerprint).save(tmp_path)
         assert "empty" in refusal("ask", "Who?", "--bank", tmp_path, "--model", model)
         assert run("bank", "info", "--bank", tmp_path).stdout.split()[:2] == ["documents", "0"]
 

@@ -24,7 +24,7 @@ from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.loading import load_tokenizer
 from mac_rag.lm.minilm import minilm_encoder
 from mac_rag.memory import MemoryBank
-from mac_rag.memory.codebook import CodebookView
+from mac_rag.memory.views.codebook import CodebookView
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.attention import direct_attention

@@ -16,10 +16,11 @@ from eval.harness.protocol import judge
 from eval.harness.results import Verdict
 from mac_rag.data.types import Document, Question
 from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.codebook import CodebookView, fit, quantize
-from mac_rag.memory.prior_index import PriorIndex
-from mac_rag.memory.projection import ProjectedBank
+from mac_rag.memory.quantizer import fit
 from mac_rag.memory.reduction import BoundedBank, ReductionMethod
+from mac_rag.memory.views.codebook import CodebookView, quantize
+from mac_rag.memory.views.prior_index import PriorIndex
+from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.model import MACModel
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankView
@@ -139,7 +140,7 @@ def reduction_ways(model: MACModel, bank: MemoryBank, documents: Sequence[Docume
     for method in get_args(ReductionMethod):
         for share in SHARES:
             maximum = max(1, round(share * len(documents)))
-            bounded = BoundedBank(MemoryBank.for_model(model), maximum, method, seed=seed)
+            bounded = BoundedBank(MemoryBank(model.fingerprint), maximum, method, seed=seed)
             bounded.put(documents, phi, rows)
             yield Way(
                 "reduction",

@@ -2,7 +2,7 @@
 
 A document has one row of memory tokens `[T, D]`, or several if it was longer than the amortization network reads at
 once. Documents may be merged into one entry, which then stands for all of them. What is on disk, and how it gets
-there, is the store's business (`mac_rag.memory.store`).
+there, is the store's business (`mac_rag.memory.storage.store`).
 """
 
 from __future__ import annotations
@@ -10,24 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
-from mac_rag.memory.codes import nearest_codes
 from mac_rag.memory.contents import BankEntry, Contents
-from mac_rag.memory.manifest import Intent
 from mac_rag.memory.parts import PART_BITS, Part
-from mac_rag.memory.records import Member, Record, content_hash
-from mac_rag.memory.store import Store, exists
+from mac_rag.memory.quantizer import nearest_codes
+from mac_rag.memory.records import Record
+from mac_rag.memory.storage.manifest import Intent
+from mac_rag.memory.storage.store import Store, exists
 
-if TYPE_CHECKING:
-    from mac_rag.model import MACModel
-
-__all__ = ["BankEntry", "Intent", "Member", "MemoryBank", "content_hash"]
+__all__ = ["BankEntry", "MemoryBank"]
 
 
 class MemoryBank(Contents):
@@ -57,11 +54,6 @@ class MemoryBank(Contents):
         self._store: Store | None = None
         self._tail = Part(torch.empty(0), ())  # what is not on disk
         self._changed()
-
-    @classmethod
-    def for_model(cls, model: MACModel) -> MemoryBank:
-        """An empty bank for one model."""
-        return cls(model.fingerprint)
 
     @classmethod
     def create(cls, folder: str | Path, fingerprint: str, *, codebook: Tensor | None = None) -> MemoryBank:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mac_rag.data.provenance import Member
 from mac_rag.errors import BankError
 from mac_rag.memory.parts import Part, Placed
-from mac_rag.memory.records import Member
 
 
 @dataclass(frozen=True)

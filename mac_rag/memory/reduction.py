@@ -20,7 +20,7 @@ from torch import Tensor
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError
 from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.closest import ClosestPair
+from mac_rag.memory.closest_pair import ClosestPair
 from mac_rag.memory.parts import PART_BITS
 
 ReductionMethod = Literal["random-pruning", "random-averaging", "nearest-averaging"]
@@ -44,8 +44,8 @@ class BoundedBank:
 
     The outcome depends on the order of arrival, the method and the seed alone: neither on how documents are grouped
     into calls, nor on whether the process was started anew in between. Averaging the most alike is exact and needs no
-    distance matrix: an arrival costs about one pass over the bank (see `mac_rag.memory.closest`), for which the tokens
-    are kept in memory once more.
+    distance matrix: an arrival costs about one pass over the bank (see `mac_rag.memory.closest_pair`),
+    for which the tokens are kept in memory once more.
 
     Args:
         bank: opened for writing. It may be changed by others between calls.

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import numpy as np
 from filelock import FileLock, Timeout
 
+from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
-from mac_rag.memory.records import Member
 from mac_rag.retrieval.base import Hit, Retriever, check_distinct, check_k
 from mac_rag.retrieval.dense import Encoder
 from mac_rag.retrieval.embeddings import Vectors

@@ -8,9 +8,9 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
-from mac_rag.memory.records import content_hash
 from mac_rag.retrieval.base import Hit, Retriever, check_distinct
 
 _SPARE = 1024  # empty rows that are never worth a compaction

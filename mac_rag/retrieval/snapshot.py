@@ -22,9 +22,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as array_bytes
 
+from mac_rag import atomic_files as files
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
-from mac_rag.memory import files
 
 FORMAT = 1
 MANIFEST = "retriever.json"

@@ -193,7 +193,7 @@ def test_queries_from_several_threads(index: VectorStoreIndex, llm: MACLLM, engi
 def test_a_foreign_bank_reaches_the_user(
     index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, other_model: MACModel, mode: str, ask: str
 ) -> None:
-    engine.bank = MemoryBank.for_model(other_model)
+    engine.bank = MemoryBank(other_model.fingerprint)
     with pytest.raises(FingerprintError, match="written by model"):
         run(index.as_query_engine(llm=llm, response_mode=mode, streaming=ask == "stream"), ask)
 

@@ -180,7 +180,7 @@ def test_the_lm_alone_is_asked_only_on_purpose(engine: RecordingEngine) -> None:
 
 def test_a_foreign_bank_is_refused_at_the_call(engine: RecordingEngine, other_model: MACModel) -> None:
     llm = MACLLM(engine=engine)
-    engine.bank = MemoryBank.for_model(other_model)
+    engine.bank = MemoryBank(other_model.fingerprint)
     with pytest.raises(FingerprintError, match="written by model"):
         llm.complete(QUESTION, contexts=["Context."])
     with pytest.raises(FingerprintError):

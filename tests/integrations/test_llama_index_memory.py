@@ -92,7 +92,7 @@ def test_the_cache_never_hides_that_the_bank_lacks_something(counting: CountingE
     pipeline.run(documents=fresh())
     assert sorted(counting.bank.document_ids) == sorted(FACTS)
     pipeline.persist(str(tmp_path))
-    counting.bank = MemoryBank.for_model(counting.model)
+    counting.bank = MemoryBank(counting.model.fingerprint)
     reloaded = IngestionPipeline(transformations=[MemoryWriter(counting)])
     reloaded.load(str(tmp_path))
     reloaded.run(documents=fresh())
@@ -180,7 +180,7 @@ def test_bad_nodes_are_named(engine: RecordingEngine) -> None:
 
 
 def test_a_foreign_bank_is_not_written(engine: RecordingEngine, other_model: MACModel) -> None:
-    engine.bank = MemoryBank.for_model(other_model)
+    engine.bank = MemoryBank(other_model.fingerprint)
     with pytest.raises(FingerprintError):
         IngestionPipeline(transformations=[MemoryWriter(engine)]).run(documents=fresh())
     assert len(engine.bank) == 0

@@ -273,7 +273,7 @@ def test_what_ranking_cannot_do_is_an_error(remembering: RecordingEngine, tiny_m
 
 
 def test_ranking_by_a_foreign_bank_is_refused(remembering: RecordingEngine, other_model: MACModel) -> None:
-    remembering.bank = MemoryBank.for_model(other_model)
+    remembering.bank = MemoryBank(other_model.fingerprint)
     remembering.bank.put([MACDocument("bridge", FACTS["bridge"])], other_model.amortize([FACTS["bridge"]]))
     with pytest.raises(FingerprintError):
         MACNodePostprocessor(remembering).postprocess_nodes(scored("bridge"), query_str=QUESTION)

@@ -11,7 +11,8 @@ from torch import Tensor
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.memory import MemoryBank
-from mac_rag.memory.codebook import CodebookView, fit, quantize
+from mac_rag.memory.quantizer import fit
+from mac_rag.memory.views.codebook import CodebookView, quantize
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention, streaming_attention
 

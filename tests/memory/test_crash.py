@@ -20,7 +20,7 @@ import pytest
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.memory import MemoryBank
-from mac_rag.memory.repair import verify
+from mac_rag.memory.storage.repair import verify
 from tests.memory.store_parts import change, contents, memory, stop_at, update_for_ever, write_for_ever
 
 KILLS = int(os.environ.get("MAC_RAG_KILLS", "30"))

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.memory import MemoryBank
-from mac_rag.memory.repair import repair, verify
-from mac_rag.memory.store import Store
+from mac_rag.memory.storage.repair import repair, verify
+from mac_rag.memory.storage.store import Store
 from tests.memory.store_parts import TOKENS, WIDTH, fast_folder, memory
 
 COPIES = ("manifest.copy.json", "codebook.copy.safetensors")

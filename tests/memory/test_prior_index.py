@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mac_rag.errors import BankError
-from mac_rag.memory.prior_index import PriorIndex
+from mac_rag.memory.views.prior_index import PriorIndex
 
 WIDTH = 16
 

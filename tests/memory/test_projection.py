@@ -15,7 +15,7 @@ from torch import Tensor
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.projection import ProjectedBank
+from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankView

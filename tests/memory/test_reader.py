@@ -13,10 +13,11 @@ from mac_rag.data.newswire import generate
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory import MemoryBank
-from mac_rag.memory import recent as module
-from mac_rag.memory.codebook import fit, quantize
-from mac_rag.memory.reader import BankReader
-from mac_rag.memory.recent import RecentQuestions
+from mac_rag.memory.quantizer import fit
+from mac_rag.memory.views import question_cache as module
+from mac_rag.memory.views.codebook import quantize
+from mac_rag.memory.views.question_cache import RecentQuestions
+from mac_rag.memory.views.reader import BankReader
 from mac_rag.model import MACModel
 
 Strategy = Literal["streaming", "preselect", "hierarchical"]
@@ -26,7 +27,7 @@ QUESTIONS = [question.question for question in NEWS.questions[:3]]
 
 
 def bank_of(model: MACModel, documents: list[Document]) -> MemoryBank:
-    bank = MemoryBank.for_model(model)
+    bank = MemoryBank(model.fingerprint)
     bank.put(documents, model.amortize([document.text for document in documents]))
     return bank
 
@@ -109,7 +110,7 @@ def test_nothing_to_see(tiny_model: MACModel, strategy: Strategy) -> None:
     with pytest.raises(BankError, match="none of the documents"):
         reader.aggregate(QUESTIONS, {"nobody"})
     with pytest.raises(BankError, match="empty"):
-        BankReader(tiny_model, MemoryBank.for_model(tiny_model), exact(strategy)).aggregate(QUESTIONS)
+        BankReader(tiny_model, MemoryBank(tiny_model.fingerprint), exact(strategy)).aggregate(QUESTIONS)
 
 
 def test_preselection_follows_the_bank_and_tells_what_it_left_out(tiny_model: MACModel) -> None:

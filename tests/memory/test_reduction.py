@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory import MemoryBank
-from mac_rag.memory.bank import content_hash
-from mac_rag.memory.closest import ClosestPair
+from mac_rag.memory.closest_pair import ClosestPair
 from mac_rag.memory.reduction import BoundedBank, Reduction, ReductionMethod
 
 TOKENS, WIDTH = 2, 3

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from mac_rag.atomic_files import sealed
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory import MemoryBank
-from mac_rag.memory.files import sealed
-from mac_rag.memory.repair import repair, verify
+from mac_rag.memory.storage.repair import repair, verify
 from tests.memory.store_parts import contents, memory
 
 

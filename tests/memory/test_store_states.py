@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
-from mac_rag.memory import MemoryBank, store
-from mac_rag.memory.repair import verify
+from mac_rag.memory import MemoryBank
+from mac_rag.memory.storage import store
+from mac_rag.memory.storage.repair import verify
 from tests.memory.store_parts import TOKENS, WIDTH, fast_folder
 
 IDS = ["a", "b", "ü/../c", "", "\ud800", "f"]

@@ -9,14 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mac_rag.errors import BankError
-
 # What an unfinished file is called; it gets its name when all of it is on the disk.
 UNFINISHED = ".new"
-
-
-class DamageError(BankError):
-    """A file of a bank that is not what was written."""
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:

@@ -18,14 +18,21 @@ from typing import Any
 
 import torch
 
-from mac_rag.errors import BankError
-from mac_rag.memory.files import DamageError, sync_folder, unsealed, write_file
-from mac_rag.memory.lock import WriterLock
-from mac_rag.memory.manifest import MANIFEST, MANIFEST_COPY, Manifest, SegmentInfo, read_manifest, write_manifest
+from mac_rag.atomic_files import sync_folder, unsealed, write_file
+from mac_rag.errors import BankError, DamageError
 from mac_rag.memory.parts import Part
 from mac_rag.memory.records import Record
-from mac_rag.memory.segment import Segment, dtype_of, named_entries, read_segment, record_of
-from mac_rag.memory.store import CODEBOOK, CODEBOOK_COPY, Store, exists
+from mac_rag.memory.storage.lock import WriterLock
+from mac_rag.memory.storage.manifest import (
+    MANIFEST,
+    MANIFEST_COPY,
+    Manifest,
+    SegmentInfo,
+    read_manifest,
+    write_manifest,
+)
+from mac_rag.memory.storage.segment import Segment, dtype_of, named_entries, read_segment, record_of
+from mac_rag.memory.storage.store import CODEBOOK, CODEBOOK_COPY, Store, exists
 
 
 @dataclass(frozen=True)

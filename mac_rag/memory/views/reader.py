@@ -12,10 +12,10 @@ from torch import Tensor
 from mac_rag.config import AttentionConfig
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.lm.devices import DTYPES
-from mac_rag.memory.codebook import CodebookView
-from mac_rag.memory.prior_index import PriorIndex
-from mac_rag.memory.projection import ProjectedBank
-from mac_rag.memory.recent import RecentQuestions
+from mac_rag.memory.views.codebook import CodebookView
+from mac_rag.memory.views.prior_index import PriorIndex
+from mac_rag.memory.views.projection import ProjectedBank
+from mac_rag.memory.views.question_cache import RecentQuestions
 from mac_rag.nn.attention import BankAttention, streaming_attention
 from mac_rag.nn.bank_view import BankView
 from mac_rag.nn.hierarchical import hierarchical

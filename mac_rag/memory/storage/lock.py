@@ -10,8 +10,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from mac_rag.atomic_files import write_file
 from mac_rag.errors import BankError
-from mac_rag.memory.files import write_file
 
 LOCK = "writer.lock"
 HOLDER = "writer.json"

@@ -3,8 +3,8 @@
     <name>.safetensors    the tensor `phi` [n, T, D] (float32) or `codes` [n, T] (int32); all ids in its header
     <name>.jsonl          one sealed line for each entry: its documents, its rows, the checksum of its memory tokens
 
-Each entry can be checked on its own, and each file can say what the other has lost (`mac_rag.memory.repair`). Document
-ids are only ever data in these files, never parts of a path.
+Each entry can be checked on its own, and each file can say what the other has lost (`mac_rag.memory.storage.repair`).
+Document ids are only ever data in these files, never parts of a path.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mac_rag.memory.files import DamageError, sealed, write_file
-from mac_rag.memory.manifest import SegmentInfo
+from mac_rag.atomic_files import sealed, write_file
+from mac_rag.data.provenance import Member
+from mac_rag.errors import DamageError
 from mac_rag.memory.parts import Part
-from mac_rag.memory.records import Member, Record
+from mac_rag.memory.records import Record
+from mac_rag.memory.storage.manifest import SegmentInfo
 
 _REMEDY = "; repair the bank to keep what is not lost"
 

@@ -1,7 +1,7 @@
 """A bank on disk: immutable segments and one manifest that names them.
 
-    manifest.json, manifest.copy.json              what the bank consists of; see `mac_rag.memory.manifest`
-    segment-<random>.safetensors, .jsonl           entries that never change; see `mac_rag.memory.segment`
+    manifest.json, manifest.copy.json              what the bank consists of; see `mac_rag.memory.storage.manifest`
+    segment-<random>.safetensors, .jsonl           entries that never change; see `mac_rag.memory.storage.segment`
     codebook.safetensors, codebook.copy.safetensors    where memory tokens are kept as codes
     writer.lock, writer.json                       who is writing
 
@@ -23,12 +23,20 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 
-from mac_rag.errors import BankError
-from mac_rag.memory.files import UNFINISHED, DamageError, sync_folder, write_file
-from mac_rag.memory.lock import WriterLock
-from mac_rag.memory.manifest import MANIFEST, MANIFEST_COPY, Intent, Manifest, read_manifest, renew_copy, write_manifest
+from mac_rag.atomic_files import UNFINISHED, sync_folder, write_file
+from mac_rag.errors import BankError, DamageError
 from mac_rag.memory.parts import Part
-from mac_rag.memory.segment import Segment, read_segment, write_segment
+from mac_rag.memory.storage.lock import WriterLock
+from mac_rag.memory.storage.manifest import (
+    MANIFEST,
+    MANIFEST_COPY,
+    Intent,
+    Manifest,
+    read_manifest,
+    renew_copy,
+    write_manifest,
+)
+from mac_rag.memory.storage.segment import Segment, read_segment, write_segment
 
 CODEBOOK = "codebook.safetensors"
 CODEBOOK_COPY = "codebook.copy.safetensors"

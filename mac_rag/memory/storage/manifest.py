@@ -1,7 +1,7 @@
 """The manifest: the one small file that says what a bank on disk consists of.
 
     manifest.json         format version, model fingerprint, the segments in order with their checksums and tombstones
-    manifest.copy.json    the same; only `mac_rag.memory.repair` reads it
+    manifest.copy.json    the same; only `mac_rag.memory.storage.repair` reads it
 
 The copy is written first, and the manifest's rename is what commits.
 """
@@ -14,8 +14,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mac_rag.errors import BankError
-from mac_rag.memory.files import DamageError, sealed, sync_folder, unsealed, write_file
+from mac_rag.atomic_files import sealed, sync_folder, unsealed, write_file
+from mac_rag.errors import BankError, DamageError
 
 FORMAT = 2
 MANIFEST = "manifest.json"
