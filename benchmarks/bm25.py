@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 
 def main(

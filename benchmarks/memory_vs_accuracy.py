@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from eval.harness.aggregation_methods import Figures
@@ -62,7 +62,7 @@ def main(
 
     from benchmarks.memory_plots import plot
     from eval.harness.aggregation_methods import codebook_ways, hierarchical_ways, measure, reduction_ways
-    from mac_rag.data.newswire import generate
+    from mac_rag.data.newswire.generate import generate
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
 

@@ -11,7 +11,7 @@ import typer
 
 from eval.harness.command import SeedOption
 from eval.harness.streams import DataOption
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 
 def main(

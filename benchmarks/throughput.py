@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 
 def main(
@@ -36,7 +36,7 @@ def main(
 
     from benchmarks import published
     from benchmarks.measure import medians
-    from mac_rag.data.newswire import generate
+    from mac_rag.data.newswire.generate import generate
     from mac_rag.model import MACModel
     from mac_rag.model.objective import Batch, LossWeights, mac_loss
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 
 def main(

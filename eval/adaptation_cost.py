@@ -13,7 +13,7 @@ from eval.baselines.methods import ADAPTING
 from eval.baselines.options import SETUPS, chosen_methods, open_bench
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, open_stream
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     import torch

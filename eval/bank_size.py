@@ -20,7 +20,7 @@ from eval.harness.command import (
     report,
     whole_numbers,
 )
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from eval.harness.results import Row, Verdict
@@ -102,9 +102,8 @@ def measure(
         batch_size: questions of one generation.
     """
     from eval.harness.protocol import judge, summarize
-    from mac_rag.engine import MACEngine
+    from mac_rag.engine import Answer, MACEngine
     from mac_rag.progress import progress_bar
-    from mac_rag.reports import Answer
 
     model, documents, questions = whole.model, dataset.documents, dataset.questions
     answers: list[Answer] = []

@@ -13,7 +13,7 @@ import typer
 
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from eval.harness.conflict_documents import Conflict
@@ -52,9 +52,9 @@ def main(
     path = result_path(output, "conflict")
     setup = SETUPS[scale].but(model, documents, questions)
     if data is None and scale == "tiny":
-        from mac_rag.data import newswire
+        from mac_rag.data.newswire.generate import generate
 
-        dataset = newswire.generate(split, setup.documents, seed=seed, questions_per_document=4)
+        dataset = generate(split, setup.documents, seed=seed, questions_per_document=4)
         source = "generated"
     else:
         dataset, source = open_stream(data, split, replace(setup, questions=None), seed, scale=scale)
@@ -166,7 +166,7 @@ def measure(
     from eval.harness.bootstrap import paired_interval
     from eval.harness.protocol import judge, summarize
     from eval.harness.results import Gain
-    from mac_rag.metrics import exact_match
+    from mac_rag.data.metrics import exact_match
 
     questions = [case.question for case in cases]
     kind = cases[0].kind

@@ -10,7 +10,7 @@ import typer
 
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from eval.harness.results import Row
@@ -81,7 +81,7 @@ def overlap_row(training: QADataset, test: QADataset, size: int) -> Row:
         size: words of an n-gram.
     """
     from eval.harness.results import Row
-    from mac_rag.metrics import normalize
+    from mac_rag.data.metrics import normalize
 
     def titles(dataset: QADataset) -> list[str]:
         return [normalize(str(d.metadata["title"])) for d in dataset.documents if d.metadata.get("title")]
@@ -119,7 +119,7 @@ def shared(theirs: Sequence[str], ours: Sequence[str]) -> float:
 
 def ngrams(texts: Iterable[str], size: int) -> Iterator[bytes]:
     """A digest of every run of `size` normalised words of each text, short so that many fit into memory."""
-    from mac_rag.metrics import normalize
+    from mac_rag.data.metrics import normalize
 
     for text in texts:
         words = normalize(text).split()

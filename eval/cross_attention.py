@@ -10,7 +10,7 @@ import typer
 
 from eval.harness.command import DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from torch import Tensor

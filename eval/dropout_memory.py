@@ -17,7 +17,7 @@ from eval.harness.streams import (
     TrainingRateOption,
     open_stream,
 )
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from torch import Tensor

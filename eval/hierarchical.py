@@ -9,7 +9,7 @@ import typer
 from eval.harness.aggregation_table import measure_ways
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, whole_numbers
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 # The paper's figure is of GPT2-XL on ArchivalQA-Seq.
 SETUPS = {"tiny": Setup("mac-tiny", 512, 128), "paper": Setup("runs/gpt2-xl/train/best", 1665)}

@@ -9,7 +9,7 @@ import typer
 from eval.baselines.options import RateOption, TrainedOption, chosen_methods
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.streams import DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from eval.harness.results import Row, Sample

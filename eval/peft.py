@@ -14,7 +14,7 @@ from eval.harness.streams import (
     TrainedModel,
     TrainingRateOption,
 )
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 # The paper's table is of GPT2-XL on StreamingQA, and has no FiLM.
 SETUPS = {"tiny": Setup("mac-tiny", 256), "paper": Setup("gpt2-xl", 1665)}

@@ -21,7 +21,7 @@ from eval.harness.streams import (
     named_folder,
     open_stream,
 )
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from torch import Tensor

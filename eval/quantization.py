@@ -16,7 +16,7 @@ from eval.harness.streams import (
     TrainedModel,
     TrainingRateOption,
 )
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 # The paper's table is of LLaMA-2-7B on all three data sets.
 SETUPS = {"tiny": Setup("mac-tiny", 256), "paper": Setup("llama2-7b", 1665)}

@@ -10,7 +10,7 @@ import typer
 from eval.harness.aggregation_table import measure_ways
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from mac_rag.data.types import QADataset

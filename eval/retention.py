@@ -11,7 +11,7 @@ from eval.baselines.methods import ADAPTING, FINE_TUNING
 from eval.baselines.options import SETUPS, TrainedOption, chosen_methods, open_bench
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.streams import DataOption, ModelByScale, QuestionsOption, open_stream
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from eval.harness.results import Row, Verdict

@@ -7,7 +7,7 @@ The embedding stands for your own and tells nothing about the texts, so that mem
 
 from llama_index.core import Document, MockEmbedding, VectorStoreIndex
 
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MACSynthesizer, MemoryWriter  # MAC
 
 

@@ -9,7 +9,7 @@ import asyncio
 
 from llama_index.core.chat_engine import CondensePlusContextChatEngine
 
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MACRetriever
 from mac_rag.retrieval import BM25Retriever

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.config import AttentionConfig, BoundConfig
-from mac_rag.consistency import Reconciliation, finish, is_held, reconcile, unfiled
 from mac_rag.data.provenance import Member, content_hash
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, DocumentError
@@ -26,7 +26,7 @@ from mac_rag.memory.storage.manifest import Intent
 from mac_rag.memory.views.reader import BankReader
 from mac_rag.model import MACModel
 from mac_rag.progress import progress_bar
-from mac_rag.reports import AdaptReport, Answer
+from mac_rag.sync import Reconciliation, finish, is_held, reconcile, unfiled
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -37,6 +37,45 @@ _log = logging.getLogger(__name__)
 
 # Documents that are encoded and committed at a time: enough to fill length-sorted batches, few enough to lose little.
 _ADAPT_GROUP = 512
+
+
+@dataclass(frozen=True)
+class AdaptReport:
+    """What a call of `adapt` did.
+
+    Attributes:
+        added, updated, unchanged: how many documents.
+        rows: rows of memory tokens that were written.
+        forgotten: ids of documents that went to make room in a bounded bank, or because they had been merged with one
+            that was updated.
+        filed: how many documents were written to the retriever.
+    """
+
+    added: int
+    updated: int
+    unchanged: int
+    rows: int
+    forgotten: tuple[str, ...] = ()
+    filed: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer and what it was given from.
+
+    Attributes:
+        text: the answer.
+        contexts: the documents that stood in front of the question, as they were used.
+        document_ids: ids of the documents that the retriever found, best first.
+        truncated: whether documents were shortened to fit the LM's window.
+        discarded_prior: share of the document prior on documents that preselection left out; zero without it.
+    """
+
+    text: str
+    contexts: tuple[str, ...]
+    document_ids: tuple[str, ...]
+    truncated: bool
+    discarded_prior: float = 0.0
 
 
 class MACEngine:
@@ -219,7 +258,7 @@ class MACEngine:
             return gone
 
     def reconcile(self, *, allow_emptying: bool = False) -> Reconciliation:
-        """Lets the bank follow the retriever after a crash between the two; see `mac_rag.consistency.reconcile`.
+        """Lets the bank follow the retriever after a crash between the two; see `mac_rag.sync.reconcile`.
 
         A bank that is bounded by random pruning lacks documents on purpose. They are adapted again here, and others
         pruned for them.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 from pipelines.cli import SetOption, recipe_values
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def sources(recipe: str, overrides: list[str] | None) -> tuple[DataConfig | None
 
 
 def of_dataset(data: QADataset) -> Contents:
-    from mac_rag.metrics import normalize
+    from mac_rag.data.metrics import normalize
 
     titles = (str(document.metadata.get("title", "")) for document in data.documents)
     return {
@@ -87,7 +87,7 @@ def of_dataset(data: QADataset) -> Contents:
 
 def of_texts(pattern: str) -> Contents:
     """Paragraphs and titles of text files."""
-    from mac_rag.metrics import normalize
+    from mac_rag.data.metrics import normalize
     from mac_rag.progress import progress_bar
     from pipelines.tasks.corpus import file_rows, text_files
 
@@ -104,7 +104,7 @@ def of_texts(pattern: str) -> Contents:
 
 
 def _titles(titles: Iterable[str]) -> set[str]:
-    from mac_rag.metrics import normalize
+    from mac_rag.data.metrics import normalize
 
     # SQuAD writes the spaces of Wikipedia's titles as underscores.
     return {normalize(title.replace("_", " ")) for title in titles} - {""}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 from pipelines.cli import ConfigOption, SetOption, load_recipe
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from mac_rag.commands import run_command
-from mac_rag.data.newswire import STREAM_LENGTH
+from mac_rag.cli.run import run_command
+from mac_rag.data.newswire.generate import STREAM_LENGTH
 
 Size = Annotated[int, typer.Option(min=1, help="Documents of that split.")]
 
@@ -29,7 +29,7 @@ def main(
     which base LMs are tuned, tell other stories than train and val, with names from the same two pools.
     """
     from mac_rag.data.archivalqa import write_archivalqa
-    from mac_rag.data.newswire import generate
+    from mac_rag.data.newswire.generate import generate
 
     # Streams of other seeds are unrelated to each other.
     plan = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from mac_rag.data.types import Question

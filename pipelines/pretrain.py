@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 from pipelines.cli import ConfigOption, OutputOption, SetOption, keep_recipe, load_recipe
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 from pipelines.cli import (
     ConfigOption,
     KOption,

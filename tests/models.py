@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 
 VOCABULARY = 400
 # Widths are multiples of 64, the block that bitsandbytes quantises.

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-from mac_rag.cli import app, main
+from mac_rag.cli.main import app, main
 from mac_rag.errors import MACError
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
@@ -251,7 +251,7 @@ def test_version() -> None:
 def test_help_needs_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys\n"
-        "from mac_rag.cli import main\n"
+        "from mac_rag.cli.main import main\n"
         f"sys.argv = ['mac-rag', *{arguments!r}, '--help']\n"
         "try:\n"
         "    main()\n"

@@ -12,10 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from mac_rag import consistency
-from mac_rag.cli import app
-from mac_rag.consistency import difference, disagreement
-from mac_rag.data.newswire import generate
+from mac_rag import sync
+from mac_rag.cli.main import app
+from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
@@ -24,6 +23,7 @@ from mac_rag.memory.storage.manifest import Intent
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
 from mac_rag.retrieval.chroma import ChromaRetriever
+from mac_rag.sync import difference, disagreement
 from tests.retrieval.chroma_server import Server
 from tests.retrieval.parts import WordEncoder
 
@@ -33,7 +33,7 @@ CHANGED = Document(STREAM[1].id, "Something else happened.")
 # A process that is killed at a given call of a given method: everything before it is done, nothing after it.
 DOOMED = """
 import os, signal, sys
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.memory import MemoryBank
@@ -294,7 +294,7 @@ def test_large_ones_are_compared_by_number(tiny_model: MACModel, monkeypatch: py
     engine.retriever.put([CHANGED])
     engine.retriever.delete(STREAM[2].id)
     assert disagreement(engine.bank, engine.retriever) == "1 outdated in it, 1 only in it"
-    monkeypatch.setattr(consistency, "_COMPARED", 6)
+    monkeypatch.setattr(sync, "_COMPARED", 6)
     assert disagreement(engine.bank, engine.retriever) == "8 documents against 7"
     engine.bank.delete(STREAM[2].id)
     assert disagreement(engine.bank, engine.retriever) is None

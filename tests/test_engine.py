@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError

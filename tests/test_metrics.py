@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mac_rag.metrics import best_over, exact_match, f1, normalize, prefix_match, recall_at_k
+from mac_rag.data.metrics import best_over, exact_match, f1, normalize, prefix_match, recall_at_k
 
 
 def official_normalize(text: str) -> str:

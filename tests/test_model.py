@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mac_rag.config import AggregationConfig, ModulationConfig
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError, ModelLoadError
 from mac_rag.model import MACModel
 from mac_rag.model.presets import PRESETS, preset

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel, objective
 from mac_rag.model.objective import Batch, LossWeights, amortize_with_dropout, mac_loss

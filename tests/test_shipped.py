@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mac_rag import DEFAULT_MODEL
-from mac_rag.cli_try import SAMPLE
+from mac_rag.cli.try_out import SAMPLE
+from mac_rag.data.metrics import f1
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
-from mac_rag.metrics import f1
 from mac_rag.model.checkpoint import SHIPPED
 from mac_rag.retrieval.registry import make_retriever
 

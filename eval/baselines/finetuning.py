@@ -147,7 +147,7 @@ def search_learning_rate(
     Returns:
         The rate of the highest mean F1, the smallest of equals; and the F1 of each.
     """
-    from mac_rag.metrics import best_over, f1
+    from mac_rag.data.metrics import best_over, f1
 
     found = {}
     for rate in sorted(rates):

@@ -15,6 +15,7 @@ from eval.harness.allocations import allocated_peak
 from eval.harness.protocol import judge
 from eval.harness.results import Verdict
 from mac_rag.data.types import Document, Question
+from mac_rag.engine import Answer
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.quantizer import fit
 from mac_rag.memory.reduction import BoundedBank, ReductionMethod
@@ -26,7 +27,6 @@ from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankView
 from mac_rag.nn.hierarchical import hierarchical
 from mac_rag.progress import progress_bar
-from mac_rag.reports import Answer
 
 Group = Literal["hierarchical", "reduction", "codebook"]
 Aggregate = Callable[[Tensor], Tensor]  # encoded questions [B, T, D] -> phi* [B, T, D]

@@ -159,14 +159,15 @@ def generated(split: str, documents: int, seed: int) -> QADataset:
     Raises:
         ConfigError: for a split that it does not have.
     """
-    from mac_rag.data import SPLITS, newswire
+    from mac_rag.data import SPLITS
+    from mac_rag.data.newswire.generate import generate
     from mac_rag.errors import ConfigError
 
     if split not in SPLITS["newswire"]:
         raise ConfigError(
             f"newswire has no split {split!r}; choose one of {', '.join(SPLITS['newswire'])}, or give --data"
         )
-    return newswire.generate(split, documents, seed=seed)
+    return generate(split, documents, seed=seed)
 
 
 def whole_numbers(option: str, text: str) -> list[int]:

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from mac_rag.data.metrics import normalize
 from mac_rag.data.types import Document, QADataset, Question
-from mac_rag.metrics import normalize
 
 Kind = Literal["outdated", "counterfactual"]
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from eval.harness.bootstrap import paired_interval
 from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt
 from eval.harness.results import Adaptation, Gain, Row, Sample, Verdict
+from mac_rag.data.metrics import best_over, exact_match, f1, prefix_match, recall_at_k
 from mac_rag.data.types import Document, QADataset, Question
-from mac_rag.engine import MACEngine
-from mac_rag.metrics import best_over, exact_match, f1, prefix_match, recall_at_k
+from mac_rag.engine import Answer, MACEngine
 from mac_rag.progress import progress_bar
-from mac_rag.reports import Answer
 from mac_rag.retrieval import Hit, Retriever
 
 # Batches that are answered between two writes of kept answers: few enough to lose little.

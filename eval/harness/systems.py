@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from eval.harness.protocol import judge, summarize
-from mac_rag.engine import MACEngine
+from mac_rag.engine import Answer, MACEngine
 from mac_rag.progress import progress_bar
-from mac_rag.reports import Answer
 
 if TYPE_CHECKING:
     from eval.harness.results import Row, Verdict

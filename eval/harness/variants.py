@@ -24,7 +24,7 @@ from eval.harness.protocol import judge, samples, summarize
 from eval.harness.streams import Setup, named_folder, open_stream
 from mac_rag.config import MACConfig
 from mac_rag.data.archivalqa import write_archivalqa
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError

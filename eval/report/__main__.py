@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 
 def main(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mac_rag.data import archivalqa, newswire, newswire_world, squad, streamingqa
+from mac_rag.data import archivalqa, squad, streamingqa
+from mac_rag.data.newswire import generate, world
 from mac_rag.data.protocol import first_documents
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError, DataError
 
 SPLITS = {
-    "newswire": newswire_world.SPLITS,
+    "newswire": world.SPLITS,
     "squad": squad.SPLITS,
     "streamingqa": streamingqa.SPLITS,
     "archivalqa": archivalqa.SPLITS,
@@ -48,7 +49,7 @@ def load_dataset(
             raise ConfigError(
                 f"newswire is generated and reads no path, got {path}; written newswire is read as archivalqa"
             )
-        return newswire.generate(split, documents or newswire.STREAM_LENGTH)
+        return generate.generate(split, documents or generate.STREAM_LENGTH)
     if hub:
         dataset = squad.download_squad(split)
     elif path is None:

@@ -127,7 +127,7 @@ def _imported(spec: str) -> Retriever:
         from llama_index.core.indices.base import BaseIndex
         from llama_index.core.retrievers import BaseRetriever
 
-        from mac_rag.integrations.llama_index.retriever import LlamaIndexRetriever
+        from mac_rag.retrieval.llama_index import LlamaIndexRetriever
     except ImportError:
         pass
     else:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from mac_rag.config import Config, PromptFormat
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, Question
 from mac_rag.errors import DataError
 from mac_rag.lm.prompt import PromptEncoder

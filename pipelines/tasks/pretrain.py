@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mac_rag.config import Config, PromptFormat
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import QADataset
 from mac_rag.lm.loading import load_tokenizer, quiet
 from mac_rag.lm.prompt import PromptEncoder

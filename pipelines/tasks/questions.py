@@ -12,10 +12,10 @@ from pydantic import Field, field_validator, model_validator
 
 from mac_rag.config import Config
 from mac_rag.data import load_dataset
-from mac_rag.data.newswire import generate
+from mac_rag.data.metrics import normalize
+from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError, DataError
-from mac_rag.metrics import normalize
 from mac_rag.retrieval.registry import check_name
 from pipelines.tasks.mining import Retrieved
 

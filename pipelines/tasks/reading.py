@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from mac_rag.data.metrics import best_over, exact_match, f1
 from mac_rag.data.types import Question
 from mac_rag.lm.prompt import PromptEncoder
-from mac_rag.metrics import best_over, exact_match, f1
 
 
 @torch.no_grad()

@@ -13,11 +13,11 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from mac_rag.config import BaseLMConfig, Config, MACConfig
+from mac_rag.data.metrics import best_over, exact_match, f1
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
 from mac_rag.lm.devices import DTYPES
 from mac_rag.lm.loading import require_gradients
-from mac_rag.metrics import best_over, exact_match, f1
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.model.presets import preset

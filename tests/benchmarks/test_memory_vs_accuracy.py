@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.memory_vs_accuracy import main
 from eval.harness.allocations import allocated_peak
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 CPU = torch.device("cpu")
 

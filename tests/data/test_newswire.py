@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mac_rag.data.newswire import generate
-from mac_rag.data.newswire_world import SPLITS, World, split_of
+from mac_rag.data.newswire.generate import generate
+from mac_rag.data.newswire.world import SPLITS, World, split_of
 from mac_rag.data.types import Document, QADataset
 
 

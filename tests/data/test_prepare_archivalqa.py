@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mac_rag.data import load_dataset
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import DataError
 from pipelines.prepare_archivalqa import YEARS, find_articles, read_questions, write_splits
 from pipelines.prepare_archivalqa import main as prepare

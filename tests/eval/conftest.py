@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mac_rag.commands import run_command
+from mac_rag.cli.run import run_command
 
 Command = Callable[..., tuple[int, str, str]]
 

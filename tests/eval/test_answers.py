@@ -10,11 +10,10 @@ from torch import Tensor
 
 from eval.harness.kept_answers import KeptAnswer, KeptAnswers, answer_source
 from eval.harness.protocol import Outcome, run_protocol
-from mac_rag.data.newswire import generate
-from mac_rag.engine import MACEngine
+from mac_rag.data.newswire.generate import generate
+from mac_rag.engine import Answer, MACEngine
 from mac_rag.errors import ConfigError, DataError
 from mac_rag.model import MACModel
-from mac_rag.reports import Answer
 from mac_rag.retrieval import BM25Retriever
 
 STREAM = generate("test", 12, seed=5)

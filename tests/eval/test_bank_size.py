@@ -14,7 +14,7 @@ from eval.bank_size import groups, measure
 from eval.harness.command import whole_numbers
 from eval.harness.results import Result
 from mac_rag.config import AggregationConfig
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel

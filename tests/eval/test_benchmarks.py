@@ -10,7 +10,7 @@ import pytest
 
 from eval.harness.results import Result, Sample
 from mac_rag.data.archivalqa import write_archivalqa
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -14,7 +14,7 @@ from eval.baselines.methods import METHODS
 from eval.baselines.setups import SETUPS, BaselineSetup
 from eval.harness.results import Result, Row
 from mac_rag.config import BaseLMConfig
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
 

@@ -15,11 +15,11 @@ from eval.harness.bootstrap import paired_interval
 from eval.harness.conflict_documents import counterfactual, outdated, replaced, shape, superseded
 from eval.harness.results import Result
 from mac_rag.data.archivalqa import write_archivalqa
-from mac_rag.data.newswire import generate
+from mac_rag.data.metrics import exact_match, normalize
+from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
 from mac_rag.errors import DataError
-from mac_rag.metrics import exact_match, normalize
 from mac_rag.model import MACModel
 
 Command = Callable[..., tuple[int, str, str]]

@@ -11,7 +11,7 @@ import torch
 from eval.cross_attention import attention_map, distracting
 from eval.harness.protocol import some_questions
 from eval.harness.results import Result
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 

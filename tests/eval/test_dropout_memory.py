@@ -10,7 +10,7 @@ import torch
 
 from eval.dropout_memory import first_batch, memory_rows, step_memory
 from eval.harness.results import Result
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
 from mac_rag.model.objective import LossWeights, mac_loss

@@ -8,7 +8,7 @@ from pathlib import Path
 from eval.harness.results import Result
 from eval.ood import paired
 from mac_rag.data.archivalqa import write_archivalqa
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 
 Command = Callable[..., tuple[int, str, str]]
 SIZES = ("--documents", 5, "--methods", "zero-shot,mac", "--output", "r.json")

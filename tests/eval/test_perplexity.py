@@ -15,7 +15,7 @@ from eval.harness.results import Result
 from eval.harness.variants import Training
 from eval.perplexity import BEGINNING, continuations, cut, language_recipe, perplexity
 from mac_rag.data.archivalqa import write_archivalqa
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset
 from mac_rag.model import MACModel
 

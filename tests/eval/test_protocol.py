@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eval.harness.protocol import Outcome, run_protocol, some_questions
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
 from mac_rag.model import MACModel

@@ -8,7 +8,7 @@ import pytest
 
 from eval.harness.streams import Setup, named_folder, open_stream
 from mac_rag.data.archivalqa import write_archivalqa
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, DataError
 
 SETUP = Setup("mac-tiny", 6, 3)

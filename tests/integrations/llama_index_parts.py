@@ -12,8 +12,7 @@ from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.event_handlers import BaseEventHandler
 
-from mac_rag.engine import MACEngine
-from mac_rag.reports import Answer
+from mac_rag.engine import Answer, MACEngine
 
 FACTS = {
     "bridge": "Anna Berg opened the bridge of Norrland in May.",

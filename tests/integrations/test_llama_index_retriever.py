@@ -18,8 +18,9 @@ from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.integrations.llama_index.retriever import LlamaIndexRetriever, MACRetriever
+from mac_rag.integrations.llama_index.retriever import MACRetriever
 from mac_rag.retrieval import BM25Retriever, Hit, HybridRetriever, make_retriever
+from mac_rag.retrieval.llama_index import LlamaIndexRetriever
 from tests.integrations.llama_index_parts import FACTS, EventLog, HashEmbedding
 
 

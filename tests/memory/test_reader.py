@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mac_rag.config import AttentionConfig
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory import MemoryBank

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mac_rag.data.newswire import generate
+from mac_rag.data.metrics import normalize
+from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError
-from mac_rag.metrics import normalize
 from mac_rag.retrieval import BM25Retriever, encoders
 from pipelines.tasks import mining
 from pipelines.tasks.mining import CACHE_VARIABLE, Retrieved

@@ -16,7 +16,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, DataError, QuantizationError
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, mac_loss

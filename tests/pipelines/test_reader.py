@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, IndexConfig, MACConfig
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model import MACModel
 from pipelines.tasks.reader import start_as_reader

@@ -22,10 +22,11 @@ except ModuleNotFoundError as error:
 from mac_rag.integrations.llama_index.filters import FilteredDocuments
 from mac_rag.integrations.llama_index.llm import MACLLM, DocumentsTruncatedEvent
 from mac_rag.integrations.llama_index.postprocessor import MACNodePostprocessor
-from mac_rag.integrations.llama_index.retriever import LlamaIndexRetriever, MACRetriever
+from mac_rag.integrations.llama_index.retriever import MACRetriever
 from mac_rag.integrations.llama_index.synthesizer import MACSynthesizer
 from mac_rag.integrations.llama_index.vector_store import MACVectorStore
 from mac_rag.integrations.llama_index.writer import MemoryWriter
+from mac_rag.retrieval.llama_index import LlamaIndexRetriever
 
 __all__ = [
     "MACLLM",

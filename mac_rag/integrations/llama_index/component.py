@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from llama_index.core.bridge.pydantic import PrivateAttr
-from llama_index.core.schema import BaseComponent, BaseNode
+from llama_index.core.schema import BaseComponent
 
 from mac_rag.engine import MACEngine
 from mac_rag.errors import MACError
-
-FiledBy = Literal["source", "node"]
-
-
-def document_id(node: BaseNode, filed_by: FiledBy) -> str:
-    """The id under which the memory bank files a node's text.
-
-    Args:
-        node: a whole document, or a part of one.
-        filed_by: `source` for the id of the document that the node comes from, which is the node's own id where it
-            is a whole document; `node` for the node's own id.
-    """
-    own: str = node.node_id
-    return own if filed_by == "node" else node.ref_doc_id or own
 
 
 class EngineComponent(BaseComponent):

@@ -11,7 +11,7 @@ from llama_index.core.storage.docstore import BaseDocumentStore
 from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters
 
 from mac_rag.errors import ConfigError
-from mac_rag.integrations.llama_index.component import FiledBy
+from mac_rag.retrieval.llama_index import FiledBy
 
 logger = logging.getLogger(__name__)
 

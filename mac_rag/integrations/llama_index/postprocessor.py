@@ -17,10 +17,10 @@ from llama_index_instrumentation import get_dispatcher
 
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, MACError
-from mac_rag.integrations.llama_index.component import FiledBy, document_id
 from mac_rag.integrations.llama_index.filters import FilteringComponent
 from mac_rag.integrations.llama_index.lookup import nodes_of
 from mac_rag.retrieval.hybrid import RANK_OFFSET
+from mac_rag.retrieval.llama_index import FiledBy, document_id
 
 # Metadata keys that neither the LLM nor an embedding is shown.
 ATTENTION = "mac_attention"  # the share of the question's attention that goes to the node's document

@@ -18,7 +18,8 @@ from llama_index.core.vector_stores.types import (
 
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
-from mac_rag.integrations.llama_index.component import EngineComponent, FiledBy
+from mac_rag.integrations.llama_index.component import EngineComponent
+from mac_rag.retrieval.llama_index import FiledBy
 
 
 class MACVectorStore(EngineComponent, BasePydanticVectorStore):

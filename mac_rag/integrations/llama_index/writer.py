@@ -14,8 +14,9 @@ from pydantic import computed_field
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError
-from mac_rag.integrations.llama_index.component import EngineComponent, FiledBy, document_id
+from mac_rag.integrations.llama_index.component import EngineComponent
 from mac_rag.memory.bank import MemoryBank
+from mac_rag.retrieval.llama_index import FiledBy, document_id
 
 _names: WeakKeyDictionary[MemoryBank, str] = WeakKeyDictionary()
 

@@ -22,7 +22,7 @@ from eval.baselines.camels import (
 from eval.baselines.camels_training import CamelsConfig, meta_train, trained_network
 from eval.baselines.weighting import passages
 from mac_rag.config import BaseLMConfig, PromptFormat
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.model import MACModel

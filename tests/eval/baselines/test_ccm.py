@@ -10,7 +10,7 @@ import torch
 
 from eval.baselines.ccm import CCM, generate_behind
 from eval.baselines.ccm_system import CCMConfig, CCMSystem, compressible, train, trained_ccm
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.model import MACModel

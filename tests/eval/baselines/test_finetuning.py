@@ -12,7 +12,7 @@ from eval.baselines.finetuning import AnswerTuning, FineTuning, search_learning_
 from eval.baselines.spans import rule_spans, salient_spans
 from eval.baselines.weighting import SalientSpanWeights, TokenWeighting, UniformWeights
 from eval.harness.systems import System
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.errors import DocumentError
 from mac_rag.model import MACModel

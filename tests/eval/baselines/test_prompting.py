@@ -6,7 +6,7 @@ import pytest
 
 from eval.baselines.prompting import FewShot, RetrieverOnly, drawn_examples
 from eval.harness.systems import MACSystem, ask
-from mac_rag.data.newswire import generate
+from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mac_rag.cli_options import BankOption, FolderOption, RetrieverOption, open_retriever
+from mac_rag.cli.options import BankOption, FolderOption, RetrieverOption, open_retriever
 from mac_rag.errors import BankError, ConfigError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from mac_rag.data.newswire_beats import BEATS, Beat, Fact
-from mac_rag.data.newswire_world import MONTHS, SPLITS, YEARS, World
+from mac_rag.data.newswire.beats import BEATS, Beat, Fact
+from mac_rag.data.newswire.world import MONTHS, SPLITS, YEARS, World
 from mac_rag.data.types import Document, QADataset, Question
 
 STREAM_LENGTH = 1665  # documents of the paper's evaluation stream

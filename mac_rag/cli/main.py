@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mac_rag import DEFAULT_MODEL, cli_bank, cli_try
-from mac_rag.cli_options import (
+from mac_rag import DEFAULT_MODEL
+from mac_rag.cli import bank, try_out
+from mac_rag.cli.options import (
     BankOption,
     FolderOption,
     ModelOption,
@@ -16,7 +17,7 @@ from mac_rag.cli_options import (
     open_retriever,
     warn_of_disagreement,
 )
-from mac_rag.commands import run_app
+from mac_rag.cli.run import run_app
 from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from mac_rag.memory.bank import MemoryBank
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.add_typer(cli_bank.app, name="bank")
-app.command("try")(cli_try.try_out)
+app.add_typer(bank.app, name="bank")
+app.command("try")(try_out.try_out)
 
 
 def main() -> None:
@@ -81,7 +82,7 @@ def adapt(
     every few hundred documents: after an interruption, give the same command again.
     """
     from mac_rag.config import BoundConfig
-    from mac_rag.data.files import read_documents
+    from mac_rag.data.readers import read_documents
     from mac_rag.memory.bank import MemoryBank
 
     documents = read_documents(files)

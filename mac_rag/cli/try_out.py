@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mac_rag import DEFAULT_MODEL
-from mac_rag.cli_options import ModelOption
+from mac_rag.cli.options import ModelOption
 
 if TYPE_CHECKING:
     from mac_rag.engine import MACEngine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mac_rag.data import newswire_world as world
+from mac_rag.data.newswire import world as world
 
 
 @dataclass(frozen=True)

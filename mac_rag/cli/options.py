@@ -45,7 +45,7 @@ def open_retriever(spec: str, folder: Path | None) -> Retriever | None:
 
 def warn_of_disagreement(bank: MemoryBank, retriever: Retriever | None, spec: str, folder: Path | None) -> None:
     """Says on standard error, in one line with the remedy, where a bank and its retriever do not agree."""
-    from mac_rag.consistency import disagreement
+    from mac_rag.sync import disagreement
 
     if retriever is None or (found := disagreement(bank, retriever)) is None:
         return

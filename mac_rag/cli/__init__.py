@@ -1,0 +1,1 @@
+"""The command `mac-rag`, and how every command of the project starts."""

@@ -1,0 +1,1 @@
+"""The embedded newswire: a generated world, its beats, and the stories told about it."""

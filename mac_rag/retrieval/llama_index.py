@@ -1,0 +1,138 @@
+"""A LlamaIndex index, or any LlamaIndex retriever, as a retriever of `mac_rag`; which document a node belongs to."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Container, Sequence
+from typing import Any, Literal
+
+from llama_index.core import Document as IndexDocument
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.indices.base import BaseIndex
+from llama_index.core.schema import BaseNode, MetadataMode, QueryBundle
+
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError, ConfigError
+from mac_rag.retrieval.base import Hit, Retriever, check_k
+
+FiledBy = Literal["source", "node"]
+
+
+def document_id(node: BaseNode, filed_by: FiledBy) -> str:
+    """The id under which the memory bank files a node's text.
+
+    Args:
+        node: a whole document, or a part of one.
+        filed_by: `source` for the id of the document that the node comes from, which is the node's own id where it
+            is a whole document; `node` for the node's own id.
+    """
+    own: str = node.node_id
+    return own if filed_by == "node" else node.ref_doc_id or own
+
+
+class LlamaIndexRetriever(Retriever):
+    """A LlamaIndex index, or any LlamaIndex retriever, as a retriever of `mac_rag`.
+
+    A document that comes back as several nodes is one hit, with the text of its best node. More nodes than `k` are
+    asked for where needed. A retriever without a `similarity_top_k` to be told by gives what it gives, which may be
+    less than `k`.
+
+    Args:
+        source: an index, which documents are added to and deleted from, and which is searched as it is at each
+            question; or a retriever, which is only read. An index has to keep its nodes in a docstore, since a vector
+            store alone does not tell which documents it holds.
+        filed_by: which document a node belongs to; see `document_id`.
+        options: what else `as_retriever` of an index takes, such as `vector_store_query_mode`.
+
+    Raises:
+        ConfigError: for options beside a retriever.
+    """
+
+    def __init__(self, source: BaseRetriever | BaseIndex[Any], *, filed_by: FiledBy = "source", **options: Any) -> None:
+        if options and isinstance(source, BaseRetriever):
+            raise ConfigError(f"a retriever takes no options {', '.join(options)}; set them where it is made")
+        self._source: Any = source
+        self._filed_by: FiledBy = filed_by
+        self._options = options
+        self._lock = threading.RLock()
+
+    def add(self, documents: Sequence[Document]) -> None:
+        with self._lock:
+            index = self._index("add")
+            known: set[str] = set(index.ref_doc_info)
+            for document in documents:
+                if document.id in known:
+                    raise BankError(
+                        f"document {document.id!r} is already in the index, or comes twice; "
+                        "delete it before adding it again"
+                    )
+                known.add(document.id)
+            done = []
+            try:
+                for document in documents:
+                    done.append(document.id)
+                    index.insert(IndexDocument(id_=document.id, text=document.text, metadata=dict(document.metadata)))
+            except BaseException:
+                for added in done:
+                    index.delete_ref_doc(added, delete_from_docstore=True)
+                raise
+
+    def delete(self, document_id: str) -> None:
+        with self._lock:
+            index = self._index("delete")
+            if document_id not in index.ref_doc_info:
+                raise BankError(f"no document {document_id!r} in this index of {len(self)} documents")
+            index.delete_ref_doc(document_id, delete_from_docstore=True)
+
+    def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
+        check_k(k)
+        with self._lock:
+            return [self._hits(question, k, allowed) for question in questions]
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._index("count").ref_doc_info)
+
+    def __contains__(self, document_id: object) -> bool:
+        with self._lock:
+            return document_id in self._index("look up").ref_doc_info
+
+    def _index(self, purpose: str) -> Any:
+        """The index, if there is one and it can tell which documents it holds."""
+        if isinstance(self._source, BaseRetriever):
+            raise ConfigError(
+                f"cannot {purpose} documents through the retriever {type(self._source).__name__}, which is only read; "
+                "build on its index instead: LlamaIndexRetriever(index)"
+            )
+        try:
+            _ = self._source.ref_doc_info
+        except NotImplementedError:
+            raise ConfigError(
+                f"cannot {purpose} documents of {type(self._source).__name__}: its vector store does not tell which "
+                "documents it holds; build the index with store_nodes_override=True"
+            ) from None
+        return self._source
+
+    def _hits(self, question: str, k: int, allowed: Container[str] | None) -> list[Hit]:
+        retriever: Any
+        if isinstance(self._source, BaseRetriever):
+            retriever = copy.copy(self._source)  # its own similarity_top_k stays as it is
+        else:
+            # Made anew, because a vector retriever finds only the nodes of the moment at which it was made.
+            retriever = self._source.as_retriever(**self._options)
+        adjustable = hasattr(retriever, "similarity_top_k")
+        asked = k
+        while True:
+            if adjustable:
+                retriever.similarity_top_k = asked
+            nodes = retriever.retrieve(QueryBundle(question))
+            hits: dict[str, Hit] = {}
+            for scored in nodes:
+                name = document_id(scored.node, self._filed_by)
+                if name not in hits and (allowed is None or name in allowed):
+                    text = scored.node.get_content(metadata_mode=MetadataMode.NONE)
+                    hits[name] = Hit(name, text, scored.score or 0.0, scored.node.metadata)
+            if len(hits) >= k or not adjustable or len(nodes) < asked:
+                return list(hits.values())[:k]
+            asked *= 4
