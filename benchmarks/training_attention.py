@@ -30,7 +30,7 @@ def main(
 
     from benchmarks.measure import medians
     from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig
-    from pipelines.tasks.attention import use_products
+    from pipelines.tasks.cpu_attention import use_products
 
     sizes: dict[str, Any] = {
         "hidden_size": 384,

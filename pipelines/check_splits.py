@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mac_rag.cli.run import run_command
-from pipelines.cli import SetOption, recipe_values
+from pipelines.recipe import SetOption, recipe_values
 
 if TYPE_CHECKING:
     from mac_rag.data.types import QADataset
-    from pipelines.tasks.questions import DataConfig
+    from pipelines.corpora.qa_data import DataConfig
 
 Contents = dict[str, set[str]]  # documents, titles and questions, normalised
 
@@ -89,7 +89,7 @@ def of_texts(pattern: str) -> Contents:
     """Paragraphs and titles of text files."""
     from mac_rag.data.metrics import normalize
     from mac_rag.progress import progress_bar
-    from pipelines.tasks.corpus import file_rows, text_files
+    from pipelines.corpora.text import file_rows, text_files
 
     paragraphs: set[str] = set()
     titles: set[str] = set()

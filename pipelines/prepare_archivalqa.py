@@ -14,7 +14,7 @@ from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from mac_rag.data.types import Question
-    from pipelines.tasks.nitf import Article
+    from pipelines.corpora.nitf import Article
 
 YEARS = {
     "qa_lt": range(1987, 1991),
@@ -95,10 +95,10 @@ def find_articles(corpus: Path, asked: Sequence[Asked]) -> dict[str, Article]:
     """The articles that the questions ask about, by id; reads the corpus no further than the last of them.
 
     Raises:
-        DataError: see `pipelines.tasks.nitf.read_articles`.
+        DataError: see `pipelines.corpora.nitf.read_articles`.
     """
     from mac_rag.progress import progress_bar
-    from pipelines.tasks.nitf import read_articles
+    from pipelines.corpora.nitf import read_articles
 
     wanted = {each.article for each in asked}
     found: dict[str, Article] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mac_rag.cli.run import run_command
-from pipelines.cli import ConfigOption, OutputOption, SetOption, keep_recipe, load_recipe
+from pipelines.recipe import ConfigOption, OutputOption, SetOption, keep_recipe, load_recipe
 
 
 def main(config: ConfigOption, output: OutputOption, set_: SetOption = None) -> None:

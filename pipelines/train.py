@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from mac_rag.cli.run import run_command
-from pipelines.cli import (
+from pipelines.recipe import (
     ConfigOption,
     KOption,
     OutputOption,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mac_rag.cli.run import run_command
-from pipelines.cli import (
+from pipelines.recipe import (
     ConfigOption,
     KOption,
     OutputOption,

@@ -16,7 +16,7 @@ from mac_rag.errors import ModelLoadError
 from mac_rag.lm.loading import load_backbone
 from mac_rag.lm.minilm import minilm_encoder, minilm_folder, minilm_lm, minilm_tokenizer
 from mac_rag.model import MACModel
-from pipelines.tasks.minilm import say_what_is_attended
+from pipelines.initializers.pointer_head import say_what_is_attended
 
 TEXTS = ["In 1066 William of Normandy won at Hastings.", "Riga lies on the Daugava."]
 

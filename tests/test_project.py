@@ -20,7 +20,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
-from pipelines.cli import RECIPES
+from pipelines.recipe import RECIPES
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -122,7 +122,7 @@ def test_every_recipe_is_commented_and_read_by_its_pipeline(
 
 class TestRecipes:
     def load(self, *overrides: str, name: str = "mac-tiny/pretrain") -> Any:
-        from pipelines.cli import load_recipe
+        from pipelines.recipe import load_recipe
         from pipelines.tasks.pretrain import PretrainConfig
 
         return load_recipe(PretrainConfig, name, list(overrides))

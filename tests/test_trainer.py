@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mac_rag.errors import ConfigError, ModelLoadError
-from pipelines.cli import keep_recipe
+from pipelines.recipe import keep_recipe
 from pipelines.trainer import Task, Trainer, TrainerConfig, shuffled
 from tests.toy_training import ITEMS, ToyTask, train
 

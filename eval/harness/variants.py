@@ -33,7 +33,7 @@ from mac_rag.model import MACModel
 from mac_rag.model.checkpoint import find, read_config
 from mac_rag.model.presets import preset
 from mac_rag.progress import progress_bar
-from pipelines.cli import keep_recipe, load_recipe
+from pipelines.recipe import keep_recipe, load_recipe
 from pipelines.tasks.train import TrainConfig, TrainTask
 from pipelines.trainer import Trainer
 

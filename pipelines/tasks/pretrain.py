@@ -18,12 +18,12 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import QADataset
 from mac_rag.lm.loading import load_tokenizer, quiet
 from mac_rag.lm.prompt import PromptEncoder
-from pipelines.tasks.copying import wire_copying
-from pipelines.tasks.corpus import CorpusConfig, ReadingSequences, Sequences, texts
-from pipelines.tasks.embeddings import minilm_embeddings
-from pipelines.tasks.prepare import Preparation
-from pipelines.tasks.reading import reading_scores
-from pipelines.tasks.speed import training_speed
+from pipelines.corpora.text import CorpusConfig, ReadingSequences, Sequences, texts
+from pipelines.corpora.tokenized import Preparation
+from pipelines.initializers.induction_heads import wire_copying
+from pipelines.initializers.minilm_embeddings import minilm_embeddings
+from pipelines.tasks.open_book import reading_scores
+from pipelines.tasks.throughput import training_speed
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 

@@ -21,9 +21,9 @@ from mac_rag.lm.loading import require_gradients
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.model.presets import preset
-from pipelines.tasks.questions import ContextConfig, ContextMiner, DataConfig, retrieved
-from pipelines.tasks.reader import start_as_reader
-from pipelines.tasks.unasked import Unasked, UnaskedConfig
+from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
+from pipelines.corpora.unlabeled import Unasked, UnaskedConfig
+from pipelines.initializers.kv_regression import start_as_reader
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 
@@ -51,7 +51,7 @@ class TrainConfig(Config):
         base_lm: another base LM for the preset, such as one tuned on questions; or
         start_from: a MAC checkpoint, name or folder, to train on.
         start: of the networks of `model`: as they are built, or fitted to what the base LM reads (`reader`; see
-            `pipelines.tasks.reader`).
+            `pipelines.initializers.kv_regression`).
         together: how many documents of one title, next to each other in the stream, stay together in a batch. A
             question then has to find its document among others on the same subject, as in a bank.
         questions_per_document: questions drawn for each document of a batch.

@@ -21,10 +21,10 @@ from mac_rag.lm.loading import MINILM, load_causal_lm, quiet
 from mac_rag.lm.lora_tuning import make_trainable, merged
 from mac_rag.lm.prefix_lm import PrefixLM
 from mac_rag.lm.prompt import PromptEncoder
-from pipelines.tasks.attention import has_matrix_units, use_products
-from pipelines.tasks.minilm import say_what_is_attended
-from pipelines.tasks.questions import ContextConfig, ContextMiner, DataConfig, retrieved
-from pipelines.tasks.reading import reading_scores
+from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
+from pipelines.initializers.pointer_head import say_what_is_attended
+from pipelines.tasks.cpu_attention import has_matrix_units, use_products
+from pipelines.tasks.open_book import reading_scores
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 _LOOKED_AT, _READ = 2048, 32  # training questions whose answers tell how frequent tokens are; of these, prompts read

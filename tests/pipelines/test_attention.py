@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, T5EncoderModel
 
 from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig
-from pipelines.tasks.attention import attend_by_products, use_products
+from pipelines.tasks.cpu_attention import attend_by_products, use_products
 from tests.models import save_bert, save_gpt2, save_llama, save_t5
 
 

@@ -10,8 +10,8 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mac_rag.errors import ConfigError
-from pipelines.tasks.copying import wire_copying
-from pipelines.tasks.embeddings import minilm_embeddings
+from pipelines.initializers.induction_heads import wire_copying
+from pipelines.initializers.minilm_embeddings import minilm_embeddings
 from pipelines.tasks.pretrain import LMConfig
 
 

@@ -19,10 +19,10 @@ from typer.testing import CliRunner, Result
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError, DataError
 from pipelines import check_splits
-from pipelines.tasks.blocks import Blocks, cut, fitted, write_blocks
-from pipelines.tasks.cloze import cloze_questions
+from pipelines.corpora.blocks import Blocks, cut, fitted, write_blocks
+from pipelines.corpora.cloze import cloze_questions
+from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask, answer_tokens, portions
-from pipelines.tasks.questions import DataConfig
 from pipelines.trainer import Trainer
 
 PLAIN = str.maketrans("", "", ",.")

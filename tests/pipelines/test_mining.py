@@ -15,9 +15,9 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError
 from mac_rag.retrieval import BM25Retriever, encoders
-from pipelines.tasks import mining
-from pipelines.tasks.mining import CACHE_VARIABLE, Retrieved
-from pipelines.tasks.questions import ContextConfig, ContextMiner
+from pipelines.corpora import retrieved_contexts as mining
+from pipelines.corpora.qa_data import ContextConfig, ContextMiner
+from pipelines.corpora.retrieved_contexts import CACHE_VARIABLE, Retrieved
 from tests.retrieval.parts import WordEncoder
 
 DATA = generate("train", 60, questions_per_document=4)

@@ -20,8 +20,8 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, DataError, QuantizationError
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, mac_loss
-from pipelines.cli import load_recipe
-from pipelines.tasks.questions import DataConfig
+from pipelines.corpora.qa_data import DataConfig
+from pipelines.recipe import load_recipe
 from pipelines.tasks.train import TrainConfig, TrainTask, excerpt
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Task, Trainer

@@ -13,7 +13,7 @@ from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, Index
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model import MACModel
-from pipelines.tasks.reader import start_as_reader
+from pipelines.initializers.kv_regression import start_as_reader
 
 DATA = generate("train", 60, seed=3, questions_per_document=2)
 TOKENS = 24

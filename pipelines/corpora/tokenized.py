@@ -9,9 +9,9 @@ from pathlib import Path
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.progress import progress_bar
-from pipelines.tasks.blocks import Blocks, cut, fitted, write_blocks
-from pipelines.tasks.cloze import cloze_questions, is_paragraph
-from pipelines.tasks.corpus import CorpusConfig, ReadingSequences, file_texts, text_files
+from pipelines.corpora.blocks import Blocks, cut, fitted, write_blocks
+from pipelines.corpora.cloze import cloze_questions, is_paragraph
+from pipelines.corpora.text import CorpusConfig, ReadingSequences, file_texts, text_files
 
 _CLOZE_QUESTIONS = 5  # on each paragraph, at most
 _AT_ONCE = 256  # texts that are tokenized together

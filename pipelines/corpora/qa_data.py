@@ -17,7 +17,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError, DataError
 from mac_rag.retrieval.registry import check_name
-from pipelines.tasks.mining import Retrieved
+from pipelines.corpora.retrieved_contexts import Retrieved
 
 _DEPTH = 6  # documents retrieved at least, so that runs with the paper's k of 1, 3 and 5 share what is mined
 

@@ -1,4 +1,4 @@
-"""Gives the index of a MAC model hashed words: `python -m pipelines.index_words --help`."""
+"""Gives the index of a MAC model hashed words: `python -m pipelines.add_lexical --help`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mac_rag.cli.run import run_command
-from pipelines.cli import ConfigOption, SetOption, load_recipe
+from pipelines.recipe import ConfigOption, SetOption, load_recipe
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mac_rag.errors import DataError
-from pipelines.tasks.corpus import Sequences
+from pipelines.corpora.text import Sequences
 
 _OPEN = 64  # blocks that `fitted` keeps open; more would waste hardly less
 

@@ -19,7 +19,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, Question
 from mac_rag.errors import DataError
 from mac_rag.lm.prompt import PromptEncoder
-from pipelines.tasks.questions import DataConfig
+from pipelines.corpora.qa_data import DataConfig
 
 
 class Shares(Config):

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from mac_rag.config import Config
 from mac_rag.errors import DataError
-from pipelines.tasks.cloze import is_paragraph
-from pipelines.tasks.corpus import file_texts, text_files
+from pipelines.corpora.cloze import is_paragraph
+from pipelines.corpora.text import file_texts, text_files
 
 
 class UnaskedConfig(Config):
