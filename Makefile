@@ -19,10 +19,11 @@ help:  ## Show this list.
 demo: $(VENV)/.installed  ## Remember three paragraphs, then answer: LM alone, memory, BM25, BM25 + memory.
 	$(VENV)/bin/mac-rag try
 
-test: $(VENV)/.installed-dev  ## Lint, check types, run the tests.
+test: $(VENV)/.installed-dev  ## Lint, check types and imports, run the tests.
 	$(BIN) -m ruff check .
 	$(BIN) -m ruff format --check .
 	$(BIN) -m mypy
+	$(VENV)/bin/lint-imports
 	$(BIN) -m pytest -n 2 --dist worksteal
 
 format: $(VENV)/.installed-dev  ## Sort imports and format the code.
