@@ -8,35 +8,34 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import torch
 from torch import Tensor
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.provenance import Member, content_hash
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError, ConfigError, DocumentError
+from mac_rag.errors import BankError, DocumentError
+from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.reduction import BoundedBank
-from mac_rag.memory.storage.manifest import Intent
-from mac_rag.memory.views.reader import BankReader
+from mac_rag.memory.views.reader import Aggregated, BankReader
 from mac_rag.model import MACModel
 from mac_rag.progress import progress_bar
-from mac_rag.sync import Reconciliation, finish, is_held, reconcile, unfiled
+from mac_rag.sync import Reconciliation, SyncedBank, is_held
 
 if TYPE_CHECKING:
-    from typing import Literal
-
     from mac_rag.retrieval.base import Retriever
 
 _log = logging.getLogger(__name__)
 
 # Documents that are encoded and committed at a time: enough to fill length-sorted batches, few enough to lose little.
 _ADAPT_GROUP = 512
+
+Plan: TypeAlias = dict[str, list[list[int]]]  # document id -> token ids of its rows
 
 
 @dataclass(frozen=True)
@@ -151,90 +150,84 @@ class MACEngine:
             self.bank.check_model(self.model.fingerprint)
             self._finish()
             documents = list(documents)
-            fresh = self.check(documents, on_long=on_long)
-            lacking = unfiled(self.retriever, documents, fresh)
-            pending = [document for document in documents if document.id in fresh or document.id in lacking]
+            plan = self._plan(documents, on_long)
+            lacking = self._synced.unfiled(documents, plan)
+            pending = [document for document in documents if document.id in plan or document.id in lacking]
             if pending:
                 self.bank.commit()  # a bank that cannot be written to says so before the retriever is
-            updated = sum(document_id in self.bank for document_id in fresh)
+            updated = sum(document_id in self.bank for document_id in plan)
             rows = 0
             forgotten: list[str] = []
             with progress_bar("adapt", len(pending), disable=not progress) as bar:
                 for first in range(0, len(pending), _ADAPT_GROUP):
                     group = pending[first : first + _ADAPT_GROUP]
-                    written, gone = self._write(group, fresh, lacking)
+                    written, gone = self._write(group, plan, lacking)
                     rows += written
                     forgotten += gone
                     bar.advance(len(group))
-            unchanged = len(documents) - len(fresh)
-            return AdaptReport(len(fresh) - updated, updated, unchanged, rows, tuple(forgotten), len(lacking))
+            unchanged = len(documents) - len(plan)
+            return AdaptReport(len(plan) - updated, updated, unchanged, rows, tuple(forgotten), len(lacking))
 
-    def check(
-        self, documents: Iterable[Document], *, on_long: Literal["chunk", "error"] = "chunk"
-    ) -> dict[str, list[str]]:
-        """What `adapt` would remember: documents that are new or changed, by id, as chunks within the model's limit.
-
-        Raises:
-            DocumentError, BankError: as `adapt`.
-        """
-        fresh: dict[str, list[str]] = {}
+    def _plan(self, documents: Sequence[Document], on_long: str = "chunk") -> Plan:
+        """Token ids of the documents that are new or changed, by id: one row, or one for each chunk of a long one."""
+        plan: Plan = {}
         seen: set[str] = set()
         for document in documents:
             if document.id in seen:
                 raise BankError(f"document id {document.id!r} occurs twice; ids must be unique")
             seen.add(document.id)
-            if not self._is_known(document):
-                fresh[document.id] = self._chunks(document, on_long)
-                Member.of(document)  # refuses what the bank could not keep
-        return fresh
+            known = isinstance(document.text, str) and is_held(self.bank, document.id, content_hash(document))
+            if known:
+                continue
+            try:
+                plan[document.id] = self.model.amortization.plan(document.text, whole=on_long == "error")
+            except DocumentError as error:
+                raise DocumentError(f"document {document.id!r}: {error}") from None
+            Member.of(document)  # refuses what the bank could not keep
+        return plan
 
-    def _write(
-        self, documents: Sequence[Document], fresh: Mapping[str, list[str]], lacking: Container[str]
-    ) -> tuple[int, tuple[str, ...]]:
-        """Writes `lacking` documents to the retriever and then `fresh` ones to the bank, and commits.
+    def _write(self, documents: Sequence[Document], plan: Plan, lacking: Container[str]) -> tuple[int, tuple[str, ...]]:
+        """Writes `lacking` documents to the retriever and then planned ones to the bank, and commits.
 
         Returns:
             How many rows of memory tokens were written, and the ids of documents that the bank forgot.
         """
-        new = [document for document in documents if document.id in fresh]
-        phi = self.model.amortize([chunk for document in new for chunk in fresh[document.id]]) if new else None
+        new = [document for document in documents if document.id in plan]
+        phi = self._encoded(new, plan)  # first, for this may fail and has changed nothing yet
         filing = [document for document in documents if document.id in lacking]
-        if self.retriever is not None and filing:
-            self.bank.commit(Intent(puts=tuple(document.id for document in filing)))
-            self.retriever.put(filing)
-        gone = () if phi is None else self._put(new, phi, [len(fresh[document.id]) for document in new])
-        self.bank.commit(None if self.retriever is None else Intent())
+        gone = self._synced.put(filing, lambda: self._put(new, phi, plan))
         return 0 if phi is None else len(phi), gone
 
     def _remember(self, documents: Sequence[Document]) -> None:
         """Writes documents of the retriever to the bank."""
-        self._write(documents, self.check(documents), ())
+        plan = self._plan(documents)
+        new = [document for document in documents if document.id in plan]
+        self._put(new, self._encoded(new, plan), plan)
 
-    def _finish(self) -> None:
-        """Does the rest of a change that was interrupted between the retriever and the bank."""
-        if self.retriever is not None and self.bank.intent:
-            done = finish(self.bank, self.retriever, self._remember)
-            _log.warning("finished an interrupted change of retriever and bank: %d documents", done)
+    def _encoded(self, documents: Sequence[Document], plan: Plan) -> Tensor | None:
+        rows = [row for document in documents for row in plan[document.id]]
+        return self.model.amortize_rows(rows) if rows else None
 
-    def _is_known(self, document: Document) -> bool:
-        return isinstance(document.text, str) and is_held(self.bank, document.id, content_hash(document))
-
-    def _put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int]) -> tuple[str, ...]:
+    def _put(self, documents: Sequence[Document], phi: Tensor | None, plan: Plan) -> tuple[str, ...]:
         """Writes documents to the bank; returns the ids of others that went."""
+        if phi is None:
+            return ()
+        rows = [len(plan[document.id]) for document in documents]
         if self.bound is None:
             return self.bank.put(documents, phi, rows)
         if self._bounded is None or self._bounded.bank is not self.bank:
             self._bounded = BoundedBank(self.bank, self.bound.maximum, self.bound.method, seed=self.bound.seed)
         return self._bounded.put(documents, phi, rows).forgotten
 
-    def _chunks(self, document: Document, on_long: str) -> list[str]:
-        try:
-            chunks = self.model.amortization.split(document.text)
-            if len(chunks) > 1 and on_long == "error":
-                self.model.amortization.ids(document.text)
-        except DocumentError as error:
-            raise DocumentError(f"document {document.id!r}: {error}") from None
-        return chunks
+    @property
+    def _synced(self) -> SyncedBank:
+        return SyncedBank(self.bank, self.retriever)
+
+    def _finish(self) -> None:
+        """Does the rest of a change that was interrupted between the retriever and the bank."""
+        if self.retriever is not None and self.bank.intent:
+            done = self._synced.finish(self._remember)
+            _log.warning("finished an interrupted change of retriever and bank: %d documents", done)
 
     def forget(self, document_id: str) -> tuple[str, ...]:
         """Removes a document from the retriever and the bank, if only one of them holds it from that one.
@@ -247,18 +240,10 @@ class MACEngine:
         """
         with self._lock:
             self._finish()
-            if self.retriever is None or document_id not in self.retriever:
-                gone = self.bank.delete(document_id)
-                self.bank.commit()
-                return gone
-            self.bank.commit(Intent(deletes=(document_id,)))
-            self.retriever.delete(document_id)
-            gone = self.bank.delete(document_id) if document_id in self.bank else ()
-            self.bank.commit(Intent())
-            return gone
+            return self._synced.delete([document_id]).forgotten
 
     def reconcile(self, *, allow_emptying: bool = False) -> Reconciliation:
-        """Lets the bank follow the retriever after a crash between the two; see `mac_rag.sync.reconcile`.
+        """Lets the bank follow the retriever after a crash between the two; see `mac_rag.sync.SyncedBank.reconcile`.
 
         A bank that is bounded by random pruning lacks documents on purpose. They are adapted again here, and others
         pruned for them.
@@ -274,20 +259,18 @@ class MACEngine:
         """
         with self._lock:
             self.bank.check_model(self.model.fingerprint)
-            if self.retriever is None:
-                raise ConfigError("there is no retriever to reconcile the bank with; give the engine one")
             self._finish()
-            return reconcile(
-                self.bank, self.retriever, self._remember, group=_ADAPT_GROUP, allow_emptying=allow_emptying
-            )
+            return self._synced.reconcile(self._remember, group=_ADAPT_GROUP, allow_emptying=allow_emptying)
 
     def answer(
         self,
-        questions: Sequence[str],
+        questions: Sequence[str | FittedPrompt],
         *,
         contexts: Sequence[Sequence[str]] | None = None,
         use_memory: bool = True,
         use_retriever: bool = True,
+        k: int | None = None,
+        memory_weight: float | None = None,
         allowed: Container[str] | None = None,
         overflow: Literal["error", "truncate"] = "error",
         max_new_tokens: int | None = None,
@@ -298,10 +281,12 @@ class MACEngine:
         """Answers questions: `LM(d + x; phi*)`, phi* from the bank and d from the retriever.
 
         Args:
-            questions: texts.
+            questions: texts; or prompts that `MACModel.fit_to_window` has made, for which nothing is retrieved.
             contexts: documents for each question, used instead of the retriever's.
             use_memory: False to answer without the bank.
             use_retriever: False to answer without the retriever.
+            k: how many documents the retriever finds; None for the engine's number.
+            memory_weight: lambda behind documents; None for the engine's.
             allowed: ids of the documents that may have any influence, through the retriever or the bank; None for all.
             overflow: when documents and question are beyond the LM's window: refuse, or leave out the last documents,
                 never the question.
@@ -317,36 +302,35 @@ class MACEngine:
         """
         with self._lock:
             self.bank.check_model(self.model.fingerprint)
-            found = self._contexts(questions, contexts, use_retriever, allowed)
-            fitted = [
-                self.fitted(question, texts, overflow, max_new_tokens)
-                for question, (texts, _) in zip(questions, found, strict=True)
+            retrieved = self._contexts(questions, contexts, use_retriever, k, allowed)
+            prompts = [
+                self.model.fit_to_window(question, texts, overflow=overflow, max_new_tokens=max_new_tokens)
+                for question, (texts, _) in zip(questions, retrieved, strict=True)
             ]
-            lengths = [len(question) + sum(map(len, texts)) for question, (texts, _) in zip(questions, fitted)]
-            order = sorted(range(len(questions)), key=lengths.__getitem__)
-            answers: list[Answer | None] = [None] * len(questions)
-            with progress_bar("answer", len(questions), disable=not progress) as bar:
+            lengths = [len(prompt.question) + sum(map(len, prompt.contexts)) for prompt in prompts]
+            order = sorted(range(len(prompts)), key=lengths.__getitem__)
+            answers: dict[int, Answer] = {}
+            with progress_bar("answer", len(prompts), disable=not progress) as bar:
                 for first in range(0, len(order), batch_size):
-                    chosen = order[first : first + batch_size]
-                    asked = [questions[i] for i in chosen]
-                    memory = self._current().aggregate(asked, allowed) if use_memory else None
+                    places = order[first : first + batch_size]
+                    batch = [prompts[i] for i in places]
+                    memory = self._aggregated(batch, allowed) if use_memory else None
                     texts = self.model.generate(
-                        asked,
-                        [fitted[i][0] for i in chosen],
+                        batch,
                         modulation=None if memory is None else memory.phi,
                         max_new_tokens=max_new_tokens,
                         num_beams=num_beams,
-                        memory_weight=self.memory_weight,
+                        memory_weight=self.memory_weight if memory_weight is None else memory_weight,
                     )
-                    discarded = [0.0] * len(chosen) if memory is None else memory.discarded.tolist()
-                    for i, text, share in zip(chosen, texts, discarded, strict=True):
-                        answers[i] = Answer(text, fitted[i][0], found[i][1], fitted[i][1], share)
-                    bar.advance(len(chosen))
-            return [answer for answer in answers if answer is not None]
+                    discarded = [0.0] * len(batch) if memory is None else memory.discarded.tolist()
+                    for i, prompt, text, share in zip(places, batch, texts, discarded, strict=True):
+                        answers[i] = Answer(text, prompt.contexts, retrieved[i][1], prompt.truncated, share)
+                    bar.advance(len(batch))
+            return [answers[i] for i in range(len(prompts))]
 
     def stream(
         self,
-        question: str,
+        question: str | FittedPrompt,
         *,
         contexts: Sequence[str] | None = None,
         use_memory: bool = True,
@@ -361,24 +345,23 @@ class MACEngine:
         """
         with self._lock:
             self.bank.check_model(self.model.fingerprint)
-            given = None if contexts is None else [contexts]
-            (found, _) = self._contexts([question], given, use_retriever, allowed)[0]
-            fitted, _ = self.fitted(question, found, "error", max_new_tokens)
-            phi = self._current().aggregate([question], allowed).phi if use_memory else None
-        return self._pieces(question, fitted, phi, max_new_tokens)
-
-    def _pieces(
-        self, question: str, contexts: Sequence[str], phi: Tensor | None, max_new_tokens: int | None
-    ) -> Iterator[str]:
+            one = None if contexts is None else [contexts]
+            (texts, _) = self._contexts([question], one, use_retriever, None, allowed)[0]
+            prompt = self.model.fit_to_window(question, texts, max_new_tokens=max_new_tokens)
+            phi = self._aggregated([prompt], allowed).phi if use_memory else None
         pieces = self.model.stream(
-            question, contexts, modulation=phi, max_new_tokens=max_new_tokens, memory_weight=self.memory_weight
+            prompt, modulation=phi, max_new_tokens=max_new_tokens, memory_weight=self.memory_weight
         )
-        while True:
-            with self._lock:
-                piece = next(pieces, None)
-            if piece is None:
-                return
-            yield piece
+
+        def locked() -> Iterator[str]:
+            while True:
+                with self._lock:
+                    piece = next(pieces, None)
+                if piece is None:
+                    return
+                yield piece
+
+        return locked()
 
     def aggregate(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor:
         """phi* `[B, T, D]` of each question (equation 1).
@@ -406,15 +389,11 @@ class MACEngine:
             ConfigError: for a way of attending that does not reach single documents.
         """
         with self._lock:
-            mass = self._current().attention_mass(questions, allowed).cpu()
-            ids = self.bank.document_ids
-            place = {document_id: index for index, document_id in enumerate(ids)}
-            owners = [
-                (row, place[i], len(members)) for row, members in enumerate(self.bank.row_members) for i in members
-            ]
-            rows, documents, shared = (torch.tensor(column) for column in zip(*owners, strict=True))
-            found = mass.new_zeros(len(questions), len(ids))
-            return ids, found.index_add_(1, documents, mass[:, rows] / shared)
+            return self._current().document_mass(questions, allowed)
+
+    def _aggregated(self, prompts: Sequence[FittedPrompt], allowed: Container[str] | None) -> Aggregated:
+        questions, ids = [prompt.question for prompt in prompts], [prompt.question_ids for prompt in prompts]
+        return self._current().aggregate(questions, allowed, ids=ids)
 
     def _current(self) -> BankReader:
         """The reader of the bank that is set now."""
@@ -425,43 +404,18 @@ class MACEngine:
 
     def _contexts(
         self,
-        questions: Sequence[str],
+        questions: Sequence[str | FittedPrompt],
         contexts: Sequence[Sequence[str]] | None,
         use_retriever: bool,
+        k: int | None,
         allowed: Container[str] | None,
     ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         """The documents in front of each question, and the ids of those that the retriever found."""
         if contexts is not None:
             return [(tuple(texts), ()) for texts in contexts]
-        if self.retriever is None or not use_retriever:
+        texts = [question for question in questions if isinstance(question, str)]
+        if self.retriever is None or not use_retriever or not texts:
             return [((), ())] * len(questions)
-        hits = self.retriever.retrieve(questions, self.k, allowed=allowed)
-        return [(tuple(hit.text for hit in row), tuple(hit.document_id for hit in row)) for row in hits]
-
-    def fitted(
-        self,
-        question: str,
-        contexts: Sequence[str],
-        overflow: Literal["error", "truncate"] = "error",
-        max_new_tokens: int | None = None,
-    ) -> tuple[tuple[str, ...], bool]:
-        """The documents as they fit into the LM's window before the question, and whether they were shortened.
-
-        Args:
-            question, contexts, overflow, max_new_tokens: as `answer` takes them, of one question.
-
-        Raises:
-            DocumentError: for an empty question, or a prompt beyond the window.
-        """
-        prompts = self.model.base_lm.prompts
-        room = self.model.context_window - (max_new_tokens or self.model.config.max_new_tokens)
-        self.model.input_encoder.ids(question)  # an empty or endless question is an error with or without memory
-        used = len(prompts.prompt(question, contexts))
-        if used <= room:
-            return tuple(contexts), False
-        if overflow == "error" or len(prompts.prompt(question)) > room:
-            raise DocumentError(
-                f"{len(contexts)} documents and the question take {used} tokens, but the LM's window leaves room for "
-                f"{room}; give fewer or shorter documents (a smaller k or chunk size)"
-            )
-        return prompts.shortened(question, contexts, room), True
+        hits = iter(self.retriever.retrieve(texts, self.k if k is None else k, allowed=allowed))
+        rows = [next(hits) if isinstance(question, str) else [] for question in questions]
+        return [(tuple(hit.text for hit in row), tuple(hit.document_id for hit in row)) for row in rows]

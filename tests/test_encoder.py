@@ -60,7 +60,7 @@ def test_shortened_prompts_fit_and_leave_the_question_whole(encoder: TextEncoder
     prompts = PromptEncoder(encoder.tokenizer)
     question = "What did it cost?"
     room = len(prompts.prompt(question)) + max(0, spare)
-    kept = prompts.shortened(question, texts, room)
+    kept = prompts.fit_to_window(question, texts, room).contexts
     assert len(prompts.prompt(question, kept)) <= room
     whole = [text for text in texts if text]
     if len(prompts.prompt(question, whole)) <= room:

@@ -40,8 +40,13 @@ def test_an_unchanged_document_is_free_and_a_changed_one_replaces_the_old(
 ) -> None:
     engine.adapt(STREAM.documents)
     encoded: list[str] = []
-    amortize = engine.model.amortize
-    monkeypatch.setattr(engine.model, "amortize", lambda texts: (encoded.extend(texts), amortize(texts))[1])
+    amortize, decode = engine.model.amortize_rows, engine.model.amortization.tokenizer.decode
+
+    def counting(rows: list[list[int]]) -> torch.Tensor:
+        encoded.extend(decode(row, skip_special_tokens=True) for row in rows)
+        return amortize(rows)
+
+    monkeypatch.setattr(engine.model, "amortize_rows", counting)
     first = STREAM.documents[0]
     report = engine.adapt([Document(first.id, "Something else happened."), *STREAM.documents[1:]])
     assert (report.added, report.updated, report.unchanged) == (0, 1, 11)

@@ -88,7 +88,7 @@ def test_contexts_beyond_the_window_are_shortened(tiny_model: MACModel) -> None:
     whole, cut = [], []
     for question, answer in zip(BATCH.questions, BATCH.answers, strict=True):
         whole.append(["Some text.", long])
-        cut.append(prompts.shortened(question, whole[-1], window - len(prompts.answer(answer))))
+        cut.append(prompts.fit_to_window(question, whole[-1], window - len(prompts.answer(answer))).contexts)
     given = [Batch(BATCH.documents, BATCH.questions, BATCH.answers, BATCH.gold, contexts) for contexts in (whole, cut)]
     losses = [mac_loss(tiny_model, batch, LossWeights())[0]["answer"].item() for batch in given]
     assert losses[0] == losses[1]

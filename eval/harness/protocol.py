@@ -129,8 +129,9 @@ class _Table:
             found = retriever.retrieve(questions, self.engine.k)
         asked = []
         for question, hits in zip(questions, found, strict=True):
-            contexts, truncated = self.engine.fitted(question, [hit.text for hit in hits], "truncate")
-            asked.append(_Asked((question, contexts), tuple(hit.document_id for hit in hits), truncated))
+            fitted = self.engine.model.fit_to_window(question, [hit.text for hit in hits], overflow="truncate")
+            ids = tuple(hit.document_id for hit in hits)
+            asked.append(_Asked((question, fitted.contexts), ids, fitted.truncated))
         return asked
 
     def _row(self, name: str, asked: Sequence[_Asked], weight: float | None) -> Row:
@@ -177,7 +178,8 @@ class _Table:
         for first in range(0, len(prompts), self.batch_size):
             questions, contexts = zip(*prompts[first : first + self.batch_size], strict=True)
             phi = self.engine.aggregate(questions)
-            for given, texts in zip(answers, self.engine.model.generate_each(questions, contexts, phi, values)):
+            fitted = [self.engine.model.fit_to_window(q, c) for q, c in zip(questions, contexts)]
+            for given, texts in zip(answers, self.engine.model.generate_each(fitted, phi, values)):
                 given += texts
         return answers
 

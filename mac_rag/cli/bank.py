@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mac_rag.cli.options import BankOption, FolderOption, RetrieverOption, open_retriever
-from mac_rag.errors import BankError, ConfigError
+from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from mac_rag.memory.bank import MemoryBank
@@ -56,37 +56,27 @@ def delete(
     Documents that a bounded bank has merged with one of them go too, since their memory is one; they are named, so
     that you can adapt to them again. The retriever keeps those.
     """
-    from mac_rag.memory.storage.manifest import Intent
+    from mac_rag.sync import SyncedBank
 
-    ids = dict.fromkeys(document_ids)
-    gone: dict[str, None] = {}
     with _opened(bank, write=True) as found:
-        pending = found.intent  # of a change that was interrupted; finishing it takes the model, which is not here
         filing = open_retriever(retriever, retriever_folder)
         if filing is not None and not len(filing):
             place = "" if retriever_folder is None else f" in {retriever_folder}"
             raise ConfigError(f"{retriever}{place} holds no documents; name the one that holds them, or none")
-        filed = [] if filing is None else [document_id for document_id in ids if document_id in filing]
-        for document_id in ids:
-            if document_id not in found and document_id not in filed:
-                raise BankError(f"no document {document_id!r} in {bank}" + (f" or {retriever}" if filing else ""))
-        if filing is not None:
-            found.commit(Intent(puts=pending.puts, deletes=(*pending.deletes, *ids)))
-            for document_id in filed:
-                filing.delete(document_id)
-            if retriever_folder is not None:
+
+        def persist() -> None:
+            if filing is not None and retriever_folder is not None:
                 filing.save(retriever_folder)
-        for document_id in ids:
-            if document_id in found:  # it may be in the retriever alone, or gone with one that it was merged with
-                gone |= dict.fromkeys(found.delete(document_id))
-        found.commit(pending)
+
+        done = SyncedBank(found, filing).delete(document_ids, persist=persist)
         left = len(found)
-    others = [document_id for document_id in gone if document_id not in ids]
+    gone = done.forgotten
+    others = [document_id for document_id in gone if document_id not in document_ids]
     typer.echo(f"{len(gone)} deleted; {bank} holds {left} documents")
     if others:
         typer.echo(f"merged with them and gone too: {', '.join(others)}")
     if filing is not None:
-        typer.echo(f"{len(filed)} deleted from {retriever}, which holds {len(filing)}")
+        typer.echo(f"{len(done.unfiled)} deleted from {retriever}, which holds {len(filing)}")
 
 
 @app.command()

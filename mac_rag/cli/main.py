@@ -22,7 +22,6 @@ from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from mac_rag.engine import MACEngine
-    from mac_rag.memory.bank import MemoryBank
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bank.app, name="bank")
@@ -83,23 +82,24 @@ def adapt(
     """
     from mac_rag.config import BoundConfig
     from mac_rag.data.readers import read_documents
+    from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
+    from mac_rag.model import MACModel
 
     documents = read_documents(files)
     filing = open_retriever(retriever, retriever_folder)
-    is_new = not MemoryBank.exists(bank)
-    if is_new and bank.is_dir() and any(bank.iterdir()):
+    # An old bank first: what is wrong with it should be heard before a model is loaded. A new one is written with its
+    # first commit: not even an empty folder is left behind by documents that are refused.
+    opened = MemoryBank.open(bank, write=True) if MemoryBank.exists(bank) else None
+    if opened is None and bank.is_dir() and any(bank.iterdir()):
         raise ConfigError(f"{bank} holds other files and no memory bank; choose a folder of its own for --bank")
-    # An old bank first: what is wrong with it should be heard before a model is loaded. A new one last: not even an
-    # empty folder is left behind by documents that are refused.
-    opened = None if is_new else MemoryBank.open(bank, write=True)
-    engine = _engine(model, opened)
-    if opened is None:
-        engine.check(documents, on_long=on_long)
-        engine.bank = MemoryBank.create(bank, engine.model.fingerprint)
-    engine.retriever = filing
-    if max_entries is not None:
-        engine.bound = BoundConfig(maximum=max_entries, method=reduction)
+    loaded = MACModel.from_pretrained(model)
+    engine = MACEngine(
+        loaded,
+        opened or MemoryBank.create_on_commit(bank, loaded.fingerprint),
+        filing,
+        bound=None if max_entries is None else BoundConfig(maximum=max_entries, method=reduction),
+    )
     with engine.bank:
         try:
             report = engine.adapt(documents, on_long=on_long, progress=True)
@@ -128,10 +128,10 @@ def ask(
     k: Annotated[int, typer.Option(min=1, help="How many documents of the retriever to read.")] = 5,
 ) -> None:
     """Answer a question from the bank alone, or with --retriever from the bank and the documents that it finds."""
+    from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
 
-    engine = _engine(model, MemoryBank.open(bank))
-    engine.retriever, engine.k = open_retriever(retriever, retriever_folder), k
+    engine = MACEngine(model, MemoryBank.open(bank), open_retriever(retriever, retriever_folder), k=k)
     warn_of_disagreement(engine.bank, engine.retriever, retriever, retriever_folder)
     typer.echo(engine.answer([question], overflow="truncate")[0].text)
     if explain:
@@ -149,22 +149,16 @@ def reconcile(
     ] = False,
 ) -> None:
     """Let a bank follow its retriever after a crash: adapt to what it lacks, forget what the other does not hold."""
+    from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
 
     with MemoryBank.open(bank, write=True) as opened:
-        engine = _engine(model, opened)
-        engine.retriever = open_retriever(retriever, retriever_folder)
+        engine = MACEngine(model, opened, open_retriever(retriever, retriever_folder))
         done = engine.reconcile(allow_emptying=allow_emptying)
         typer.echo(
             f"{len(done.added)} added, {len(done.updated)} updated, {len(done.deleted)} deleted; "
             f"bank and {retriever} hold {len(opened)} documents"
         )
-
-
-def _engine(model: str, bank: MemoryBank | None) -> MACEngine:
-    from mac_rag.engine import MACEngine
-
-    return MACEngine(model, bank)
 
 
 def _explain(engine: MACEngine, question: str, shown: int = 5) -> None:

@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mac_rag.config import PromptFormat
+
+
+@dataclass(frozen=True)
+class FittedPrompt:
+    """A question with documents in front of it, as token ids within the LM's window. It is made once and handed down.
+
+    Attributes:
+        question: x, the text.
+        ids: token ids of the base LM: `d_1 + ... + d_k + x`, ending where the answer begins.
+        contexts: d_1 to d_k as they stand in the prompt.
+        truncated: True if documents were shortened or left out to fit the window.
+        question_ids: token ids of the question for the input encoder; empty where no memory is involved.
+    """
+
+    question: str
+    ids: tuple[int, ...]
+    contexts: tuple[str, ...]
+    truncated: bool = False
+    question_ids: tuple[int, ...] = ()
 
 
 class PromptEncoder:
@@ -49,34 +69,43 @@ class PromptEncoder:
         return ids
 
     def prompt(self, question: str, contexts: Sequence[str] = (), room: int | None = None) -> list[int]:
-        """`d_1 + ... + d_k + x`, contexts in the order given, as ids that end where the answer begins.
+        """The token ids of `fit_to_window`."""
+        return list(self.fit_to_window(question, contexts, room).ids)
+
+    def fit_to_window(self, question: str, contexts: Sequence[str] = (), room: int | None = None) -> FittedPrompt:
+        """`d_1 + ... + d_k + x`, contexts in the order given, shortened where they do not fit.
+
+        A retriever puts the best document first, and a document is worth most whole. So the first ones stay whole as
+        long as there is room, the next keeps its beginning, cut between tokens, and the others are left out. The
+        question is never shortened: one that alone is beyond the room gives a prompt that is beyond it.
 
         Args:
             question: x.
-            contexts: d_1 to d_k.
-            room: tokens beyond which contexts are `shortened`, a question never; None keeps all.
+            contexts: d_1 to d_k. Each is tokenized once, and the one that is cut once more.
+            room: tokens for the prompt; None for any number.
         """
-        ids = self.prompt_start(contexts) + self.question(question)
-        if room is None or not contexts or len(ids) <= room:
-            return ids
-        return self.prompt(question, self.shortened(question, contexts, room))
-
-    def shortened(self, question: str, contexts: Sequence[str], room: int) -> tuple[str, ...]:
-        """The documents that fit with the question into `room` tokens.
-
-        A retriever puts the best in front, and a document is worth most whole. So the first ones stay whole as long as
-        there is room, the next keeps its beginning, cut between tokens, and the others are dropped.
-        """
-        kept: list[str] = []
-        left = room - len(self.prompt(question))
-        for text in filter(None, map(str.strip, contexts)):
-            used = len(self.document(text))
-            if used > left:
-                beginning = self._beginning(text, left)
-                return (*kept, beginning) if beginning.strip() else tuple(kept)
+        start, end = self.start, self.question(question)
+        documents = [self.document(text) for text in contexts]
+        used = len(start) + sum(map(len, documents)) + len(end)
+        if room is None or not contexts or used <= room:
+            ids = [*start, *(token for document in documents for token in document), *end]
+            return FittedPrompt(question, tuple(ids), tuple(contexts))
+        left = room - len(start) - len(end)
+        ids, kept = list(start), []
+        for text, document in zip(contexts, documents, strict=True):
+            text = text.strip()
+            if not text:
+                continue
+            if len(document) > left:
+                text = self._beginning(text, left)
+                if text.strip():
+                    kept.append(text)
+                    ids += self.document(text)
+                break
             kept.append(text)
-            left -= used
-        return tuple(kept)
+            ids += document
+            left -= len(document)
+        return FittedPrompt(question, (*ids, *end), tuple(kept), truncated=True)
 
     def _beginning(self, text: str, room: int) -> str:
         """As many of a text's first tokens as make a document of `room` tokens."""

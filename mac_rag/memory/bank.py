@@ -52,6 +52,7 @@ class MemoryBank(Contents):
         self.version = 0
         self._next = 0
         self._store: Store | None = None
+        self._uncreated: Path | None = None  # the folder that the first commit creates the bank in
         self._tail = Part(torch.empty(0), ())  # what is not on disk
         self._changed()
 
@@ -64,6 +65,16 @@ class MemoryBank(Contents):
         """
         bank = cls(fingerprint, codebook=codebook)
         bank._follow(Store.create(Path(folder), fingerprint, bank.codebook))
+        return bank
+
+    @classmethod
+    def create_on_commit(cls, folder: str | Path, fingerprint: str) -> MemoryBank:
+        """An empty bank that is in memory until its first commit, which creates it on disk as `create` does.
+
+        `commit` raises BankError when the folder holds a bank by then.
+        """
+        bank = cls(fingerprint)
+        bank._uncreated = Path(folder)
         return bank
 
     @classmethod
@@ -137,6 +148,9 @@ class MemoryBank(Contents):
 
     def _commit(self, *, compact: bool, intent: Intent | None) -> None:
         self._check_writable()
+        if self._uncreated is not None:
+            self._store = Store.create(self._uncreated, self.fingerprint, self.codebook)
+            self.folder, self._uncreated = self._store.folder, None
         if self._store is not None:
             self._store.commit([*self._store.segments, self._tail], self._next, compact=compact, intent=intent)
             self._tail = Part(torch.empty(0), ())

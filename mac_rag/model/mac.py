@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from mac_rag.config import MACConfig
-from mac_rag.errors import BankError, ConfigError
+from mac_rag.errors import BankError, ConfigError, DocumentError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.devices import default_device
 from mac_rag.lm.lora_tuning import make_trainable
+from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import checkpoint
 from mac_rag.model.factory import make_words, pretrained_encoder, pretrained_index
 from mac_rag.model.text_encoder import TextEncoder
@@ -215,6 +218,12 @@ class MACModel(nn.Module):
             DocumentError: for an empty document, one that is no text, or one beyond the limit of tokens.
         """
         rows = [self.amortization.ids(document) for document in documents]
+        return self.amortize_rows(rows, batch_tokens=batch_tokens, progress=progress)
+
+    def amortize_rows(
+        self, rows: Sequence[Sequence[int]], *, batch_tokens: int = 8192, progress: bool = False
+    ) -> Tensor:
+        """As `amortize`, of texts that are token ids already (`TextEncoder.plan`)."""
         with progress_bar("adapt", len(rows), disable=not progress) as bar:
             return self.amortization.encode(rows, batch_tokens, bar.advance)
 
@@ -258,10 +267,42 @@ class MACModel(nn.Module):
         view = self.project(bank) if isinstance(bank, Tensor) else bank
         return self.input_encoder([self.input_encoder.ids(question) for question in questions]), view
 
+    def fit_to_window(
+        self,
+        question: str | FittedPrompt,
+        contexts: Sequence[str] = (),
+        *,
+        overflow: Literal["error", "truncate"] = "error",
+        max_new_tokens: int | None = None,
+    ) -> FittedPrompt:
+        """A question and its documents as token ids that fit the LM's window.
+
+        Args:
+            question: x; a prompt that is fitted already is returned as it is.
+            contexts: documents in front of it, the best first.
+            overflow: where they do not fit: refuse, or leave out the last documents; the question is never shortened.
+            max_new_tokens: longest answer, which has to fit too; None for the configured length.
+
+        Raises:
+            DocumentError: for an empty question, or a prompt beyond the window.
+        """
+        if isinstance(question, FittedPrompt):
+            return question
+        room = self.context_window - (max_new_tokens or self.config.max_new_tokens)
+        question_ids = self.input_encoder.ids(question)  # an empty or endless question is an error without memory, too
+        fitted = self.base_lm.prompts.fit_to_window(question, contexts, room)
+        if len(fitted.ids) > room or (fitted.truncated and overflow == "error"):
+            used = len(self.base_lm.prompts.prompt(question, contexts))
+            raise DocumentError(
+                f"{len(contexts)} documents and the question take {used} tokens, but the LM's window leaves room for "
+                f"{room}; give fewer or shorter documents (a smaller k or chunk size)"
+            )
+        return replace(fitted, question_ids=tuple(question_ids))
+
     @torch.no_grad()
     def generate(
         self,
-        questions: Sequence[str],
+        prompts: Sequence[str | FittedPrompt],
         contexts: Sequence[Sequence[str]] | None = None,
         *,
         modulation: Tensor | None = None,
@@ -272,8 +313,8 @@ class MACModel(nn.Module):
         """Answers questions: `LM(d + x; phi*)`.
 
         Args:
-            questions: B texts.
-            contexts: documents in front of each question, in this order.
+            prompts: B questions as texts, or as `fit_to_window` gives them.
+            contexts: documents in front of each question, in this order; only for questions that are texts.
             modulation: phi* `[B, T, D]`; None for the frozen LM alone.
             max_new_tokens: None for the configured length.
             num_beams: 1 is greedy.
@@ -282,13 +323,12 @@ class MACModel(nn.Module):
         Raises:
             ConfigError: for a memory_weight that is not above 0 and at most 1.
         """
-        contexts = contexts or [()] * len(questions)
-        prompts = [self.base_lm.prompts.prompt(q, c) for q, c in zip(questions, contexts, strict=True)]
-        weights = self._weights(contexts, memory_weight)
-        answers = [""] * len(prompts)
-        for rows in self._read_together(prompts):
+        fitted = self._fitted(prompts, contexts)
+        weights = self._weights(fitted, memory_weight)
+        answers = [""] * len(fitted)
+        for rows in self._read_together(fitted):
             texts = self.base_lm.generate(
-                [prompts[i] for i in rows],
+                [fitted[i].ids for i in rows],
                 self._modulation(None if modulation is None else modulation[rows]),
                 max_new_tokens=max_new_tokens or self.config.max_new_tokens,
                 num_beams=num_beams,
@@ -300,28 +340,22 @@ class MACModel(nn.Module):
 
     @torch.no_grad()
     def generate_each(
-        self,
-        questions: Sequence[str],
-        contexts: Sequence[Sequence[str]],
-        modulation: Tensor,
-        weights: Sequence[float],
+        self, prompts: Sequence[FittedPrompt], modulation: Tensor, weights: Sequence[float]
     ) -> list[list[str]]:
         """Greedy answers behind documents at each of several values of lambda; prompts are read once for all of them.
 
         Args:
-            questions: B texts.
-            contexts: documents in front of each question, in this order; no question is without any.
+            prompts: B questions behind at least one document each.
             modulation: phi* `[B, T, D]`.
             weights: values of lambda (see `mac_rag.lm.max_rule`), from 0, the frozen LM alone, to 1.
 
         Returns:
             For each value B answers.
         """
-        prompts = [self.base_lm.prompts.prompt(q, c) for q, c in zip(questions, contexts, strict=True)]
         answers = [[""] * len(prompts) for _ in weights]
         for rows in self._read_together(prompts):
             each = self.base_lm.generate_each(
-                [prompts[i] for i in rows],
+                [prompts[i].ids for i in rows],
                 self.modulation(modulation[rows]),
                 max_new_tokens=self.config.max_new_tokens,
                 weights=weights,
@@ -331,35 +365,48 @@ class MACModel(nn.Module):
                     given[i] = text
         return answers
 
-    def _read_together(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _fitted(
+        self, prompts: Sequence[str | FittedPrompt], contexts: Sequence[Sequence[str]] | None
+    ) -> list[FittedPrompt]:
+        """All prompts as token ids; questions that are texts are not shortened."""
+        encoder = self.base_lm.prompts
+        return [
+            prompt if isinstance(prompt, FittedPrompt) else encoder.fit_to_window(prompt, texts)
+            for prompt, texts in zip(prompts, contexts or [()] * len(prompts), strict=True)
+        ]
+
+    def _read_together(self, prompts: Sequence[FittedPrompt]) -> list[list[int]]:
         """Groups of prompts, by their places: all on a GPU, a few of similar lengths on a CPU."""
         if self.device.type != "cpu":
             return [list(range(len(prompts)))]
-        return length_buckets([len(prompt) for prompt in prompts], _CPU_TOKENS)
+        return length_buckets([len(prompt.ids) for prompt in prompts], _CPU_TOKENS)
 
     def stream(
         self,
-        question: str,
+        prompt: str | FittedPrompt,
         contexts: Sequence[str] = (),
         *,
         modulation: Tensor | None = None,
         max_new_tokens: int | None = None,
         memory_weight: float | None = None,
     ) -> Iterator[str]:
-        """Yields the greedy answer to one question piece by piece; `modulation` is `[1, T, D]`."""
+        """Yields the greedy answer to one question piece by piece; arguments as `generate`'s, phi* `[1, T, D]`."""
+        [fitted] = self._fitted([prompt], [contexts])
         yield from self.base_lm.stream(
-            self.base_lm.prompts.prompt(question, contexts),
+            fitted.ids,
             self._modulation(modulation),
             max_new_tokens=max_new_tokens or self.config.max_new_tokens,
-            weights=self._weights([contexts], memory_weight),
+            weights=self._weights([fitted], memory_weight),
         )
 
-    def _weights(self, contexts: Sequence[Sequence[str]], memory_weight: float | None) -> list[float] | None:
-        """How much memory has to say in each answer: all where there is nothing else to read; None for all in all."""
+    def _weights(self, prompts: Sequence[FittedPrompt], memory_weight: float | None) -> list[float] | None:
+        """Memory weight per question: 1 without documents; None if all are 1."""
         weight = self.config.memory_weight if memory_weight is None else memory_weight
         if not 0 < weight <= 1:
             raise ConfigError(f"memory_weight is {weight}; give a number above 0 and at most 1")
-        return [weight if texts else 1.0 for texts in contexts] if weight < 1 and any(contexts) else None
+        if weight == 1 or not any(prompt.contexts for prompt in prompts):
+            return None
+        return [weight if prompt.contexts else 1.0 for prompt in prompts]
 
     @torch.no_grad()
     def _modulation(self, phi: Tensor | None) -> Modulation | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,15 +43,18 @@ class TextEncoder(nn.Module):
         Raises:
             DocumentError: for anything but a text with at least one visible character, or one beyond the limit.
         """
-        if not isinstance(text, str):
-            raise DocumentError(f"expected a text, got {type(text).__name__}: {text!r:.80}")
-        if not text.strip():
-            raise DocumentError(f"a text must not be empty, got {text!r:.80}")
-        ids: list[int] = self.tokenizer(text.strip(), truncation=False, verbose=False).input_ids
+        _check_text(text)
+        return self._within_limit(self._tokenized(text.strip()), text.strip())
+
+    def _tokenized(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, truncation=False, verbose=False).input_ids
+        return ids
+
+    def _within_limit(self, ids: list[int], text: str) -> list[int]:
         if len(ids) > self.max_tokens:
             raise DocumentError(
                 f"a text of {len(ids)} tokens is longer than the limit of {self.max_tokens}; "
-                f"split it first (it begins {text.strip()[:60]!r})"
+                f"split it first (it begins {text[:60]!r})"
             )
         return ids
 
@@ -95,31 +99,71 @@ class TextEncoder(nn.Module):
         return outputs
 
     def split(self, text: str) -> list[str]:
-        """Cuts a text that is beyond the limit into chunks within it, at sentence ends or else between words.
+        """The chunks of a text within the limit; see `plan`."""
+        return [chunk for chunk, _ in self._chunks(text)]
 
-        Nothing is lost: the chunks hold every word of the text in order. A text within the limit is one chunk.
+    def plan(self, text: str, *, whole: bool = False) -> list[list[int]]:
+        """Token ids of a text, as rows that the network reads one by one: a single row for a text within the limit.
+
+        A longer text is cut at sentence ends, or else between words. Nothing is lost: the rows hold every word of the
+        text in order. A text within the limit is tokenized once, a longer one once as a whole and once in its chunks.
+
+        Args:
+            text: the document.
+            whole: refuse a text beyond the limit instead of cutting it.
 
         Raises:
-            DocumentError: as `ids`, and for a single word beyond the limit.
+            DocumentError: for anything but a text with at least one visible character; for a single word beyond the
+                limit; with `whole`, for a text beyond it.
         """
-        if not isinstance(text, str) or not text.strip():
-            self.ids(text)
-        chunks: list[str] = []
-        rest = text.strip()
-        while rest:
-            encoded = self.tokenizer(rest, truncation=False, verbose=False, return_offsets_mapping=True)
-            if len(encoded.input_ids) <= self.max_tokens:
-                return [*chunks, rest]
-            ends = [end for _, end in encoded.offset_mapping if end]
-            special = len(encoded.input_ids) - len(ends)
-            window = rest[: ends[self.max_tokens - special - 1]]
-            cut = max(window.rfind(mark) + 1 for mark in (". ", "! ", "? ", "\n"))
-            if cut < len(window) // 2:  # no sentence ends in the second half: cut between words
-                cut = window.rfind(" ")
-            if cut <= 0:
-                raise DocumentError(
-                    f"a single word is longer than the limit of {self.max_tokens} tokens: {window[:60]!r}"
-                )
-            chunks.append(rest[:cut].strip())
-            rest = rest[cut:].strip()
-        return chunks
+        chunks = list(self._chunks(text))
+        if whole and len(chunks) > 1:
+            self._within_limit(self._tokenized(text.strip()), text.strip())
+        return [ids for _, ids in chunks]
+
+    def _chunks(self, text: str) -> Iterator[tuple[str, list[int]]]:
+        """Chunks of a text, each with its token ids."""
+        _check_text(text)
+        text = text.strip()
+        encoded = self.tokenizer(text, truncation=False, verbose=False, return_offsets_mapping=True)
+        if len(encoded.input_ids) <= self.max_tokens:
+            yield text, encoded.input_ids
+            return
+        ends = [end for _, end in encoded.offset_mapping if end]
+        special = len(encoded.input_ids) - len(ends)
+        start = 0  # of the next chunk, in characters
+        while start < len(text):
+            budget = self.max_tokens - special
+            while True:
+                # A chunk may take more tokens alone than in its place in the text: then it has to be shorter.
+                stop = self._cut(text, start, ends, budget)
+                chunk = text[start:stop].strip()
+                ids = self._tokenized(chunk)
+                if len(ids) <= self.max_tokens:
+                    break
+                budget -= len(ids) - self.max_tokens
+            yield chunk, ids
+            start = stop + len(text[stop:]) - len(text[stop:].lstrip())
+
+    def _cut(self, text: str, start: int, ends: Sequence[int], budget: int) -> int:
+        """Where a chunk of at most `budget` tokens ends that begins at `start`; `ends` are the ends of all tokens."""
+        first = bisect_right(ends, start)
+        if len(ends) - first <= budget:
+            return len(text)
+        window = text[start : ends[first + budget - 1]] if budget > 0 else ""
+        cut = max(window.rfind(mark) + 1 for mark in (". ", "! ", "? ", "\n"))
+        if cut < len(window) // 2:  # no sentence ends in the second half: cut between words
+            cut = window.rfind(" ")
+        if cut <= 0:
+            raise DocumentError(
+                f"a single word is longer than the limit of {self.max_tokens} tokens: {text[start : start + 60]!r}"
+            )
+        return start + cut
+
+
+def _check_text(text: object) -> None:
+    """Refuses anything but a text with at least one visible character."""
+    if not isinstance(text, str):
+        raise DocumentError(f"expected a text, got {type(text).__name__}: {text!r:.80}")
+    if not text.strip():
+        raise DocumentError(f"a text must not be empty, got {text!r:.80}")

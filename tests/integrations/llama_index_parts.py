@@ -13,6 +13,7 @@ from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.event_handlers import BaseEventHandler
 
 from mac_rag.engine import Answer, MACEngine
+from mac_rag.lm.prompt import FittedPrompt
 
 FACTS = {
     "bridge": "Anna Berg opened the bridge of Norrland in May.",
@@ -49,16 +50,18 @@ class RecordingEngine(MACEngine):
         self.gate = threading.Event()
         self.gate.set()
 
-    def _note(self, question: str, contexts: Sequence[str] | None) -> None:
+    def _note(self, question: str | FittedPrompt, contexts: Sequence[str] | None) -> None:
+        if isinstance(question, FittedPrompt):
+            question, contexts = question.question, question.contexts
         self.asked.append((question, None if contexts is None else tuple(contexts)))
 
-    def answer(self, questions: Sequence[str], **options: Any) -> list[Answer]:
+    def answer(self, questions: Sequence[str | FittedPrompt], **options: Any) -> list[Answer]:
         for question, contexts in zip(questions, options.get("contexts") or [None] * len(questions)):
             self._note(question, contexts)
         assert self.gate.wait(timeout=20), "the event loop was blocked"
         return super().answer(questions, **options)
 
-    def stream(self, question: str, **options: Any) -> Iterator[str]:
+    def stream(self, question: str | FittedPrompt, **options: Any) -> Iterator[str]:
         self._note(question, options.get("contexts"))
         pieces = super().stream(question, **options)
         return self._held(pieces)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -41,6 +41,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, MACError
 from mac_rag.integrations.llama_index.filters import FilteringComponent
 from mac_rag.integrations.llama_index.slots import Request, read_slots, rewritten_question
+from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import MACModel
 
 # LlamaIndex subtracts from the window its own prompt templates, the chat history and 500 tokens for refined answers,
@@ -48,6 +49,8 @@ from mac_rag.model import MACModel
 # refuse small windows, cut a context in two that the LM can read in one, and fail after a few turns of a chat. With
 # it, LlamaIndex cuts no text that the LM could read: the engine, which counts the LM's own tokens, decides.
 LLAMA_INDEX_RESERVE = 4096
+
+Contexts: TypeAlias = Sequence[str] | FittedPrompt | None  # of one question
 
 dispatcher = get_dispatcher(__name__)
 logger = logging.getLogger(__name__)
@@ -168,13 +171,14 @@ class MACLLM(FilteringComponent, CustomLLM):
 
     # -- the engine --
 
-    def _settings(self, contexts: Sequence[str] | None) -> dict[str, Any]:
+    def _settings(self, contexts: Contexts) -> dict[str, Any]:
         """Settings of one call of the engine, once it is sure that there is something to answer from."""
         engine = self.engine
         engine.bank.check_model(engine.model.fingerprint)
         use_memory = self.remembers if self.use_memory is None else self.use_memory
         retrieves = contexts is None and engine.retriever is not None
-        if self.use_memory is None and not (use_memory or contexts or retrieves):
+        texts = contexts.contexts if isinstance(contexts, FittedPrompt) else contexts
+        if self.use_memory is None and not (use_memory or texts or retrieves):
             raise BankError(
                 "there is nothing to answer from: the memory bank is empty, or holds nothing that the filters let "
                 "pass, and no context was given; adapt to some documents first (MemoryWriter, or llm.engine.adapt), "
@@ -182,40 +186,46 @@ class MACLLM(FilteringComponent, CustomLLM):
             )
         return {"use_memory": use_memory, "max_new_tokens": self.max_new_tokens, "allowed": self.allowed}
 
-    def fitted(self, question: str, texts: Sequence[str]) -> tuple[tuple[str, ...], bool]:
-        """The texts as they fit into the window in front of the question, and whether they were shortened.
+    def fit_to_window(self, question: str, texts: Sequence[str]) -> FittedPrompt:
+        """The question and the texts as a prompt that fits the LM's window.
 
-        Of those that do not fit, a warning is logged and a `DocumentsTruncatedEvent` fired.
+        Where texts had to be shortened or left out, a warning is logged and a `DocumentsTruncatedEvent` fired.
 
         Raises:
             DocumentError: for an empty question, or one that alone is beyond the window.
         """
-        used, truncated = self.engine.fitted(question, texts, "truncate", self.max_new_tokens)
-        if not truncated:
-            return used, False
-        logger.warning(
-            "%d documents and the question are beyond the LM's window; the documents were shortened, and %d of them "
-            "left out: retrieve fewer or smaller nodes",
-            len(texts),
-            len(texts) - len(used),
+        prompt = self.engine.model.fit_to_window(
+            question, texts, overflow="truncate", max_new_tokens=self.max_new_tokens
         )
-        dispatcher.event(DocumentsTruncatedEvent(query_str=question, given=list(texts), used=list(used)))
-        return used, True
+        if prompt.truncated:
+            logger.warning(
+                "%d documents and the question are beyond the LM's window; the documents were shortened, and %d of "
+                "them left out: retrieve fewer or smaller nodes",
+                len(texts),
+                len(texts) - len(prompt.contexts),
+            )
+            event = DocumentsTruncatedEvent(query_str=question, given=list(texts), used=list(prompt.contexts))
+            dispatcher.event(event)
+        return prompt
 
-    def _answer(self, question: str, contexts: Sequence[str] | None) -> str:
+    def _asked(self, question: str, contexts: Contexts) -> str | FittedPrompt:
+        """What the engine is asked: a prompt with its contexts, or the question, for which it may retrieve."""
+        if contexts is None or isinstance(contexts, FittedPrompt):
+            return contexts or question
+        return self.fit_to_window(question, contexts)
+
+    def _answer(self, question: str, contexts: Contexts) -> str:
         follow_up = rewritten_question(question)
         if follow_up is not None:
             return follow_up
-        together = None if contexts is None else [self.fitted(question, contexts)[0]]
-        return self.engine.answer([question], contexts=together, **self._settings(contexts))[0].text
+        return self.engine.answer([self._asked(question, contexts)], **self._settings(contexts))[0].text
 
-    def _stream(self, question: str, contexts: Sequence[str] | None) -> Iterator[tuple[str, str]]:
+    def _stream(self, question: str, contexts: Contexts) -> Iterator[tuple[str, str]]:
         """Yields the answer so far and its newest piece; what is wrong with the question shows at the call."""
-        used = None if contexts is None else self.fitted(question, contexts)[0]
-        pieces = self.engine.stream(question, contexts=used, **self._settings(contexts))
+        pieces = self.engine.stream(self._asked(question, contexts), **self._settings(contexts))
         return _grown(pieces)
 
-    async def _astream(self, question: str, contexts: Sequence[str] | None) -> AsyncIterator[tuple[str, str]]:
+    async def _astream(self, question: str, contexts: Contexts) -> AsyncIterator[tuple[str, str]]:
         pieces = await asyncio.to_thread(self._stream, question, contexts)
 
         async def generate() -> AsyncIterator[tuple[str, str]]:
@@ -228,14 +238,15 @@ class MACLLM(FilteringComponent, CustomLLM):
 
     @llm_completion_callback()
     def complete(
-        self, prompt: str, formatted: bool = False, *, contexts: Sequence[str] | None = None, **kwargs: Any
+        self, prompt: str, formatted: bool = False, *, contexts: Contexts = None, **kwargs: Any
     ) -> CompletionResponse:
         """Answers `prompt`, which is the question itself.
 
         Args:
             prompt: the question.
             formatted: LlamaIndex's; without effect.
-            contexts: texts to read it with, the best first; None for those of the engine's retriever, if it has one.
+            contexts: texts to read it with, the best first, or a prompt that `fit_to_window` has made of them; None for
+                those of the engine's retriever, if it has one.
 
         Raises:
             BankError: for an empty bank where memory is required, or where there is no context either.
@@ -248,7 +259,7 @@ class MACLLM(FilteringComponent, CustomLLM):
 
     @llm_completion_callback()
     async def acomplete(
-        self, prompt: str, formatted: bool = False, *, contexts: Sequence[str] | None = None, **kwargs: Any
+        self, prompt: str, formatted: bool = False, *, contexts: Contexts = None, **kwargs: Any
     ) -> CompletionResponse:
         """As `complete`."""
         _refuse_options(kwargs)
@@ -256,7 +267,7 @@ class MACLLM(FilteringComponent, CustomLLM):
 
     @llm_completion_callback()
     def stream_complete(
-        self, prompt: str, formatted: bool = False, *, contexts: Sequence[str] | None = None, **kwargs: Any
+        self, prompt: str, formatted: bool = False, *, contexts: Contexts = None, **kwargs: Any
     ) -> CompletionResponseGen:
         """As `complete`, token by token; errors come at the call."""
         _refuse_options(kwargs)
@@ -265,7 +276,7 @@ class MACLLM(FilteringComponent, CustomLLM):
 
     @llm_completion_callback()
     async def astream_complete(
-        self, prompt: str, formatted: bool = False, *, contexts: Sequence[str] | None = None, **kwargs: Any
+        self, prompt: str, formatted: bool = False, *, contexts: Contexts = None, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
         """As `stream_complete`."""
         _refuse_options(kwargs)

@@ -12,6 +12,7 @@ from llama_index.core.chat_engine.condense_plus_context import DEFAULT_CONDENSE_
 from llama_index.core.prompts import BasePromptTemplate
 
 from mac_rag.errors import MACError
+from mac_rag.lm.prompt import FittedPrompt
 
 # The one prompt that LlamaIndex hands to an LLM as a finished text, in the chat modes condense_plus_context and best.
 _REWRITING = re.compile(
@@ -28,12 +29,12 @@ class Request:
 
     Attributes:
         question: to be answered.
-        contexts: texts to read it with; None where the template has no slot for any.
+        contexts: texts to read it with, or a prompt that is fitted already; None where the template has no such slot.
         settled: the reply where nothing is to be asked.
     """
 
     question: str
-    contexts: tuple[str, ...] | None = None
+    contexts: tuple[str, ...] | FittedPrompt | None = None
     settled: str | None = None
 
 
@@ -72,8 +73,8 @@ def read_slots(prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Re
         )
         return Request(question, settled=str(existing))
     context = values.get("context_msg", values.get("context_str"))
-    if context is None:
-        return Request(question)
+    if context is None or isinstance(context, FittedPrompt):
+        return Request(question, context)
     texts = [context] if isinstance(context, str) else [str(text) for text in context]
     return Request(question, tuple(text for text in texts if text.strip()))
 

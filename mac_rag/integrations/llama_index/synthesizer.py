@@ -21,6 +21,7 @@ from llama_index_instrumentation import get_dispatcher
 
 from mac_rag.errors import ConfigError
 from mac_rag.integrations.llama_index.llm import MACLLM
+from mac_rag.lm.prompt import FittedPrompt
 
 TRUNCATED = "mac_truncated"  # key of the response's metadata: whether documents were shortened
 
@@ -34,9 +35,7 @@ dispatcher = get_dispatcher(__name__)
 class _Synthesis:
     """One synthesis under way: what to ask, and, once it is there, the response."""
 
-    question: str
-    texts: tuple[str, ...]
-    truncated: bool
+    prompt: FittedPrompt
     source_nodes: list[NodeWithScore]
     response: RESPONSE_TYPE | None = None
 
@@ -46,9 +45,9 @@ class MACSynthesizer(BaseSynthesizer):
 
     Other synthesizers join nodes to one text, or ask about one after the other. Here each is a document `d` of its
     own, in the order of the nodes, with the metadata that LlamaIndex shows an LLM. Where the window is too short for
-    all of them, the last ones are shortened or left out (see `MACLLM.fitted`), and the response carries the metadata
-    `mac_truncated: True` (False otherwise). Its source nodes stay whole. Without nodes it answers from memory alone, if
-    there is memory, and like LlamaIndex's own synthesizers if not.
+    all of them, the last ones are shortened or left out (see `MACLLM.fit_to_window`), and the response carries the
+    metadata `mac_truncated: True` (False otherwise). Its source nodes stay whole. Without nodes it answers from memory
+    alone, if there is memory, and like LlamaIndex's own synthesizers if not.
 
         index.as_query_engine(llm=llm, response_synthesizer=MACSynthesizer(llm))
 
@@ -84,13 +83,13 @@ class MACSynthesizer(BaseSynthesizer):
         Raises:
             BankError, DocumentError, FingerprintError: as `MACLLM.complete`; never for documents that are too long.
         """
-        return self._answer(query_str, self._mac.fitted(query_str, text_chunks)[0])
+        return self._answer(self._mac.fit_to_window(query_str, text_chunks))
 
     async def aget_response(
         self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         """As `get_response`, without blocking the event loop."""
-        return await self._aanswer(query_str, self._mac.fitted(query_str, text_chunks)[0])
+        return await self._aanswer(self._mac.fit_to_window(query_str, text_chunks))
 
     @dispatcher.span
     def synthesize(
@@ -108,7 +107,7 @@ class MACSynthesizer(BaseSynthesizer):
         if self._is_empty(nodes):
             return super().synthesize(query, nodes, additional_source_nodes, **response_kwargs)
         with self._synthesis(query, nodes, additional_source_nodes) as work:
-            return self._respond(work, self._answer(work.question, work.texts))
+            return self._respond(work, self._answer(work.prompt))
 
     @dispatcher.span
     async def asynthesize(
@@ -122,7 +121,7 @@ class MACSynthesizer(BaseSynthesizer):
         if self._is_empty(nodes):
             return await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs)
         with self._synthesis(query, nodes, additional_source_nodes) as work:
-            return self._respond(work, await self._aanswer(work.question, work.texts))
+            return self._respond(work, await self._aanswer(work.prompt))
 
     def _is_empty(self, nodes: Sequence[NodeWithScore]) -> bool:
         """Whether there is nothing to answer from."""
@@ -144,22 +143,22 @@ class MACSynthesizer(BaseSynthesizer):
         payload: dict[str, Any] = {EventPayload.QUERY_STR: query.query_str}
         with self._callback_manager.event(CBEventType.SYNTHESIZE, payload=payload) as event:
             texts = [scored.node.get_content(metadata_mode=MetadataMode.LLM) for scored in nodes]
-            fitted, truncated = self._mac.fitted(query.query_str, texts)
-            work = _Synthesis(query.query_str, fitted, truncated, [*nodes, *(additional or ())])
+            prompt = self._mac.fit_to_window(query.query_str, texts)
+            work = _Synthesis(prompt, [*nodes, *(additional or ())])
             yield work
             event.on_end(payload={EventPayload.RESPONSE: work.response})
         dispatcher.event(SynthesizeEndEvent(query=query, response=work.response))
 
     def _respond(self, work: _Synthesis, answer: RESPONSE_TEXT_TYPE) -> RESPONSE_TYPE:
         response = self._prepare_response_output(answer, work.source_nodes)
-        response.metadata = {**(response.metadata or {}), TRUNCATED: work.truncated}
+        response.metadata = {**(response.metadata or {}), TRUNCATED: work.prompt.truncated}
         work.response = response
         return response
 
-    def _answer(self, question: str, texts: Sequence[str]) -> RESPONSE_TEXT_TYPE:
+    def _answer(self, prompt: FittedPrompt) -> RESPONSE_TEXT_TYPE:
         ask = self._mac.stream if self._streaming else self._mac.predict
-        return ask(_SLOTS, query_str=question, context_str=list(texts))
+        return ask(_SLOTS, query_str=prompt.question, context_str=prompt)
 
-    async def _aanswer(self, question: str, texts: Sequence[str]) -> RESPONSE_TEXT_TYPE:
+    async def _aanswer(self, prompt: FittedPrompt) -> RESPONSE_TEXT_TYPE:
         ask = self._mac.astream if self._streaming else self._mac.apredict
-        return await ask(_SLOTS, query_str=question, context_str=list(texts))
+        return await ask(_SLOTS, query_str=prompt.question, context_str=prompt)

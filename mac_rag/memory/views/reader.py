@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -68,7 +68,13 @@ class BankReader:
         self._recent = RecentQuestions()
         self._attention: BankAttention = ShardedAttention() if config.strategy == "sharded" else streaming_attention
 
-    def aggregate(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Aggregated:
+    def aggregate(
+        self,
+        questions: Sequence[str],
+        allowed: Container[str] | None = None,
+        *,
+        ids: Sequence[Sequence[int]] | None = None,
+    ) -> Aggregated:
         """Aggregates the bank for each question (equation 1).
 
         What recent questions found is kept until the bank changes, so that asking them again costs nothing.
@@ -76,25 +82,29 @@ class BankReader:
         Args:
             questions: B texts.
             allowed: ids of the documents that may have any influence; None for all.
+            ids: token ids of each question for the input encoder, where they are known.
 
         Raises:
             BankError: when the bank is empty or none of its documents is allowed.
         """
+        known = {} if ids is None else dict(zip(questions, ids, strict=True))
         if allowed is not None or self.config.strategy == "sharded":  # shards must all compute, or none
-            return self._aggregate(questions, allowed)
+            return self._aggregate(questions, allowed, known)
         network = self.model.aggregation
         state = (self.bank.version, network.use_prior, network.training)
 
         def compute(new: Sequence[str]) -> tuple[Tensor, Tensor]:
-            found = self._aggregate(new, None)
+            found = self._aggregate(new, None, known)
             return found.phi, found.discarded
 
         return Aggregated(*self._recent.look_up(questions, state, compute))
 
     @torch.no_grad()
-    def _aggregate(self, questions: Sequence[str], allowed: Container[str] | None) -> Aggregated:
+    def _aggregate(
+        self, questions: Sequence[str], allowed: Container[str] | None, ids: Mapping[str, Sequence[int]]
+    ) -> Aggregated:
         network = self.model.aggregation
-        question = self._encoded(questions)
+        question = self._encoded(questions, ids)
         visible = self._visible(allowed)
         nothing = torch.zeros(len(questions), device=question.device)
         if self.config.strategy == "preselect":
@@ -129,8 +139,23 @@ class BankReader:
         parts = [self._mass(questions[first : first + _MASS], visible) for first in range(0, len(questions), _MASS)]
         return torch.cat(parts)
 
+    def document_mass(
+        self, questions: Sequence[str], allowed: Container[str] | None = None
+    ) -> tuple[list[str], Tensor]:
+        """As `attention_mass`, for each document of the bank; documents that were merged share their entry's equally.
+
+        Returns:
+            The document ids, and the mass `[B, documents]` on the CPU; each row sums to 1.
+        """
+        mass = self.attention_mass(questions, allowed).cpu()
+        ids = self.bank.document_ids
+        place = {document_id: index for index, document_id in enumerate(ids)}
+        owners = [(row, place[i], len(members)) for row, members in enumerate(self.bank.row_members) for i in members]
+        rows, documents, shared = (torch.tensor(column) for column in zip(*owners, strict=True))
+        return ids, mass.new_zeros(len(questions), len(ids)).index_add_(1, documents, mass[:, rows] / shared)
+
     def _mass(self, questions: Sequence[str], visible: Tensor | None) -> Tensor:
-        network, question = self.model.aggregation, self._encoded(questions)
+        network, question = self.model.aggregation, self._encoded(questions, {})
         if self.config.strategy == "preselect":
             selected, index, _ = self._preselect(question, visible)
             _, mass = network(question, selected, mass=True)
@@ -141,9 +166,9 @@ class BankReader:
         assert isinstance(mass, Tensor)
         return mass
 
-    def _encoded(self, questions: Sequence[str]) -> Tensor:
+    def _encoded(self, questions: Sequence[str], ids: Mapping[str, Sequence[int]]) -> Tensor:
         encoder = self.model.input_encoder
-        encoded: Tensor = encoder([encoder.ids(question) for question in questions])
+        encoded: Tensor = encoder([ids.get(question) or encoder.ids(question) for question in questions])
         return encoded
 
     def _visible(self, allowed: Container[str] | None) -> Tensor | None:
