@@ -10,7 +10,7 @@ NEEDS := $(BIN) pyproject.toml constraints.txt
 # Nothing below needs a model hub; offline, nothing can reach for one by accident.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test format clean
+.PHONY: help demo test format docs clean
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,8 +30,11 @@ format: $(VENV)/.installed-dev  ## Sort imports and format the code.
 	$(BIN) -m ruff check --fix .
 	$(BIN) -m ruff format .
 
+docs: $(VENV)/.installed-dev  ## Build the documentation into site/, strictly and offline.
+	NO_MKDOCS_2_WARNING=1 $(BIN) -m mkdocs build --strict --quiet
+
 clean:  ## Remove the virtual environment and all caches.
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site *.egg-info
 
 $(BIN):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

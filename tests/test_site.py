@@ -1,0 +1,169 @@
+"""The documentation site: it builds strictly, needs nothing from elsewhere, and every link in it leads somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PICTURE = ROOT / "docs" / "assets" / "how-it-works.svg"
+SVG = "{http://www.w3.org/2000/svg}"
+# Attributes by which a browser fetches something as soon as it shows the page; an `a` waits for a click.
+FETCHED = ("src", "srcset", "poster", "data", "action")
+# Pages that name files of the repository.
+NAMING_FILES = [
+    *(ROOT / "docs" / name for name in ("glossary.md", "architecture.md", "how-it-works.md", "results.md")),
+    ROOT / "CONTRIBUTING.md",
+]
+SOURCE_PATH = re.compile(r"`((?:mac_rag|pipelines|eval|benchmarks|tests|examples|docs)/[\w./-]*)`")
+
+
+@dataclass
+class Page(HTMLParser):
+    """What one page holds.
+
+    Attributes:
+        fetched: addresses that a browser fetches with the page.
+        links: addresses of its links.
+        ids: places that a link can lead to.
+    """
+
+    text: str
+    fetched: list[str] = field(default_factory=list)
+    links: list[str] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.feed(self.text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("id", "name") and value:
+                self.ids.add(value)
+            elif name in FETCHED and value:
+                self.fetched.append(value)
+            elif name in ("href", "xlink:href") and value is not None:
+                (self.links if tag == "a" else self.fetched).append(value)
+            elif name == "style" and value and "url(" in value:
+                self.fetched += re.findall(r"url\(['\"]?([^'\")]+)", value)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A built site: where it is, what the build said, and its pages."""
+
+    folder: Path
+    output: str
+    pages: dict[Path, Page]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    folder = tmp_path_factory.mktemp("site")
+    finished = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    output = finished.stdout + finished.stderr
+    assert finished.returncode == 0, output
+    pages = {path: Page(path.read_text()) for path in sorted(folder.rglob("*.html"))}
+    return Site(folder, output, pages)
+
+
+def is_external(address: str) -> bool:
+    parts = urlsplit(address)
+    return bool(parts.netloc) or parts.scheme not in ("", "data")
+
+
+def test_the_build_has_no_warnings(site: Site) -> None:
+    assert "WARNING" not in site.output
+    assert len(site.pages) > 20
+
+
+def test_no_page_fetches_anything_from_elsewhere(site: Site) -> None:
+    external = {
+        (page.name, address)
+        for page, content in site.pages.items()
+        for address in content.fetched
+        if is_external(address)
+    }
+    assert external == set()
+
+
+def test_no_style_sheet_fetches_anything_from_elsewhere(site: Site) -> None:
+    sheets = [path.read_text() for path in site.folder.rglob("*.css")]
+    sheets += [style for page in site.pages.values() for style in re.findall(r"(?s)<style.*?</style>", page.text)]
+    addresses = [address for text in sheets for address in re.findall(r"url\(\s*['\"]?([^'\")\s]+)", text)]
+    imports = [address for text in sheets for address in re.findall(r"@import\s+['\"]([^'\"]+)", text)]
+    assert [address for address in [*addresses, *imports] if is_external(address)] == []
+
+
+def test_no_page_makes_the_theme_load_a_script_from_elsewhere(site: Site) -> None:
+    """The theme's own script loads Mermaid and MathJax over the network for elements of these classes."""
+    assert [
+        page.name for page, content in site.pages.items() if re.search(r'class="(mermaid|arithmatex)', content.text)
+    ] == []
+
+
+def test_every_internal_link_leads_to_a_page_and_a_place_in_it(site: Site) -> None:
+    broken = []
+    for page, content in site.pages.items():
+        for address in [*content.links, *content.fetched]:
+            parts = urlsplit(address)
+            if parts.scheme or parts.netloc:
+                continue
+            path = unquote(parts.path)
+            base = site.folder if path.startswith("/") else page.parent
+            target = (base / path.lstrip("/")).resolve() if path else page
+            target = target / "index.html" if target.is_dir() else target
+            place = unquote(parts.fragment)
+            if not target.is_file() or (place and target in site.pages and place not in site.pages[target].ids):
+                broken.append((page.name, address))
+    assert broken == []
+
+
+@pytest.mark.parametrize("command", ["mac-rag-bank-compact", "pipelines-train", "eval-squad", "benchmarks-throughput"])
+def test_the_reference_has_the_help_text_of_every_kind_of_command(site: Site, command: str) -> None:
+    found = [content.text for content in site.pages.values() if command in content.ids]
+    assert len(found) == 1
+    assert "Usage: " in found[0]
+
+
+def test_the_picture_is_described_and_fetches_nothing() -> None:
+    picture = ElementTree.parse(PICTURE).getroot()
+    for name in ("title", "desc"):
+        described = picture.find(SVG + name)
+        assert described is not None
+        assert described.text
+        assert described.text.strip()
+    assert {picture.find(SVG + name).get("id") for name in ("title", "desc")} == set(
+        picture.get("aria-labelledby").split()
+    )
+    addresses = [value for element in picture.iter() for name, value in element.items() if name.endswith("href")]
+    assert [address for address in addresses if not address.startswith("#")] == []
+
+
+@pytest.mark.parametrize("page", NAMING_FILES, ids=lambda page: page.name)
+def test_every_file_that_the_documentation_names_exists(page: Path) -> None:
+    named = SOURCE_PATH.findall(page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_pre_commit_downloads_nothing() -> None:
+    repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert {repository["repo"] for repository in repositories} == {"local"}
+    assert {hook["language"] for repository in repositories for hook in repository["hooks"]} == {"system"}
