@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -40,6 +40,7 @@ from mac_rag import DEFAULT_MODEL
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, MACError
 from mac_rag.integrations.llama_index.filters import FilteringComponent
+from mac_rag.integrations.llama_index.plain_text import PlainTextLLM, refuse_options, refuse_structure
 from mac_rag.integrations.llama_index.slots import Request, read_slots, rewritten_question
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import MACModel
@@ -74,7 +75,7 @@ class DocumentsTruncatedEvent(BaseEvent):
         return "DocumentsTruncatedEvent"
 
 
-class MACLLM(FilteringComponent, CustomLLM):
+class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
     """A LlamaIndex LLM that answers through a `MACEngine`: from its memory bank, from retrieved context, or both.
 
     Query and chat engines hand it question and context through the slots of their prompt templates, which it formats
@@ -254,7 +255,7 @@ class MACLLM(FilteringComponent, CustomLLM):
             DocumentError: for an empty question, or one that alone is beyond the LM's window.
             MACError: for any other option.
         """
-        _refuse_options(kwargs)
+        refuse_options(kwargs)
         return CompletionResponse(text=self._answer(prompt, contexts))
 
     @llm_completion_callback()
@@ -262,7 +263,7 @@ class MACLLM(FilteringComponent, CustomLLM):
         self, prompt: str, formatted: bool = False, *, contexts: Contexts = None, **kwargs: Any
     ) -> CompletionResponse:
         """As `complete`."""
-        _refuse_options(kwargs)
+        refuse_options(kwargs)
         return CompletionResponse(text=await asyncio.to_thread(self._answer, prompt, contexts))
 
     @llm_completion_callback()
@@ -270,7 +271,7 @@ class MACLLM(FilteringComponent, CustomLLM):
         self, prompt: str, formatted: bool = False, *, contexts: Contexts = None, **kwargs: Any
     ) -> CompletionResponseGen:
         """As `complete`, token by token; errors come at the call."""
-        _refuse_options(kwargs)
+        refuse_options(kwargs)
         pieces = self._stream(prompt, contexts)
         return (CompletionResponse(text=text, delta=piece) for text, piece in pieces)
 
@@ -279,7 +280,7 @@ class MACLLM(FilteringComponent, CustomLLM):
         self, prompt: str, formatted: bool = False, *, contexts: Contexts = None, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
         """As `stream_complete`."""
-        _refuse_options(kwargs)
+        refuse_options(kwargs)
         pieces = await self._astream(prompt, contexts)
         return (CompletionResponse(text=text, delta=piece) async for text, piece in pieces)
 
@@ -290,26 +291,26 @@ class MACLLM(FilteringComponent, CustomLLM):
         Raises:
             MACError: when there is no user message, or it holds more than text; and as `complete`.
         """
-        _refuse_options(kwargs)
+        refuse_options(kwargs)
         return _chat_response(self._answer(_last_question(messages), None))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """As `chat`."""
-        _refuse_options(kwargs)
+        refuse_options(kwargs)
         return _chat_response(await asyncio.to_thread(self._answer, _last_question(messages), None))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """As `chat`, token by token; errors come at the call."""
-        _refuse_options(kwargs)
+        refuse_options(kwargs)
         pieces = self._stream(_last_question(messages), None)
         return (_chat_response(text, piece) for text, piece in pieces)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """As `stream_chat`."""
-        _refuse_options(kwargs)
+        refuse_options(kwargs)
         pieces = await self._astream(_last_question(messages), None)
         return (_chat_response(text, piece) async for text, piece in pieces)
 
@@ -358,38 +359,8 @@ class MACLLM(FilteringComponent, CustomLLM):
         dispatcher.event(LLMPredictStartEvent(template=prompt, template_args=dict(prompt_args)))
         self._log_template_data(prompt, **prompt_args)
         if self.output_parser is not None:
-            _refuse_structure()
+            refuse_structure()
         return read_slots(prompt, prompt_args)
-
-    # -- what MAC cannot do --
-
-    def structured_predict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: see the class."""
-        _refuse_structure()
-
-    async def astructured_predict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: see the class."""
-        _refuse_structure()
-
-    def stream_structured_predict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: see the class."""
-        _refuse_structure()
-
-    async def astream_structured_predict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: see the class."""
-        _refuse_structure()
-
-    def as_structured_llm(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: see the class."""
-        _refuse_structure()
-
-    def predict_and_call(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: see the class."""
-        _refuse_structure()
-
-    async def apredict_and_call(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: see the class."""
-        _refuse_structure()
 
 
 def _describe(model: MACModel) -> str:
@@ -419,18 +390,3 @@ def _last_question(messages: Sequence[ChatMessage]) -> str:
     if others:
         raise MACError(f"MACLLM reads text only, but the last user message holds: {', '.join(others)}")
     return asked.content or ""
-
-
-def _refuse_options(options: Mapping[str, Any]) -> None:
-    if options:
-        raise MACError(
-            f"MACLLM does not support {', '.join(sorted(options))}: it decodes greedily and calls no tools; "
-            "its only option is contexts"
-        )
-
-
-def _refuse_structure() -> NoReturn:
-    raise MACError(
-        "MACLLM answers in plain text and supports neither structured output nor tools; "
-        "give those steps another LLM (llm=...)"
-    )
