@@ -2,26 +2,64 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mac_rag.errors import ConfigError
 
+# A field's new name; or what turns the old field's value into values of new fields, by name.
+Renaming: TypeAlias = str | Callable[[Any], Mapping[str, Any]]
+
 
 class Config(BaseModel):
-    """Base of all configurations: immutable, and an unknown or ill-typed key is an error that names it."""
+    """Base of all configurations: immutable, and an unknown or ill-typed key is an error that names it.
+
+    Attributes:
+        RENAMED: fields that had another name in the last release, old name -> `Renaming`. The old names are still read,
+            with a FutureWarning that tells the new ones.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    RENAMED: ClassVar[Mapping[str, Renaming]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_names(cls, values: Any) -> Any:
+        """Replaces old field names by the new ones."""
+        old_names = [name for name in cls.RENAMED if isinstance(values, Mapping) and name in values]
+        if not old_names:
+            return values
+        values = dict(values)
+        for old in old_names:
+            renaming, value = cls.RENAMED[old], values.pop(old)
+            fields = {renaming: value} if isinstance(renaming, str) else renaming(value)
+            new_names = " and ".join(fields)
+            both = [name for name in fields if name in values]
+            if both:
+                raise ValueError(f"{old} is the old name of {new_names}; give only {' and '.join(both)}")
+            warnings.warn(
+                f"{cls.__name__}: {old} is now called {new_names}; the next release no longer reads the old name",
+                FutureWarning,
+                stacklevel=2,
+            )
+            values |= fields
+        return values
 
     @classmethod
     def parse(cls, values: Any, where: str | Path) -> Self:
         """Validates values read from a file.
 
+        Args:
+            values: the file's content.
+            where: the file, for the message.
+
         Raises:
-            ConfigError: naming the file, every offending key and its value.
+            ConfigError: for invalid values; it names the file, every offending key and its value.
         """
         try:
             return cls.model_validate(values)
@@ -120,28 +158,37 @@ class EncoderConfig(Config):
         return self
 
 
-class IndexConfig(Config):
-    """A sentence encoder that gives each text one further token, its index, by which the document prior finds it.
+class SentenceEncoderConfig(Config):
+    """A frozen sentence encoder. Its mean state of a text is the text's first memory token, which the prior compares.
 
-    It is a retriever's encoder and stays frozen: to tell which document answers a question takes more examples than to
-    read it. Not part of the paper.
+    It is a retriever's encoder and is never trained: learning which document answers a question takes more examples
+    than learning to read. Not part of the paper.
 
     Attributes:
-        name: of the encoder: `minilm`, a folder, or a repository on the Hub. A text's index is the mean of its states,
-            so its width must be D.
+        name: `minilm`, a folder, or a repository on the Hub. The encoder's width must be D.
         revision: branch, tag or commit on the Hub.
-        embeddings: of tokens: `own`, or the base LM's (`base-lm`), where the vocabulary is the same.
-        words: R, vectors that hold the text's words (see `mac_rag.nn.hashed_bm25`), which the document prior compares
-            as well; 0 for none. They are stored with the memory tokens, and nothing attends to them.
-        words_weight: of their product in the document prior, beside a cosine. Part of no training, so chosen on
-            validation data.
+        embeddings: token embeddings: the encoder's `own`, or the base LM's (`base-lm`), where the vocabulary is the
+            same.
     """
 
     name: str
     revision: str | None = None
     embeddings: Literal["own", "base-lm"] = "own"
-    words: int = Field(0, ge=0)
-    words_weight: float = Field(0.1, gt=0)
+
+
+class HashedBM25Config(Config):
+    """Lexical vectors of a text, whose products are BM25's scores (see `mac_rag.nn.hashed_bm25`).
+
+    The document prior adds these products to its cosine. The vectors are stored with the memory tokens, and nothing
+    attends to them. Not part of the paper.
+
+    Attributes:
+        vectors: R, lexical vectors of width D for each text.
+        weight: weight of the product beside the cosine. No training changes it, so choose it on validation data.
+    """
+
+    vectors: int = Field(8, ge=1)
+    weight: float = Field(0.1, gt=0)
 
 
 class AggregationConfig(Config):
@@ -226,12 +273,23 @@ class BoundConfig(Config):
     seed: int = 0
 
 
+def _index_fields(index: Any) -> dict[str, Any]:
+    """The fields that the old field `index` of `MACConfig` has become."""
+    if not isinstance(index, Mapping):
+        return {"sentence_encoder": index, "hashed_bm25": None}
+    encoder = {name: value for name, value in index.items() if name not in ("words", "words_weight")}
+    vectors, weight = index.get("words", 0), index.get("words_weight", HashedBM25Config().weight)
+    return {"sentence_encoder": encoder, "hashed_bm25": {"vectors": vectors, "weight": weight} if vectors else None}
+
+
 class MACConfig(Config):
     """A whole MAC model.
 
     Attributes:
-        tokens: T, memory tokens of a document, its index included.
-        index: what finds a document, if that is not the mean of its memory tokens.
+        sentence_encoder: gives each text its first memory token, by which the document prior compares texts; None: the
+            prior compares the means of all memory tokens.
+        hashed_bm25: gives each text lexical vectors, which the document prior compares as well; None for none.
+        tokens: T, memory tokens of a document, the sentence encoder's included.
         mlp_width: inner width of the MLP of each memory token; None for the backbone's, as in the paper.
         max_document_tokens: longest document, in the amortization network's own tokens.
         max_new_tokens: longest answer.
@@ -242,10 +300,13 @@ class MACConfig(Config):
             training, so chosen on validation data.
     """
 
+    RENAMED: ClassVar[Mapping[str, Renaming]] = {"index": _index_fields}
+
     base_lm: BaseLMConfig
     amortization: EncoderConfig
     input_encoder: EncoderConfig
-    index: IndexConfig | None = None
+    sentence_encoder: SentenceEncoderConfig | None = None
+    hashed_bm25: HashedBM25Config | None = None
     tokens: int = Field(24, ge=1)
     mlp_width: int | None = Field(None, ge=1)
     aggregation: AggregationConfig = AggregationConfig()
@@ -262,15 +323,15 @@ class MACConfig(Config):
             kinds = {(config.dtype, config.quantization) for config in (self.base_lm, part)}
             if part.embeddings == "base-lm" and (len(kinds) > 1 or part.quantization != "none"):
                 raise ValueError("embeddings of the base LM can be shared only at its dtype and without quantization")
-        if self.index is not None and not self.aggregation.prior_width:
-            raise ValueError(
-                f"the index {self.index.name!r} serves the document prior; set aggregation.prior_width above 0"
-            )
-        if self.index is not None and self.tokens < 2:
-            raise ValueError(f"tokens is {self.tokens}, but a document needs one beside its index")
+        serving = [] if self.sentence_encoder is None else [f"the sentence encoder {self.sentence_encoder.name!r}"]
+        serving += [] if self.hashed_bm25 is None else ["hashed_bm25"]
+        if serving and not self.aggregation.prior_width:
+            raise ValueError(f"{serving[0]} serves the document prior; set aggregation.prior_width above 0")
+        if self.sentence_encoder is not None and self.tokens < 2:
+            raise ValueError(f"tokens is {self.tokens}, but a document needs one beside the sentence encoder's")
         return self
 
     @property
-    def words(self) -> int:
-        """R, vectors that a text's words are kept in behind its T memory tokens."""
-        return 0 if self.index is None else self.index.words
+    def lexical_vectors(self) -> int:
+        """R, lexical vectors that are stored with the T memory tokens of a text; 0 without `hashed_bm25`."""
+        return 0 if self.hashed_bm25 is None else self.hashed_bm25.vectors

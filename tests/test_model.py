@@ -17,7 +17,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError, ModelLoadError
 from mac_rag.model import MACModel
 from mac_rag.model.presets import PRESETS, preset
-from tests.models import mac_config
+from tests.helpers import mac_config
 
 Folder = Callable[[str], Path]
 DOCUMENTS = [document.text for document in generate("val", 12).documents]

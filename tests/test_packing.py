@@ -17,7 +17,7 @@ from mac_rag.errors import ModelLoadError
 from mac_rag.lm.int8_storage import packed, unpacked
 from mac_rag.lm.loading import PACKED_LM, load_causal_lm
 from mac_rag.model import MACModel
-from tests.models import mac_config
+from tests.helpers import mac_config
 
 CPU = torch.device("cpu")
 

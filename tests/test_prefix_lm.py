@@ -18,7 +18,7 @@ from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig, prefix_mask
 from mac_rag.model import MACModel
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Trainer
-from tests.models import VOCABULARY, mac_config, save_tokenizer
+from tests.helpers import VOCABULARY, mac_config, save_tokenizer
 
 PROMPTS = [[1, 30, 31], [1, 40, 41, 42, 43, 44, 45, 46], [1, 50, 51, 52, 53]]
 ANSWERS = [[60, 61, 2], [62, 2], [63, 64, 65, 66, 2]]

@@ -17,16 +17,16 @@ from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.devices import default_device
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.model import checkpoint
-from mac_rag.model.factory import make_words, pretrained_encoder, pretrained_index
+from mac_rag.model.factory import make_hashed_bm25, pretrained_encoder, pretrained_sentence_encoder
+from mac_rag.model.stored_names import FROZEN, fingerprint_fields, stored_name
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.bank_view import BankProjection, BankView
+from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
 from mac_rag.progress import progress_bar
 
-# Frozen parts of MAC's own; also the input encoder's, which are the same.
-_FROZEN = ("amortization.network.index.", "amortization.network.words.")
-_CPU_TOKENS = 1024  # of prompts read together on a CPU, where more leave its caches and are slower
+_CPU_TOKENS = 1024  # of prompts in one batch on a CPU; more do not fit its caches and are slower
 
 
 class MACModel(nn.Module):
@@ -59,9 +59,9 @@ class MACModel(nn.Module):
             feed_forward=sizes.feed_forward,
             prior_width=sizes.prior_width,
             prior_sharpness=sizes.prior_sharpness,
-            index=config.index is not None,
-            words=config.words,
-            words_weight=1.0 if config.index is None else config.index.words_weight,
+            sentence_token=config.sentence_encoder is not None,
+            lexical_vectors=config.lexical_vectors,
+            lexical_weight=1.0 if config.hashed_bm25 is None else config.hashed_bm25.weight,
         )
         self.modulation = _modulation_network(config, base_lm)
         self.base_lm_trained = False
@@ -83,10 +83,10 @@ class MACModel(nn.Module):
         """
         place = default_device(device)
         base_lm = BaseLM.load(config.base_lm, config.prompt, place)
-        index = None if config.index is None else pretrained_index(config.index, base_lm)
+        sentence_encoder = pretrained_sentence_encoder(config, base_lm)
+        hashed_bm25 = make_hashed_bm25(config, base_lm)
         parts = config.amortization, config.input_encoder
-        words = make_words(config, base_lm)
-        encoders = [pretrained_encoder(part, config, base_lm, index, words) for part in parts]
+        encoders = [pretrained_encoder(part, config, base_lm, sentence_encoder, hashed_bm25) for part in parts]
         return cls(config, base_lm, *encoders).eval()
 
     @classmethod
@@ -140,24 +140,24 @@ class MACModel(nn.Module):
 
     @property
     def _positions(self) -> int:
-        """Those of the LM that a prefix leaves."""
+        """Positions of the LM beside the prefix."""
         prefix = self.config.tokens * self.config.modulation.slots if self.config.modulation.kind == "prefix" else 0
         return self.base_lm.context_window - prefix
 
     def train(self, mode: bool = True) -> MACModel:
-        """Sets the training mode of all networks but the index and a frozen base LM, which never drop anything out."""
+        """Sets the training mode of all networks but the sentence encoder and a frozen base LM."""
         super().train(mode)
         if not self.base_lm_trained:
             self.base_lm.eval()
-        if self.amortization.network.index is not None:
-            self.amortization.network.index.eval()
+        if self.amortization.network.sentence_encoder is not None:
+            self.amortization.network.sentence_encoder.eval()
         self._fingerprint = None  # fused optimisers change weights without a trace on the tensors
         return self
 
     def train_base_lm(self, *, lora_rank: int | None) -> None:
         """Makes the base LM trainable: all its weights, or low-rank updates, which a checkpoint holds merged.
 
-        Embeddings that other parts share stay as they are: an index is never trained.
+        Embeddings that other parts share stay frozen, because a sentence encoder is never trained.
 
         Raises:
             ConfigError: for a quantised LM; see `mac_rag.lm.lora_tuning.make_trainable`.
@@ -168,25 +168,25 @@ class MACModel(nn.Module):
         self.base_lm_trained = True
 
     def mac_state(self) -> dict[str, Tensor]:
-        """Every weight of MAC's own networks; neither those of the base LM nor of quantised backbones.
+        """The weights of MAC's own networks by their names in checkpoints; not the base LM's or quantised backbones'.
 
-        Training changes all of them but the index and the words that go with it.
+        Training changes all of them but the sentence encoder and hashed BM25.
         """
+        named = ((stored_name(name), parameter) for name, parameter in self.named_parameters())
         return {
             name: parameter
-            for name, parameter in self.named_parameters()
-            if name.startswith(_FROZEN) or (parameter.requires_grad and not name.startswith("base_lm."))
+            for name, parameter in named
+            if name.startswith(FROZEN) or (parameter.requires_grad and not name.startswith("base_lm."))
         }
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of all weights that write or read memory tokens: equal for models that can share a bank."""
+        """Hex digest of all weights that write or read memory tokens. Models of equal fingerprint can share a bank."""
         state = self.mac_state() | self._shared_embeddings()
         # In-place updates advance a tensor's version, so this notices training between two calls.
         version = sum(tensor._version for tensor in state.values())
         if self._fingerprint is None or self._fingerprint[0] != version:
-            parts = {"tokens", "aggregation"} | ({"index"} if self.config.words else set())
-            digest = hashlib.sha256(self.config.model_dump_json(include=parts).encode())
+            digest = hashlib.sha256(fingerprint_fields(self.config).encode())
             for name, tensor in sorted(state.items()):
                 digest.update(name.encode())
                 digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
@@ -195,7 +195,7 @@ class MACModel(nn.Module):
 
     def _shared_embeddings(self) -> dict[str, Tensor]:
         """The base LM's embeddings, if an encoder reads with them."""
-        parts = self.config.amortization, self.config.input_encoder, self.config.index
+        parts = self.config.amortization, self.config.input_encoder, self.config.sentence_encoder
         if all(part is None or part.embeddings == "own" for part in parts):
             return {}
         return {"embeddings": self.base_lm.model.get_input_embeddings().weight}
@@ -209,25 +209,34 @@ class MACModel(nn.Module):
             progress: shows a progress bar.
 
         Returns:
-            `[K, T, D]` in float32, on the model's device; `[K, T + R, D]` with the words of an index.
+            `[K, T + R, D]` in float32, on the model's device: T memory tokens of each document and, where the model has
+            hashed BM25, R lexical vectors. A bank keeps such rows.
 
         Raises:
             DocumentError: for an empty document, one that is no text, or one beyond the limit of tokens.
         """
         rows = [self.amortization.ids(document) for document in documents]
         with progress_bar("adapt", len(rows), disable=not progress) as bar:
-            return self.amortization.encode(rows, batch_tokens, bar.advance)
+            return self.amortization.encode(rows, batch_tokens, bar.advance).stacked()
+
+    @property
+    def row_shape(self) -> tuple[int, int]:
+        """T + R and D: the shape of one document in what `amortize` gives and a bank keeps."""
+        return self.config.tokens + self.config.lexical_vectors, self.base_lm.width
 
     @torch.no_grad()
     def project(self, phi: Tensor) -> BankProjection:
-        """Projects memory tokens as `amortize` gives them to keys and values of all blocks, once for all questions.
+        """Projects a bank to the keys and values of all blocks, once for all questions.
+
+        Args:
+            phi: `[K, T + R, D]`, as `amortize` gives it.
 
         Raises:
             BankError: for an empty bank.
         """
         if not len(phi):
             raise BankError("the memory bank is empty; adapt to some documents first")
-        return self.aggregation.project(phi.to(self.device))
+        return self.aggregation.project(MemoryTokens.split(phi.to(self.device), self.config.lexical_vectors))
 
     @torch.no_grad()
     def aggregate(self, questions: Sequence[str], bank: Tensor | BankView, *, mask: Tensor | None = None) -> Tensor:
@@ -242,21 +251,23 @@ class MACModel(nn.Module):
             BankError: for an empty bank.
             DocumentError: for an empty question or one beyond the limit.
         """
-        encoded, view = self._asked(questions, bank)
+        view, encoded = self._view(bank), self._encode(questions)
         phi: Tensor = self.aggregation(encoded, view, mask=mask)[0]
         return phi
 
     @torch.no_grad()
     def attention(self, questions: Sequence[str], bank: Tensor | BankView) -> Tensor:
         """The last block's attention mass on each row, `[B, K]`, averaged over heads and tokens; rows sum to 1."""
-        encoded, view = self._asked(questions, bank)
+        view, encoded = self._view(bank), self._encode(questions)
         mass: Tensor = self.aggregation(encoded, view, mass=True)[1]
         return mass
 
-    def _asked(self, questions: Sequence[str], bank: Tensor | BankView) -> tuple[Tensor, BankView]:
-        """The questions' tokens `[B, T, D]`, and the bank as the aggregation network needs it."""
-        view = self.project(bank) if isinstance(bank, Tensor) else bank
-        return self.input_encoder([self.input_encoder.ids(question) for question in questions]), view
+    def _encode(self, questions: Sequence[str]) -> MemoryTokens:
+        encoded: MemoryTokens = self.input_encoder([self.input_encoder.ids(question) for question in questions])
+        return encoded
+
+    def _view(self, bank: Tensor | BankView) -> BankView:
+        return self.project(bank) if isinstance(bank, Tensor) else bank
 
     @torch.no_grad()
     def generate(
@@ -326,9 +337,9 @@ class MACModel(nn.Module):
                 max_new_tokens=self.config.max_new_tokens,
                 weights=weights,
             )
-            for given, texts in zip(answers, each, strict=True):
+            for at_weight, texts in zip(answers, each, strict=True):
                 for i, text in zip(rows, texts, strict=True):
-                    given[i] = text
+                    at_weight[i] = text
         return answers
 
     def _read_together(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -355,7 +366,7 @@ class MACModel(nn.Module):
         )
 
     def _weights(self, contexts: Sequence[Sequence[str]], memory_weight: float | None) -> list[float] | None:
-        """How much memory has to say in each answer: all where there is nothing else to read; None for all in all."""
+        """Memory weight per question: 1 without documents; None if all are 1."""
         weight = self.config.memory_weight if memory_weight is None else memory_weight
         if not 0 < weight <= 1:
             raise ConfigError(f"memory_weight is {weight}; give a number above 0 and at most 1")
@@ -367,7 +378,7 @@ class MACModel(nn.Module):
 
     @contextmanager
     def without_document_prior(self) -> Iterator[None]:
-        """Attention without the document prior while the context lasts, to measure what it contributes."""
+        """Leaves the document prior out of attention while the context lasts, to measure what it contributes."""
         used, self.aggregation.use_prior = self.aggregation.use_prior, False
         try:
             yield

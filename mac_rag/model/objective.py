@@ -20,6 +20,7 @@ from mac_rag.config import Config
 from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import similar_lengths
 from mac_rag.nn.attention import recomputing_attention
+from mac_rag.nn.memory_tokens import MemoryTokens
 
 if TYPE_CHECKING:
     from mac_rag.model import MACModel
@@ -75,10 +76,10 @@ def mac_loss(
     weights: LossWeights,
     *,
     backprop_dropout: float = 0.0,
-    negatives: Tensor | None = None,
+    negatives: MemoryTokens | None = None,
     distractors: int = 0,
     tune_amortization: bool = True,
-) -> tuple[dict[str, Tensor], Tensor]:
+) -> tuple[dict[str, Tensor], MemoryTokens]:
     """The losses of one batch.
 
     Back-propagation dropout (section 3.3): each step a random subset of the documents is amortized with gradients and
@@ -88,16 +89,15 @@ def mac_loss(
     Args:
         model: the model.
         batch: documents and questions.
-        weights: of the terms; a term of weight zero costs nothing.
+        weights: weights of the terms; a term of weight zero costs nothing.
         backprop_dropout: p, the share of documents without gradients; at least one always has them.
-        negatives: memory tokens of other documents `[N, T + R, D]`, without gradients; further negatives of the
-            contrastive term.
-        distractors: how many of them, those with the highest document prior for each question, all questions also
-            attend to in the answer term, as they do in a bank of many documents.
+        negatives: memory tokens of other documents, without gradients: further negatives of the contrastive term.
+        distractors: for each question so many negatives, those of the highest document prior, join the documents that
+            all questions attend to in the answer term, as in a bank of many documents.
         tune_amortization: False amortizes all documents without gradients.
 
     Returns:
-        `loss` and each term that has a weight, as scalars; and the memory tokens `[K, T + R, D]`, detached.
+        `loss` and each term that has a weight, as scalars; and the memory tokens of the K documents, detached.
 
     Raises:
         ConfigError: for a contrastive term or distractors without a document prior, or p outside [0, 1).
@@ -109,8 +109,8 @@ def mac_loss(
     rows = [model.amortization.ids(document) for document in batch.documents]
     with torch.set_grad_enabled(tune_amortization and torch.is_grad_enabled()):
         phi = amortize_with_dropout(model, rows, backprop_dropout)
-    memory = model.aggregation.attended(phi)  # [K, T, D]
-    gold = torch.tensor(batch.gold, device=phi.device)
+    memory = phi.tokens
+    gold = torch.tensor(batch.gold, device=memory.device)
     prompts = model.base_lm.prompts
     contexts = batch.contexts or [()] * len(batch.questions)
     alone = [prompts.prompt(q) for q in batch.questions]
@@ -123,14 +123,14 @@ def mac_loss(
     terms: dict[str, Tensor] = {}
     if weights.answer or weights.contrastive or weights.imitation:
         encoded = model.input_encoder([model.input_encoder.ids(question) for question in batch.questions])
-        known = phi if negatives is None else torch.cat([phi, negatives.to(phi.dtype)])
+        known = phi if negatives is None else MemoryTokens.cat([phi, negatives.to(memory.dtype)])
         scores = None if prior is None else prior.score(prior.queries(encoded), prior.keys(known))
     if weights.answer or weights.imitation:
         attended = phi
         if scores is not None and distractors and len(known) > len(phi):
             others = scores.detach()[:, len(phi) :]
             hardest = others.topk(min(distractors, others.shape[1])).indices.unique()
-            attended = torch.cat([phi, known[len(phi) + hardest]])
+            attended = MemoryTokens.cat([phi, known[len(phi) + hardest]])
         bank = model.aggregation.project(attended)
         aggregated, _ = model.aggregation(encoded, bank, attention=recomputing_attention)
     if weights.answer:
@@ -154,8 +154,8 @@ def mac_loss(
     return {"loss": total, **{name: term.detach() for name, term in terms.items()}}, phi.detach()
 
 
-def amortize_with_dropout(model: MACModel, rows: Sequence[Sequence[int]], dropout: float) -> Tensor:
-    """Memory tokens `[K, T, D]` of which a random subset carries gradients, scaled to be unbiased.
+def amortize_with_dropout(model: MACModel, rows: Sequence[Sequence[int]], dropout: float) -> MemoryTokens:
+    """Memory tokens of K documents, of which a random subset carries gradients, scaled to be unbiased.
 
     Args:
         model: the model.
@@ -170,15 +170,16 @@ def amortize_with_dropout(model: MACModel, rows: Sequence[Sequence[int]], dropou
     count = len(rows)
     kept = max(1, round((1 - dropout) * count))
     if kept == count:
-        whole: Tensor = model.amortization(rows)
+        whole: MemoryTokens = model.amortization(rows)
         return whole
     order = torch.randperm(count)
     with_gradient, without = order[:kept].tolist(), order[kept:].tolist()
     with torch.no_grad():
         stopped = model.amortization([rows[i] for i in without])
     live = model.amortization([rows[i] for i in with_gradient])
-    scaled = live.detach() + (live - live.detach()) * (count / kept)
-    return torch.cat([scaled, stopped])[order.argsort()]
+    stopped_live = live.tokens.detach()
+    scaled = MemoryTokens(stopped_live + (live.tokens - stopped_live) * (count / kept), live.lexical)
+    return MemoryTokens.cat([scaled, stopped])[order.argsort()]
 
 
 def _mean_loss(

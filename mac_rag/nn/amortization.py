@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mac_rag.nn.hashed_bm25 import HashedWords
+from mac_rag.nn.hashed_bm25 import HashedBM25
+from mac_rag.nn.memory_tokens import MemoryTokens
 
 _REACH = 0.5  # standard deviation of what a memory token of a pooling encoder looks at, in stretches, at its start
 _LEAST = 1e-4  # salience
@@ -78,8 +79,9 @@ class AmortizationNetwork(nn.Module):
         tokens: T.
         width: D.
         mlp_width: hidden width of the MLPs; None for the backbone's.
-        index: a sentence encoder of width D, whose mean state of the text is the first of the T tokens; None for none.
-        words: hashes the text's words to R vectors behind the T tokens; None for none.
+        sentence_encoder: a transformers model of width D, whose mean state of the text is the first of the T tokens;
+            None for none.
+        hashed_bm25: makes R lexical vectors of the text; None for none.
     """
 
     def __init__(
@@ -88,27 +90,28 @@ class AmortizationNetwork(nn.Module):
         tokens: int,
         width: int,
         mlp_width: int | None = None,
-        index: Any = None,
-        words: HashedWords | None = None,
+        sentence_encoder: Any = None,
+        hashed_bm25: HashedBM25 | None = None,
     ) -> None:
         super().__init__()
         self.backbone = backbone
-        self.index = index
-        self.words = words
-        tokens -= index is not None
+        self.sentence_encoder = sentence_encoder
+        self.hashed_bm25 = hashed_bm25
+        learned = tokens if sentence_encoder is None else tokens - 1
         backbone_width: int = backbone.config.hidden_size
-        self.queries = nn.Parameter(self.initial_scale() * torch.randn(tokens, backbone_width))
-        self.mlps = TokenMLPs(tokens, backbone_width, width, mlp_width)
+        self.queries = nn.Parameter(self.initial_scale() * torch.randn(learned, backbone_width))
+        self.mlps = TokenMLPs(learned, backbone_width, width, mlp_width)
 
     def initial_scale(self) -> float:
-        """Standard deviation of the learned vectors at their start: that of the embeddings they stand beside."""
+        """Standard deviation of the learned vectors at their start: that of the token embeddings beside them."""
         return float(self.backbone.get_input_embeddings().weight.detach().float().std())
 
     @property
     def tokens(self) -> int:
-        return self.queries.shape[0] + (self.index is not None)
+        """T."""
+        return len(self.queries) if self.sentence_encoder is None else len(self.queries) + 1
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> MemoryTokens:
         """Encodes a batch of texts.
 
         Args:
@@ -116,21 +119,21 @@ class AmortizationNetwork(nn.Module):
             attention_mask: `[K, L]`, 1 for tokens and 0 for padding.
 
         Returns:
-            Memory tokens `[K, T, D]`, or `[K, T + R, D]` with words.
+            Memory tokens of K texts.
         """
         states = self.states(input_ids, attention_mask)
         tokens: Tensor = self.mlps(states.to(self.queries.dtype))
-        if self.index is not None:
+        if self.sentence_encoder is not None:
             with torch.no_grad():
-                text = self.index(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+                text = self.sentence_encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
             shares = attention_mask[..., None] / attention_mask.sum(1)[:, None, None]
             tokens = torch.cat([(text * shares).sum(1, keepdim=True).to(tokens.dtype), tokens], 1)
-        if self.words is not None:
-            tokens = torch.cat([tokens, self.words(input_ids, attention_mask).to(tokens.dtype)], 1)
-        return tokens
+        if self.hashed_bm25 is None:
+            return MemoryTokens(tokens)
+        return MemoryTokens(tokens, self.hashed_bm25(input_ids, attention_mask).to(tokens.dtype))
 
     def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The backbone's outputs for the learned vectors, `[K, T, backbone width]`."""
+        """The backbone's outputs for the learned vectors, `[K, learned vectors, backbone width]`."""
         raise NotImplementedError
 
     def _embedded(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,10 +192,10 @@ class EncoderPooling(AmortizationNetwork):
         tokens: int,
         width: int,
         mlp_width: int | None = None,
-        index: Any = None,
-        words: HashedWords | None = None,
+        sentence_encoder: Any = None,
+        hashed_bm25: HashedBM25 | None = None,
     ) -> None:
-        super().__init__(backbone, tokens, width, mlp_width, index, words)
+        super().__init__(backbone, tokens, width, mlp_width, sentence_encoder, hashed_bm25)
         inner: int = backbone.config.hidden_size
         self.heads: int = backbone.config.num_attention_heads
         self.norm = nn.LayerNorm(inner)

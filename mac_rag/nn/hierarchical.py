@@ -15,6 +15,7 @@ from torch import Tensor
 from mac_rag.errors import ConfigError
 from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
 from mac_rag.nn.bank_view import BankProjection, BankRows, BankView, prior_keys
+from mac_rag.nn.memory_tokens import MemoryTokens
 
 # Numbers that are made at once: rows, their keys and values, and hidden states of the feed-forward networks.
 _NUMBERS = 1 << 21
@@ -55,7 +56,7 @@ class _Rows:
 
 
 def hierarchical(
-    network: AggregationNetwork, question: Tensor, bank: BankView, subgroup: int, *, mask: Tensor | None = None
+    network: AggregationNetwork, question: MemoryTokens, bank: BankView, subgroup: int, *, mask: Tensor | None = None
 ) -> Tensor:
     """Aggregates groups of M consecutive rows to one modulation each, and these in turn, until one remains.
 
@@ -70,7 +71,7 @@ def hierarchical(
 
     Args:
         network: h_psi.
-        question: `[B, T, D]`.
+        question: B questions as the input encoder encodes them.
         bank: a view of K rows.
         subgroup: M, at least 2.
         mask: `[B, K]`, True where a question may see a row; every question must see at least one.
@@ -98,7 +99,9 @@ def hierarchical(
             return phi
 
 
-def _bank_rows(network: AggregationNetwork, question: Tensor, bank: BankView, mask: Tensor | None) -> Iterator[_Rows]:
+def _bank_rows(
+    network: AggregationNetwork, question: MemoryTokens, bank: BankView, mask: Tensor | None
+) -> Iterator[_Rows]:
     """The bank's rows as the first level needs them."""
     prior = network.prior if network.use_prior else None
     queries = None if prior is None else prior.queries(question)
@@ -113,7 +116,9 @@ def _bank_rows(network: AggregationNetwork, question: Tensor, bank: BankView, ma
         yield _Rows(memory, scores, None if mask is None else mask[:, rows])
 
 
-def _aggregated(network: AggregationNetwork, question: Tensor, rows: Iterator[_Rows], subgroup: int) -> Iterator[_Rows]:
+def _aggregated(
+    network: AggregationNetwork, question: MemoryTokens, rows: Iterator[_Rows], subgroup: int
+) -> Iterator[_Rows]:
     """One level: a modulation for each group of `subgroup` rows, and one for the rest at the end."""
     for piece in _cut(network, question, rows, subgroup):
         size = min(subgroup, len(piece))
@@ -134,9 +139,11 @@ def _aggregated(network: AggregationNetwork, question: Tensor, rows: Iterator[_R
             bank: BankRows = _Modulations(network, memory[0].flatten(0, 1))
         else:
             keys_values = [part.transpose(1, 2).flatten(0, 1) for part in memory]
-            bank = BankProjection(tuple(keys_values[::2]), tuple(keys_values[1::2]), None)
+            bank = BankProjection(
+                tuple(keys_values[::2]), tuple(keys_values[1::2]), None, chunk_rows=network.chunk_rows
+            )
         phi, _ = network(
-            spread(question[:, None].expand(-1, groups, -1, -1)),
+            MemoryTokens(spread(question.tokens[:, None].expand(-1, groups, -1, -1))),
             bank,
             mask=None if visible is None else spread(visible),
             scores=None if scores is None else spread(scores),
@@ -148,11 +155,11 @@ def _aggregated(network: AggregationNetwork, question: Tensor, rows: Iterator[_R
         yield _Rows((modulations,), scores, None if visible is None else visible.any(2))
 
 
-def _cut(network: AggregationNetwork, question: Tensor, rows: Iterator[_Rows], subgroup: int) -> Iterator[_Rows]:
+def _cut(network: AggregationNetwork, question: MemoryTokens, rows: Iterator[_Rows], subgroup: int) -> Iterator[_Rows]:
     """The rows in pieces of whole groups, as many as the budget allows, and at the end those that fill no group."""
     block = network.blocks[0]
     assert isinstance(block, CrossAttentionBlock)
-    hidden = block.hidden_width * question.shape[0] * question.shape[1]
+    hidden = block.hidden_width * question.tokens.shape[0] * question.tokens.shape[1]
     held: _Rows | None = None
     for part in rows:
         held = part if held is None else held.joined(part)

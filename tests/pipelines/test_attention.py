@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, T5EncoderModel
 
 from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig
 from pipelines.tasks.cpu_attention import attend_by_products, use_products
-from tests.models import save_bert, save_gpt2, save_llama, save_t5
+from tests.helpers import save_bert, save_gpt2, save_llama, save_t5
 
 
 def prefix_lm(_: Path) -> Any:
