@@ -77,14 +77,14 @@ class BankProjection:
         per_row = (self.prior_keys, self.log_counts)
         if self.keys[0].ndim == 4:
             keys, values = (tuple(rows[:, index].transpose(0, 1) for rows in part) for part in (self.keys, self.values))
-            selected = (None if part is None else part[index] for part in per_row)
-            return BankProjection(keys, values, *selected, chunk_rows=self.chunk_rows)
+            chosen_keys, log_counts = (None if part is None else part[index] for part in per_row)
+            return BankProjection(keys, values, chosen_keys, log_counts, self.chunk_rows)
         run = torch.arange(len(index), device=index.device)[:, None] // (len(index) // len(self.keys[0]))
         keys, values = (
             tuple(rows[run, :, index].transpose(1, 2) for rows in part) for part in (self.keys, self.values)
         )
-        selected = (None if part is None else part[run, index] for part in per_row)
-        return BankProjection(keys, values, *selected, chunk_rows=self.chunk_rows)
+        chosen_keys, log_counts = (None if part is None else part[run, index] for part in per_row)
+        return BankProjection(keys, values, chosen_keys, log_counts, self.chunk_rows)
 
 
 def prior_keys(bank: BankRows) -> Tensor:

@@ -19,7 +19,6 @@ from torch.nn import functional
 
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
-from mac_rag.lm.prefix_lm import parts_argument
 from mac_rag.model import MACModel
 from mac_rag.nn.aggregation import CrossAttentionBlock
 from mac_rag.nn.amortization import EncoderPooling
@@ -142,8 +141,8 @@ def _fit_prefix(
     wanted = []
     for row, weights in zip(rows, pooled, strict=True):
         ids = torch.tensor([row], device=phi.device)
-        parts = parts_argument(lm, torch.ones_like(ids))
-        cache = lm(input_ids=ids, use_cache=True, logits_to_keep=1, **parts).past_key_values
+        segments = model.base_lm.architecture.segment_arguments(torch.ones_like(ids))
+        cache = lm(input_ids=ids, use_cache=True, logits_to_keep=1, **segments).past_key_values
         kept = torch.stack([torch.stack([layer[0][0], layer[1][0]]) for layer in cache])  # [layers, 2, H, L, d]
         wanted.append(torch.einsum("tl,nkhld->tnkhd", weights, kept).flatten(1))
     linear: Any = prefix.to_keys_values

@@ -57,7 +57,7 @@ def test_a_memory_gives_the_lm_what_it_keeps_of_the_text(started: tuple[MACModel
     read = []
     for text in texts:
         ids = torch.tensor([model.amortization.ids(text)])
-        read.append(kept(model.base_lm.model(ids, parts=torch.ones_like(ids), use_cache=True).past_key_values))
+        read.append(kept(model.base_lm.model(ids, segment_ids=torch.ones_like(ids), use_cache=True).past_key_values))
     # Memory tokens weigh words by their salience, which moves all means alike.
     expected, fitted, random = (x - x.mean(0) for x in (torch.stack(read), memories(model), memories(built)))
     wrong = (fitted - expected).square().sum() / expected.square().sum()
