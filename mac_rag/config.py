@@ -1,4 +1,4 @@
-"""Validated, frozen configurations: of the networks, of the base LM, and of a whole MAC model."""
+"""Validated, frozen configurations of the networks, the base LM, and a whole MAC model."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ class Config(BaseModel):
 class PromptFormat:
     """Templates of the text around a document, a question and an answer.
 
-    The parts are tokenized one by one and joined as ids, so that a boundary never changes a token and `d + x` starts
-    with exactly the ids of `d`.
+    Document, question and answer are tokenized one by one and joined as ids. So a boundary never changes a token, and
+    `d + x` starts with exactly the ids of `d`.
 
     Attributes:
         document, question, answer: the templates.
-        abstention: what the LM has learned to answer when nothing in front of the question answers it, such as
-            "I don't know"; None if it has learned no such answer.
+        abstention: the answer that the LM has learned for questions whose answer does not stand in front of them, such
+            as "I don't know"; None if it has learned none.
     """
 
     document: str = "{document}\n"
@@ -104,11 +104,11 @@ class BaseLMConfig(Config):
     """The frozen base LM theta_base.
 
     Attributes:
-        name: of any causal LM on the Hub, or a folder; `./name` is a folder inside the checkpoint itself. `minilm` is a
-            prefix LM of all-MiniLM-L6-v2's weights, to be tuned.
+        name: a causal LM on the Hub, or a folder; `./name` is a folder inside the checkpoint itself. `minilm` is a
+            prefix LM of all-MiniLM-L6-v2's weights, which must be tuned before it can answer.
         revision: branch, tag or commit on the Hub.
-        dtype: of its weights in memory.
-        quantization: `int8` or `nf4` (4 bit) through bitsandbytes.
+        dtype: dtype of the weights in memory.
+        quantization: `int8` or `nf4` (4 bit) through bitsandbytes; `none` for none.
     """
 
     name: str
@@ -125,15 +125,16 @@ class EncoderConfig(Config):
 
     Attributes:
         design: how the learned vectors meet the text; see `mac_rag.nn.amortization`.
-        name: of the pretrained backbone; None starts it from the base LM's own weights (designs decoder-only and
-            encoder-pooling); `minilm` is all-MiniLM-L6-v2 from its installed package.
+        name: the pretrained backbone, a name on the Hub or a folder; `minilm` is all-MiniLM-L6-v2 from its installed
+            package. None starts the backbone from the base LM's own weights (designs decoder-only and encoder-pooling).
         revision: branch, tag or commit on the Hub.
-        dtype: of the backbone's weights in memory.
-        quantization: of the pretrained backbone, which is then frozen; what is learned from scratch never is.
-        embeddings: of tokens: the backbone's `own`, trained with it; or the base LM's (`base-lm`), as frozen as it is,
-            which spares a small model half of its size. Both must have one vocabulary and dtype.
-        layers: how many of the base LM's layers the backbone starts with, from the first; None for all. The last ones
-            know what to say next rather than what was read.
+        dtype: dtype of the backbone's weights in memory.
+        quantization: quantization of the pretrained backbone, which is then frozen. What starts from scratch is never
+            quantised.
+        embeddings: token embeddings: the backbone's `own`, trained with it; or the base LM's (`base-lm`), frozen like
+            the LM, which halves the size of a small model. Both must have one vocabulary and dtype.
+        layers: layers of the base LM that the backbone starts with, counted from the first; None for all. The last
+            layers know what to say next rather than what was read.
     """
 
     design: Literal["encoder-decoder", "encoder-only", "encoder-pooling", "decoder-only"] = "encoder-decoder"
@@ -196,11 +197,11 @@ class AggregationConfig(Config):
 
     Attributes:
         blocks: cross-attention blocks.
-        heads, head_width: of their attention.
+        heads, head_width: attention heads of a block, and their width.
         feed_forward: hidden width of the feed-forward networks, as a multiple of D.
         prior_width: width of the document prior's space; 0 for no document prior.
-        prior_sharpness: factor on the document prior in attention, except in training. How much it should weigh grows
-            with the bank, and batches of training are small.
+        prior_sharpness: factor on the document prior in attention, except in training. The larger the bank, the more
+            the prior should weigh, and training batches are small.
     """
 
     blocks: int = Field(4, ge=1)
@@ -216,9 +217,9 @@ class ModulationConfig(Config):
 
     Attributes:
         kind: `prefix` (P-tuning v2), `lora` or `film`.
-        slots: prefix positions for each token; only for `prefix`.
+        slots: prefix positions for each token of phi*; only for `prefix`.
         bottleneck: inner width of the map from phi*; None for one linear layer.
-        targets: last names of the modules that LoRA changes; None for the attention's queries and values.
+        targets: last names of the modules that LoRA changes; None for those of the attention's queries and values.
     """
 
     kind: Literal["prefix", "lora", "film"] = "prefix"
@@ -236,19 +237,19 @@ class ModulationConfig(Config):
 
 
 class AttentionConfig(Config):
-    """How an engine attends to its bank; part of no checkpoint, for a bank may be read in any of these ways.
+    """How an engine attends to its bank. It is part of no checkpoint: any bank may be read in any of these ways.
 
     Attributes:
-        strategy: `streaming` is exact, over the whole bank, at constant working memory; `preselect` is exact over the
-            documents with the highest prior, so that a question's cost hardly grows with the bank; `hierarchical` is
-            algorithm 3 of the paper; `sharded` is streaming where every process of a torch.distributed group holds a
+        strategy: `streaming` is exact over the whole bank, at constant working memory. `preselect` is exact over the
+            documents with the highest prior, so that a question's cost hardly grows with the bank. `hierarchical` is
+            algorithm 3 of the paper. `sharded` is streaming where every process of a torch.distributed group holds a
             bank of its own, and all processes ask the same questions at the same time.
-        preselected: N, rows that are preselected for each question.
-        exact_rows: up to so many rows are preselected by an exact product; among more, by FAISS.
-        subgroup: M, modulations that are aggregated into one at a time by algorithm 3.
-        cache_bytes: budget for the bank's keys and values. Those of a larger bank are projected chunk by chunk for each
+        preselected: N, rows preselected for each question.
+        exact_rows: banks of at most so many rows are searched by an exact product, larger ones by FAISS.
+        subgroup: M, modulations that algorithm 3 aggregates into one.
+        cache_bytes: memory for the bank's keys and values. Those of a larger bank are projected chunk by chunk for each
             batch of questions.
-        cache_dtype: in which they are kept.
+        cache_dtype: dtype of the keys and values in memory.
     """
 
     strategy: Literal["streaming", "preselect", "hierarchical", "sharded"] = "streaming"
@@ -263,9 +264,9 @@ class BoundConfig(Config):
     """How large a bank may become, and how it makes room (section "Memory bank size constraint").
 
     Attributes:
-        maximum: most entries; documents that were averaged are one.
-        method: see `mac_rag.memory.reduction`. The paper finds averaging the most alike best.
-        seed: of the random methods.
+        maximum: largest number of entries; documents that were averaged are one entry.
+        method: see `mac_rag.memory.reduction`. In the paper, averaging the nearest entries is best.
+        seed: random seed of the two random methods.
     """
 
     maximum: int = Field(ge=1)
@@ -290,14 +291,20 @@ class MACConfig(Config):
             prior compares the means of all memory tokens.
         hashed_bm25: gives each text lexical vectors, which the document prior compares as well; None for none.
         tokens: T, memory tokens of a document, the sentence encoder's included.
-        mlp_width: inner width of the MLP of each memory token; None for the backbone's, as in the paper.
+        base_lm: the frozen base LM.
+        amortization: g_amort.
+        input_encoder: g_input.
+        mlp_width: inner width of the MLP of each memory token; None for the backbone's width, as in the paper.
+        aggregation: h_psi.
+        modulation: how phi* changes the LM.
+        prompt: the templates of documents, questions and answers.
         max_document_tokens: longest document, in the amortization network's own tokens.
-        max_new_tokens: longest answer.
-        context_window: tokens that documents, question and answer may have together; None for all that the LM has
-            positions for. An LM may have more of them than it has learned to read.
-        memory_weight: lambda, of what is said under phi* behind retrieved documents, against what the LM alone says
-            (see `mac_rag.lm.max_rule`); 1 is the paper's `LM(d + x; phi*)`, and costs half as much. Part of no
-            training, so chosen on validation data.
+        max_new_tokens: longest answer, in the LM's tokens.
+        context_window: tokens that documents, question and answer may have together; None for all positions of the LM.
+            An LM may have more positions than it has learned to use.
+        memory_weight: lambda, the weight of the LM with memory against the LM alone, for questions behind retrieved
+            documents (see `mac_rag.lm.max_rule`). 1 is the paper's `LM(d + x; phi*)` and costs half as much. No
+            training changes it, so choose it on validation data.
     """
 
     RENAMED: ClassVar[Mapping[str, Renaming]] = {"index": _index_fields}

@@ -85,7 +85,7 @@ def test_what_finds_documents_needs_a_document_prior(part: dict[str, Any], messa
 
 def test_names_in_checkpoints_are_those_of_the_first_version() -> None:
     stored = {
-        "amortization.network.sentence_encoder.encoder.layer.0.weight": "amortization.network.index.encoder.layer.0.weight",
+        "amortization.network.sentence_encoder.encoder.bias": "amortization.network.index.encoder.bias",
         "amortization.network.hashed_bm25.rarity": "amortization.network.words.rarity",
         "input_encoder.network.sentence_encoder.weight": "input_encoder.network.index.weight",
         "amortization.network.mlps.inner": "amortization.network.mlps.inner",

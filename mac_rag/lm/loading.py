@@ -24,10 +24,10 @@ from transformers.utils import logging
 from mac_rag.config import BaseLMConfig, Dtype, EncoderConfig, Quantization
 from mac_rag.errors import ModelLoadError, QuantizationError
 from mac_rag.lm.devices import DTYPES
-from mac_rag.lm.int8_storage import unpacked
+from mac_rag.lm.int8_storage import from_int8
 from mac_rag.lm.packaged import PACKAGED
 
-PACKED_LM = "model.int8.safetensors"  # in place of transformers' own file; see `mac_rag.lm.int8_storage`
+INT8_LM = "model.int8.safetensors"  # in place of transformers' own file; see `mac_rag.lm.int8_storage`
 _ENCODER_ALONE = ("encoder-only", "encoder-pooling")
 
 
@@ -63,10 +63,10 @@ def load_causal_lm(config: BaseLMConfig, device: torch.device, folder: Path | No
         return _from_package(config.name, PACKAGED[config.name].lm, config, device), load_tokenizer(config.name)
     place = resolve(config.name, folder)
     options = _options(config.dtype, config.quantization, device)
-    if (Path(place) / PACKED_LM).is_file():
+    if (Path(place) / INT8_LM).is_file():
         if config.quantization != "none":
             raise ModelLoadError(f"{place} is stored as int8 and cannot be quantised again; set quantization: none")
-        model = loaded("a causal LM", place, _packed_lm, dtype=DTYPES[config.dtype])
+        model = loaded("a causal LM", place, _int8_lm, dtype=DTYPES[config.dtype])
         return model.to(device), load_tokenizer(place)
     model = loaded("a causal LM", place, AutoModelForCausalLM.from_pretrained, revision=config.revision, **options)
     tokenizer = load_tokenizer(place, config.revision)
@@ -75,12 +75,12 @@ def load_causal_lm(config: BaseLMConfig, device: torch.device, folder: Path | No
     return _placed(model, config.quantization, device), tokenizer
 
 
-def _packed_lm(place: str, *, dtype: torch.dtype) -> Any:
+def _int8_lm(place: str, *, dtype: torch.dtype) -> Any:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place), dtype=dtype)
-    state = unpacked(load_file(Path(place) / PACKED_LM))
+    state = from_int8(load_file(Path(place) / INT8_LM))
     differ = dict(model.named_parameters()).keys() ^ state.keys()
     if differ:
-        raise ValueError(f"{PACKED_LM} does not match config.json: {', '.join(sorted(differ)[:5])}.")
+        raise ValueError(f"{INT8_LM} does not match config.json: {', '.join(sorted(differ)[:5])}.")
     model.load_state_dict(state, strict=False)  # tied weights have only one of their names
     return model
 

@@ -28,8 +28,8 @@ from transformers import AutoConfig
 from mac_rag.config import EncoderConfig, MACConfig, SentenceEncoderConfig
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.int8_storage import packed, unpacked
-from mac_rag.lm.loading import PACKED_LM, empty_backbone, load_backbone, load_tokenizer, quiet
+from mac_rag.lm.int8_storage import from_int8, to_int8
+from mac_rag.lm.loading import INT8_LM, empty_backbone, load_backbone, load_tokenizer, quiet
 from mac_rag.lm.lora_tuning import merged
 from mac_rag.model.factory import make_encoder, make_hashed_bm25, make_sentence_encoder
 from mac_rag.model.stored_names import SENTENCE_ENCODER_FOLDER
@@ -143,7 +143,7 @@ def fill(wanted: Mapping[str, Tensor], path: Path) -> None:
         ModelLoadError: when the file is truncated or damaged, or names or shapes differ; it tells which.
     """
     try:
-        stored = unpacked(load_file(path))
+        stored = from_int8(load_file(path))
     except (OSError, SafetensorError) as error:
         raise ModelLoadError(f"{path} is missing, truncated or damaged: {error}") from error
     differences = [
@@ -243,7 +243,7 @@ def _save_base_lm(base_lm: BaseLM, folder: Path, dtype: torch.dtype | None) -> N
     if dtype == torch.int8:
         lm.config.save_pretrained(folder)
         # Tied weights are one parameter, and stored once.
-        save_file(_stored(dict(lm.named_parameters()), dtype), folder / PACKED_LM, metadata={"format": "pt"})
+        save_file(_stored(dict(lm.named_parameters()), dtype), folder / INT8_LM, metadata={"format": "pt"})
         return
     state = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in lm.state_dict().items()}
     with quiet():
@@ -253,7 +253,7 @@ def _save_base_lm(base_lm: BaseLM, folder: Path, dtype: torch.dtype | None) -> N
 def _stored(state: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     here = {name: tensor.detach().cpu() for name, tensor in state.items()}
     if dtype == torch.int8:
-        return packed(here)
+        return to_int8(here)
     return {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in here.items()}
 
 

@@ -39,7 +39,7 @@ def make_encoder(
             when sentence encoder or hashed BM25, which read the base LM's tokens, meet another vocabulary.
     """
     if part.design == "encoder-pooling" and hasattr(backbone, "bidirectional"):
-        backbone.bidirectional = True  # a prefix LM's layers, which would read as a causal LM
+        backbone.bidirectional = True  # a backbone that can attend both ways, but does so only on request
     alike = _same_vocabulary(tokenizer, base_lm)
     if part.embeddings == "base-lm":
         _share_embeddings(part.name, backbone, alike, base_lm)
@@ -113,7 +113,7 @@ def pretrained_encoder(
     """Loads an encoder's backbone, or starts it from the base LM's weights, and builds the encoder around it.
 
     Raises:
-        ModelLoadError: as `load_backbone` and `make_encoder`; where it should start from a quantised LM.
+        ModelLoadError: as `load_backbone` and `make_encoder`; and when a backbone should start from a quantised LM.
     """
     if part.name is not None:
         backbone = load_backbone(part, base_lm.device)

@@ -26,8 +26,6 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
 from mac_rag.progress import progress_bar
 
-_CPU_TOKENS = 1024  # of prompts in one batch on a CPU; more do not fit its caches and are slower
-
 
 class MACModel(nn.Module):
     """A frozen LM with a memory of amortized contexts.
@@ -36,11 +34,16 @@ class MACModel(nn.Module):
     (`aggregate`), and the LM answers under it (`generate`). Build one with `from_config` or `from_pretrained`.
 
     Args:
-        config: of all networks.
+        config: the configuration of all networks.
         base_lm: theta_base.
         amortization: g_amort.
         input_encoder: g_input.
+
+    Attributes:
+        cpu_batch_tokens: tokens of the prompts in one batch on a CPU; more do not fit its caches and are slower.
     """
+
+    cpu_batch_tokens: float = 1024
 
     def __init__(
         self, config: MACConfig, base_lm: BaseLM, amortization: TextEncoder, input_encoder: TextEncoder
@@ -109,9 +112,9 @@ class MACModel(nn.Module):
         """Writes a checkpoint: `config.json`, safetensors, tokenizers, and the base LM where it has no other home.
 
         Args:
-            folder: new or empty.
-            dtype: of the stored weights, which may be `torch.int8` (see
-                `mac_rag.lm.int8_storage`); None keeps each as it is.
+            folder: a new or empty folder.
+            dtype: dtype of the stored weights, which may be `torch.int8` (see `mac_rag.lm.int8_storage`); None keeps
+                each as it is.
         """
         checkpoint.write(self._parts(), self.mac_state(), Path(folder), dtype, lm_was_trained=self.base_lm_trained)
 
@@ -317,16 +320,16 @@ class MACModel(nn.Module):
         modulation: Tensor,
         weights: Sequence[float],
     ) -> list[list[str]]:
-        """Greedy answers behind documents at each of several values of lambda; prompts are read once for all of them.
+        """Greedy answers behind documents at each of several memory weights; all weights share the prompts' cache.
 
         Args:
             questions: B texts.
             contexts: documents in front of each question, in this order; no question is without any.
             modulation: phi* `[B, T, D]`.
-            weights: values of lambda (see `mac_rag.lm.max_rule`), from 0, the frozen LM alone, to 1.
+            weights: values of lambda (see `mac_rag.lm.max_rule`), from 0 (the frozen LM alone) to 1.
 
         Returns:
-            For each value B answers.
+            For each weight B answers.
         """
         prompts = [self.base_lm.prompts.prompt(q, c) for q, c in zip(questions, contexts, strict=True)]
         answers = [[""] * len(prompts) for _ in weights]
@@ -343,10 +346,10 @@ class MACModel(nn.Module):
         return answers
 
     def _read_together(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Groups of prompts, by their places: all on a GPU, a few of similar lengths on a CPU."""
+        """Batches of prompts, by their indices: one of all on a GPU, several of similar lengths on a CPU."""
         if self.device.type != "cpu":
             return [list(range(len(prompts)))]
-        return length_buckets([len(prompt) for prompt in prompts], _CPU_TOKENS)
+        return length_buckets([len(prompt) for prompt in prompts], self.cpu_batch_tokens)
 
     def stream(
         self,

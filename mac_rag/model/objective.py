@@ -1,6 +1,6 @@
-"""What MAC minimises: equation 2 with back-propagation dropout, and the further terms of the small-scale recipe.
+"""The training loss of MAC: equation 2 with back-propagation dropout, and further terms for small models.
 
-The paper's objective is the `answer` term alone. The others move a small model from a cold start: `direct`,
+The paper's objective is the `answer` term alone. The others help a small model over its cold start: `direct`,
 `distillation` and `reconstruction` teach the amortization network without the aggregation network in between,
 `contrastive` teaches the document prior, `imitation` the aggregation network without the LM.
 """
@@ -25,7 +25,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 if TYPE_CHECKING:
     from mac_rag.model import MACModel
 
-_ALIKE = 2.0  # the longest of prompts that go through the LM together, in lengths of the shortest
+_ALIKE = 2.0  # the longest prompt of a batch is at most so many times as long as its shortest
 
 
 class LossWeights(Config):
@@ -57,9 +57,9 @@ class Batch:
     Attributes:
         documents: K texts.
         questions, answers: B texts.
-        gold: for each question the index of the document that answers it.
-        contexts: for each question the retrieved documents in front of it; empty for questions alone.
-        without_memory: for each question whether the LM answers it without phi*; empty where it has phi* for all.
+        gold: index of the document that answers it, for each question.
+        contexts: retrieved documents in front of each question; empty for questions alone.
+        without_memory: True for each question that the LM answers without phi*; empty if it has phi* for all.
     """
 
     documents: Sequence[str]
@@ -115,7 +115,7 @@ def mac_loss(
     contexts = batch.contexts or [()] * len(batch.questions)
     alone = [prompts.prompt(q) for q in batch.questions]
     answers = [prompts.answer(answer) for answer in batch.answers]
-    asked = [
+    behind_contexts = [
         prompts.prompt(question, documents, model.context_window - len(answer))
         for question, documents, answer in zip(batch.questions, contexts, answers, strict=True)
     ]
@@ -134,7 +134,7 @@ def mac_loss(
         bank = model.aggregation.project(attended)
         aggregated, _ = model.aggregation(encoded, bank, attention=recomputing_attention)
     if weights.answer:
-        terms["answer"] = _mean_loss(model, asked, answers, aggregated, batch.without_memory)
+        terms["answer"] = _mean_loss(model, behind_contexts, answers, aggregated, batch.without_memory)
     if weights.imitation:
         own, width = memory[gold].detach(), memory.shape[-1:]
         terms["imitation"] = functional.mse_loss(
@@ -160,7 +160,7 @@ def amortize_with_dropout(model: MACModel, rows: Sequence[Sequence[int]], dropou
     Args:
         model: the model.
         rows: token ids of K documents.
-        dropout: p; the subset has `max(1, round((1 - p) K))` documents, drawn from torch's generator.
+        dropout: p; the subset has `max(1, round((1 - p) K))` documents, drawn from torch's default generator.
 
     Raises:
         ConfigError: for p outside [0, 1).
@@ -168,17 +168,17 @@ def amortize_with_dropout(model: MACModel, rows: Sequence[Sequence[int]], dropou
     if not 0 <= dropout < 1:
         raise ConfigError(f"back-propagation dropout must lie in [0, 1), got {dropout}")
     count = len(rows)
-    kept = max(1, round((1 - dropout) * count))
-    if kept == count:
+    live_count = max(1, round((1 - dropout) * count))
+    if live_count == count:
         whole: MemoryTokens = model.amortization(rows)
         return whole
     order = torch.randperm(count)
-    with_gradient, without = order[:kept].tolist(), order[kept:].tolist()
+    with_gradient, without = order[:live_count].tolist(), order[live_count:].tolist()
     with torch.no_grad():
         stopped = model.amortization([rows[i] for i in without])
     live = model.amortization([rows[i] for i in with_gradient])
     stopped_live = live.tokens.detach()
-    scaled = MemoryTokens(stopped_live + (live.tokens - stopped_live) * (count / kept), live.lexical)
+    scaled = MemoryTokens(stopped_live + (live.tokens - stopped_live) * (count / live_count), live.lexical)
     return MemoryTokens.cat([scaled, stopped])[order.argsort()]
 
 
@@ -200,13 +200,13 @@ def _distillation(
 ) -> Tensor:
     """Cross-entropy for each token of all answers, with the LM behind each question's own document as the teacher."""
     prompts = model.base_lm.prompts
-    read = [
+    open_book = [
         prompts.prompt(question, [batch.documents[index]], model.context_window - len(answer))
         for question, index, answer in zip(batch.questions, batch.gold, answers, strict=True)
     ]
     with torch.no_grad():
-        taught = _logits(model, read, answers, phi, [True] * len(read)).float().softmax(-1)
-    return functional.cross_entropy(_logits(model, questions, answers, phi).float(), taught)
+        teacher = _logits(model, open_book, answers, phi, [True] * len(open_book)).float().softmax(-1)
+    return functional.cross_entropy(_logits(model, questions, answers, phi).float(), teacher)
 
 
 def _logits(
@@ -216,20 +216,26 @@ def _logits(
     phi: Tensor,
     without_memory: Sequence[bool] = (),
 ) -> Tensor:
-    """Logits of each token of all targets, row after row, each row under its modulation `[B, T, D]`, or under none.
+    """Logits of each token of all targets, row after row.
 
-    Rows of similar length go through the LM together: a few prompts with documents in front would otherwise pad all
-    the others to their length.
+    Rows of similar length share a batch; otherwise a few prompts with documents in front would pad all the others to
+    their length.
+
+    Args:
+        model: the model.
+        prompts, targets: token ids of B rows.
+        phi: `[B, T, D]`, each row's modulation.
+        without_memory: True for each row without modulation; empty if all have one.
     """
     bare = without_memory or [False] * len(prompts)
-    found: dict[int, Tensor] = {}
+    by_row: dict[int, Tensor] = {}
     for without in (False, True):
         rows = [i for i, flag in enumerate(bare) if flag == without]
         lengths = [len(prompts[i]) + len(targets[i]) for i in rows]
         for group in similar_lengths(lengths, _ALIKE):
             chosen = [rows[i] for i in group]
             modulation = None if without else model.modulation(phi[chosen])
-            read = [prompts[i] for i in chosen], [targets[i] for i in chosen]
-            logits = model.base_lm.answer_logits(*read, modulation)
-            found |= zip(chosen, logits.split([len(targets[i]) for i in chosen]))
-    return torch.cat([found[i] for i in range(len(prompts))])
+            group_rows = [prompts[i] for i in chosen], [targets[i] for i in chosen]
+            logits = model.base_lm.answer_logits(*group_rows, modulation)
+            by_row |= zip(chosen, logits.split([len(targets[i]) for i in chosen]))
+    return torch.cat([by_row[i] for i in range(len(prompts))])

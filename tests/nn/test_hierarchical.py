@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mac_rag.errors import ConfigError
 from mac_rag.nn import attention
-from mac_rag.nn import hierarchical as module
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankProjection
@@ -75,9 +74,8 @@ def test_it_is_the_loop_of_algorithm_3(
         index = torch.stack([torch.randperm(documents) for _ in range(questions)])
         bank, banks = bank.select(index), [phi[order] for order in index]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_NUMBERS", numbers)
         patch.setitem(attention._LOGITS, "cpu", numbers)
-        found = hierarchical(built, question, bank, subgroup, mask=mask)
+        found = hierarchical(built, question, bank, subgroup, mask=mask, budget=numbers)
     for b in range(questions):
         expected = literal(built, question[b : b + 1], banks[b], subgroup, None if mask is None else mask[b])
         torch.testing.assert_close(found[b], expected, **CLOSE)
