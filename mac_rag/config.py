@@ -287,13 +287,13 @@ class MACConfig(Config):
     """A whole MAC model.
 
     Attributes:
-        sentence_encoder: gives each text its first memory token, by which the document prior compares texts; None: the
-            prior compares the means of all memory tokens.
-        hashed_bm25: gives each text lexical vectors, which the document prior compares as well; None for none.
-        tokens: T, memory tokens of a document, the sentence encoder's included.
         base_lm: the frozen base LM.
         amortization: g_amort.
         input_encoder: g_input.
+        sentence_encoder: gives each text its first memory token, by which the document prior compares texts. None: the
+            prior compares the means of all memory tokens.
+        hashed_bm25: gives each text lexical vectors, which the document prior compares as well; None for none.
+        tokens: T, memory tokens of a document, the sentence encoder's included.
         mlp_width: inner width of the MLP of each memory token; None for the backbone's width, as in the paper.
         aggregation: h_psi.
         modulation: how phi* changes the LM.

@@ -1,4 +1,4 @@
-"""Builds the text encoders of a model from pretrained parts, or from the base LM's own weights."""
+"""Builds the networks of a model: text encoders, from pretrained parts or the base LM's own weights, and modulation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mac_rag.lm.loading import keep_first_layers, load_backbone, load_tokenizer
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.hashed_bm25 import HashedBM25
+from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning
 
 
 def make_encoder(
@@ -128,3 +129,17 @@ def pretrained_encoder(
     if part.layers is not None:
         keep_first_layers(backbone, part.layers)
     return make_encoder(config, part, backbone, base_lm.tokenizer, base_lm, sentence_encoder, hashed_bm25)
+
+
+def make_modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNetwork:
+    """The network from phi* to a modulation of the base LM, with random weights.
+
+    Raises:
+        ModelLoadError: as `BaseLM.shape`.
+    """
+    part, shape = config.modulation, base_lm.shape(config.modulation)
+    if part.kind == "lora":
+        return LoRA(shape, config.tokens, base_lm.width, bottleneck=part.bottleneck)
+    if part.kind == "film":
+        return FiLM(shape, base_lm.width, bottleneck=part.bottleneck)
+    return PrefixTuning(shape, config.tokens, base_lm.width, slots=part.slots, bottleneck=part.bottleneck)

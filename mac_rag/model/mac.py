@@ -17,13 +17,18 @@ from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.devices import default_device
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.model import checkpoint
-from mac_rag.model.factory import make_hashed_bm25, pretrained_encoder, pretrained_sentence_encoder
+from mac_rag.model.factory import (
+    make_hashed_bm25,
+    make_modulation_network,
+    pretrained_encoder,
+    pretrained_sentence_encoder,
+)
 from mac_rag.model.stored_names import FROZEN, fingerprint_fields, stored_name
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.bank_view import BankProjection, BankView
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
+from mac_rag.nn.modulation import Modulation
 from mac_rag.progress import progress_bar
 
 
@@ -66,7 +71,7 @@ class MACModel(nn.Module):
             lexical_vectors=config.lexical_vectors,
             lexical_weight=1.0 if config.hashed_bm25 is None else config.hashed_bm25.weight,
         )
-        self.modulation = _modulation_network(config, base_lm)
+        self.modulation = make_modulation_network(config, base_lm)
         self.base_lm_trained = False
         self._fingerprint: tuple[int, str] | None = None
         if self.context_window > self._positions:
@@ -387,12 +392,3 @@ class MACModel(nn.Module):
             yield
         finally:
             self.aggregation.use_prior = used
-
-
-def _modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNetwork:
-    wanted, shape = config.modulation, base_lm.shape(config.modulation)
-    if wanted.kind == "lora":
-        return LoRA(shape, config.tokens, base_lm.width, bottleneck=wanted.bottleneck)
-    if wanted.kind == "film":
-        return FiLM(shape, base_lm.width, bottleneck=wanted.bottleneck)
-    return PrefixTuning(shape, config.tokens, base_lm.width, slots=wanted.slots, bottleneck=wanted.bottleneck)
