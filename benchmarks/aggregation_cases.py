@@ -15,6 +15,7 @@ from benchmarks.measure import Usage, medians, usage
 from mac_rag.memory.views.codebook import CodebookView
 from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.nn.aggregation import AggregationNetwork
+from mac_rag.nn.memory_tokens import MemoryTokens
 
 Way = Literal["published", "kept", "streamed", "codebook"]
 
@@ -38,10 +39,10 @@ class Sizes:
         network = AggregationNetwork(self.width, blocks=self.blocks, heads=self.heads, head_width=self.head_width)
         return network.requires_grad_(False).to(device)
 
-    def question(self, questions: int, device: torch.device) -> Tensor:
-        """`[B, T, D]`."""
+    def question(self, questions: int, device: torch.device) -> MemoryTokens:
+        """So many random questions."""
         generator = torch.Generator().manual_seed(1)
-        return torch.randn(questions, self.tokens, self.width, generator=generator).to(device)
+        return MemoryTokens(torch.randn(questions, self.tokens, self.width, generator=generator).to(device))
 
     def bank(self, documents: int, codes: int) -> GeneratedBank:
         return GeneratedBank(documents, (self.tokens, self.width), period=_PERIOD, codes=codes)
@@ -78,7 +79,7 @@ def compared(sizes: Sizes, documents: int, questions: int, rounds: int, device: 
     """Median seconds with keys and values kept, and of the published way, in turns; equal results first."""
     network, question, bank = sizes.network(device), sizes.question(questions, device), sizes.bank(documents, 0)
     view = ProjectedBank(network, bank, device=device, budget_bytes=_UNLIMITED)
-    phi = bank.phi.to(device)
+    phi = MemoryTokens(bank.phi.to(device))
     _check(network(question, view)[0], published.attend(network, question, phi))
     return medians(lambda: network(question, view), lambda: published.attend(network, question, phi), rounds)
 
@@ -93,7 +94,7 @@ def measured(case: Case, sizes: Sizes, device: torch.device, rounds: int) -> Fig
     bank = sizes.bank(case.documents, case.codes)
     moved = sizes.blocks * case.documents * sizes.tokens * sizes.width * torch.float32.itemsize
     if case.way == "published":
-        phi = bank.phi.to(device)
+        phi = MemoryTokens(bank.phi.to(device))
         used, result = usage(lambda: published.attend(network, question, phi), device, rounds)
         _check(result, bank.answer(network, question))
         return _figures(used, 0, 0, moved)

@@ -9,6 +9,7 @@ from mac_rag.memory.bank import MemoryBank
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankProjection
+from mac_rag.nn.memory_tokens import MemoryTokens
 
 
 class GeneratedBank(MemoryBank):
@@ -60,11 +61,11 @@ class GeneratedBank(MemoryBank):
         return self._distinct[self._keys[start:stop] % len(self._distinct)].long()
 
     @torch.no_grad()
-    def answer(self, network: AggregationNetwork, question: Tensor) -> Tensor:
+    def answer(self, network: AggregationNetwork, question: MemoryTokens) -> Tensor:
         """phi* `[B, T, D]` by direct attention over the rows that differ, each with the count of its copies."""
         distinct = len(self._distinct)
         counts = self._count // distinct + (torch.arange(distinct) < self._count % distinct).long()
-        rows = network.project(self.read(0, distinct).to(question.device))
-        counted = BankProjection(rows.keys, rows.values, rows.prior_keys, counts.to(question).log())
+        rows = network.project(MemoryTokens(self.read(0, distinct).to(question.tokens.device)))
+        counted = BankProjection(rows.keys, rows.values, rows.prior_keys, counts.to(question.tokens).log())
         phi: Tensor = network(question, counted, attention=direct_attention)[0]
         return phi

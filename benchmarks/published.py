@@ -16,19 +16,20 @@ from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
+from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import Modulation
 
 PADDED = 1024
 
 
-def encode(encoder: TextEncoder, texts: Sequence[str]) -> Tensor:
-    """Memory tokens of texts that are all padded to 1,024 tokens, `[K, T, D]`."""
+def encode(encoder: TextEncoder, texts: Sequence[str]) -> MemoryTokens:
+    """Memory tokens of texts that are all padded to 1,024 tokens."""
     ids = torch.zeros(len(texts), PADDED, dtype=torch.long, device=encoder.device)
     mask = torch.zeros_like(ids)
     for row, text in enumerate(texts):
         tokens = torch.tensor(encoder.ids(text), device=encoder.device)
         ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
-    encoded: Tensor = encoder.network(ids, mask)
+    encoded: MemoryTokens = encoder.network(ids, mask)
     return encoded
 
 
@@ -39,26 +40,27 @@ def adapt(model: MACModel, documents: Sequence[str], batch_size: int) -> Tensor:
         encode(model.amortization, documents[first : first + batch_size])
         for first in range(0, len(documents), batch_size)
     ]
-    return torch.cat(parts)
+    return MemoryTokens.cat(parts).stacked()
 
 
 def aggregate(model: MACModel, questions: Sequence[str], phi: Tensor) -> Tensor:
     """phi* of each question `[B, T, D]`."""
-    return attend(model.aggregation, encode(model.input_encoder, questions), phi)
+    memory = MemoryTokens.split(phi, model.config.lexical_vectors)
+    return attend(model.aggregation, encode(model.input_encoder, questions), memory)
 
 
-def attend(network: AggregationNetwork, question: Tensor, phi: Tensor) -> Tensor:
+def attend(network: AggregationNetwork, question: MemoryTokens, phi: MemoryTokens) -> Tensor:
     """phi* `[B, T, D]`, from a copy of the bank for each question that every block normalises and projects anew.
 
     Args:
-        question: `[B, T, D]`.
-        phi: the bank `[K, T, D]`.
+        question: B encoded questions.
+        phi: the bank of K documents.
     """
-    bank = phi.flatten(0, 1).repeat(len(question), 1, 1)  # [B, K * T, D]
+    bank = phi.tokens.flatten(0, 1).repeat(len(question), 1, 1)  # [B, K * T, D]
     scores = None
     if network.prior is not None and network.use_prior:
         scores = network.prior.score(network.prior.queries(question), network.prior.keys(phi))
-    tokens = question
+    tokens = question.tokens
     for block in network.blocks:
         assert isinstance(block, CrossAttentionBlock)
         normed = network.bank_norm(bank)
@@ -73,7 +75,7 @@ def attend(network: AggregationNetwork, question: Tensor, phi: Tensor) -> Tensor
         logits = query @ keys.mT * query.shape[-1] ** -0.5  # [B, H, T, K * T]
         bias = None if scores is None else block.prior_bias(scores)
         if bias is not None:
-            logits = logits + bias.repeat_interleave(phi.shape[1], -1)[:, :, None]
+            logits = logits + bias.repeat_interleave(phi.tokens.shape[1], -1)[:, :, None]
         attended = logits.softmax(-1) @ values
         tokens = tokens + block.to_out(attended.transpose(1, 2).flatten(2))
         tokens = tokens + block.feed_forward(tokens)
@@ -117,7 +119,7 @@ def _next(lm: torch.nn.Module, ids: Tensor, mask: Tensor, modulation: Modulation
 
 def loss(model: MACModel, batch: Batch) -> Tensor:
     """The loss of equation 2, and three LM passes without gradients for the log."""
-    phi = encode(model.amortization, batch.documents)
+    phi = encode(model.amortization, batch.documents).stacked()
     modulation = model.modulation(aggregate(model, batch.questions, phi))
     lm = model.base_lm
     prompts = [lm.prompts.prompt(question) for question in batch.questions]

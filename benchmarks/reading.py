@@ -44,7 +44,7 @@ def main(
         return [answer.text for answer in answers]
 
     def at_once() -> list[str]:
-        with patch("mac_rag.model.mac._CPU_TOKENS", float("inf")):
+        with patch.object(engine.model, "cpu_batch_tokens", float("inf")):
             return few()
 
     same = sum(ours == theirs for ours, theirs in zip(few(), at_once(), strict=True))

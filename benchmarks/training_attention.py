@@ -45,11 +45,11 @@ def main(
     products.load_state_dict(fused.state_dict())
     use_products(products)
     ids = torch.randint(config.vocab_size, (rows, length))
-    parts = torch.ones_like(ids)
+    segment_ids = torch.ones_like(ids)
 
     def loss(lm: PrefixLM, bf16: bool) -> torch.Tensor:
         with torch.autocast("cpu", enabled=bf16):
-            states = lm.base_model(input_ids=ids, parts=parts).last_hidden_state
+            states = lm.base_model(input_ids=ids, segment_ids=segment_ids).last_hidden_state
         return functional.mse_loss(states.float(), torch.zeros_like(states, dtype=torch.float32))
 
     def step(lm: PrefixLM, bf16: bool) -> None:

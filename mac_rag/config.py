@@ -1,27 +1,65 @@
-"""Validated, frozen configurations: of the networks, of the base LM, and of a whole MAC model."""
+"""Validated, frozen configurations of the networks, the base LM, and a whole MAC model."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mac_rag.errors import ConfigError
 
+# A field's new name; or what turns the old field's value into values of new fields, by name.
+Renaming: TypeAlias = str | Callable[[Any], Mapping[str, Any]]
+
 
 class Config(BaseModel):
-    """Base of all configurations: immutable, and an unknown or ill-typed key is an error that names it."""
+    """Base of all configurations: immutable, and an unknown or ill-typed key is an error that names it.
+
+    Attributes:
+        RENAMED: fields that had another name in the last release, old name -> `Renaming`. The old names are still read,
+            with a FutureWarning that tells the new ones.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    RENAMED: ClassVar[Mapping[str, Renaming]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_names(cls, values: Any) -> Any:
+        """Replaces old field names by the new ones."""
+        old_names = [name for name in cls.RENAMED if isinstance(values, Mapping) and name in values]
+        if not old_names:
+            return values
+        values = dict(values)
+        for old in old_names:
+            renaming, value = cls.RENAMED[old], values.pop(old)
+            fields = {renaming: value} if isinstance(renaming, str) else renaming(value)
+            new_names = " and ".join(fields)
+            both = [name for name in fields if name in values]
+            if both:
+                raise ValueError(f"{old} is the old name of {new_names}; give only {' and '.join(both)}")
+            warnings.warn(
+                f"{cls.__name__}: {old} is now called {new_names}; the next release no longer reads the old name",
+                FutureWarning,
+                stacklevel=2,
+            )
+            values |= fields
+        return values
 
     @classmethod
     def parse(cls, values: Any, where: str | Path) -> Self:
         """Validates values read from a file.
 
+        Args:
+            values: the file's content.
+            where: the file, for the message.
+
         Raises:
-            ConfigError: naming the file, every offending key and its value.
+            ConfigError: for invalid values; it names the file, every offending key and its value.
         """
         try:
             return cls.model_validate(values)
@@ -37,13 +75,13 @@ class Config(BaseModel):
 class PromptFormat:
     """Templates of the text around a document, a question and an answer.
 
-    The parts are tokenized one by one and joined as ids, so that a boundary never changes a token and `d + x` starts
-    with exactly the ids of `d`.
+    Document, question and answer are tokenized one by one and joined as ids. So a boundary never changes a token, and
+    `d + x` starts with exactly the ids of `d`.
 
     Attributes:
         document, question, answer: the templates.
-        abstention: what the LM has learned to answer when nothing in front of the question answers it, such as
-            "I don't know"; None if it has learned no such answer.
+        abstention: the answer that the LM has learned for questions whose answer does not stand in front of them, such
+            as "I don't know"; None if it has learned none.
     """
 
     document: str = "{document}\n"
@@ -66,11 +104,11 @@ class BaseLMConfig(Config):
     """The frozen base LM theta_base.
 
     Attributes:
-        name: of any causal LM on the Hub, or a folder; `./name` is a folder inside the checkpoint itself. `minilm` is a
-            prefix LM of all-MiniLM-L6-v2's weights, to be tuned.
+        name: a causal LM on the Hub, or a folder; `./name` is a folder inside the checkpoint itself. `minilm` is a
+            prefix LM of all-MiniLM-L6-v2's weights, which must be tuned before it can answer.
         revision: branch, tag or commit on the Hub.
-        dtype: of its weights in memory.
-        quantization: `int8` or `nf4` (4 bit) through bitsandbytes.
+        dtype: dtype of the weights in memory.
+        quantization: `int8` or `nf4` (4 bit) through bitsandbytes; `none` for none.
     """
 
     name: str
@@ -87,15 +125,16 @@ class EncoderConfig(Config):
 
     Attributes:
         design: how the learned vectors meet the text; see `mac_rag.nn.amortization`.
-        name: of the pretrained backbone; None starts it from the base LM's own weights (designs decoder-only and
-            encoder-pooling); `minilm` is all-MiniLM-L6-v2 from its installed package.
+        name: the pretrained backbone, a name on the Hub or a folder; `minilm` is all-MiniLM-L6-v2 from its installed
+            package. None starts the backbone from the base LM's own weights (designs decoder-only and encoder-pooling).
         revision: branch, tag or commit on the Hub.
-        dtype: of the backbone's weights in memory.
-        quantization: of the pretrained backbone, which is then frozen; what is learned from scratch never is.
-        embeddings: of tokens: the backbone's `own`, trained with it; or the base LM's (`base-lm`), as frozen as it is,
-            which spares a small model half of its size. Both must have one vocabulary and dtype.
-        layers: how many of the base LM's layers the backbone starts with, from the first; None for all. The last ones
-            know what to say next rather than what was read.
+        dtype: dtype of the backbone's weights in memory.
+        quantization: quantization of the pretrained backbone, which is then frozen. What starts from scratch is never
+            quantised.
+        embeddings: token embeddings: the backbone's `own`, trained with it; or the base LM's (`base-lm`), frozen like
+            the LM, which halves the size of a small model. Both must have one vocabulary and dtype.
+        layers: layers of the base LM that the backbone starts with, counted from the first; None for all. The last
+            layers know what to say next rather than what was read.
     """
 
     design: Literal["encoder-decoder", "encoder-only", "encoder-pooling", "decoder-only"] = "encoder-decoder"
@@ -120,28 +159,37 @@ class EncoderConfig(Config):
         return self
 
 
-class IndexConfig(Config):
-    """A sentence encoder that gives each text one further token, its index, by which the document prior finds it.
+class SentenceEncoderConfig(Config):
+    """A frozen sentence encoder. Its mean state of a text is the text's first memory token, which the prior compares.
 
-    It is a retriever's encoder and stays frozen: to tell which document answers a question takes more examples than to
-    read it. Not part of the paper.
+    It is a retriever's encoder and is never trained: learning which document answers a question takes more examples
+    than learning to read. Not part of the paper.
 
     Attributes:
-        name: of the encoder: `minilm`, a folder, or a repository on the Hub. A text's index is the mean of its states,
-            so its width must be D.
+        name: `minilm`, a folder, or a repository on the Hub. The encoder's width must be D.
         revision: branch, tag or commit on the Hub.
-        embeddings: of tokens: `own`, or the base LM's (`base-lm`), where the vocabulary is the same.
-        words: R, vectors that hold the text's words (see `mac_rag.nn.hashed_bm25`), which the document prior compares
-            as well; 0 for none. They are stored with the memory tokens, and nothing attends to them.
-        words_weight: of their product in the document prior, beside a cosine. Part of no training, so chosen on
-            validation data.
+        embeddings: token embeddings: the encoder's `own`, or the base LM's (`base-lm`), where the vocabulary is the
+            same.
     """
 
     name: str
     revision: str | None = None
     embeddings: Literal["own", "base-lm"] = "own"
-    words: int = Field(0, ge=0)
-    words_weight: float = Field(0.1, gt=0)
+
+
+class HashedBM25Config(Config):
+    """Lexical vectors of a text, whose products are BM25's scores (see `mac_rag.nn.hashed_bm25`).
+
+    The document prior adds these products to its cosine. The vectors are stored with the memory tokens, and nothing
+    attends to them. Not part of the paper.
+
+    Attributes:
+        vectors: R, lexical vectors of width D for each text.
+        weight: weight of the product beside the cosine. No training changes it, so choose it on validation data.
+    """
+
+    vectors: int = Field(8, ge=1)
+    weight: float = Field(0.1, gt=0)
 
 
 class AggregationConfig(Config):
@@ -149,11 +197,11 @@ class AggregationConfig(Config):
 
     Attributes:
         blocks: cross-attention blocks.
-        heads, head_width: of their attention.
+        heads, head_width: attention heads of a block, and their width.
         feed_forward: hidden width of the feed-forward networks, as a multiple of D.
         prior_width: width of the document prior's space; 0 for no document prior.
-        prior_sharpness: factor on the document prior in attention, except in training. How much it should weigh grows
-            with the bank, and batches of training are small.
+        prior_sharpness: factor on the document prior in attention, except in training. The larger the bank, the more
+            the prior should weigh, and training batches are small.
     """
 
     blocks: int = Field(4, ge=1)
@@ -169,9 +217,9 @@ class ModulationConfig(Config):
 
     Attributes:
         kind: `prefix` (P-tuning v2), `lora` or `film`.
-        slots: prefix positions for each token; only for `prefix`.
+        slots: prefix positions for each token of phi*; only for `prefix`.
         bottleneck: inner width of the map from phi*; None for one linear layer.
-        targets: last names of the modules that LoRA changes; None for the attention's queries and values.
+        targets: last names of the modules that LoRA changes; None for those of the attention's queries and values.
     """
 
     kind: Literal["prefix", "lora", "film"] = "prefix"
@@ -189,19 +237,19 @@ class ModulationConfig(Config):
 
 
 class AttentionConfig(Config):
-    """How an engine attends to its bank; part of no checkpoint, for a bank may be read in any of these ways.
+    """How an engine attends to its bank. It is part of no checkpoint: any bank may be read in any of these ways.
 
     Attributes:
-        strategy: `streaming` is exact, over the whole bank, at constant working memory; `preselect` is exact over the
-            documents with the highest prior, so that a question's cost hardly grows with the bank; `hierarchical` is
-            algorithm 3 of the paper; `sharded` is streaming where every process of a torch.distributed group holds a
+        strategy: `streaming` is exact over the whole bank, at constant working memory. `preselect` is exact over the
+            documents with the highest prior, so that a question's cost hardly grows with the bank. `hierarchical` is
+            algorithm 3 of the paper. `sharded` is streaming where every process of a torch.distributed group holds a
             bank of its own, and all processes ask the same questions at the same time.
-        preselected: N, rows that are preselected for each question.
-        exact_rows: up to so many rows are preselected by an exact product; among more, by FAISS.
-        subgroup: M, modulations that are aggregated into one at a time by algorithm 3.
-        cache_bytes: budget for the bank's keys and values. Those of a larger bank are projected chunk by chunk for each
+        preselected: N, rows preselected for each question.
+        exact_rows: banks of at most so many rows are searched by an exact product, larger ones by FAISS.
+        subgroup: M, modulations that algorithm 3 aggregates into one.
+        cache_bytes: memory for the bank's keys and values. Those of a larger bank are projected chunk by chunk for each
             batch of questions.
-        cache_dtype: in which they are kept.
+        cache_dtype: dtype of the keys and values in memory.
     """
 
     strategy: Literal["streaming", "preselect", "hierarchical", "sharded"] = "streaming"
@@ -216,9 +264,9 @@ class BoundConfig(Config):
     """How large a bank may become, and how it makes room (section "Memory bank size constraint").
 
     Attributes:
-        maximum: most entries; documents that were averaged are one.
-        method: see `mac_rag.memory.reduction`. The paper finds averaging the most alike best.
-        seed: of the random methods.
+        maximum: largest number of entries; documents that were averaged are one entry.
+        method: see `mac_rag.memory.reduction`. In the paper, averaging the nearest entries is best.
+        seed: random seed of the two random methods.
     """
 
     maximum: int = Field(ge=1)
@@ -226,26 +274,46 @@ class BoundConfig(Config):
     seed: int = 0
 
 
+def _index_fields(index: Any) -> dict[str, Any]:
+    """The fields that the old field `index` of `MACConfig` has become."""
+    if not isinstance(index, Mapping):
+        return {"sentence_encoder": index, "hashed_bm25": None}
+    encoder = {name: value for name, value in index.items() if name not in ("words", "words_weight")}
+    vectors, weight = index.get("words", 0), index.get("words_weight", HashedBM25Config().weight)
+    return {"sentence_encoder": encoder, "hashed_bm25": {"vectors": vectors, "weight": weight} if vectors else None}
+
+
 class MACConfig(Config):
     """A whole MAC model.
 
     Attributes:
-        tokens: T, memory tokens of a document, its index included.
-        index: what finds a document, if that is not the mean of its memory tokens.
-        mlp_width: inner width of the MLP of each memory token; None for the backbone's, as in the paper.
+        base_lm: the frozen base LM.
+        amortization: g_amort.
+        input_encoder: g_input.
+        sentence_encoder: gives each text its first memory token, by which the document prior compares texts. None: the
+            prior compares the means of all memory tokens.
+        hashed_bm25: gives each text lexical vectors, which the document prior compares as well; None for none.
+        tokens: T, memory tokens of a document, the sentence encoder's included.
+        mlp_width: inner width of the MLP of each memory token; None for the backbone's width, as in the paper.
+        aggregation: h_psi.
+        modulation: how phi* changes the LM.
+        prompt: the templates of documents, questions and answers.
         max_document_tokens: longest document, in the amortization network's own tokens.
-        max_new_tokens: longest answer.
-        context_window: tokens that documents, question and answer may have together; None for all that the LM has
-            positions for. An LM may have more of them than it has learned to read.
-        memory_weight: lambda, of what is said under phi* behind retrieved documents, against what the LM alone says
-            (see `mac_rag.lm.max_rule`); 1 is the paper's `LM(d + x; phi*)`, and costs half as much. Part of no
-            training, so chosen on validation data.
+        max_new_tokens: longest answer, in the LM's tokens.
+        context_window: tokens that documents, question and answer may have together; None for all positions of the LM.
+            An LM may have more positions than it has learned to use.
+        memory_weight: lambda, the weight of the LM with memory against the LM alone, for questions behind retrieved
+            documents (see `mac_rag.lm.max_rule`). 1 is the paper's `LM(d + x; phi*)` and costs half as much. No
+            training changes it, so choose it on validation data.
     """
+
+    RENAMED: ClassVar[Mapping[str, Renaming]] = {"index": _index_fields}
 
     base_lm: BaseLMConfig
     amortization: EncoderConfig
     input_encoder: EncoderConfig
-    index: IndexConfig | None = None
+    sentence_encoder: SentenceEncoderConfig | None = None
+    hashed_bm25: HashedBM25Config | None = None
     tokens: int = Field(24, ge=1)
     mlp_width: int | None = Field(None, ge=1)
     aggregation: AggregationConfig = AggregationConfig()
@@ -262,15 +330,15 @@ class MACConfig(Config):
             kinds = {(config.dtype, config.quantization) for config in (self.base_lm, part)}
             if part.embeddings == "base-lm" and (len(kinds) > 1 or part.quantization != "none"):
                 raise ValueError("embeddings of the base LM can be shared only at its dtype and without quantization")
-        if self.index is not None and not self.aggregation.prior_width:
-            raise ValueError(
-                f"the index {self.index.name!r} serves the document prior; set aggregation.prior_width above 0"
-            )
-        if self.index is not None and self.tokens < 2:
-            raise ValueError(f"tokens is {self.tokens}, but a document needs one beside its index")
+        serving = [] if self.sentence_encoder is None else [f"the sentence encoder {self.sentence_encoder.name!r}"]
+        serving += [] if self.hashed_bm25 is None else ["hashed_bm25"]
+        if serving and not self.aggregation.prior_width:
+            raise ValueError(f"{serving[0]} serves the document prior; set aggregation.prior_width above 0")
+        if self.sentence_encoder is not None and self.tokens < 2:
+            raise ValueError(f"tokens is {self.tokens}, but a document needs one beside the sentence encoder's")
         return self
 
     @property
-    def words(self) -> int:
-        """R, vectors that a text's words are kept in behind its T memory tokens."""
-        return 0 if self.index is None else self.index.words
+    def lexical_vectors(self) -> int:
+        """R, lexical vectors that are stored with the T memory tokens of a text; 0 without `hashed_bm25`."""
+        return 0 if self.hashed_bm25 is None else self.hashed_bm25.vectors

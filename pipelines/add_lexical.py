@@ -1,4 +1,4 @@
-"""Gives the index of a MAC model hashed words: `python -m pipelines.add_lexical --help`."""
+"""Gives a MAC model hashed BM25: `python -m pipelines.add_lexical --help`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 
 def main(
     config: ConfigOption,
-    model: Annotated[str, typer.Option(help="A MAC model that has an index, name or folder.")],
-    output: Annotated[Path, typer.Option(help="Folder for the model with words, new or empty.")],
-    words: Annotated[int, typer.Option(min=1, help="R, vectors that the words of a text are hashed to.")] = 8,
-    weight: Annotated[float, typer.Option(min=1e-6, help="Of words in the document prior, beside a cosine.")] = 0.1,
+    model: Annotated[str, typer.Option(help="A MAC model with a sentence encoder: a name or a folder.")],
+    output: Annotated[Path, typer.Option(help="Folder for the new model, new or empty.")],
+    words: Annotated[int, typer.Option(min=1, help="R, lexical vectors of each text.")] = 8,
+    weight: Annotated[
+        float, typer.Option(min=1e-6, help="Weight of their product beside the cosine in the document prior.")
+    ] = 0.1,
     store: Annotated[Literal["fp32", "bf16", "int8"], typer.Option(help="How the weights are stored.")] = "fp32",
     set_: SetOption = None,
 ) -> None:
-    """Let the document prior compare words, too: count how rare they are in the training set of a recipe.
+    """Let the document prior compare words, too: count in the training set of a recipe how rare each token is.
 
     Nothing is trained, and all weights stay as they are. The recipe is one of pipelines.train; only its data are read.
     """
@@ -39,37 +41,40 @@ def main(
     if output.exists() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty; choose another --output")
     data = load_recipe(TrainConfig, config, set_).data.training_set()
-    with_words = index_words(MACModel.from_pretrained(model), (d.text for d in data.documents), words, weight)
-    with_words.save_pretrained(output, dtype=torch.int8 if store == "int8" else DTYPES[store])
+    extended = add_hashed_bm25(MACModel.from_pretrained(model), (d.text for d in data.documents), words, weight)
+    extended.save_pretrained(output, dtype=torch.int8 if store == "int8" else DTYPES[store])
     typer.echo(f"{output}: counted in {len(data.documents):,} documents of {data.name}, {data.split}")
 
 
-def index_words(model: MACModel, texts: Iterable[str], vectors: int, weight: float) -> MACModel:
-    """The same networks, their index with words; those that it had are counted anew.
+def add_hashed_bm25(model: MACModel, texts: Iterable[str], vectors: int, weight: float) -> MACModel:
+    """The same networks with hashed BM25, whose counts come from a corpus; a model's former counts are replaced.
 
     Args:
-        model: with an index. It must not be used any more.
-        texts: in which words are counted.
-        vectors, weight: see `mac_rag.config.IndexConfig`.
+        model: a model with a sentence encoder. Its parts go over to the new model; do not use it any more.
+        texts: the corpus.
+        vectors, weight: see `mac_rag.config.HashedBM25Config`.
 
     Raises:
-        ConfigError: for a model without an index.
+        ConfigError: for a model without a sentence encoder.
         DocumentError: for a text that the model cannot take.
     """
+    from mac_rag.config import HashedBM25Config
     from mac_rag.errors import ConfigError
     from mac_rag.model import MACModel
-    from mac_rag.model.factory import make_words
+    from mac_rag.model.factory import make_hashed_bm25
 
-    index = model.config.index
-    if index is None:
-        raise ConfigError("this model has no index that words could go with; train one with model.index")
-    wanted = index.model_copy(update={"words": vectors, "words_weight": weight})
-    config = model.config.model_copy(update={"index": wanted})
-    words = make_words(config, model.base_lm)
-    assert words is not None
-    words.count(model.amortization.ids(chunk) for text in texts for chunk in model.amortization.split(text))
+    if model.config.sentence_encoder is None:
+        raise ConfigError(
+            "this model has no sentence encoder, beside which hashed BM25 is added; train one with "
+            "model.sentence_encoder"
+        )
+    lexical = HashedBM25Config(vectors=vectors, weight=weight)
+    config = model.config.model_copy(update={"hashed_bm25": lexical})
+    hashed_bm25 = make_hashed_bm25(config, model.base_lm)
+    assert hashed_bm25 is not None
+    hashed_bm25.count(model.amortization.ids(chunk) for text in texts for chunk in model.amortization.split(text))
     for encoder in (model.amortization, model.input_encoder):
-        encoder.network.words = words
+        encoder.network.hashed_bm25 = hashed_bm25
     again = MACModel(config, model.base_lm, model.amortization, model.input_encoder)
     again.aggregation.load_state_dict(model.aggregation.state_dict())
     again.modulation.load_state_dict(model.modulation.state_dict())

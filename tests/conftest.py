@@ -24,13 +24,13 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a tiny saved model: `llama`, `gpt2`, `t5` or `bert`."""
-    from tests import models
+    from tests import helpers
 
     root = tmp_path_factory.mktemp("models")
 
     def folder(name: str) -> Path:
         place = root / name
-        return place if place.exists() else getattr(models, f"save_{name}")(place)
+        return place if place.exists() else getattr(helpers, f"save_{name}")(place)
 
     return folder
 
@@ -41,7 +41,7 @@ def tiny_checkpoint(model_folder: Callable[[str], Path], tmp_path_factory: pytes
     import torch
 
     from mac_rag.model import MACModel
-    from tests.models import mac_config
+    from tests.helpers import mac_config
 
     torch.manual_seed(0)
     place = tmp_path_factory.mktemp("checkpoint") / "tiny"

@@ -16,7 +16,7 @@ from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintErr
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
-from tests.models import mac_config
+from tests.helpers import mac_config
 
 STREAM = generate("val", 12)
 QUESTIONS = [question.question for question in STREAM.questions]

@@ -1,4 +1,4 @@
-"""The index: a frozen sentence encoder whose mean state of a text is a token of its own, which finds documents."""
+"""What finds documents: a frozen sentence encoder's token, and the lexical vectors of hashed BM25."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from transformers import AutoModel, T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner
 
 from eval.harness.variants import grafted
-from mac_rag.config import AggregationConfig, AttentionConfig, BaseLMConfig, EncoderConfig, IndexConfig, MACConfig
+from mac_rag.config import (
+    AggregationConfig,
+    AttentionConfig,
+    BaseLMConfig,
+    EncoderConfig,
+    HashedBM25Config,
+    MACConfig,
+    SentenceEncoderConfig,
+)
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, ModelLoadError
@@ -28,25 +36,26 @@ from mac_rag.memory.views.codebook import CodebookView
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.attention import direct_attention
-from pipelines import add_lexical as index_words_command
-from pipelines.add_lexical import index_words
-from tests.models import mac_config
+from mac_rag.nn.memory_tokens import MemoryTokens
+from pipelines import add_lexical
+from pipelines.add_lexical import add_hashed_bm25
+from tests.helpers import mac_config
 
 TEXTS = ["William of Normandy won at Hastings, in 1066.", "Rain fell on the town for eleven days.", "It was cold."]
 QUESTIONS = ["Who won at Hastings?", "How long did it rain?"]
 
 
-def indexed(index: IndexConfig | None, **values: Any) -> MACConfig:
+def with_encoder(encoder: SentenceEncoderConfig | None, **values: Any) -> MACConfig:
     part = EncoderConfig(design="encoder-pooling", name=None, embeddings="base-lm", layers=1)
     sizes = AggregationConfig(blocks=1, heads=2, head_width=8, feed_forward=1, prior_width=384)
     options = {"tokens": 4, "mlp_width": 8, "aggregation": sizes, "amortization": part, "input_encoder": part, **values}
-    return MACConfig(base_lm=BaseLMConfig(name="minilm"), index=index, **options)
+    return MACConfig(base_lm=BaseLMConfig(name="minilm"), sentence_encoder=encoder, **options)
 
 
 @pytest.fixture
 def model() -> MACModel:
     torch.manual_seed(1)
-    return MACModel.from_config(indexed(IndexConfig(name="minilm", embeddings="base-lm")), device="cpu")
+    return MACModel.from_config(with_encoder(SentenceEncoderConfig(name="minilm", embeddings="base-lm")), device="cpu")
 
 
 def test_the_first_token_is_the_encoders_mean_state_of_the_text(model: MACModel) -> None:
@@ -61,7 +70,7 @@ def test_the_first_token_is_the_encoders_mean_state_of_the_text(model: MACModel)
 
 
 @pytest.mark.parametrize("design", ["encoder-only", "encoder-pooling", "decoder-only", "encoder-decoder"])
-def test_every_design_has_an_index(design: str, tmp_path: Path) -> None:
+def test_every_design_takes_a_sentence_encoder(design: str, tmp_path: Path) -> None:
     name = None
     if design in ("encoder-only", "encoder-decoder"):
         name = str(tmp_path / "t5")
@@ -70,18 +79,18 @@ def test_every_design_has_an_index(design: str, tmp_path: Path) -> None:
         T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), **sizes)).save_pretrained(name)
         tokenizer.save_pretrained(name)
     part = EncoderConfig.model_validate({"design": design, "name": name})
-    model = MACModel.from_config(indexed(IndexConfig(name="minilm"), amortization=part), device="cpu")
+    model = MACModel.from_config(with_encoder(SentenceEncoderConfig(name="minilm"), amortization=part), device="cpu")
     phi = model.amortize(TEXTS)
     assert phi.shape == (3, 4, 384)
-    index = MACModel.from_config(indexed(IndexConfig(name="minilm")), device="cpu").amortize(TEXTS)[:, 0]
+    index = MACModel.from_config(with_encoder(SentenceEncoderConfig(name="minilm")), device="cpu").amortize(TEXTS)[:, 0]
     torch.testing.assert_close(phi[:, 0], index, atol=1e-5, rtol=1e-5)
 
 
-def test_the_document_prior_compares_indices_alone(model: MACModel) -> None:
+def test_the_document_prior_compares_the_encoders_tokens_alone(model: MACModel) -> None:
     prior: Any = model.aggregation.prior
     phi, asked = model.amortize(TEXTS), model.input_encoder.encode([model.input_encoder.ids(q) for q in QUESTIONS], 99)
     scores = model.aggregation.prior_scores(asked, model.project(phi))
-    for question, row in zip(asked, scores, strict=True):
+    for question, row in zip(asked.stacked(), scores, strict=True):
         for document, score in zip(phi, row, strict=True):
             pair = prior.query.weight @ question[0], prior.key.weight @ document[0]
             torch.testing.assert_close(score, prior.log_scale.exp() * functional.cosine_similarity(*pair, dim=0))
@@ -89,53 +98,53 @@ def test_the_document_prior_compares_indices_alone(model: MACModel) -> None:
     torch.testing.assert_close(model.aggregation.prior_scores(asked, model.project(others)), scores)
 
 
-def test_a_checkpoint_holds_the_index_once(model: MACModel, tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_sentence_encoder_once(model: MACModel, tmp_path: Path) -> None:
     with torch.no_grad():  # so that what is loaded cannot come from MiniLM's package
-        model.amortization.network.index.encoder.layer[0].output.dense.weight.mul_(1.5)
+        model.amortization.network.sentence_encoder.encoder.layer[0].output.dense.weight.mul_(1.5)
     model.save_pretrained(tmp_path / "mac")
     again = MACModel.from_pretrained(tmp_path / "mac", device="cpu")
     torch.testing.assert_close(again.amortize(TEXTS), model.amortize(TEXTS))
-    assert again.amortization.network.index is again.input_encoder.network.index
+    assert again.amortization.network.sentence_encoder is again.input_encoder.network.sentence_encoder
     assert again.fingerprint == model.fingerprint
     with (tmp_path / "mac" / "model.safetensors").open("rb") as file:
         names = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
     layer = "index.encoder.layer.0.output.dense.weight"
     assert [name for name in names if name.endswith(layer)] == [f"amortization.network.{layer}"]
     assert not any("word_embeddings" in name for name in names)
-    with torch.no_grad():  # another index finds other documents: memory tokens are not those of this model
-        again.amortization.network.index.encoder.layer[0].output.dense.weight.mul_(1.5)
+    with torch.no_grad():  # another encoder finds other documents: memory tokens are not those of this model
+        again.amortization.network.sentence_encoder.encoder.layer[0].output.dense.weight.mul_(1.5)
     assert again.fingerprint != model.fingerprint
 
 
-WORDS = IndexConfig(name="minilm", embeddings="base-lm", words=2, words_weight=0.3)
+LEXICAL = HashedBM25Config(vectors=2, weight=0.3)
 
 
 @pytest.fixture
-def worded(model: MACModel) -> MACModel:
-    """The same model with words in its index."""
-    return index_words(model, TEXTS, WORDS.words, WORDS.words_weight)
+def lexical(model: MACModel) -> MACModel:
+    """The same model with hashed BM25."""
+    return add_hashed_bm25(model, TEXTS, LEXICAL.vectors, LEXICAL.weight)
 
 
-def asked_of(model: MACModel) -> torch.Tensor:
+def encoded_questions(model: MACModel) -> MemoryTokens:
     return model.input_encoder.encode([model.input_encoder.ids(q) for q in QUESTIONS], 99)
 
 
-def test_words_stand_behind_the_memory_tokens(model: MACModel) -> None:
+def test_lexical_vectors_stand_behind_the_memory_tokens(model: MACModel) -> None:
     before = model.amortize(TEXTS)
-    worded = index_words(model, TEXTS, 2, 0.3)
-    assert worded.config.index == WORDS
-    phi = worded.amortize(TEXTS)
+    lexical = add_hashed_bm25(model, TEXTS, 2, 0.3)
+    assert lexical.config.hashed_bm25 == LEXICAL
+    phi = lexical.amortize(TEXTS)
     assert phi.shape == (3, 4 + 2, 384)
-    torch.testing.assert_close(worded.aggregation.attended(phi), before)
-    torch.testing.assert_close(worded.amortize(TEXTS[1:2])[0], phi[1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(MemoryTokens.split(phi, 2).tokens, before)
+    torch.testing.assert_close(lexical.amortize(TEXTS[1:2])[0], phi[1], atol=1e-5, rtol=1e-5)
     assert not torch.equal(phi[0, 4:], phi[1, 4:])
 
 
-def test_the_document_prior_adds_the_product_of_words_to_the_cosine(worded: MACModel) -> None:
-    prior: Any = worded.aggregation.prior
-    phi, asked = worded.amortize(TEXTS), asked_of(worded)
-    scores = worded.aggregation.prior_scores(asked, worded.project(phi))
-    for question, row in zip(asked.double(), scores, strict=True):
+def test_the_document_prior_adds_the_product_of_lexical_vectors_to_the_cosine(lexical: MACModel) -> None:
+    prior: Any = lexical.aggregation.prior
+    phi, asked = lexical.amortize(TEXTS), encoded_questions(lexical)
+    scores = lexical.aggregation.prior_scores(asked, lexical.project(phi))
+    for question, row in zip(asked.stacked().double(), scores, strict=True):
         for document, score in zip(phi.double(), row, strict=True):
             pair = prior.query.weight.double() @ question[0], prior.key.weight.double() @ document[0]
             product = question[4:].flatten() @ document[4:].flatten() / question[4:].norm()
@@ -143,143 +152,147 @@ def test_the_document_prior_adds_the_product_of_words_to_the_cosine(worded: MACM
             torch.testing.assert_close(score.double(), expected, atol=1e-4, rtol=1e-5)
 
 
-def test_nothing_attends_to_words(worded: MACModel) -> None:
-    phi, asked = worded.amortize(TEXTS), asked_of(worded)
+def test_nothing_attends_to_lexical_vectors(lexical: MACModel) -> None:
+    phi, asked = lexical.amortize(TEXTS), encoded_questions(lexical)
     others = torch.cat([phi[:, :4], torch.randn_like(phi[:, 4:])], 1)
-    with worded.without_document_prior(), torch.no_grad():
-        found = [worded.aggregation(asked, worded.project(rows))[0] for rows in (phi, others)]
+    with lexical.without_document_prior(), torch.no_grad():
+        found = [lexical.aggregation(asked, lexical.project(rows))[0] for rows in (phi, others)]
     assert found[0].shape == (2, 4, 384)
     torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("strategy", ["streaming", "hierarchical", "preselect"])
-def test_words_are_attended_to_in_no_strategy(worded: MACModel, strategy: Any) -> None:
+def test_no_strategy_attends_to_lexical_vectors(lexical: MACModel, strategy: Any) -> None:
     config = AttentionConfig(strategy=strategy, preselected=3, subgroup=3)
-    engine = MACEngine(worded, attention=config)
+    engine = MACEngine(lexical, attention=config)
     engine.adapt([Document(str(number), text) for number, text in enumerate(TEXTS)])
     found = engine._current().aggregate(QUESTIONS).phi
     with torch.no_grad():
-        bank, asked = worded.project(worded.amortize(TEXTS)), asked_of(worded)
-        expected, _ = worded.aggregation(asked, bank, attention=direct_attention)
+        bank, asked = lexical.project(lexical.amortize(TEXTS)), encoded_questions(lexical)
+        expected, _ = lexical.aggregation(asked, bank, attention=direct_attention)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    assert [answer.text for answer in engine.answer(QUESTIONS)] == worded.generate(QUESTIONS, modulation=expected)
+    assert [answer.text for answer in engine.answer(QUESTIONS)] == lexical.generate(QUESTIONS, modulation=expected)
 
 
-def test_codes_of_words_are_not_attended_to(worded: MACModel) -> None:
-    phi = worded.amortize(TEXTS)
-    bank = MemoryBank(worded.fingerprint, codebook=phi.flatten(0, 1))  # each token has a code of its own
+def test_codes_of_lexical_vectors_are_not_attended_to(lexical: MACModel) -> None:
+    phi = lexical.amortize(TEXTS)
+    bank = MemoryBank(lexical.fingerprint, codebook=phi.flatten(0, 1))  # each token has a code of its own
     bank.put([Document(text, text) for text in TEXTS], phi)
-    view = CodebookView(worded.aggregation, bank, device="cpu")
+    view = CodebookView(lexical.aggregation, bank, device="cpu")
     assert int(view.counts.sum()) == 3 * 4
     assert view.row_prior_keys is not None
-    exact = worded.project(phi)
+    exact = lexical.project(phi)
     torch.testing.assert_close(view.row_prior_keys, exact.prior_keys, atol=1e-5, rtol=1e-5)
     everything = torch.arange(3).expand(2, -1)
     with torch.no_grad():
-        found = [worded.aggregation(asked_of(worded), rows)[0] for rows in (exact, view.select(everything))]
+        found = [lexical.aggregation(encoded_questions(lexical), rows)[0] for rows in (exact, view.select(everything))]
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
-def test_a_checkpoint_holds_the_words(worded: MACModel, tmp_path: Path) -> None:
-    before = worded.amortize(TEXTS)
+def test_a_checkpoint_holds_hashed_bm25(lexical: MACModel, tmp_path: Path) -> None:
+    before = lexical.amortize(TEXTS)
     for dtype in (None, torch.int8):
-        worded.save_pretrained(tmp_path / str(dtype), dtype=dtype)
+        lexical.save_pretrained(tmp_path / str(dtype), dtype=dtype)
         again = MACModel.from_pretrained(tmp_path / str(dtype), device="cpu")
-        assert again.amortization.network.words is again.input_encoder.network.words
+        assert again.amortization.network.hashed_bm25 is again.input_encoder.network.hashed_bm25
         torch.testing.assert_close(again.amortize(TEXTS)[:, 4:], before[:, 4:])
     network: Any = again.amortization.network
     fingerprint = again.fingerprint
-    with torch.no_grad():  # words that are weighed otherwise are of another model
-        network.words.rarity.mul_(2)
+    with torch.no_grad():  # a model with other rarities is another model
+        network.hashed_bm25.rarity.mul_(2)
     assert again.fingerprint != fingerprint
 
 
-def test_a_model_with_words_is_trained_and_words_stay_as_they_are(worded: MACModel) -> None:
-    network: Any = worded.amortization.network
-    rarity = network.words.rarity.clone()
-    worded.train()
+def test_training_leaves_hashed_bm25_as_it_is(lexical: MACModel) -> None:
+    network: Any = lexical.amortization.network
+    rarity = network.hashed_bm25.rarity.clone()
+    lexical.train()
     weights = LossWeights(answer=1, direct=1, reconstruction=1, contrastive=1, imitation=1, distillation=1)
     batch = Batch(TEXTS, QUESTIONS, ["William", "eleven days"], [0, 1])
-    terms, phi = mac_loss(worded, batch, weights, negatives=torch.randn(5, 6, 384), distractors=2)
-    assert phi.shape == (3, 6, 384)
+    terms, phi = mac_loss(
+        lexical, batch, weights, negatives=MemoryTokens.split(torch.randn(5, 6, 384), 2), distractors=2
+    )
+    assert phi.stacked().shape == (3, 6, 384)
     assert all(bool(term.isfinite()) for term in terms.values())
     terms["loss"].backward()
-    assert network.words.rarity.grad is None
-    assert torch.equal(network.words.rarity, rarity)
+    assert network.hashed_bm25.rarity.grad is None
+    assert torch.equal(network.hashed_bm25.rarity, rarity)
 
 
-def test_words_find_a_name_that_meaning_does_not(model: MACModel) -> None:
+def test_lexical_vectors_find_a_name_that_meaning_does_not(model: MACModel) -> None:
     names = ["Quorndal", "Xebrith", "Vostwick", "Ymberley", "Ploskov", "Drennagh"]
     texts = [f"The mayor of {name} opened a bridge over the river in spring." for name in names]
-    worded = index_words(model, texts, 8, 0.3)
-    questions = [worded.input_encoder.ids(f"Who opened a bridge in {name}?") for name in names]
-    scores = worded.aggregation.prior_scores(
-        worded.input_encoder.encode(questions, 999), worded.project(worded.amortize(texts))
+    lexical = add_hashed_bm25(model, texts, 8, 0.3)
+    questions = [lexical.input_encoder.ids(f"Who opened a bridge in {name}?") for name in names]
+    scores = lexical.aggregation.prior_scores(
+        lexical.input_encoder.encode(questions, 999), lexical.project(lexical.amortize(texts))
     )
     assert scores.argmax(1).tolist() == list(range(len(names)))
 
 
-def test_words_need_an_index(tmp_path: Path) -> None:
-    model = MACModel.from_config(indexed(None), device="cpu")
-    with pytest.raises(ConfigError, match="this model has no index"):
-        index_words(model, TEXTS, 2, 0.1)
+def test_hashed_bm25_is_added_beside_a_sentence_encoder(tmp_path: Path) -> None:
+    model = MACModel.from_config(with_encoder(None), device="cpu")
+    with pytest.raises(ConfigError, match="this model has no sentence encoder"):
+        add_hashed_bm25(model, TEXTS, 2, 0.1)
 
 
-def test_the_command_counts_words_in_the_documents_of_a_recipe(model: MACModel, tmp_path: Path) -> None:
+def test_the_command_counts_in_the_documents_of_a_recipe(model: MACModel, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "mac")
     app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(index_words_command.main)
+    app.command()(add_lexical.main)
     options = ["--config", "mac-tiny/train", "--set", "data.documents=30", "--model", str(tmp_path / "mac")]
-    options += ["--output", str(tmp_path / "worded"), "--words", "3"]
+    options += ["--output", str(tmp_path / "lexical"), "--words", "3"]
     done = CliRunner().invoke(app, options)
     assert "counted in 30 documents of newswire, train" in done.stdout
-    found = MACModel.from_pretrained(tmp_path / "worded", device="cpu")
-    assert found.config.words == 3
-    assert len(found.amortization.network.words.rarity.unique()) > 5
+    found = MACModel.from_pretrained(tmp_path / "lexical", device="cpu")
+    assert found.config.lexical_vectors == 3
+    assert len(found.amortization.network.hashed_bm25.rarity.unique()) > 5
     again = CliRunner().invoke(app, options)
     assert isinstance(again.exception, ConfigError)
     assert "is not empty" in str(again.exception)
 
 
-def test_an_encoder_that_starts_anew_keeps_the_index_and_its_words(worded: MACModel, tmp_path: Path) -> None:
-    worded.save_pretrained(tmp_path / "mac")
-    place = grafted(worded.config, tmp_path / "mac", "amortization", tmp_path / "starts", 0)
-    fresh, old = MACModel.from_pretrained(place, device="cpu").mac_state(), worded.mac_state()
+def test_an_encoder_that_starts_anew_keeps_what_finds_documents(lexical: MACModel, tmp_path: Path) -> None:
+    lexical.save_pretrained(tmp_path / "mac")
+    place = grafted(lexical.config, tmp_path / "mac", "amortization", tmp_path / "starts", 0)
+    fresh, old = MACModel.from_pretrained(place, device="cpu").mac_state(), lexical.mac_state()
     differ = {name for name, weight in fresh.items() if not torch.equal(weight, old[name])}
     assert "amortization.network.mlps.inner" in differ
     assert not any(".index." in name or ".words." in name for name in differ)
 
 
-def test_training_leaves_the_index_as_it_is(model: MACModel) -> None:
+def test_training_leaves_the_sentence_encoder_as_it_is(model: MACModel) -> None:
     model.train()
-    assert not model.amortization.network.index.training
+    assert not model.amortization.network.sentence_encoder.training
     terms, _ = mac_loss(
         model, Batch(TEXTS, QUESTIONS, ["William", "eleven days"], [0, 1]), LossWeights(answer=1, contrastive=1)
     )
     terms["loss"].backward()
-    assert all(p.grad is None for p in model.amortization.network.index.parameters())
+    assert all(p.grad is None for p in model.amortization.network.sentence_encoder.parameters())
     prior: Any = model.aggregation.prior
     assert float(prior.query.weight.grad.abs().sum()) > 0
 
 
-def test_an_index_that_cannot_be_used(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    own = IndexConfig(name="minilm")
-    assert MACModel.from_config(indexed(own), device="cpu").amortize(TEXTS).shape == (3, 4, 384)
-    with pytest.raises(ValidationError, match="the index 'minilm' serves the document prior"):
-        indexed(own, aggregation=AggregationConfig())
-    with pytest.raises(ValidationError, match="tokens is 1, but a document needs one beside its index"):
-        indexed(own, tokens=1)
-    with pytest.raises(ModelLoadError, match=r"index '.*' cannot be used: its vocabulary is not the base LM's"):
-        MACModel.from_config(indexed(IndexConfig(name=str(model_folder("bert")))), device="cpu")
-    other = mac_config(model_folder("llama")).model_copy(update={"index": own})
-    with pytest.raises(ModelLoadError, match="the index 'minilm' cannot be used: its vocabulary"):
+def test_a_sentence_encoder_that_cannot_be_used(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    own = SentenceEncoderConfig(name="minilm")
+    assert MACModel.from_config(with_encoder(own), device="cpu").amortize(TEXTS).shape == (3, 4, 384)
+    with pytest.raises(ValidationError, match="the sentence encoder 'minilm' serves the document prior"):
+        with_encoder(own, aggregation=AggregationConfig())
+    with pytest.raises(ValidationError, match="tokens is 1, but a document needs one beside the sentence encoder's"):
+        with_encoder(own, tokens=1)
+    with pytest.raises(
+        ModelLoadError, match=r"sentence encoder '.*' cannot be used: its vocabulary is not the base LM's"
+    ):
+        MACModel.from_config(with_encoder(SentenceEncoderConfig(name=str(model_folder("bert")))), device="cpu")
+    other = mac_config(model_folder("llama")).model_copy(update={"sentence_encoder": own})
+    with pytest.raises(ModelLoadError, match="the sentence encoder 'minilm' cannot be used: its vocabulary"):
         MACModel.from_config(other, device="cpu")
     narrow = AutoModel.from_config(minilm_encoder(64).config.__class__(hidden_size=48, num_hidden_layers=1))
-    model = MACModel.from_config(indexed(None), device="cpu")
+    model = MACModel.from_config(with_encoder(None), device="cpu")
     narrow.save_pretrained(tmp_path / "narrow")
     model.base_lm.tokenizer.save_pretrained(tmp_path / "narrow")
     with pytest.raises(ModelLoadError, match="has a width of 48, the base LM one of 384"):
-        MACModel.from_config(indexed(IndexConfig(name=str(tmp_path / "narrow"))), device="cpu")
+        MACModel.from_config(with_encoder(SentenceEncoderConfig(name=str(tmp_path / "narrow"))), device="cpu")
 
 
 def test_an_lm_that_learns_along_leaves_shared_embeddings_alone(model: MACModel) -> None:

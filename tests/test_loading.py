@@ -16,7 +16,7 @@ from mac_rag.lm.devices import default_device
 from mac_rag.lm.loading import load_backbone, load_causal_lm, require_gradients
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.model import MACModel
-from tests.models import mac_config
+from tests.helpers import mac_config
 
 Folder = Callable[[str], Path]
 CPU = torch.device("cpu")

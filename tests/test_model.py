@@ -17,7 +17,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError, ModelLoadError
 from mac_rag.model import MACModel
 from mac_rag.model.presets import PRESETS, preset
-from tests.models import mac_config
+from tests.helpers import mac_config
 
 Folder = Callable[[str], Path]
 DOCUMENTS = [document.text for document in generate("val", 12).documents]
@@ -274,9 +274,7 @@ def _copied(checkpoint: Path, place: Path, **values: object) -> Path:
 
 @pytest.mark.parametrize("kind", ["prefix", "lora", "film"])
 @pytest.mark.parametrize("beams", [1, 2])
-def test_answers_are_those_of_any_grouping_of_the_prompts(
-    kind: Any, beams: int, model_folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_those_of_any_grouping_of_the_prompts(kind: Any, beams: int, model_folder: Folder) -> None:
     config = mac_config(model_folder("gpt2"), model_folder("bert"), "encoder-only")
     torch.manual_seed(0)
     model = MACModel.from_config(config.model_copy(update={"modulation": ModulationConfig(kind=kind)}), device="cpu")
@@ -293,7 +291,7 @@ def test_answers_are_those_of_any_grouping_of_the_prompts(
 
     given = {}
     for budget in (1, 100, 10**6):  # one by one, a few, all at once
-        monkeypatch.setattr("mac_rag.model.mac._CPU_TOKENS", budget)
+        model.cpu_batch_tokens = budget
         given[budget] = [answers(False), answers(True), answers(True, 0.6)]
     assert given[1] == given[100] == given[10**6]
     assert len({tuple(rows) for rows in given[1]}) == 3

@@ -13,6 +13,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel, objective
 from mac_rag.model.objective import Batch, LossWeights, amortize_with_dropout, mac_loss
+from mac_rag.nn.memory_tokens import MemoryTokens
 
 STREAM = generate("val", 4)
 BATCH = Batch(
@@ -35,14 +36,14 @@ def test_backprop_dropout_is_unbiased(tiny_model: MACModel, monkeypatch: pytest.
     """Averaged over every subset, the gradient is the full gradient; the values never change."""
     tiny_model.double()
     rows = [tiny_model.amortization.ids(document) for document in BATCH.documents]
-    whole = tiny_model.amortization(rows)
+    whole = tiny_model.amortization(rows).stacked()
     full = gradients(tiny_model, whole)
     subsets = list(combinations(range(4), 2))
     mean = {name: torch.zeros_like(gradient) for name, gradient in full.items()}
     for subset in subsets:
         order = torch.tensor([*subset, *(i for i in range(4) if i not in subset)])
         monkeypatch.setattr(objective.torch, "randperm", lambda _, order=order: order)
-        phi = amortize_with_dropout(tiny_model, rows, 0.5)
+        phi = amortize_with_dropout(tiny_model, rows, 0.5).stacked()
         torch.testing.assert_close(phi, whole)
         for name, gradient in gradients(tiny_model, phi).items():
             mean[name] += gradient / len(subsets)
@@ -53,13 +54,13 @@ def test_backprop_dropout_is_unbiased(tiny_model: MACModel, monkeypatch: pytest.
 def test_backprop_dropout_encodes_only_the_subset_with_gradients(tiny_model: MACModel) -> None:
     seen: list[tuple[int, bool]] = []
     tiny_model.amortization.network.register_forward_hook(
-        lambda module, inputs, output: seen.append((len(output), output.requires_grad))
+        lambda module, inputs, output: seen.append((len(output), output.tokens.requires_grad))
     )
     rows = [tiny_model.amortization.ids(document) for document in BATCH.documents]
     amortize_with_dropout(tiny_model, rows, 0.75)
     # Texts of unlike lengths are not encoded together.
     assert [sum(n for n, live in seen if live == wanted) for wanted in (True, False)] == [1, 3]
-    assert amortize_with_dropout(tiny_model, rows, 0.99).requires_grad  # at least one always has a gradient
+    assert amortize_with_dropout(tiny_model, rows, 0.99).tokens.requires_grad  # at least one always has a gradient
 
 
 @pytest.mark.parametrize("dropout", [1.0, -0.1])
@@ -72,7 +73,7 @@ def test_equation_2_is_the_likelihood_of_the_answers_under_the_aggregate(tiny_mo
     terms, phi = mac_loss(tiny_model, BATCH, LossWeights())
     assert set(terms) == {"loss", "answer"}
     total = count = 0.0
-    modulations = tiny_model.aggregate(BATCH.questions, phi)
+    modulations = tiny_model.aggregate(BATCH.questions, phi.stacked())
     lm = tiny_model.base_lm
     for question, answer, modulation in zip(BATCH.questions, BATCH.answers, modulations, strict=True):
         for place, token in enumerate(ids := lm.prompts.answer(answer)):
@@ -141,7 +142,7 @@ def test_the_contrastive_term_prefers_the_questions_own_document(tiny_model: MAC
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.1
-    negatives = tiny_model.amortize(["Another thing.", "And one more."])
+    negatives = MemoryTokens(tiny_model.amortize(["Another thing.", "And one more."]))
     assert (
         mac_loss(tiny_model, BATCH, weights, negatives=negatives)[0]["loss"]
         > mac_loss(tiny_model, BATCH, weights)[0]["loss"]
@@ -171,7 +172,7 @@ def test_distillation_is_the_cross_entropy_towards_the_lm_behind_the_document(ti
     terms, _ = mac_loss(tiny_model, batch, LossWeights(answer=0, distillation=1))
     assert set(terms) == {"loss", "distillation"}
     lm = tiny_model.base_lm
-    phi = tiny_model.amortization([tiny_model.amortization.ids(document) for document in batch.documents])
+    phi = tiny_model.amortization([tiny_model.amortization.ids(document) for document in batch.documents]).tokens
     each = []
     for question, answer, index in zip(batch.questions, batch.answers, batch.gold, strict=True):
         for place, token in enumerate(ids := lm.prompts.answer(answer)):
@@ -202,8 +203,8 @@ def test_distractors_are_the_others_of_the_highest_prior_for_each_question(
     tiny_model: MACModel, distractors: int
 ) -> None:
     """The answer loss with them is that over a bank that holds them, too."""
-    others = tiny_model.amortize([document.text for document in generate("val", 12).documents[4:]])
-    phi = tiny_model.amortize(BATCH.documents)
+    others = MemoryTokens(tiny_model.amortize([document.text for document in generate("val", 12).documents[4:]]))
+    phi = MemoryTokens(tiny_model.amortize(BATCH.documents))
     network = tiny_model.aggregation
     encoded = tiny_model.input_encoder([tiny_model.input_encoder.ids(question) for question in BATCH.questions])
     best = [row.tolist() for row in network.prior_scores(encoded, network.project(others)).argsort(1, descending=True)]
@@ -211,7 +212,7 @@ def test_distractors_are_the_others_of_the_highest_prior_for_each_question(
     assert 0 < len(chosen) <= len(others)
     terms, returned = mac_loss(tiny_model, BATCH, LossWeights(), negatives=others, distractors=distractors)
     assert len(returned) == len(BATCH.documents)
-    bank = network.project(torch.cat([phi, others[chosen]]))
+    bank = network.project(MemoryTokens.cat([phi, others[chosen]]))
     modulation = tiny_model.modulation(network(encoded, bank)[0])
     prompts = tiny_model.base_lm.prompts
     answers = [prompts.answer(answer) for answer in BATCH.answers]

@@ -18,7 +18,7 @@ from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig, prefix_mask
 from mac_rag.model import MACModel
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Trainer
-from tests.models import VOCABULARY, mac_config, save_tokenizer
+from tests.helpers import VOCABULARY, mac_config, save_tokenizer
 
 PROMPTS = [[1, 30, 31], [1, 40, 41, 42, 43, 44, 45, 46], [1, 50, 51, 52, 53]]
 ANSWERS = [[60, 61, 2], [62, 2], [63, 64, 65, 66, 2]]
@@ -54,20 +54,25 @@ def lm(folder: Path) -> BaseLM:
 def test_the_mask_against_its_definition(rows: list[tuple[int, int, int, int]], past: int) -> None:
     length = max(sum(row[1:]) for row in rows) or 1
     padding = [length - sum(row[1:]) for row in rows]
-    parts = torch.tensor(
+    segment_ids = torch.tensor(
+        [[0] * n + [2] * d + [1] * p + [0] * a for n, (_, d, p, a) in zip(padding, rows, strict=True)]
+    )
+    hidden = torch.tensor(
         [
-            [0] * n + [(2, -2)[i % 2] for i in range(d)] + [1] * p + [0] * a
+            [False] * n + [i % 2 == 1 for i in range(d)] + [False] * (p + a)
             for n, (_, d, p, a) in zip(padding, rows, strict=True)
         ]
     )
     kept = torch.tensor([[1] * past + [0] * n + [1] * (length - n) for n in padding])
-    seen = prefix_mask(parts, kept, past)
+    seen = prefix_mask(segment_ids, hidden, kept, past)
+    unhidden = prefix_mask(segment_ids, None, kept, past)
+    assert torch.equal(unhidden, prefix_mask(segment_ids, torch.zeros_like(hidden), kept, past))
     for row in range(len(rows)):
         for i in range(length):
             for j in range(past + length):
-                part = int(parts[row, j - past]) if j >= past else 0
-                before = j <= past + i and part >= 0
-                together = part != 0 and abs(int(parts[row, i])) == abs(part)
+                segment = int(segment_ids[row, j - past]) if j >= past else 0
+                before = j <= past + i and not (j >= past and bool(hidden[row, j - past]))
+                together = segment != 0 and int(segment_ids[row, i]) == segment
                 expected = j == past + i or (bool(kept[row, j]) and (before or together))
                 assert bool(seen[row, 0, i, j]) == expected
 
@@ -79,7 +84,7 @@ def test_a_prompt_sees_itself_and_an_answer_only_what_was_before(lm: BaseLM) -> 
     def changed(place: int) -> torch.Tensor:
         other = ids.clone()
         other[0, place] = 99
-        logits = [lm.model(x, parts=prompt.long()).logits[0] for x in (ids, other)]
+        logits = [lm.model(x, segment_ids=prompt.long()).logits[0] for x in (ids, other)]
         return ((logits[0] - logits[1]).abs().amax(-1) > 1e-5).nonzero()[:, 0]
 
     assert changed(5).tolist() == list(range(ids.shape[1]))  # all of the prompt sees its end
@@ -98,7 +103,7 @@ def test_generation_is_what_the_losses_say(lm: BaseLM, beams: int) -> None:
     if beams == 1:
         assert ["".join(lm.stream(p, None, max_new_tokens=5)) for p in PROMPTS] == together
         # What greedy generation chose is the most likely first token of all, token by token.
-        first = lm.model(torch.tensor([PROMPTS[0]]), parts=torch.ones(1, 3)).logits[0, -1]
+        first = lm.model(torch.tensor([PROMPTS[0]]), segment_ids=torch.ones(1, 3)).logits[0, -1]
         losses = torch.cat([lm.answer_loss([PROMPTS[0]], [[token]], None) for token in range(VOCABULARY)])
         assert int(losses.argmin()) == int(first.argmax())
 
@@ -142,7 +147,7 @@ def test_a_prefix_lm_is_tuned_on_one_question_at_a_time(folder: Path, tmp_path: 
     batch = task.batch(0, 0, 4)
     base_lm = BaseLM(task.lm.eval(), task.encoder.tokenizer, PromptFormat())
     total = count = 0
-    for ids, labels, _ in batch:
+    for ids, labels, _, _ in batch:
         start = next(i for i, label in enumerate(labels) if label != -100)
         assert ids[start:] == labels[start:]
         total += float(base_lm.answer_loss([ids[:start]], [ids[start:]], None).detach())
@@ -160,16 +165,16 @@ def test_documents_apart_are_read_as_from_a_cache(folder: Path) -> None:
     task = TuneTask(tuned(str(folder), apart=1.0))
     lm, total = task.lm.eval(), 0.0
     batch = task.batch(0, 0, 4)
-    for ids, labels, parts_of in batch:
-        apart = parts_of.count(2)
+    for ids, labels, segment_ids, _ in batch:
+        apart = segment_ids.count(2)
         assert apart > 0
         start = next(i for i, label in enumerate(labels) if label != -100)
-        cache = lm(torch.tensor([ids[:apart]]), parts=torch.ones(1, apart), use_cache=True).past_key_values
-        parts = torch.tensor([[1] * (start - apart) + [0] * (len(ids) - start)])
+        cache = lm(torch.tensor([ids[:apart]]), segment_ids=torch.ones(1, apart), use_cache=True).past_key_values
+        behind = torch.tensor([[1] * (start - apart) + [0] * (len(ids) - start)])
         logits = lm(
             torch.tensor([ids[apart:]]),
             position_ids=torch.arange(apart, len(ids))[None],
-            parts=parts,
+            segment_ids=behind,
             past_key_values=cache,
         ).logits[0, start - apart - 1 : -1]
         total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum").detach())

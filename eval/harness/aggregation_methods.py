@@ -26,10 +26,11 @@ from mac_rag.model import MACModel
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankView
 from mac_rag.nn.hierarchical import hierarchical
+from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.progress import progress_bar
 
 Group = Literal["hierarchical", "reduction", "codebook"]
-Aggregate = Callable[[Tensor], Tensor]  # encoded questions [B, T, D] -> phi* [B, T, D]
+Aggregate = Callable[[MemoryTokens], Tensor]  # B encoded questions -> phi* [B, T, D]
 SHARES = (0.75, 0.5, 0.25)
 WITHOUT_PRIOR = "no prior"
 
@@ -120,8 +121,8 @@ def hierarchical_ways(model: MACModel, bank: MemoryBank, subgroups: Sequence[int
     def way(name: str, parameter: int | None, aggregate: Aggregate) -> Way:
         return Way("hierarchical", name, name, parameter, len(view.row_keys), bank_bytes(bank), True, aggregate)
 
-    def full(question: Tensor) -> Tensor:
-        phi: Tensor = network(question, network.project(bank.phi.to(model.device)), attention=direct_attention)[0]
+    def full(question: MemoryTokens) -> Tensor:
+        phi: Tensor = network(question, model.project(bank.phi), attention=direct_attention)[0]
         return phi
 
     def grouped(subgroup: int) -> Aggregate:
@@ -181,7 +182,7 @@ def codebook_ways(
 def attending(model: MACModel, view: BankView) -> Aggregate:
     """Exact attention over all rows of a view."""
 
-    def aggregate(question: Tensor) -> Tensor:
+    def aggregate(question: MemoryTokens) -> Tensor:
         phi: Tensor = model.aggregation(question, view)[0]
         return phi
 
@@ -198,7 +199,7 @@ def preselecting(
     index = PriorIndex()
     index.refresh(view.row_keys, prior_keys)
 
-    def aggregate(question: Tensor) -> Tensor:
+    def aggregate(question: MemoryTokens) -> Tensor:
         chosen, _ = index.search(prior.queries(question), prior.log_scale.exp(), preselected)
         phi: Tensor = model.aggregation(question, view.select(chosen))[0]
         return phi

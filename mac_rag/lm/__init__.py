@@ -1,1 +1,1 @@
-"""The frozen base LM: loading, prompts, generation under a modulation, and the prefix LM of mac-small."""
+"""The frozen base LM: loading, prompts, generation under a modulation, and an LM architecture of our own."""

@@ -1,4 +1,4 @@
-"""The frozen base LM theta_base: losses, generation and streaming under a modulation."""
+"""The frozen base LM theta_base: loss, generation and streaming under a modulation."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from torch.nn import functional
 
 from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
 from mac_rag.errors import ModelLoadError
+from mac_rag.lm.architectures import architecture_of
 from mac_rag.lm.loading import list_of_layers, load_causal_lm
-from mac_rag.lm.max_rule import SurerReading
-from mac_rag.lm.prefix_lm import PrefixLMConfig, parts_argument
+from mac_rag.lm.max_rule import MaxRuleEnsemble
 from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.nn.modulation import LMShape, Modulation, linear_names
 
-# Last names of the linear layers that make queries and values: of Llama, Mistral, Qwen; of BERT; of GPT-2, in one.
+# Last names of the linear layers that make queries and values, by default the targets of LoRA: in Llama, Mistral and
+# Qwen; in BERT; and in GPT-2 and GPT-NeoX, where one layer makes them all.
 LORA_TARGETS = ("q_proj", "v_proj", "query", "value", "c_attn", "query_key_value")
-
-# LMs whose logits are one linear layer on their last states: only those of the answers' tokens are computed.
-_PLAIN_HEADS = {"gpt2", "llama", "mistral", "qwen2", "qwen3", PrefixLMConfig.model_type}
 
 
 class BaseLM(nn.Module):
@@ -33,13 +31,14 @@ class BaseLM(nn.Module):
     Args:
         model: any transformers causal LM.
         tokenizer: its tokenizer, with a padding token.
-        prompt_format: how questions and documents are written for it.
+        prompt_format: the templates of documents, questions and answers.
     """
 
     def __init__(self, model: Any, tokenizer: Any, prompt_format: PromptFormat) -> None:
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
+        self.architecture = architecture_of(model)
         self.prompts = PromptEncoder(tokenizer, prompt_format)
 
     @classmethod
@@ -68,10 +67,10 @@ class BaseLM(nn.Module):
         return window
 
     def shape(self, config: ModulationConfig) -> LMShape:
-        """What a modulation network must know of this LM.
+        """The sizes of this LM that a modulation network needs.
 
         Raises:
-            ModelLoadError: when no module has one of LoRA's target names.
+            ModelLoadError: for LoRA, when no module has one of the target names.
         """
         lm = self.model.config
         heads: int = lm.num_attention_heads
@@ -101,17 +100,19 @@ class BaseLM(nn.Module):
         answers: Sequence[Sequence[int]],
         modulation: Modulation | None,
         *,
-        parts: Sequence[Sequence[int]] | None = None,
+        segment_ids: Sequence[Sequence[int]] | None = None,
+        hidden: Sequence[Sequence[bool]] | None = None,
     ) -> Tensor:
         """Negative log-likelihood of the answers' tokens (the loss of equation 2), `[B]`: a sum for each answer.
 
         Args:
             prompts, answers: token ids of B rows.
-            modulation: of B rows, or None for the LM alone.
-            parts: of a prefix LM, numbers that say which tokens of each prompt see each other both ways (see
-                `prefix_mask`); None for prompts of one part.
+            modulation: modulation of B rows; None for the LM alone.
+            segment_ids: for an LM that takes segments, the segment of each prompt token, a number above 0 (see
+                `mac_rag.lm.prefix_lm.prefix_mask`); None for prompts of one segment.
+            hidden: for such an LM, True for prompt tokens that only their own segment sees; None for none.
         """
-        logits = self.answer_logits(prompts, answers, modulation, parts=parts).float()
+        logits = self.answer_logits(prompts, answers, modulation, segment_ids=segment_ids, hidden=hidden).float()
         targets = torch.tensor([token for answer in answers for token in answer], device=self.device)
         losses = functional.cross_entropy(logits, targets, reduction="none")
         return torch.stack([row.sum() for row in losses.split([len(answer) for answer in answers])])
@@ -122,37 +123,52 @@ class BaseLM(nn.Module):
         answers: Sequence[Sequence[int]],
         modulation: Modulation | None,
         *,
-        parts: Sequence[Sequence[int]] | None = None,
+        segment_ids: Sequence[Sequence[int]] | None = None,
+        hidden: Sequence[Sequence[bool]] | None = None,
     ) -> Tensor:
-        """What the LM expects in the place of each token of the answers, row after row: `[N, vocabulary]`.
+        """The logits that predict each token of the answers, row after row: `[N, vocabulary]`.
 
         Args:
-            prompts, answers, modulation, parts: as `answer_loss` takes them; N is the number of tokens of all answers.
+            prompts, answers, modulation, segment_ids, hidden: as `answer_loss` takes them; N is the number of tokens of
+                all answers.
         """
         rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
-        kept = max(map(len, answers))
+        longest = max(map(len, answers))
         ids, mask, positions = self._padded(rows, modulation)
-        numbers = torch.zeros_like(ids)
-        wanted = torch.zeros(len(rows), kept, dtype=torch.bool, device=self.device)
-        columns = zip(numbers, wanted, parts or [[1] * len(p) for p in prompts], answers, strict=True)
-        for row, predicted, number, answer in columns:
-            end = len(row) - len(answer)
-            row[end - len(number) : end] = torch.tensor(number)
-            predicted[kept - len(answer) :] = True
+        is_answer = torch.zeros(len(rows), longest, dtype=torch.bool, device=self.device)
+        for row, answer in zip(is_answer, answers, strict=True):
+            row[longest - len(answer) :] = True
+        behind = [len(answer) for answer in answers]
+        segments = self._padded_prompts(segment_ids or [[1] * len(prompt) for prompt in prompts], behind, ids)
+        hidden_tokens = None if hidden is None else self._padded_prompts(hidden, behind, ids).bool()
         inputs = {
             "input_ids": ids,
             "attention_mask": mask,
             "position_ids": positions,
             "past_key_values": modulation.cache() if modulation else None,
-            **parts_argument(self.model, numbers),
+            **self.architecture.segment_arguments(segments, hidden_tokens),
         }
         with _attached(modulation, self.model):
-            if self.model.config.model_type in _PLAIN_HEADS:
-                states = self.model.base_model(**inputs).last_hidden_state[:, -kept - 1 : -1]
-                logits: Tensor = self.model.get_output_embeddings()(states[wanted])
+            if self.architecture.linear_head:
+                states = self.model.base_model(**inputs).last_hidden_state[:, -longest - 1 : -1]
+                logits: Tensor = self.model.get_output_embeddings()(states[is_answer])
             else:
-                logits = self.model(**inputs, logits_to_keep=kept + 1).logits[:, :-1][wanted]
+                logits = self.model(**inputs, logits_to_keep=longest + 1).logits[:, :-1][is_answer]
         return logits
+
+    def _padded_prompts(self, values: Sequence[Sequence[int]], behind: Sequence[int], ids: Tensor) -> Tensor:
+        """One value for each prompt token, and 0 for padding and answers: `[B, L]` as the ids.
+
+        Args:
+            values: a value for each token of the prompts of B rows.
+            behind: tokens behind each prompt.
+            ids: `[B, L]`, prompts and answers padded on the left.
+        """
+        padded = torch.zeros_like(ids)
+        for row, prompt, count in zip(padded, values, behind, strict=True):
+            end = len(row) - count
+            row[end - len(prompt) : end] = torch.tensor(prompt)
+        return padded
 
     @torch.no_grad()
     def generate(
@@ -164,18 +180,18 @@ class BaseLM(nn.Module):
         num_beams: int = 1,
         weights: Sequence[float] | None = None,
     ) -> list[str]:
-        """Answers a batch of prompts, greedily or with beams, with the key-value cache on.
+        """Answers a batch of prompts, greedily or with beams.
 
         Args:
             prompts: token ids of B rows.
-            modulation: of B rows, or None for the LM alone.
-            max_new_tokens: longest answer.
+            modulation: modulation of B rows; None for the LM alone.
+            max_new_tokens: longest answer, in tokens.
             num_beams: 1 is greedy.
-            weights: of what each row says under its modulation, against what the LM alone says (see `SurerReading`);
-                None for nothing but the former.
+            weights: memory weight of each row for max-rule ensemble decoding (see `MaxRuleEnsemble`); None decodes with
+                the modulation only.
         """
         count = len(prompts)
-        prompts, modulation, surer = _twice(prompts, modulation, weights)
+        prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
         ids, mask, _ = self._padded(prompts, modulation)
         with _attached(modulation, self.model):
             output = self.model.generate(
@@ -185,7 +201,7 @@ class BaseLM(nn.Module):
                 max_new_tokens=max_new_tokens,
                 num_beams=num_beams,
                 do_sample=False,
-                logits_processor=[surer] if surer else [],
+                logits_processor=[ensemble] if ensemble else [],
                 pad_token_id=self.tokenizer.pad_token_id,
                 eos_token_id=self.tokenizer.eos_token_id,
             )
@@ -201,25 +217,25 @@ class BaseLM(nn.Module):
         max_new_tokens: int,
         weights: Sequence[float],
     ) -> list[list[str]]:
-        """Answers a batch of prompts greedily at each of several weights; the prompts are read once for all of them.
+        """Answers a batch of prompts greedily at each of several memory weights; all weights share the prompts' cache.
 
         Args:
             prompts: token ids of B rows.
-            modulation: of B rows.
-            max_new_tokens: longest answers.
-            weights: of what is said under the modulation, from 0, the LM alone, to 1 (see `SurerReading`).
+            modulation: modulation of B rows.
+            max_new_tokens: longest answer, in tokens.
+            weights: memory weights, from 0 (the LM alone) to 1 (see `MaxRuleEnsemble`).
 
         Returns:
-            For each weight B answers: what `generate` gives at it.
+            For each weight B answers, those that `generate` gives at this weight.
         """
         rows = len(prompts) * len(weights)
         steps = self._greedy(prompts, modulation, list(weights) * len(prompts), copies=len(weights))
         ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
-        said: list[Tensor] = []
-        while len(said) < max_new_tokens and not ended.all():
-            said.append(next(steps)[:rows].masked_fill(ended, self.tokenizer.pad_token_id))
-            ended |= said[-1] == self.tokenizer.eos_token_id
-        texts = self.tokenizer.batch_decode(torch.stack(said, 1), skip_special_tokens=True)
+        generated: list[Tensor] = []
+        while len(generated) < max_new_tokens and not ended.all():
+            generated.append(next(steps)[:rows].masked_fill(ended, self.tokenizer.pad_token_id))
+            ended |= generated[-1] == self.tokenizer.eos_token_id
+        texts = self.tokenizer.batch_decode(torch.stack(generated, 1), skip_special_tokens=True)
         return [[text.strip() for text in texts[first :: len(weights)]] for first in range(len(weights))]
 
     @torch.no_grad()
@@ -231,7 +247,7 @@ class BaseLM(nn.Module):
         max_new_tokens: int,
         weights: Sequence[float] | None = None,
     ) -> Iterator[str]:
-        """Yields the greedy answer to one prompt piece by piece; joined, they are what `generate` returns."""
+        """Yields the greedy answer to one prompt piece by piece. Joined, the pieces are what `generate` returns."""
         generated: list[int] = []
         sent = ""
         for tokens in islice(self._greedy([prompt], modulation, weights), max_new_tokens):
@@ -256,17 +272,20 @@ class BaseLM(nn.Module):
         weights: Sequence[float] | None,
         copies: int = 1,
     ) -> Iterator[Tensor]:
-        """Yields the next token of each row, without end: of B rows, or 2B where both readings say the same token.
+        """Greedy decoding, unbounded: yields next tokens `[B]`, or `[2B]` when decoding with and without memory.
+
+        The halves of `[2B]` are equal. With copies, B counts all copies.
 
         Args:
-            prompts, modulation: of B rows.
-            weights: as `generate` takes them, one for each copy of each row.
-            copies: how many rows become of each, one behind the other, when the prompts have been read.
+            prompts: token ids of the rows.
+            modulation: modulation of the rows; None for the LM alone.
+            weights: memory weights as `generate` takes them, one for each copy of each row.
+            copies: copies of each row, one behind the other. They share the pass over the prompt.
         """
-        prompts, modulation, surer = _twice(prompts, modulation, weights)
+        prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
         ids, mask, positions = self._padded(prompts, modulation)
         cache = modulation.cache() if modulation else None
-        prompted = parts_argument(self.model, torch.ones_like(ids))
+        segments = self.architecture.segment_arguments(torch.ones_like(ids))
         while True:
             with _attached(modulation, self.model):
                 output = self.model(
@@ -276,22 +295,22 @@ class BaseLM(nn.Module):
                     past_key_values=cache,
                     use_cache=True,
                     logits_to_keep=1,
-                    **prompted,
+                    **segments,
                 )
             cache, logits = output.past_key_values, output.logits[:, -1]
             if copies > 1:
                 cache.batch_repeat_interleave(copies)
                 logits, mask, positions = (part.repeat_interleave(copies, 0) for part in (logits, mask, positions))
                 copies = 1
-            tokens = (surer(ids, logits) if surer else logits).argmax(-1)
+            tokens = (ensemble(ids, logits) if ensemble else logits).argmax(-1)
             yield tokens
             ids = tokens[:, None]
             mask = torch.cat([mask, torch.ones_like(ids)], 1)
             positions = positions[:, -1:] + 1
-            prompted = {}
+            segments = {}
 
     def _padded(self, rows: Sequence[Sequence[int]], modulation: Modulation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows padded on the left: ids `[B, L]`, mask `[B, P + L]` with the prefix, positions `[B, L]`."""
+        """Pads rows on the left: ids `[B, L]`, attention mask `[B, P + L]` with the prefix, and positions `[B, L]`."""
         length = max(map(len, rows))
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([[pad] * (length - len(row)) + [*row] for row in rows], device=self.device)
@@ -302,13 +321,16 @@ class BaseLM(nn.Module):
         return ids, mask, positions
 
 
-def _twice(
+def _with_and_without(
     prompts: Sequence[Sequence[int]], modulation: Modulation | None, weights: Sequence[float] | None
-) -> tuple[Sequence[Sequence[int]], Modulation | None, SurerReading | None]:
-    """The prompts under their modulation and, behind them, again without, and what joins both readings."""
+) -> tuple[Sequence[Sequence[int]], Modulation | None, MaxRuleEnsemble | None]:
+    """For an ensemble: 2B rows, the second half without modulation, and what combines the halves.
+
+    Without weights, or without a modulation, rows and modulation stay as they are.
+    """
     if modulation is None or weights is None:
         return prompts, modulation, None
-    return [*prompts, *prompts], modulation.beside_none(), SurerReading(weights)
+    return [*prompts, *prompts], modulation.beside_none(), MaxRuleEnsemble(weights)
 
 
 def _attached(modulation: Modulation | None, model: nn.Module) -> Any:

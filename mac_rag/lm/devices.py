@@ -1,4 +1,4 @@
-"""Where models run and in which numbers: one choice of device, one table of dtypes."""
+"""The device and the dtype of models: one choice of device, one table of dtypes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat1
 
 
 def default_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, or a GPU if there is one.
+    """The device by its name; for None a GPU if there is one, else the CPU.
 
     Raises:
-        ConfigError: for a device that torch does not know, or that this machine has not.
+        ConfigError: for a device that torch does not know or this machine does not have.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

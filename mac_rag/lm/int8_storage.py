@@ -1,7 +1,7 @@
 """Weights stored as 8-bit integers: matrices with one scale for each row or each column, a quarter of fp32's size.
 
-They are read back as floating-point numbers, so storage is all that this changes: what runs is an ordinary model whose
-weights were rounded once (round to nearest, symmetric; the largest weight of a row, or column, becomes 127).
+Loading turns them back into floating-point numbers, so only storage changes: what runs is an ordinary model whose
+weights were rounded once (to nearest, symmetric; the largest weight of a row, or column, becomes 127).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-_SCALE = "int8_scale:"  # in front of a weight's name: its scales
+_SCALE = "int8_scale:"  # in front of a weight's name: the name of its scales
 
 
-def packed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state with its floating-point tensors of two and more dimensions as int8, and their scales.
+def to_int8(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state with its floating-point tensors of two or more dimensions as int8, and with their scales.
 
-    The scales are `[..., 1]` or `[..., 1, columns]`, whichever loses less: where a few columns are much larger than the
+    The scales are `[..., 1]` or `[..., 1, columns]`, whichever loses less. Where a few columns are much larger than the
     rest, as in BERT's positions, they would set the scale of every row.
     """
     result: dict[str, Tensor] = {}
@@ -33,14 +33,14 @@ def packed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _rounded(values: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Integers, and the scales that share one along `dim`."""
+    """Integers, and their scales, one for all along `dim`."""
     scale = values.abs().amax(dim, keepdim=True) / 127
     # Where all are zero there is no scale to divide by.
     return (values / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.int8), scale
 
 
-def unpacked(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `packed` packed, in float32; a state that was not packed stays as it is."""
+def from_int8(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state in float32 from what `to_int8` returned; a state without int8 weights stays as it is."""
     return {
         name: tensor.float() * stored[_SCALE + name] if _SCALE + name in stored else tensor
         for name, tensor in stored.items()

@@ -1,4 +1,4 @@
-"""Loading pretrained models: names or folders, pinned revisions, dtype and quantisation, clear refusals."""
+"""Loads pretrained models by name or folder, at a pinned revision, in a dtype and quantisation."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ from transformers.utils import logging
 from mac_rag.config import BaseLMConfig, Dtype, EncoderConfig, Quantization
 from mac_rag.errors import ModelLoadError, QuantizationError
 from mac_rag.lm.devices import DTYPES
-from mac_rag.lm.int8_storage import unpacked
-from mac_rag.lm.prefix_lm import PrefixLM  # noqa: F401, known to AutoModelForCausalLM by being imported
+from mac_rag.lm.int8_storage import from_int8
+from mac_rag.lm.packaged import PACKAGED
 
-PACKED_LM = "model.int8.safetensors"  # in place of transformers' own file; see `mac_rag.lm.int8_storage`
-MINILM = "minilm"  # all-MiniLM-L6-v2, which comes with a package and not from the Hub
-MINILM_POSITIONS = 1536
+INT8_LM = "model.int8.safetensors"  # in place of transformers' own file; see `mac_rag.lm.int8_storage`
 _ENCODER_ALONE = ("encoder-only", "encoder-pooling")
 
 
 def resolve(name: str, folder: Path | None) -> str:
-    """The place of a model: `./name` lies inside the checkpoint's folder, anything else stays as it is."""
+    """The place of a model. `./name` lies inside the checkpoint's folder; any other name stays as it is.
+
+    Raises:
+        ModelLoadError: for `./name` without a checkpoint, or one that leads out of it.
+    """
     if not name.startswith("./"):
         return name
     if folder is None:
@@ -50,21 +52,21 @@ def load_causal_lm(config: BaseLMConfig, device: torch.device, folder: Path | No
 
     Args:
         config: what to load.
-        device: where to.
-        folder: of the checkpoint that `./` names refer to.
+        device: where to load it.
+        folder: the checkpoint that `./` names refer to; None for none.
 
     Raises:
         ModelLoadError: when there is no such model, or it is not a causal LM.
         QuantizationError: when bitsandbytes is missing.
     """
-    if config.name == MINILM:
-        return _from_package(config, device, lm=True), load_tokenizer(MINILM)
+    if config.name in PACKAGED:
+        return _from_package(config.name, PACKAGED[config.name].lm, config, device), load_tokenizer(config.name)
     place = resolve(config.name, folder)
     options = _options(config.dtype, config.quantization, device)
-    if (Path(place) / PACKED_LM).is_file():
+    if (Path(place) / INT8_LM).is_file():
         if config.quantization != "none":
             raise ModelLoadError(f"{place} is stored as int8 and cannot be quantised again; set quantization: none")
-        model = loaded("a causal LM", place, _packed_lm, dtype=DTYPES[config.dtype])
+        model = loaded("a causal LM", place, _int8_lm, dtype=DTYPES[config.dtype])
         return model.to(device), load_tokenizer(place)
     model = loaded("a causal LM", place, AutoModelForCausalLM.from_pretrained, revision=config.revision, **options)
     tokenizer = load_tokenizer(place, config.revision)
@@ -73,12 +75,12 @@ def load_causal_lm(config: BaseLMConfig, device: torch.device, folder: Path | No
     return _placed(model, config.quantization, device), tokenizer
 
 
-def _packed_lm(place: str, *, dtype: torch.dtype) -> Any:
+def _int8_lm(place: str, *, dtype: torch.dtype) -> Any:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place), dtype=dtype)
-    state = unpacked(load_file(Path(place) / PACKED_LM))
+    state = from_int8(load_file(Path(place) / INT8_LM))
     differ = dict(model.named_parameters()).keys() ^ state.keys()
     if differ:
-        raise ValueError(f"{PACKED_LM} does not match config.json: {', '.join(sorted(differ)[:5])}.")
+        raise ValueError(f"{INT8_LM} does not match config.json: {', '.join(sorted(differ)[:5])}.")
     model.load_state_dict(state, strict=False)  # tied weights have only one of their names
     return model
 
@@ -89,10 +91,8 @@ def load_tokenizer(place: str, revision: str | None = None) -> Any:
     Raises:
         ModelLoadError: when there is none of that name.
     """
-    if place == MINILM:
-        from mac_rag.lm.minilm import minilm_tokenizer
-
-        return minilm_tokenizer()
+    if place in PACKAGED:
+        return PACKAGED[place].tokenizer()
     return loaded("a tokenizer", place, AutoTokenizer.from_pretrained, revision=revision)
 
 
@@ -105,8 +105,8 @@ def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
     """
     if config.name is None:
         raise ModelLoadError("a backbone without a name starts from the base LM and is not loaded")
-    if config.name == MINILM:
-        backbone: nn.Module = _from_package(config, device, lm=False)
+    if config.name in PACKAGED:
+        backbone: nn.Module = _from_package(config.name, PACKAGED[config.name].backbone, config, device)
         check_design(config, backbone.config)
         return backbone
     # Quantising T5 means its encoder (appendix A); the decoder stays as it is and is trained.
@@ -122,18 +122,21 @@ def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
     return _placed(model, config.quantization, device)
 
 
-def _from_package(config: BaseLMConfig | EncoderConfig, device: torch.device, *, lm: bool) -> Any:
-    from mac_rag.lm.minilm import minilm_encoder, minilm_lm
-
+def _from_package(
+    name: str, load: Callable[[], Any], config: BaseLMConfig | EncoderConfig, device: torch.device
+) -> Any:
     if config.quantization != "none":
-        raise ModelLoadError(f"{MINILM} comes from its package and cannot be quantised; set quantization: none")
+        raise ModelLoadError(f"{name} comes from its package and cannot be quantised; set quantization: none")
     with quiet():
-        model: Any = minilm_lm(MINILM_POSITIONS) if lm else minilm_encoder(MINILM_POSITIONS)
-    return model.to(device, DTYPES[config.dtype])
+        return load().to(device, DTYPES[config.dtype])
 
 
 def empty_backbone(config: EncoderConfig, architecture: Any) -> nn.Module:
-    """A backbone of a known architecture whose weights a checkpoint will fill."""
+    """A backbone of a known architecture, without weights; a checkpoint fills them.
+
+    Raises:
+        ModelLoadError: when the architecture does not fit the design.
+    """
     check_design(config, architecture)
     if _backbone_class(config, architecture) is T5EncoderModel:
         t5: nn.Module = T5EncoderModel._from_config(architecture, dtype=DTYPES[config.dtype])
@@ -146,7 +149,7 @@ def check_design(config: EncoderConfig, architecture: Any) -> None:
     """Refuses a backbone that the design cannot use.
 
     Raises:
-        ModelLoadError: naming both.
+        ModelLoadError: for such a backbone; it names backbone and design.
     """
     seq2seq = bool(architecture.is_encoder_decoder) or architecture.model_type == "t5"
     if config.design == "encoder-decoder" and not seq2seq:
@@ -162,7 +165,7 @@ def check_design(config: EncoderConfig, architecture: Any) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' own progress bars, which draw one for every part of a model."""
+    """Hides transformers' progress bars, one for every part of a model, while the context lasts."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -173,10 +176,10 @@ def quiet() -> Iterator[None]:
 
 
 def list_of_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """A transformer's layers and the name of their list: the one module list as long as the model has layers.
+    """The name of a transformer's list of layers, and the list: the module list that is as long as the model is deep.
 
     Raises:
-        ModelLoadError: when there is none.
+        ModelLoadError: for a model without such a list.
     """
     config: Any = model.config
     for name, module in model.named_modules():
@@ -186,10 +189,10 @@ def list_of_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def keep_first_layers(backbone: nn.Module, count: int) -> None:
-    """Leaves of a backbone's layers the first ones.
+    """Drops all layers of a backbone but the first `count`.
 
     Raises:
-        ModelLoadError: when it has fewer.
+        ModelLoadError: for a backbone of fewer layers.
     """
     config: Any = backbone.config
     if count > config.num_hidden_layers:
@@ -201,7 +204,7 @@ def keep_first_layers(backbone: nn.Module, count: int) -> None:
 
 
 def require_gradients(quantization: Quantization, device: torch.device) -> None:
-    """Refuses to train through quantised weights where gradients would be wrong.
+    """Refuses to train through quantised weights where their gradients would be wrong.
 
     Raises:
         QuantizationError: on any device but a CUDA GPU; bitsandbytes' CPU kernels have no correct backward pass.
@@ -248,13 +251,16 @@ def _placed(model: nn.Module, quantization: Quantization, device: torch.device) 
 
 
 def loaded(what: str, place: str, loader: Callable[..., Any], **options: Any) -> Any:
-    """What `loader(place, **options)` gives, and no warnings.
+    """Calls `loader(place, **options)` without progress bars, and turns its errors into one of ours.
 
     Args:
-        what: is being loaded, for the message.
+        what: what is loaded, for the message.
+        place: name or folder.
+        loader: the function to call.
+        options: further arguments of the function.
 
     Raises:
-        ModelLoadError: where it cannot be loaded.
+        ModelLoadError: when it cannot be loaded.
     """
     try:
         with quiet():

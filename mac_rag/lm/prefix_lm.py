@@ -1,8 +1,8 @@
-"""A prefix LM: the words of a prompt see each other both ways, and what is written behind them sees what was before.
+"""A prefix LM: attention is bidirectional within the prompt, and causal in the answer behind it.
 
-(Dong et al., 2019, "Unified Language Model Pre-training"; Raffel et al., 2020, section 3.2.) A prompt of documents and
-a question is there as a whole before the answer begins, so nothing is given away, and a small encoder keeps what it
-knows when it becomes a language model. Plain text, which has no prompt, it models as a causal LM does.
+See Dong et al. (2019, "Unified Language Model Pre-training") and Raffel et al. (2020, section 3.2). The prompt of
+documents and question is complete before the answer begins, so bidirectional attention gives nothing away; and a small
+encoder keeps what it knows when it becomes a language model. Text without a prompt is modelled as by a causal LM.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from transformers import (
     BertGenerationEncoder,
 )
 
+from mac_rag.lm.architectures import Architecture, register
+
 
 class PrefixLMConfig(BertGenerationConfig):
     """BERT's sizes."""
@@ -28,13 +30,13 @@ class PrefixLMConfig(BertGenerationConfig):
 
 
 class PrefixLMBody(BertGenerationEncoder):
-    """The LM without its head, as an amortization network starts from it.
+    """The LM without its head; amortization networks start from it.
 
-    `forward` takes one argument more than BERT's: `parts` `[B, L]`, numbers that say which tokens are one part of a
-    prompt; see `prefix_mask`. Without them, attention is causal.
+    `forward` takes two arguments more than BERT's: `segment_ids` and `hidden`, both `[B, L]`; see `prefix_mask`.
+    Without `segment_ids`, attention is causal.
 
     Attributes:
-        bidirectional: True if texts without `parts` are read both ways, as the backbone of a text encoder reads them.
+        bidirectional: True if attention without `segment_ids` is bidirectional, as in the backbone of a text encoder.
     """
 
     config_class = PrefixLMConfig
@@ -44,21 +46,22 @@ class PrefixLMBody(BertGenerationEncoder):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        parts: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        hidden: Tensor | None = None,
         past_key_values: Any = None,
         **options: Any,
     ) -> Any:
-        """As `BertGenerationEncoder.forward`, with `attention_mask` `[B, P + L]`, P what the cache holds."""
-        if parts is None and self.bidirectional and input_ids is not None:
-            parts = torch.ones_like(input_ids)
-        if parts is not None:
+        """As `BertGenerationEncoder.forward`, with `attention_mask` `[B, P + L]` for a cache of P tokens."""
+        if segment_ids is None and self.bidirectional and input_ids is not None:
+            segment_ids = torch.ones_like(input_ids)
+        if segment_ids is not None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
-            attention_mask = prefix_mask(parts, attention_mask, past)
+            attention_mask = prefix_mask(segment_ids, hidden, attention_mask, past)
         return super().forward(input_ids, attention_mask, past_key_values=past_key_values, **options)
 
 
 class PrefixLM(BertGenerationDecoder):
-    """BERT with an LM's head. In generation all that is given is one prompt."""
+    """BERT with an LM's head. Generation takes its whole input as one prompt."""
 
     config_class = PrefixLMConfig
 
@@ -72,18 +75,20 @@ class PrefixLM(BertGenerationDecoder):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        parts: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        hidden: Tensor | None = None,
         past_key_values: Any = None,
         logits_to_keep: int = 0,
         **options: Any,
     ) -> Any:
-        """As `BertGenerationDecoder.forward`, with `PrefixLMBody`'s `parts`."""
+        """As `BertGenerationDecoder.forward`, with `segment_ids` and `hidden` of `PrefixLMBody`."""
         # These arguments are named because generation asks the signature for them.
         return super().forward(
             input_ids,
             attention_mask,
             position_ids=position_ids,
-            parts=parts,
+            segment_ids=segment_ids,
+            hidden=hidden,
             past_key_values=past_key_values,
             logits_to_keep=logits_to_keep,
             **options,
@@ -97,30 +102,28 @@ class PrefixLM(BertGenerationDecoder):
             input_ids, is_first_iteration=is_first_iteration, **kwargs
         )
         if is_first_iteration:
-            inputs["parts"] = torch.ones_like(inputs["input_ids"])
+            inputs["segment_ids"] = torch.ones_like(inputs["input_ids"])
         return inputs
 
 
-def parts_argument(model: object, parts: Tensor) -> dict[str, Tensor]:
-    """The argument that tells a prefix LM, or its body, the parts of its prompts `[B, L]`; other models have none."""
-    return {"parts": parts} if isinstance(model, PrefixLM | PrefixLMBody) else {}
-
-
-def prefix_mask(parts: Tensor, attention_mask: Tensor | None, past: int) -> Tensor:
-    """Which token may see which, `[B, 1, L, P + L]`: its part of the prompt and what was before; padding only itself.
+def prefix_mask(segment_ids: Tensor, hidden: Tensor | None, attention_mask: Tensor | None, past: int) -> Tensor:
+    """Which token sees which, `[B, 1, L, P + L]`: its own segment, and what stands before it; padding sees itself only.
 
     Args:
-        parts: `[B, L]`, the same number for tokens of a prompt that see each other both ways, 0 for those behind it.
-            A prompt may be one part; documents in a part before the question's do not know what is asked. What has
-            the number's negative belongs to that part, too, but nothing after it sees it.
+        segment_ids: `[B, L]`: tokens of a prompt with equal numbers see each other both ways; 0 for tokens behind the
+            prompt, which see only what stands before them. A prompt may be one segment. Documents in a segment before
+            the question's do not see the question.
+        hidden: `[B, L]`, True for tokens that only their own segment sees; None where there are none.
         attention_mask: `[B, P + L]`, 0 for padding; None where there is none.
-        past: P, tokens that the cache holds.
+        past: P, tokens in the cache.
     """
-    batch, length = parts.shape
-    places = torch.arange(length, device=parts.device)
-    together = (parts[:, :, None].abs() == parts[:, None].abs()) & (parts[:, None] != 0)
-    seen = (places[:, None] >= places) & (parts[:, None] >= 0) | together
-    seen = torch.cat([seen.new_ones(batch, length, past), seen], 2)
+    batch, length = segment_ids.shape
+    places = torch.arange(length, device=segment_ids.device)
+    same_segment = (segment_ids[:, :, None] == segment_ids[:, None]) & (segment_ids[:, None] != 0)
+    before = (places[:, None] >= places).expand(batch, -1, -1)
+    if hidden is not None:
+        before = before & ~hidden[:, None]
+    seen = torch.cat([same_segment.new_ones(batch, length, past), before | same_segment], 2)
     if attention_mask is not None:
         seen &= attention_mask[:, None].bool()
     seen[:, places, past + places] = True  # a softmax over nothing is not a number
@@ -130,3 +133,4 @@ def prefix_mask(parts: Tensor, attention_mask: Tensor | None, past: int) -> Tens
 AutoConfig.register(PrefixLMConfig.model_type, PrefixLMConfig)
 AutoModel.register(PrefixLMConfig, PrefixLMBody)
 AutoModelForCausalLM.register(PrefixLMConfig, PrefixLM)
+register(PrefixLMConfig.model_type, Architecture(linear_head=True, takes_segments=True))

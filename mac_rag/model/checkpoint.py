@@ -4,8 +4,8 @@ config.json             the configuration: all sizes, the base models and their 
 model.safetensors       MAC's own networks
 amortization/           architecture of the amortization network's backbone; its tokenizer, if that is not the base LM's
 input_encoder/          the same of the input encoder's
-index/                  architecture of the index, where there is one
-base_lm/                the base LM, where it was trained along or has no name on the Hub
+index/                  architecture of the sentence encoder, where there is one
+base_lm/                the base LM, if it was tuned or has no name on the Hub
 
 A checkpoint reads and writes the parts of a model; `mac_rag.model.MACModel` assembles them.
 """
@@ -25,15 +25,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from mac_rag.config import EncoderConfig, IndexConfig, MACConfig
+from mac_rag.config import EncoderConfig, MACConfig, SentenceEncoderConfig
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.int8_storage import packed, unpacked
-from mac_rag.lm.loading import PACKED_LM, empty_backbone, load_backbone, load_tokenizer, quiet
+from mac_rag.lm.int8_storage import from_int8, to_int8
+from mac_rag.lm.loading import INT8_LM, empty_backbone, load_backbone, load_tokenizer, quiet
 from mac_rag.lm.lora_tuning import merged
-from mac_rag.model.factory import make_encoder, make_index, make_words
+from mac_rag.model.factory import make_encoder, make_hashed_bm25, make_sentence_encoder
+from mac_rag.model.stored_names import SENTENCE_ENCODER_FOLDER
 from mac_rag.model.text_encoder import TextEncoder
-from mac_rag.nn.hashed_bm25 import HashedWords
+from mac_rag.nn.hashed_bm25 import HashedBM25
 
 FORMAT = 1
 SHIPPED = Path(__file__).parents[1] / "shipped"
@@ -46,7 +47,7 @@ class Parts:
     """What a model is assembled from.
 
     Attributes:
-        config: all sizes.
+        config: the configuration of all networks.
         base_lm: the frozen LM.
         amortization: g_amort.
         input_encoder: g_input.
@@ -69,11 +70,11 @@ def write(
     """Writes a checkpoint; see `MACModel.save_pretrained`.
 
     Args:
-        parts: of the model.
-        weights: of MAC's own networks, by name.
-        folder: new or empty.
-        dtype: of the stored weights; None keeps each as it is.
-        lm_was_trained: whether the base LM differs from the one that its name stands for, so that it is stored too.
+        parts: what the model is assembled from.
+        weights: the weights of MAC's own networks, by their names in checkpoints (`MACModel.mac_state`).
+        folder: a new or empty folder.
+        dtype: dtype of the stored weights; None keeps each as it is.
+        lm_was_trained: True if the base LM differs from the one that its name stands for; then it is stored, too.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = parts.config
@@ -85,25 +86,27 @@ def write(
         encoder.network.backbone.config.save_pretrained(folder / name)
         if not _same_tokenizer(encoder.tokenizer, parts.base_lm.tokenizer):
             encoder.tokenizer.save_pretrained(folder / name)
-    if parts.amortization.network.index is not None:
-        parts.amortization.network.index.config.save_pretrained(folder / "index")
+    if parts.amortization.network.sentence_encoder is not None:
+        parts.amortization.network.sentence_encoder.config.save_pretrained(folder / SENTENCE_ENCODER_FOLDER)
     save_file(_stored(weights, dtype), folder / WEIGHTS, metadata={"format": "pt"})
     text = json.dumps({"format": FORMAT, **config.model_dump(mode="json")}, indent=2)
     (folder / "config.json").write_text(text + "\n")
 
 
 def read(folder: Path, device: torch.device) -> Parts:
-    """The parts of a checkpoint; MAC's own networks have no weights yet, see `fill`.
+    """The parts of a checkpoint. The weights of MAC's own networks are not loaded yet; `fill` loads them.
 
     Raises:
         ModelLoadError: when its files are missing, of another format or of another architecture.
     """
     config = read_config(folder)
     base_lm = BaseLM.load(config.base_lm, config.prompt, device, folder)
-    index = None if config.index is None else _index(folder / "index", config.index, base_lm)
-    words = make_words(config, base_lm)
+    sentence_encoder = None
+    if config.sentence_encoder is not None:
+        sentence_encoder = _sentence_encoder(folder / SENTENCE_ENCODER_FOLDER, config.sentence_encoder, base_lm)
+    hashed_bm25 = make_hashed_bm25(config, base_lm)
     amortization, input_encoder = (
-        _encoder(folder / name, part, config, base_lm, index, words)
+        _encoder(folder / name, part, config, base_lm, sentence_encoder, hashed_bm25)
         for name, part in (("amortization", config.amortization), ("input_encoder", config.input_encoder))
     )
     return Parts(config, base_lm, amortization, input_encoder)
@@ -132,11 +135,15 @@ def upload(
 def fill(wanted: Mapping[str, Tensor], path: Path) -> None:
     """Copies stored weights into parameters of exactly the same names and shapes.
 
+    Args:
+        wanted: parameters by their names in checkpoints.
+        path: a safetensors file.
+
     Raises:
-        ModelLoadError: when the file is truncated or damaged, or names or shapes differ; names them.
+        ModelLoadError: when the file is truncated or damaged, or names or shapes differ; it tells which.
     """
     try:
-        stored = unpacked(load_file(path))
+        stored = from_int8(load_file(path))
     except (OSError, SafetensorError) as error:
         raise ModelLoadError(f"{path} is missing, truncated or damaged: {error}") from error
     differences = [
@@ -190,11 +197,11 @@ def read_config(folder: Path) -> MACConfig:
     path = folder / "config.json"
     try:
         values: dict[str, Any] = json.loads(path.read_text())
-        found = values.pop("format")
+        version = values.pop("format")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ModelLoadError(f"{folder} is no MAC checkpoint: {path.name} is missing or not of its format") from error
-    if found != FORMAT:
-        raise ModelLoadError(f"{path} has format {found!r}, this version reads format {FORMAT}; update mac_rag")
+    if version != FORMAT:
+        raise ModelLoadError(f"{path} has format {version!r}, this version reads format {FORMAT}; update mac_rag")
     try:
         return MACConfig.parse(values, path)
     except ConfigError as error:
@@ -202,7 +209,12 @@ def read_config(folder: Path) -> MACConfig:
 
 
 def _encoder(
-    folder: Path, part: EncoderConfig, config: MACConfig, base_lm: BaseLM, index: Any, words: HashedWords | None
+    folder: Path,
+    part: EncoderConfig,
+    config: MACConfig,
+    base_lm: BaseLM,
+    sentence_encoder: Any,
+    hashed_bm25: HashedBM25 | None,
 ) -> TextEncoder:
     if part.quantization != "none":
         backbone = load_backbone(part, base_lm.device)
@@ -210,12 +222,12 @@ def _encoder(
         backbone = empty_backbone(part, _architecture(folder))
     has_own = any((folder / name).is_file() for name in _TOKENIZER_FILES)
     tokenizer = load_tokenizer(str(folder)) if has_own else base_lm.tokenizer
-    return make_encoder(config, part, backbone, tokenizer, base_lm, index, words)
+    return make_encoder(config, part, backbone, tokenizer, base_lm, sentence_encoder, hashed_bm25)
 
 
-def _index(folder: Path, part: IndexConfig, base_lm: BaseLM) -> Any:
+def _sentence_encoder(folder: Path, part: SentenceEncoderConfig, base_lm: BaseLM) -> Any:
     backbone = empty_backbone(EncoderConfig(design="encoder-only", name=part.name), _architecture(folder))
-    return make_index(part, backbone, base_lm.tokenizer, base_lm)
+    return make_sentence_encoder(part, backbone, base_lm.tokenizer, base_lm)
 
 
 def _architecture(folder: Path) -> Any:
@@ -231,7 +243,7 @@ def _save_base_lm(base_lm: BaseLM, folder: Path, dtype: torch.dtype | None) -> N
     if dtype == torch.int8:
         lm.config.save_pretrained(folder)
         # Tied weights are one parameter, and stored once.
-        save_file(_stored(dict(lm.named_parameters()), dtype), folder / PACKED_LM, metadata={"format": "pt"})
+        save_file(_stored(dict(lm.named_parameters()), dtype), folder / INT8_LM, metadata={"format": "pt"})
         return
     state = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in lm.state_dict().items()}
     with quiet():
@@ -241,7 +253,7 @@ def _save_base_lm(base_lm: BaseLM, folder: Path, dtype: torch.dtype | None) -> N
 def _stored(state: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
     here = {name: tensor.detach().cpu() for name, tensor in state.items()}
     if dtype == torch.int8:
-        return packed(here)
+        return to_int8(here)
     return {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in here.items()}
 
 

@@ -1,17 +1,18 @@
-"""How the text encoders of a model are built: backbone, index and words, from pretrained parts or the base LM's own."""
+"""Builds the networks of a model: text encoders, from pretrained parts or the base LM's own weights, and modulation."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-from mac_rag.config import EncoderConfig, IndexConfig, MACConfig
+from mac_rag.config import EncoderConfig, MACConfig, SentenceEncoderConfig
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.loading import keep_first_layers, load_backbone, load_tokenizer
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.amortization import DESIGNS
-from mac_rag.nn.hashed_bm25 import HashedWords
+from mac_rag.nn.hashed_bm25 import HashedBM25
+from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning
 
 
 def make_encoder(
@@ -20,39 +21,50 @@ def make_encoder(
     backbone: Any,
     tokenizer: Any,
     base_lm: BaseLM,
-    index: Any = None,
-    words: HashedWords | None = None,
+    sentence_encoder: Any = None,
+    hashed_bm25: HashedBM25 | None = None,
 ) -> TextEncoder:
     """Puts the learned vectors and MLPs of the part's design around a backbone.
 
-    Beside it come the index (`make_index`) and its words (`make_words`).
+    Args:
+        config: the whole model's configuration.
+        part: this encoder's configuration.
+        backbone: a transformers model without a language-modelling head.
+        tokenizer: the backbone's tokenizer.
+        base_lm: the base LM.
+        sentence_encoder: from `make_sentence_encoder`; None for none.
+        hashed_bm25: from `make_hashed_bm25`; None for none.
 
     Raises:
-        ModelLoadError: when it should share the base LM's embeddings, but has another width or vocabulary; when its
-            vocabulary is not the base LM's, by which the index reads.
+        ModelLoadError: when the encoder should share the base LM's embeddings, but has another width or vocabulary; or
+            when sentence encoder or hashed BM25, which read the base LM's tokens, meet another vocabulary.
     """
     if part.design == "encoder-pooling" and hasattr(backbone, "bidirectional"):
-        backbone.bidirectional = True  # a prefix LM's layers, which would read as a causal LM
+        backbone.bidirectional = True  # a backbone that can attend both ways, but does so only on request
     alike = _same_vocabulary(tokenizer, base_lm)
     if part.embeddings == "base-lm":
         _share_embeddings(part.name, backbone, alike, base_lm)
-    if index is not None and not alike:
-        raise ModelLoadError(f"{part.name!r} cannot have an index: its vocabulary is not the base LM's")
-    network = DESIGNS[part.design](backbone, config.tokens, base_lm.width, config.mlp_width, index, words)
+    if not alike and (sentence_encoder is not None or hashed_bm25 is not None):
+        added = "a sentence encoder" if sentence_encoder is not None else "hashed BM25"
+        raise ModelLoadError(f"{part.name!r} cannot have {added}: its vocabulary is not the base LM's")
+    network = DESIGNS[part.design](
+        backbone, config.tokens, base_lm.width, config.mlp_width, sentence_encoder, hashed_bm25
+    )
     return TextEncoder(network, tokenizer, config.max_document_tokens)
 
 
-def make_index(part: IndexConfig, backbone: Any, tokenizer: Any, base_lm: BaseLM) -> Any:
-    """A sentence encoder as both encoders have it, frozen.
+def make_sentence_encoder(part: SentenceEncoderConfig, backbone: Any, tokenizer: Any, base_lm: BaseLM) -> Any:
+    """The frozen sentence encoder that both text encoders share.
 
     Raises:
         ModelLoadError: when its vocabulary is not the base LM's, or its width not D.
     """
     if not _same_vocabulary(tokenizer, base_lm):
-        raise ModelLoadError(f"the index {part.name!r} cannot be used: its vocabulary is not the base LM's")
+        raise ModelLoadError(f"the sentence encoder {part.name!r} cannot be used: its vocabulary is not the base LM's")
     if backbone.config.hidden_size != base_lm.width:
         raise ModelLoadError(
-            f"the index {part.name!r} has a width of {backbone.config.hidden_size}, the base LM one of {base_lm.width}"
+            f"the sentence encoder {part.name!r} has a width of {backbone.config.hidden_size}, "
+            f"the base LM one of {base_lm.width}"
         )
     backbone.requires_grad_(False)
     if part.embeddings == "base-lm":
@@ -60,11 +72,11 @@ def make_index(part: IndexConfig, backbone: Any, tokenizer: Any, base_lm: BaseLM
     return backbone
 
 
-def make_words(config: MACConfig, base_lm: BaseLM) -> HashedWords | None:
-    """The words of an index as both encoders have them, all equally rare; None for none."""
-    if not config.words:
+def make_hashed_bm25(config: MACConfig, base_lm: BaseLM) -> HashedBM25 | None:
+    """The hashed BM25 that both text encoders share, with all tokens equally rare; None where the model has none."""
+    if config.hashed_bm25 is None:
         return None
-    return HashedWords(len(base_lm.tokenizer), config.words, base_lm.width).to(base_lm.device)
+    return HashedBM25(len(base_lm.tokenizer), config.hashed_bm25.vectors, base_lm.width).to(base_lm.device)
 
 
 def _same_vocabulary(tokenizer: Any, base_lm: BaseLM) -> bool:
@@ -82,24 +94,32 @@ def _share_embeddings(name: str | None, backbone: Any, same_vocabulary: bool, ba
     backbone.set_input_embeddings(shared)
 
 
-def pretrained_index(part: IndexConfig, base_lm: BaseLM) -> Any:
-    """Loads a sentence encoder as both encoders have it; see `make_index` and `load_backbone` for the errors."""
+def pretrained_sentence_encoder(config: MACConfig, base_lm: BaseLM) -> Any:
+    """Loads the sentence encoder that both text encoders share; None where the model has none.
+
+    Raises:
+        ModelLoadError: as `load_backbone` and `make_sentence_encoder`.
+    """
+    part = config.sentence_encoder
+    if part is None:
+        return None
     source = EncoderConfig(design="encoder-only", name=part.name, revision=part.revision)
     backbone = load_backbone(source, base_lm.device)
-    return make_index(part, backbone, load_tokenizer(part.name, part.revision), base_lm)
+    return make_sentence_encoder(part, backbone, load_tokenizer(part.name, part.revision), base_lm)
 
 
 def pretrained_encoder(
-    part: EncoderConfig, config: MACConfig, base_lm: BaseLM, index: Any, words: HashedWords | None
+    part: EncoderConfig, config: MACConfig, base_lm: BaseLM, sentence_encoder: Any, hashed_bm25: HashedBM25 | None
 ) -> TextEncoder:
     """Loads an encoder's backbone, or starts it from the base LM's weights, and builds the encoder around it.
 
     Raises:
-        ModelLoadError: as `load_backbone` and `make_encoder`; where it should start from a quantised LM.
+        ModelLoadError: as `load_backbone` and `make_encoder`; and when a backbone should start from a quantised LM.
     """
     if part.name is not None:
         backbone = load_backbone(part, base_lm.device)
-        return make_encoder(config, part, backbone, load_tokenizer(part.name, part.revision), base_lm, index, words)
+        tokenizer = load_tokenizer(part.name, part.revision)
+        return make_encoder(config, part, backbone, tokenizer, base_lm, sentence_encoder, hashed_bm25)
     if config.base_lm.quantization != "none":
         raise ModelLoadError(
             f"the base LM is quantised ({config.base_lm.quantization}), so an encoder cannot start from its weights; "
@@ -108,4 +128,18 @@ def pretrained_encoder(
     backbone = copy.deepcopy(base_lm.model.base_model).float().requires_grad_(True)
     if part.layers is not None:
         keep_first_layers(backbone, part.layers)
-    return make_encoder(config, part, backbone, base_lm.tokenizer, base_lm, index, words)
+    return make_encoder(config, part, backbone, base_lm.tokenizer, base_lm, sentence_encoder, hashed_bm25)
+
+
+def make_modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNetwork:
+    """The network from phi* to a modulation of the base LM, with random weights.
+
+    Raises:
+        ModelLoadError: as `BaseLM.shape`.
+    """
+    part, shape = config.modulation, base_lm.shape(config.modulation)
+    if part.kind == "lora":
+        return LoRA(shape, config.tokens, base_lm.width, bottleneck=part.bottleneck)
+    if part.kind == "film":
+        return FiLM(shape, base_lm.width, bottleneck=part.bottleneck)
+    return PrefixTuning(shape, config.tokens, base_lm.width, slots=part.slots, bottleneck=part.bottleneck)

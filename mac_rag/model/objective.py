@@ -1,6 +1,6 @@
-"""What MAC minimises: equation 2 with back-propagation dropout, and the further terms of the small-scale recipe.
+"""The training loss of MAC: equation 2 with back-propagation dropout, and further terms for small models.
 
-The paper's objective is the `answer` term alone. The others move a small model from a cold start: `direct`,
+The paper's objective is the `answer` term alone. The others help a small model over its cold start: `direct`,
 `distillation` and `reconstruction` teach the amortization network without the aggregation network in between,
 `contrastive` teaches the document prior, `imitation` the aggregation network without the LM.
 """
@@ -20,11 +20,12 @@ from mac_rag.config import Config
 from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import similar_lengths
 from mac_rag.nn.attention import recomputing_attention
+from mac_rag.nn.memory_tokens import MemoryTokens
 
 if TYPE_CHECKING:
     from mac_rag.model import MACModel
 
-_ALIKE = 2.0  # the longest of prompts that go through the LM together, in lengths of the shortest
+_ALIKE = 2.0  # the longest prompt of a batch is at most so many times as long as its shortest
 
 
 class LossWeights(Config):
@@ -56,9 +57,9 @@ class Batch:
     Attributes:
         documents: K texts.
         questions, answers: B texts.
-        gold: for each question the index of the document that answers it.
-        contexts: for each question the retrieved documents in front of it; empty for questions alone.
-        without_memory: for each question whether the LM answers it without phi*; empty where it has phi* for all.
+        gold: index of the document that answers it, for each question.
+        contexts: retrieved documents in front of each question; empty for questions alone.
+        without_memory: True for each question that the LM answers without phi*; empty if it has phi* for all.
     """
 
     documents: Sequence[str]
@@ -75,10 +76,10 @@ def mac_loss(
     weights: LossWeights,
     *,
     backprop_dropout: float = 0.0,
-    negatives: Tensor | None = None,
+    negatives: MemoryTokens | None = None,
     distractors: int = 0,
     tune_amortization: bool = True,
-) -> tuple[dict[str, Tensor], Tensor]:
+) -> tuple[dict[str, Tensor], MemoryTokens]:
     """The losses of one batch.
 
     Back-propagation dropout (section 3.3): each step a random subset of the documents is amortized with gradients and
@@ -88,16 +89,15 @@ def mac_loss(
     Args:
         model: the model.
         batch: documents and questions.
-        weights: of the terms; a term of weight zero costs nothing.
+        weights: weights of the terms; a term of weight zero costs nothing.
         backprop_dropout: p, the share of documents without gradients; at least one always has them.
-        negatives: memory tokens of other documents `[N, T + R, D]`, without gradients; further negatives of the
-            contrastive term.
-        distractors: how many of them, those with the highest document prior for each question, all questions also
-            attend to in the answer term, as they do in a bank of many documents.
+        negatives: memory tokens of other documents, without gradients: further negatives of the contrastive term.
+        distractors: for each question so many negatives, those of the highest document prior, join the documents that
+            all questions attend to in the answer term, as in a bank of many documents.
         tune_amortization: False amortizes all documents without gradients.
 
     Returns:
-        `loss` and each term that has a weight, as scalars; and the memory tokens `[K, T + R, D]`, detached.
+        `loss` and each term that has a weight, as scalars; and the memory tokens of the K documents, detached.
 
     Raises:
         ConfigError: for a contrastive term or distractors without a document prior, or p outside [0, 1).
@@ -109,13 +109,13 @@ def mac_loss(
     rows = [model.amortization.ids(document) for document in batch.documents]
     with torch.set_grad_enabled(tune_amortization and torch.is_grad_enabled()):
         phi = amortize_with_dropout(model, rows, backprop_dropout)
-    memory = model.aggregation.attended(phi)  # [K, T, D]
-    gold = torch.tensor(batch.gold, device=phi.device)
+    memory = phi.tokens
+    gold = torch.tensor(batch.gold, device=memory.device)
     prompts = model.base_lm.prompts
     contexts = batch.contexts or [()] * len(batch.questions)
     alone = [prompts.prompt(q) for q in batch.questions]
     answers = [prompts.answer(answer) for answer in batch.answers]
-    asked = [
+    behind_contexts = [
         prompts.prompt(question, documents, model.context_window - len(answer))
         for question, documents, answer in zip(batch.questions, contexts, answers, strict=True)
     ]
@@ -123,18 +123,18 @@ def mac_loss(
     terms: dict[str, Tensor] = {}
     if weights.answer or weights.contrastive or weights.imitation:
         encoded = model.input_encoder([model.input_encoder.ids(question) for question in batch.questions])
-        known = phi if negatives is None else torch.cat([phi, negatives.to(phi.dtype)])
+        known = phi if negatives is None else MemoryTokens.cat([phi, negatives.to(memory.dtype)])
         scores = None if prior is None else prior.score(prior.queries(encoded), prior.keys(known))
     if weights.answer or weights.imitation:
         attended = phi
         if scores is not None and distractors and len(known) > len(phi):
             others = scores.detach()[:, len(phi) :]
             hardest = others.topk(min(distractors, others.shape[1])).indices.unique()
-            attended = torch.cat([phi, known[len(phi) + hardest]])
+            attended = MemoryTokens.cat([phi, known[len(phi) + hardest]])
         bank = model.aggregation.project(attended)
         aggregated, _ = model.aggregation(encoded, bank, attention=recomputing_attention)
     if weights.answer:
-        terms["answer"] = _mean_loss(model, asked, answers, aggregated, batch.without_memory)
+        terms["answer"] = _mean_loss(model, behind_contexts, answers, aggregated, batch.without_memory)
     if weights.imitation:
         own, width = memory[gold].detach(), memory.shape[-1:]
         terms["imitation"] = functional.mse_loss(
@@ -154,13 +154,13 @@ def mac_loss(
     return {"loss": total, **{name: term.detach() for name, term in terms.items()}}, phi.detach()
 
 
-def amortize_with_dropout(model: MACModel, rows: Sequence[Sequence[int]], dropout: float) -> Tensor:
-    """Memory tokens `[K, T, D]` of which a random subset carries gradients, scaled to be unbiased.
+def amortize_with_dropout(model: MACModel, rows: Sequence[Sequence[int]], dropout: float) -> MemoryTokens:
+    """Memory tokens of K documents, of which a random subset carries gradients, scaled to be unbiased.
 
     Args:
         model: the model.
         rows: token ids of K documents.
-        dropout: p; the subset has `max(1, round((1 - p) K))` documents, drawn from torch's generator.
+        dropout: p; the subset has `max(1, round((1 - p) K))` documents, drawn from torch's default generator.
 
     Raises:
         ConfigError: for p outside [0, 1).
@@ -168,17 +168,18 @@ def amortize_with_dropout(model: MACModel, rows: Sequence[Sequence[int]], dropou
     if not 0 <= dropout < 1:
         raise ConfigError(f"back-propagation dropout must lie in [0, 1), got {dropout}")
     count = len(rows)
-    kept = max(1, round((1 - dropout) * count))
-    if kept == count:
-        whole: Tensor = model.amortization(rows)
+    live_count = max(1, round((1 - dropout) * count))
+    if live_count == count:
+        whole: MemoryTokens = model.amortization(rows)
         return whole
     order = torch.randperm(count)
-    with_gradient, without = order[:kept].tolist(), order[kept:].tolist()
+    with_gradient, without = order[:live_count].tolist(), order[live_count:].tolist()
     with torch.no_grad():
         stopped = model.amortization([rows[i] for i in without])
     live = model.amortization([rows[i] for i in with_gradient])
-    scaled = live.detach() + (live - live.detach()) * (count / kept)
-    return torch.cat([scaled, stopped])[order.argsort()]
+    stopped_live = live.tokens.detach()
+    scaled = MemoryTokens(stopped_live + (live.tokens - stopped_live) * (count / live_count), live.lexical)
+    return MemoryTokens.cat([scaled, stopped])[order.argsort()]
 
 
 def _mean_loss(
@@ -199,13 +200,13 @@ def _distillation(
 ) -> Tensor:
     """Cross-entropy for each token of all answers, with the LM behind each question's own document as the teacher."""
     prompts = model.base_lm.prompts
-    read = [
+    open_book = [
         prompts.prompt(question, [batch.documents[index]], model.context_window - len(answer))
         for question, index, answer in zip(batch.questions, batch.gold, answers, strict=True)
     ]
     with torch.no_grad():
-        taught = _logits(model, read, answers, phi, [True] * len(read)).float().softmax(-1)
-    return functional.cross_entropy(_logits(model, questions, answers, phi).float(), taught)
+        teacher = _logits(model, open_book, answers, phi, [True] * len(open_book)).float().softmax(-1)
+    return functional.cross_entropy(_logits(model, questions, answers, phi).float(), teacher)
 
 
 def _logits(
@@ -215,20 +216,26 @@ def _logits(
     phi: Tensor,
     without_memory: Sequence[bool] = (),
 ) -> Tensor:
-    """Logits of each token of all targets, row after row, each row under its modulation `[B, T, D]`, or under none.
+    """Logits of each token of all targets, row after row.
 
-    Rows of similar length go through the LM together: a few prompts with documents in front would otherwise pad all
-    the others to their length.
+    Rows of similar length share a batch; otherwise a few prompts with documents in front would pad all the others to
+    their length.
+
+    Args:
+        model: the model.
+        prompts, targets: token ids of B rows.
+        phi: `[B, T, D]`, each row's modulation.
+        without_memory: True for each row without modulation; empty if all have one.
     """
     bare = without_memory or [False] * len(prompts)
-    found: dict[int, Tensor] = {}
+    by_row: dict[int, Tensor] = {}
     for without in (False, True):
         rows = [i for i, flag in enumerate(bare) if flag == without]
         lengths = [len(prompts[i]) + len(targets[i]) for i in rows]
         for group in similar_lengths(lengths, _ALIKE):
             chosen = [rows[i] for i in group]
             modulation = None if without else model.modulation(phi[chosen])
-            read = [prompts[i] for i in chosen], [targets[i] for i in chosen]
-            logits = model.base_lm.answer_logits(*read, modulation)
-            found |= zip(chosen, logits.split([len(targets[i]) for i in chosen]))
-    return torch.cat([found[i] for i in range(len(prompts))])
+            group_rows = [prompts[i] for i in chosen], [targets[i] for i in chosen]
+            logits = model.base_lm.answer_logits(*group_rows, modulation)
+            by_row |= zip(chosen, logits.split([len(targets[i]) for i in chosen]))
+    return torch.cat([by_row[i] for i in range(len(prompts))])

@@ -27,8 +27,8 @@ def _paper(
     )
 
 
-# The paper quantises pretrained networks of the two large models to 4 bit; prefix maps of wide LMs go through a
-# bottleneck of ours, for one linear layer to all keys and values of LLaMA-2-7B alone would have a billion weights.
+# The paper quantises the pretrained networks of the two large models to 4 bit. The bottlenecks in the prefix maps of
+# wide LMs are ours: one linear layer to all keys and values of LLaMA-2-7B would have a billion weights.
 PRESETS: dict[str, MACConfig] = {
     "distilgpt2": _paper("distilbert/distilgpt2", "google-t5/t5-small", "google-t5/t5-small", tokens=12),
     "gpt2-large": _paper("openai-community/gpt2-large", "google-t5/t5-base", "google-t5/t5-base", bottleneck=512),

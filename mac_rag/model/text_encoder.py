@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mac_rag.errors import DocumentError
 from mac_rag.lm.batching import length_buckets, similar_lengths
 from mac_rag.nn.amortization import AmortizationNetwork
+from mac_rag.nn.memory_tokens import MemoryTokens
 
-_ALIKE = 1.5  # the longest of texts that are encoded together, in lengths of the shortest
+_ALIKE = 1.5  # the longest text of a batch is at most so many times as long as its shortest
 
 
 class TextEncoder(nn.Module):
@@ -41,7 +42,7 @@ class TextEncoder(nn.Module):
         """Token ids of a text.
 
         Raises:
-            DocumentError: for anything but a text with at least one visible character, or one beyond the limit.
+            DocumentError: for anything but a text with at least one visible character, and for a text beyond the limit.
         """
         _check_text(text)
         return self._within_limit(self._tokenized(text.strip()), text.strip())
@@ -58,23 +59,23 @@ class TextEncoder(nn.Module):
             )
         return ids
 
-    def forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Encodes token ids of K texts to memory tokens `[K, T, D]`; texts of similar length go together."""
+    def forward(self, rows: Sequence[Sequence[int]]) -> MemoryTokens:
+        """Encodes token ids of K texts to their memory tokens; texts of similar length share a batch."""
         groups = similar_lengths([len(row) for row in rows], _ALIKE)
-        tokens = torch.cat([self._encoded([rows[i] for i in group]) for group in groups])
-        places = torch.tensor([i for group in groups for i in group], device=tokens.device)
-        return tokens[places.argsort()]
+        encoded = MemoryTokens.cat([self._encode_batch([rows[i] for i in group]) for group in groups])
+        places = torch.tensor([i for group in groups for i in group], device=self.device)
+        return encoded[places.argsort()]
 
-    def _encoded(self, rows: Sequence[Sequence[int]]) -> Tensor:
+    def _encode_batch(self, rows: Sequence[Sequence[int]]) -> MemoryTokens:
         length = max(map(len, rows))
-        # What fills the padding does not matter: it is masked.
+        # Padding is masked, so any token may fill it.
         ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device)
         mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=self.device)
-        tokens: Tensor = self.network(ids, mask)
-        return tokens
+        encoded: MemoryTokens = self.network(ids, mask)
+        return encoded
 
     @torch.no_grad()
-    def encode(self, rows: Sequence[Sequence[int]], batch_tokens: int, advance: Any = None) -> Tensor:
+    def encode(self, rows: Sequence[Sequence[int]], batch_tokens: int, advance: Any = None) -> MemoryTokens:
         """Encodes any number of texts in batches of similar length, without gradients.
 
         Args:
@@ -83,20 +84,23 @@ class TextEncoder(nn.Module):
             advance: called with the number of texts after each batch.
 
         Returns:
-            `[K, T, D]` in float32, in the order of `rows`.
+            Memory tokens of K texts in float32, in the order of `rows`.
+
+        Raises:
+            DocumentError: without texts.
         """
         tokens = self.network.tokens
-        outputs: Tensor | None = None
+        result: MemoryTokens | None = None
         for bucket in length_buckets([len(row) + tokens for row in rows], batch_tokens):
-            encoded = self([rows[i] for i in bucket]).float()
-            if outputs is None:
-                outputs = encoded.new_empty(len(rows), *encoded.shape[1:])
-            outputs[bucket] = encoded
+            encoded = self([rows[i] for i in bucket]).to(torch.float32)
+            if result is None:
+                result = encoded.new_empty(len(rows))
+            result.put(bucket, encoded)
             if advance is not None:
                 advance(len(bucket))
-        if outputs is None:
-            raise DocumentError("there are no texts to encode")
-        return outputs
+        if result is None:
+            raise DocumentError("there are no texts to encode; give at least one")
+        return result
 
     def split(self, text: str) -> list[str]:
         """The chunks of a text within the limit; see `plan`."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mac_rag.nn.attention import BankAttention, Chunk, streaming_attention
 from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, BankView, prior_keys
 from mac_rag.nn.document_prior import DocumentPrior
+from mac_rag.nn.memory_tokens import MemoryTokens
 
 
 class CrossAttentionBlock(nn.Module):
@@ -21,8 +22,8 @@ class CrossAttentionBlock(nn.Module):
         heads: H.
         head_width: d, width of one head.
         feed_forward: width of the hidden layer as a multiple of D.
-        prior: whether a document prior is added to the logits, times a learned scale for each head.
-        prior_sharpness: a further factor on it, except in training.
+        prior: True adds a document prior to the logits, times a learned scale for each head.
+        prior_sharpness: a further factor on the prior, except in training.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class CrossAttentionBlock(nn.Module):
         nn.init.zeros_(self.to_out.bias)
 
     def project(self, bank: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[H, K, T, d]` of a normalised bank `[K, T, D]`."""
+        """Keys and values `[H, K, T, d]` from a normalised bank `[K, T, D]`."""
         keys, values = (
             layer(bank).unflatten(-1, (self.heads, -1)).permute(2, 0, 1, 3).contiguous()
             for layer in (self.to_key, self.to_value)
@@ -62,7 +63,7 @@ class CrossAttentionBlock(nn.Module):
         return keys, values
 
     def prior_bias(self, scores: Tensor) -> Tensor | None:
-        """The document prior `[B, k]` as this block's heads weigh it, `[B, H, k]`; None in a block without one."""
+        """The document prior's scores `[B, k]` as this block's heads weigh them, `[B, H, k]`; None without a prior."""
         if self.prior_scale is None:
             return None
         scale = self.prior_scale if self.training else self.prior_sharpness * self.prior_scale
@@ -71,11 +72,17 @@ class CrossAttentionBlock(nn.Module):
     def forward(
         self, tokens: Tensor, chunks: Iterable[Chunk], best: Chunk | None, attention: BankAttention, mass: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """`[B, T, D]` to the same shape, and the attention mass `[B, K]` if it is wanted.
+        """Runs the block.
 
         Args:
+            tokens: `[B, T, D]`.
             chunks: the bank.
-            best: of each question, the row in it that has the highest document prior, where that is known.
+            best: the row with the highest document prior for each question; None where it is not known.
+            attention: the strategy.
+            mass: True computes the attention mass, too.
+
+        Returns:
+            The new tokens `[B, T, D]`; and the attention mass `[B, K]`, or None without `mass`.
         """
         query = self.to_query(self.norm(tokens)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         query = query * query.shape[-1] ** -0.5
@@ -100,9 +107,13 @@ class AggregationNetwork(nn.Module):
         prior_width: width of the document prior's space; 0 for the paper's network, which has no prior.
         prior_sharpness: factor on the document prior in attention, except in training. The scales are learned over the
             documents of one batch; to keep the same share of attention on a document of a larger bank takes more.
-        index: whether the first token of documents and questions is what the document prior compares.
-        words, words_weight: R, how many vectors of words stand behind their T tokens, for the document prior alone; and
-            what its product of them weighs.
+        sentence_token: True if the first token of each text is a sentence encoder's, which the document prior compares.
+        lexical_vectors: R, lexical vectors of each text, which the document prior alone reads; 0 for none.
+        lexical_weight: weight of their product in the document prior.
+        chunk_rows: rows of a bank in memory that are scored and attended to at a time.
+
+    Attributes:
+        use_prior: False leaves the document prior out of attention, to measure what it contributes.
     """
 
     def __init__(
@@ -115,36 +126,35 @@ class AggregationNetwork(nn.Module):
         feed_forward: int = 4,
         prior_width: int = 0,
         prior_sharpness: float = 1.0,
-        index: bool = False,
-        words: int = 0,
-        words_weight: float = 1.0,
+        sentence_token: bool = False,
+        lexical_vectors: int = 0,
+        lexical_weight: float = 1.0,
+        chunk_rows: int = CHUNK_ROWS,
     ) -> None:
         super().__init__()
-        self.words = words
+        self.lexical_vectors = lexical_vectors
+        self.chunk_rows = chunk_rows
         self.bank_norm = nn.LayerNorm(width)  # one for all blocks: they look at the same bank
         self.blocks = nn.ModuleList(
             CrossAttentionBlock(width, heads, head_width, feed_forward, prior_width > 0, prior_sharpness)
             for _ in range(blocks)
         )
-        self.prior = DocumentPrior(width, prior_width, index, words, words_weight) if prior_width else None
-        self.use_prior = True  # False leaves the prior out of the attention, to measure what it contributes
+        self.prior = DocumentPrior(width, prior_width, sentence_token, lexical_weight) if prior_width else None
+        self.use_prior = True
 
-    def attended(self, phi: Tensor) -> Tensor:
-        """Memory tokens `[..., T, D]` without the words that may stand behind them, `[..., T + R, D]`."""
-        return phi[..., : phi.shape[-2] - self.words, :]
-
-    def project(self, phi: Tensor) -> BankProjection:
-        """Projects a bank `[K, T + R, D]` once, for any number of questions."""
-        bank = self.bank_norm(self.attended(phi))
+    def project(self, phi: MemoryTokens) -> BankProjection:
+        """Projects a bank of K texts once, for any number of questions."""
+        bank = self.bank_norm(phi.tokens)
         projected = [block.project(bank) for block in self.blocks if isinstance(block, CrossAttentionBlock)]
         return BankProjection(
             keys=tuple(keys for keys, _ in projected),
             values=tuple(values for _, values in projected),
             prior_keys=None if self.prior is None else self.prior.keys(phi),
+            chunk_rows=self.chunk_rows,
         )
 
-    def prior_scores(self, question: Tensor, bank: BankRows) -> Tensor:
-        """The document prior `s(x, d)` of every question and row, `[B, K]`.
+    def prior_scores(self, question: MemoryTokens, bank: BankRows) -> Tensor:
+        """The document prior's score `s(x, d)` for every question and row, `[B, K]`.
 
         Raises:
             ValueError: when the network has no document prior.
@@ -155,7 +165,7 @@ class AggregationNetwork(nn.Module):
 
     def forward(
         self,
-        question: Tensor,
+        question: MemoryTokens,
         bank: BankRows,
         *,
         mask: Tensor | None = None,
@@ -166,21 +176,21 @@ class AggregationNetwork(nn.Module):
         """Aggregates the bank for each question.
 
         Args:
-            question: `[B, T + R, D]`, the input encoder's tokens, of which the first T are the first query.
+            question: B questions as the input encoder encodes them; their tokens are the first query.
             bank: K rows.
             mask: `[B, K]`, True where a question may see a row; every question must see at least one.
-            scores: `[B, K]`, the document prior's where they are known; None to compare question and prior keys.
+            scores: `[B, K]`, the document prior's scores where they are known; None compares question and prior keys.
             attention: the strategy.
-            mass: whether the attention mass is wanted.
+            mass: True computes the attention mass, too.
 
         Returns:
-            phi* `[B, T, D]`; and the last block's attention mass on each row `[B, K]`, or None if it is not wanted.
+            phi* `[B, T, D]`; and the last block's attention mass on each row `[B, K]`, or None without `mass`.
 
         Raises:
             ValueError: when the document prior is in use, and the view has neither prior keys nor scores.
         """
         priors = _Priors(self, question, bank, mask, scores)
-        tokens, shares = self.attended(question), None
+        tokens, shares = question.tokens, None
         for number, block in enumerate(self.blocks):
             assert isinstance(block, CrossAttentionBlock)
             with_mass = mass and number == len(self.blocks) - 1
@@ -190,10 +200,15 @@ class AggregationNetwork(nn.Module):
 
 
 class _Priors:
-    """All that is added to the logits: the document prior, the counts of rows, and the mask; made chunk by chunk."""
+    """What is added to the logits: document prior, log counts of rows, and mask; computed chunk by chunk."""
 
     def __init__(
-        self, network: AggregationNetwork, question: Tensor, bank: BankRows, mask: Tensor | None, scores: Tensor | None
+        self,
+        network: AggregationNetwork,
+        question: MemoryTokens,
+        bank: BankRows,
+        mask: Tensor | None,
+        scores: Tensor | None,
     ) -> None:
         self.bank = bank
         self.prior = network.prior if network.use_prior else None
@@ -202,7 +217,8 @@ class _Priors:
         self.scores = None if self.prior is None else scores
         self.log_counts = bank.log_counts
         self.mask = mask
-        self.batch, self.dtype = len(question), question.dtype
+        self.chunk_rows = network.chunk_rows
+        self.batch, self.dtype = len(question), question.tokens.dtype
 
     def chunks(self, number: int, block: CrossAttentionBlock) -> Iterator[Chunk]:
         """The bank as a block sees it."""
@@ -214,9 +230,9 @@ class _Priors:
             yield Chunk(keys, values, self._bias(block, rows), None if longest is None else longest[..., rows])
 
     def best(self, number: int, block: CrossAttentionBlock) -> Chunk | None:
-        """Of each question the row with the highest document prior, as a block sees it; None where none is compared.
+        """The row with the highest document prior for each question, as a block sees it; None where it is of no use.
 
-        On a CPU this tells early which rows cannot matter; a GPU is through with all rows before it knew.
+        On a CPU this row tells early which others cannot matter. A GPU has attended to all rows before it would know.
         """
         if self.queries is None or self.queries.device.type != "cpu" or torch.is_grad_enabled():
             return None
@@ -228,19 +244,19 @@ class _Priors:
 
     @cached_property
     def _highest(self) -> tuple[Tensor, Tensor]:
-        """The highest score of each question and its row, `[B]` both."""
+        """The highest score of each question, and the row that has it; `[B]` both."""
         assert self.prior is not None
         assert self.queries is not None
         assert self.prior_keys is not None
-        found: list[tuple[Tensor, Tensor]] = []
-        for start in range(0, self.prior_keys.shape[-2], CHUNK_ROWS):
-            rows = slice(start, start + CHUNK_ROWS)
+        per_chunk: list[tuple[Tensor, Tensor]] = []
+        for start in range(0, self.prior_keys.shape[-2], self.chunk_rows):
+            rows = slice(start, start + self.chunk_rows)
             scores = self.prior.score(self.queries, self.prior_keys[..., rows, :])
             if self.mask is not None:
                 scores = scores.masked_fill(~self.mask[:, rows], -torch.inf)
             score, index = scores.max(1)
-            found.append((score, index + start))
-        scores, indices = (torch.stack(parts) for parts in zip(*found))
+            per_chunk.append((score, index + start))
+        scores, indices = (torch.stack(parts) for parts in zip(*per_chunk))
         score, part = scores.max(0)
         return score, indices.gather(0, part[None])[0]
 

@@ -1,8 +1,8 @@
 """The amortization network g_amort and the input encoder g_input: a text becomes T memory tokens, in four designs.
 
-The backbone is any transformers model as it is; the T learned vectors are given as embeddings or attend to its output,
-and one two-layer MLP for each output token maps the backbone's width to D (appendix A). Padding is masked everywhere
-and takes up no position, so a text has the same memory tokens whatever it is batched with.
+The backbone is any transformers model as it is. T learned vectors are its input or attend to its output, and one
+two-layer MLP for each of them maps the backbone's width to D (appendix A). Padding is masked everywhere and takes up no
+position, so a text has the same memory tokens whatever it is batched with.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mac_rag.nn.hashed_bm25 import HashedWords
+from mac_rag.nn.hashed_bm25 import HashedBM25
+from mac_rag.nn.memory_tokens import MemoryTokens
 
-_REACH = 0.5  # standard deviation of what a memory token of a pooling encoder looks at, in stretches, at its start
-_LEAST = 1e-4  # salience
-_QUIET = 0.1  # the MLPs' share in the memory tokens of a pooling encoder at its start
+# How a pooling encoder starts: the standard deviation of a memory token's attention, in stretches; and the scale of its
+# MLPs, beside their skip connection.
+_REACH, _MLP_SCALE = 0.5, 0.1
+_LEAST_SALIENCE = 1e-4
 
 
 class TokenMLPs(nn.Module):
@@ -25,9 +27,9 @@ class TokenMLPs(nn.Module):
 
     Args:
         tokens: T.
-        width_in: width of the backbone.
+        width_in: the backbone's width.
         width_out: D.
-        inner_width: of the hidden layer; None for the backbone's.
+        inner_width: width of the hidden layer; None for the backbone's.
     """
 
     def __init__(self, tokens: int, width_in: int, width_out: int, inner_width: int | None = None) -> None:
@@ -51,12 +53,12 @@ class TokenMLPs(nn.Module):
 
 
 class ResidualLinear(nn.Module):
-    """`x + W x`, with W from zeros: a map that starts as the identity.
+    """`x + W x`, where W starts at zero: a map that starts as the identity.
 
-    What is learned is kept apart from the identity's ones, beside which it would be lost when weights are rounded.
+    W is kept apart from the identity, beside whose ones its small weights would be lost when they are rounded.
 
     Args:
-        width: of x.
+        width: width of x.
     """
 
     def __init__(self, width: int) -> None:
@@ -71,15 +73,16 @@ class ResidualLinear(nn.Module):
 
 
 class AmortizationNetwork(nn.Module):
-    """A backbone, T learned input vectors and T MLPs; subclasses say how the vectors meet the text.
+    """A backbone, T learned input vectors and T MLPs. Subclasses say how the vectors meet the text.
 
     Args:
         backbone: a transformers model without a language-modelling head.
         tokens: T.
         width: D.
         mlp_width: hidden width of the MLPs; None for the backbone's.
-        index: a sentence encoder of width D, whose mean state of the text is the first of the T tokens; None for none.
-        words: hashes the text's words to R vectors behind the T tokens; None for none.
+        sentence_encoder: a transformers model of width D, whose mean state of the text is the first of the T tokens;
+            None for none.
+        hashed_bm25: makes R lexical vectors of the text; None for none.
     """
 
     def __init__(
@@ -88,27 +91,28 @@ class AmortizationNetwork(nn.Module):
         tokens: int,
         width: int,
         mlp_width: int | None = None,
-        index: Any = None,
-        words: HashedWords | None = None,
+        sentence_encoder: Any = None,
+        hashed_bm25: HashedBM25 | None = None,
     ) -> None:
         super().__init__()
         self.backbone = backbone
-        self.index = index
-        self.words = words
-        tokens -= index is not None
+        self.sentence_encoder = sentence_encoder
+        self.hashed_bm25 = hashed_bm25
+        learned = tokens if sentence_encoder is None else tokens - 1
         backbone_width: int = backbone.config.hidden_size
-        self.queries = nn.Parameter(self.initial_scale() * torch.randn(tokens, backbone_width))
-        self.mlps = TokenMLPs(tokens, backbone_width, width, mlp_width)
+        self.queries = nn.Parameter(self.initial_scale() * torch.randn(learned, backbone_width))
+        self.mlps = TokenMLPs(learned, backbone_width, width, mlp_width)
 
     def initial_scale(self) -> float:
-        """Standard deviation of the learned vectors at their start: that of the embeddings they stand beside."""
+        """Standard deviation of the learned vectors at their start: that of the token embeddings beside them."""
         return float(self.backbone.get_input_embeddings().weight.detach().float().std())
 
     @property
     def tokens(self) -> int:
-        return self.queries.shape[0] + (self.index is not None)
+        """T."""
+        return len(self.queries) if self.sentence_encoder is None else len(self.queries) + 1
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> MemoryTokens:
         """Encodes a batch of texts.
 
         Args:
@@ -116,21 +120,21 @@ class AmortizationNetwork(nn.Module):
             attention_mask: `[K, L]`, 1 for tokens and 0 for padding.
 
         Returns:
-            Memory tokens `[K, T, D]`, or `[K, T + R, D]` with words.
+            Memory tokens of K texts.
         """
         states = self.states(input_ids, attention_mask)
         tokens: Tensor = self.mlps(states.to(self.queries.dtype))
-        if self.index is not None:
+        if self.sentence_encoder is not None:
             with torch.no_grad():
-                text = self.index(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+                text = self.sentence_encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
             shares = attention_mask[..., None] / attention_mask.sum(1)[:, None, None]
             tokens = torch.cat([(text * shares).sum(1, keepdim=True).to(tokens.dtype), tokens], 1)
-        if self.words is not None:
-            tokens = torch.cat([tokens, self.words(input_ids, attention_mask).to(tokens.dtype)], 1)
-        return tokens
+        if self.hashed_bm25 is None:
+            return MemoryTokens(tokens)
+        return MemoryTokens(tokens, self.hashed_bm25(input_ids, attention_mask).to(tokens.dtype))
 
     def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The backbone's outputs for the learned vectors, `[K, T, backbone width]`."""
+        """The backbone's outputs for the learned vectors, `[K, learned vectors, backbone width]`."""
         raise NotImplementedError
 
     def _embedded(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,10 +144,10 @@ class AmortizationNetwork(nn.Module):
 
 
 class EncoderDecoder(AmortizationNetwork):
-    """T5 with the learned vectors as its decoder's input: the paper's default."""
+    """T5, with the learned vectors as its decoder's input: the paper's default."""
 
     def initial_scale(self) -> float:
-        return 0.02  # alone in the decoder, as published
+        return 0.02  # as published; in the decoder they stand alone
 
     def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         queries = self.queries.to(self.backbone.get_input_embeddings().weight.dtype)
@@ -176,11 +180,11 @@ class EncoderOnly(AmortizationNetwork):
 class EncoderPooling(AmortizationNetwork):
     """A bidirectional encoder that reads the text alone, and one layer of attention from the learned vectors to it.
 
-    The cross-attention is that of T5's decoder or of Lee et al. (2019, "Set Transformer"), but each memory token looks
-    at a stretch of the text of its own: to the logits is added the log of a normal density around it, as wide as the
-    head has learned. So a memory token starts as the mean of the states of a few words, which an LM can read, and all
-    memory tokens together as the mean by which a sentence encoder compares texts. Words take up as much room as the
-    network finds salience in them: names and numbers may have a memory token each where others share one.
+    The cross-attention is that of T5's decoder or of Lee et al. (2019, "Set Transformer"), but each memory token has a
+    stretch of the text of its own: the logits get the log of a normal density around the stretch, as wide as the head
+    has learned. So a memory token starts as the mean of the states of a few words, which an LM can read, and the mean
+    of all memory tokens starts as the vector by which sentence encoders compare texts. A word's room is its learned
+    salience: a name or a number may have a memory token to itself where other words share one.
     """
 
     def __init__(
@@ -189,10 +193,10 @@ class EncoderPooling(AmortizationNetwork):
         tokens: int,
         width: int,
         mlp_width: int | None = None,
-        index: Any = None,
-        words: HashedWords | None = None,
+        sentence_encoder: Any = None,
+        hashed_bm25: HashedBM25 | None = None,
     ) -> None:
-        super().__init__(backbone, tokens, width, mlp_width, index, words)
+        super().__init__(backbone, tokens, width, mlp_width, sentence_encoder, hashed_bm25)
         inner: int = backbone.config.hidden_size
         self.heads: int = backbone.config.num_attention_heads
         self.norm = nn.LayerNorm(inner)
@@ -200,11 +204,11 @@ class EncoderPooling(AmortizationNetwork):
         self.log_reach = nn.Parameter(torch.full((self.heads,), _REACH).log())
         self.salience = nn.Linear(inner, 1)
         with torch.no_grad():
-            self.mlps.outer.mul_(_QUIET)
+            self.mlps.outer.mul_(_MLP_SCALE)
             self.salience.weight.zero_()
 
     def initial_scale(self) -> float:
-        return 0.0  # what a memory token looks for within its stretch is learned
+        return 0.0  # training finds what a memory token looks for within its stretch
 
     def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         text = self.text_states(input_ids, attention_mask)
@@ -225,19 +229,19 @@ class EncoderPooling(AmortizationNetwork):
         return states
 
     def places(self, text: Tensor, attention_mask: Tensor) -> Tensor:
-        """What is added to the logits `[K, H, T, L]`: a word's salience, and how far it is from a token's stretch."""
+        """Added to the logits, `[K, H, T, L]`: each word's log salience, and its distance from each token's stretch."""
         room = functional.softplus(self.salience(text).squeeze(-1).float()) * attention_mask
         words = (room.cumsum(1) - 0.5 * room) / room.sum(1, keepdim=True)  # in (0, 1)
         count = len(self.queries)
         centres = (torch.arange(count, device=words.device) + 0.5) / count
         stretches = (words[:, None] - centres[:, None]) * count  # [K, T, L]
         logits = -0.5 * (stretches[:, None] / self.log_reach.exp()[:, None, None]).square()
-        logits = logits + room.clamp(min=_LEAST).log()[:, None, None]
+        logits = logits + room.clamp(min=_LEAST_SALIENCE).log()[:, None, None]
         return logits.masked_fill(~attention_mask[:, None, None].bool(), -torch.inf)
 
 
 class DecoderOnly(AmortizationNetwork):
-    """A causal LM with the learned vectors behind the text; positions skip the padding between them."""
+    """A causal LM with the learned vectors behind the text; position numbers skip the padding between them."""
 
     def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         embedded, queries = self._embedded(input_ids)

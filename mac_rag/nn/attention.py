@@ -1,8 +1,8 @@
-"""The one way to attend to a memory bank. Every strategy is a `BankAttention`; the direct one is the oracle.
+"""Attention to a memory bank. Every strategy is a `BankAttention`; direct attention is the oracle for the others.
 
-A softmax over rows that never stand side by side is kept as three numbers for each query token: the largest logit, the
-sum of the weights relative to it, and the values under those weights (`Partial`). Two such parts merge exactly, so the
-bank may come in chunks, and from several processes.
+Attention over a part of the bank is kept as three numbers for each query token: the largest logit, the sum of the
+weights relative to it, and the values summed under these weights (`Partial`). Two parts merge exactly, so the bank may
+come in chunks, and from several processes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from mac_rag.nn.kernels import fused_cpu, fused_efficient, fused_flash
 from mac_rag.nn.row_bounds import longest_keys, needed_rows
 
-# Logits that streaming attention holds at once: on a CPU what its cache takes, elsewhere enough to keep a GPU busy.
+# Logits that streaming attention holds at once: as many as a CPU's cache takes, or enough to keep a GPU busy.
 _LOGITS = {"cpu": 1 << 20, "other": 1 << 24}
-# The same for attention that is done again for its gradients: fewer and larger pieces, for each is an autograd node.
+# The same for attention recomputed for its gradients: fewer and larger pieces, because each is an autograd node.
 _RECOMPUTED = {"cpu": 1 << 22, "other": 1 << 26}
-# Query vectors of all heads that are multiplied with keys at once; more questions are taken group by group.
+# Query vectors of all heads in one product with keys; more questions go group by group.
 _QUERIES = 1 << 15
 
 
@@ -35,8 +35,8 @@ class Chunk:
 
     Attributes:
         keys, values: `[H, k, T, d]` for all questions, or `[G, H, k, T, d]` where each run of B / G questions has rows
-            of its own; with G = B each question has.
-        bias: `[B, H, k]`, added to the logits of all T tokens of a row; `-inf` hides the row.
+            of its own; with G = B, each question has.
+        bias: `[B, H, k]`, added to the logits of all T tokens of a row; `-inf` hides the row. None for no bias.
         longest: `[H, k]` or `[G, H, k]`, the largest norm of each row's keys; None where it is not known.
     """
 
@@ -57,25 +57,25 @@ class BankAttention(Protocol):
         Args:
             query: `[B, H, S, d]`, S query tokens of each question, already scaled.
             chunks: the bank; each question sees at least one row.
-            floor: `[B, H, S]`, what the largest logit is known to reach; what cannot matter beside it may be skipped.
-            mass: whether the attention mass is wanted.
+            floor: `[B, H, S]`, a lower bound of the largest logit; rows that cannot matter beside it may be skipped.
+            mass: True computes the attention mass, too.
 
         Returns:
-            The attended values `[B, H, S, d]`; and the attention mass of each row `[B, K]`, or None where it is not
-            wanted: the softmax weights summed over a row's tokens and averaged over heads and query tokens, so that
-            each question's sum to 1.
+            The attended values `[B, H, S, d]`; and the attention mass of each row `[B, K]`, or None without `mass`. It
+            is the softmax weights summed over a row's tokens and averaged over heads and query tokens, so that each
+            question's sum to 1.
         """
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Attention over a part of the bank, before it is known what the rest holds.
+    """Attention over a part of the bank, to be merged with attention over the rest.
 
     Attributes:
         maximum: `[B, H, S, 1]`, the largest logit, or any number near it; finite even where all rows are hidden.
         total: `[B, H, S, 1]`, the sum of `exp(logit - maximum)`.
         weighted: `[B, H, S, d]`, the values summed under these weights.
-        row_lse: of consecutive rows `[B, H, S, k]`, the log-sum-exp of each row's logits; None where no mass is wanted.
+        row_lse: `[B, H, S, k]`, the log-sum-exp of each row's logits, for consecutive rows; None without mass.
     """
 
     maximum: Tensor
@@ -94,7 +94,7 @@ class Partial:
         return self.maximum + self.total.log()
 
     def merged(self, other: Partial) -> Partial:
-        """Attention over both parts; the other's rows come after ours."""
+        """Attention over both parts; the other's rows stand behind this one's."""
         maximum = torch.maximum(self.maximum, other.maximum)
         ours, theirs = (self.maximum - maximum).exp(), (other.maximum - maximum).exp()
         return Partial(
@@ -108,7 +108,7 @@ class Partial:
         """Attention mass `[B, k]` of the part's rows.
 
         Args:
-            lse: `[B, H, S, 1]` of the whole bank.
+            lse: `[B, H, S, 1]`, the log-sum-exp over the whole bank.
         """
         bounded = lse.clamp(min=torch.finfo(lse.dtype).min)  # -inf - -inf would be NaN
         masses = [(rows - bounded).exp().mean((1, 2)) for rows in self.row_lse or ()]
@@ -118,7 +118,7 @@ class Partial:
 def direct_attention(
     query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The whole bank in one softmax, the oracle: memory grows as B * H * S * K * T."""
+    """One softmax over the whole bank, the oracle: memory grows as B * H * S * K * T."""
     del floor  # no row is skipped
     chunk = _joined(list(chunks), query)
     keys, values = _runs(chunk.keys), _runs(chunk.values)
@@ -137,11 +137,11 @@ def direct_attention(
 def recomputing_attention(
     query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The direct attention of a few questions at a time, and once more for their gradients: for training.
+    """For training: direct attention of a few questions at a time, computed again in the backward pass.
 
-    Memory does not grow with B. On a CPU this also saves the time that fresh memory costs.
+    Memory does not grow with B. On a CPU this also saves the time of allocating fresh memory.
     """
-    del floor  # a row that is nothing now may become something
+    del floor  # training may raise the weight of a row that does not matter yet
     chunk = _joined(list(chunks), query)
     rows, tokens = chunk.keys.shape[-3:-1]
     heads, length = query.shape[1:3]
@@ -154,18 +154,18 @@ def recomputing_attention(
     parts = []
     for group in _groups(len(query), len(_runs(chunk.keys)), max(1, budget // logits)):
         some = _slice(chunk, len(query), group, slice(0, rows))
-        given = query[group], some.keys, some.values, some.bias
-        parts.append(checkpoint(attend, *given, use_reentrant=False, preserve_rng_state=False))
+        inputs = query[group], some.keys, some.values, some.bias
+        parts.append(checkpoint(attend, *inputs, use_reentrant=False, preserve_rng_state=False))
     return torch.cat([a for a, _ in parts]), torch.cat([m for _, m in parts]) if mass else None
 
 
 def streaming_attention(
     query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Exactly the direct attention, chunk by chunk: besides a chunk, working memory depends neither on K nor on B.
+    """The same as direct attention, computed chunk by chunk: working memory depends neither on K nor on B.
 
     With `mass`, the log-sum-exp of each row is kept to the end, `[B, H, S, K]`, T times less than direct attention's
-    weights. Gradients pass through what is attended, not through the mass.
+    weights. Gradients pass through the attended values, not through the mass.
     """
     partial = partial_attention(query, chunks, floor=floor, mass=mass)
     return partial.attended.to(query.dtype), partial.mass(partial.lse.detach()).to(query.dtype) if mass else None
@@ -174,21 +174,21 @@ def streaming_attention(
 def partial_attention(
     query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
 ) -> Partial:
-    """Streaming attention before it is finished, to be merged with that over other rows.
+    """Streaming attention over some rows, to be merged with attention over others.
 
-    Half-precision chunks without bias are attended to in their own precision, as fused kernels do; all else in that of
-    the query, and at least float32.
+    Half-precision chunks without bias are attended to in their own precision, as fused kernels do; all others in the
+    query's precision, and at least in float32.
 
     Args:
         query, floor, mass: as `BankAttention` has them.
-        chunks: of which there may be none.
+        chunks: the rows; there may be none.
     """
     start = replace(_nothing(query), row_lse=() if mass else None)
     return reduce(Partial.merged, (part for chunk in chunks for part in _parts(query, chunk, floor, mass)), start)
 
 
 def _parts(query: Tensor, chunk: Chunk, floor: Tensor | None, mass: bool) -> Iterator[Partial]:
-    """The parts of a chunk: all of it where a fused kernel takes it, else as many rows as the budget allows."""
+    """Attention over a chunk: in one part where a fused kernel takes it, else in parts within the budget."""
     rows, tokens = chunk.keys.shape[-3:-1]
     if not rows:
         return
@@ -201,7 +201,7 @@ def _parts(query: Tensor, chunk: Chunk, floor: Tensor | None, mass: bool) -> Ite
     groups = _groups(len(query), len(_runs(chunk.keys)), max(1, _QUERIES // (heads * length)))
     budget = _LOGITS["cpu" if query.device.type == "cpu" else "other"]
     biased = not mass and _kernel_takes_bias(query, chunk)
-    # What is held for each question and row: the logits, or in the kernel's case only the bias.
+    # Plain attention holds the logits of each question and row; the kernel only the bias.
     step = max(1, budget // (len(query[groups[0]]) * heads * tokens * (1 if biased else length)))
     for first in range(0, rows, step):
         pieces = [(group, _slice(chunk, len(query), group, slice(first, first + step))) for group in groups]
@@ -215,7 +215,7 @@ def _parts(query: Tensor, chunk: Chunk, floor: Tensor | None, mass: bool) -> Ite
 
 
 def _groups(batch: int, runs: int, most: int) -> list[slice]:
-    """At most `most` questions go together: several runs, or a part of one that is too large; the largest first."""
+    """Groups of at most `most` questions: several runs, or part of a run that is too large; the largest comes first."""
     run = batch // runs
     if run <= most:
         size = most // run * run
@@ -245,7 +245,7 @@ def _plain(query: Tensor, chunk: Chunk, mass: bool) -> Partial:
     if chunk.bias is not None:
         shaped = logits.unflatten(2, (-1, query.shape[2])).unflatten(-1, (rows, tokens))
         shaped += _shaped_bias(chunk.bias, len(keys))
-    # Bounded, so that a part of which all rows are hidden weighs nothing and is not NaN.
+    # Bounded, so that a part whose rows are all hidden weighs nothing and is not NaN.
     maximum = logits.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(numbers).min)
     weights = logits.sub_(maximum).exp_()
     weighted, row_lse = weights @ values.flatten(2, 3), None
@@ -264,9 +264,9 @@ def _shaped_bias(bias: Tensor, runs: int) -> Tensor:
 
 
 def _fused(query: Tensor, chunk: Chunk) -> Partial | None:
-    """Attention by a fused kernel that tells its log-sum-exp; None where torch has none for these tensors."""
+    """Attention by a fused kernel that returns its log-sum-exp; None where torch has none for these tensors."""
     keys, values = _runs(chunk.keys).flatten(2, 3), _runs(chunk.values).flatten(2, 3)
-    if _need_gradients(query, keys, values):
+    if _any_requires_grad(query, keys, values):
         return None
     folded = _folded(query.to(keys.dtype), chunk.keys)
     if query.device.type == "cpu":
@@ -287,30 +287,30 @@ def _fused(query: Tensor, chunk: Chunk) -> Partial | None:
 
 
 def _kernel_takes_bias(query: Tensor, chunk: Chunk) -> bool:
-    """Whether torch's kernel for CPUs attends to a chunk with its bias; on a GPU and for gradients products do."""
+    """True if torch's CPU kernel can attend to the chunk with its bias. On a GPU, and for gradients, it cannot."""
     if query.device.type != "cpu" or chunk.bias is None:
         return False
     shared_or_own = len(_runs(chunk.keys)) in (1, len(query))
-    return shared_or_own and not _need_gradients(query, chunk.keys, chunk.values, chunk.bias)
+    return shared_or_own and not _any_requires_grad(query, chunk.keys, chunk.values, chunk.bias)
 
 
-def _need_gradients(*tensors: Tensor) -> bool:
-    """Whether some do; none passes through a fused kernel's log-sum-exp."""
+def _any_requires_grad(*tensors: Tensor) -> bool:
+    """True if any tensor requires grad; the fused kernels' log-sum-exp is not differentiable."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _skipping(query: Tensor, chunk: Chunk, floor: Tensor) -> Partial:
-    """Each question over those rows that can matter to it; all over all rows where most can."""
+    """Attention of each question over the rows that can matter to it; over all rows where most can."""
     assert chunk.bias is not None
     longest = longest_keys(chunk.keys) if chunk.longest is None else chunk.longest
     runs = longest if longest.ndim == 3 else longest[None]
-    found = needed_rows(query, runs, chunk.keys.shape[-2], chunk.bias, floor)
-    if 2 * found.sum() > found.numel():
+    needed = needed_rows(query, runs, chunk.keys.shape[-2], chunk.bias, floor)
+    if 2 * needed.sum() > needed.numel():
         return _fused_with_bias(query, chunk)
     keys, values = (_runs(part).expand(len(query), -1, -1, -1, -1) for part in (chunk.keys, chunk.values))
     parts = []
-    for number, needed in enumerate(found):
-        index = needed.nonzero()[:, 0]
+    for number, needed_by_one in enumerate(needed):
+        index = needed_by_one.nonzero()[:, 0]
         one = slice(number, number + 1)
         piece = Chunk(keys[number][:, index], values[number][:, index], chunk.bias[one, :, index])
         parts.append(_fused_with_bias(query[one], piece) if len(index) else _nothing(query[one]))
@@ -318,7 +318,7 @@ def _skipping(query: Tensor, chunk: Chunk, floor: Tensor) -> Partial:
 
 
 def _nothing(query: Tensor) -> Partial:
-    """Attention over no rows at all."""
+    """Attention over no rows."""
     numbers = torch.promote_types(query.dtype, torch.float32)
     empty = query.new_zeros((*query.shape[:3], 1), dtype=numbers)
     return Partial(
@@ -335,7 +335,7 @@ def _fused_with_bias(query: Tensor, chunk: Chunk) -> Partial:
     )
     bias = chunk.bias.to(numbers)[:, :, None, :, None].expand(-1, -1, -1, -1, tokens).flatten(3)  # [B, H, 1, k * T]
     attended, lse = fused_cpu(query.to(numbers), keys, values, bias.expand(-1, -1, query.shape[2], -1))
-    # Where all rows are hidden the kernel's log-sum-exp is zero, not that of nothing.
+    # Where all rows are hidden, the kernel's log-sum-exp is zero and not minus infinity.
     hidden = chunk.bias.isneginf().all(-1)[..., None, None]
     maximum = lse.view(*query.shape[:3], 1).masked_fill(hidden, torch.finfo(numbers).min)
     return Partial(maximum, (~hidden).to(numbers).expand_as(maximum), attended, None)
@@ -365,7 +365,7 @@ def _stacked(groups: list[Partial]) -> Partial:
 
 
 def _runs(rows: Tensor) -> Tensor:
-    """`[G, H, k, T, d]`, with G = 1 for rows of all questions."""
+    """`[G, H, k, T, d]`, with G = 1 for rows that all questions share."""
     return rows if rows.ndim == 5 else rows[None]
 
 

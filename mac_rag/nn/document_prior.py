@@ -6,56 +6,61 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mac_rag.nn.memory_tokens import MemoryTokens
+
 
 class DocumentPrior(nn.Module):
     """A learned score of a document for a question, `s(x, d) = exp(tau) cos(W_q mean(x), W_k mean(phi_d))`.
 
-    With an index (`mac_rag.config.IndexConfig`), the first token takes the place of the mean. With words, the product
-    of those is added to the cosine, `cos(...) + w u(x) v(d)`, where v are a document's words, and u a question's scaled
-    to length 1. Cosine and product together are one product of longer vectors.
+    With a sentence encoder (`mac_rag.config.SentenceEncoderConfig`), its token takes the place of the mean. Where texts
+    have lexical vectors, their product is added to the cosine, `cos(...) + w u(x) v(d)`, where v(d) are the document's
+    vectors and u(x) the question's, scaled to length 1. Cosine and product together are one product of longer vectors.
 
-    Added to the attention logits of all tokens of the document, it keeps attention sharp over thousands of documents,
-    where a plain softmax spreads over them. It is a function of one document and one question, so aggregation stays
-    invariant to the order of the documents. Not part of the paper.
+    The prior is added to the attention logits of all tokens of the document. It keeps attention sharp over thousands of
+    documents, where a plain softmax spreads over them. It is a function of one document and one question, so
+    aggregation stays invariant to the order of the documents. Not part of the paper.
 
     Args:
-        width: D, of question and memory tokens.
-        prior_width: of the space that they are compared in.
-        index: whether the first token is the text's index.
-        words: R, vectors of words behind the tokens.
-        words_weight: w.
+        width: D, the width of question and memory tokens.
+        prior_width: width of the space in which they are compared.
+        sentence_token: True if the first token is the sentence encoder's.
+        lexical_weight: w.
     """
 
-    def __init__(self, width: int, prior_width: int, index: bool, words: int = 0, words_weight: float = 1.0) -> None:
+    def __init__(self, width: int, prior_width: int, sentence_token: bool, lexical_weight: float = 1.0) -> None:
         super().__init__()
-        self.index = index
-        self.words = words
-        self.words_weight = words_weight
+        self.sentence_token = sentence_token
+        self.lexical_weight = lexical_weight
         self.query = nn.Linear(width, prior_width, bias=False)
         self.key = nn.Linear(width, prior_width, bias=False)
         self.log_scale = nn.Parameter(torch.tensor(10.0).log())
         with torch.no_grad():
             self.key.weight.copy_(self.query.weight)  # what is alike from the start scores high from the start
 
-    def summary(self, tokens: Tensor) -> Tensor:
-        """What stands for a text, `[K, T, D] -> [K, D]`."""
-        return tokens[:, 0] if self.index else tokens.mean(1)
+    def summary(self, texts: MemoryTokens) -> Tensor:
+        """The vector by which texts are compared, `[K, D]`."""
+        return texts.tokens[:, 0] if self.sentence_token else texts.tokens.mean(1)
 
-    def keys(self, phi: Tensor) -> Tensor:
-        """`[K, T + R, D] -> [K, d_prior]`."""
+    def keys(self, phi: MemoryTokens) -> Tensor:
+        """The prior's keys of K documents, `[K, d_prior]`; d_prior is the prior's width plus R D."""
         keys = functional.normalize(self.key(self.summary(phi)), dim=-1)
-        return torch.cat([keys, phi[:, -self.words :].flatten(1)], -1) if self.words else keys
+        return keys if phi.lexical is None else torch.cat([keys, phi.lexical.flatten(1)], -1)
 
-    def queries(self, question: Tensor) -> Tensor:
-        """`[B, T + R, D] -> [B, d_prior]`."""
+    def queries(self, question: MemoryTokens) -> Tensor:
+        """The prior's queries of B questions, `[B, d_prior]`."""
         queries = functional.normalize(self.query(self.summary(question)), dim=-1)
-        if not self.words:
+        if question.lexical is None:
             return queries
-        words = functional.normalize(question[:, -self.words :].flatten(1), dim=-1)
-        return torch.cat([queries, self.words_weight * words], -1)
+        lexical = functional.normalize(question.lexical.flatten(1), dim=-1)
+        return torch.cat([queries, self.lexical_weight * lexical], -1)
 
     def score(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """`[B, d_prior]`, and `[K, d_prior]` or `[G, K, d_prior]` for runs of questions, to `[B, K]`."""
+        """Scores `[B, K]`.
+
+        Args:
+            queries: `[B, d_prior]`.
+            keys: `[K, d_prior]`, or `[G, K, d_prior]` where each run of B / G questions has documents of its own.
+        """
         if keys.ndim == 3:
             products = (queries.unflatten(0, (len(keys), -1)) @ keys.mT).flatten(0, 1)
         else:

@@ -1,4 +1,4 @@
-"""The words of a text as a few vectors whose products are BM25's scores, to find rare names by."""
+"""Hashed BM25: a few lexical vectors of each text whose products are BM25's scores. They find rare names."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from mac_rag.errors import DataError
 
 _SATURATION = 1.5  # k1: how much a word that comes again adds
 _LENGTH = 0.75  # b: how far long texts count less
-_TYPICAL = 160.0  # tokens of a text, until they are counted
+_TYPICAL = 160.0  # tokens of a text, until `count` has counted them
 
 
-class HashedWords(nn.Module):
-    """A text's tokens, each added to one of `R D` places under a sign, both given by a fixed hash.
+class HashedBM25(nn.Module):
+    """Adds each token of a text to one of `R D` places, with a sign; a fixed hash of the token gives place and sign.
 
-    (Feature hashing; Weinberger et al., 2009.) The product of two texts is, but for collisions, which cancel out on
-    average, the sum over the tokens of both of the product of their weights. A weight is the square root of the token's
-    rarity times BM25's saturated count (Robertson and Zaragoza, 2009), so that the product has BM25's form. It takes
-    no positions and no gradients; rarity is counted once, by `count`. Not part of the paper.
+    This is feature hashing (Weinberger et al., 2009). The product of two texts is the sum, over the tokens that both
+    hold, of the product of the token's two weights; collisions add noise that averages to zero. A weight is the square
+    root of the token's rarity times BM25's saturated count (Robertson and Zaragoza, 2009), so that the product has
+    BM25's form. Positions do not count and no gradients pass. `count` learns rarity from a corpus; until then all
+    tokens are equally rare. Not part of the paper.
 
     Args:
-        vocabulary: number of tokens.
+        vocabulary: tokens in the vocabulary.
         vectors: R.
         width: D.
     """
@@ -42,7 +43,7 @@ class HashedWords(nn.Module):
 
     @torch.no_grad()
     def count(self, texts: Iterable[Sequence[int]]) -> None:
-        """Learns from token ids of texts how rare each token is (BM25's idf), and how long a text is.
+        """Learns from the token ids of a corpus how rare each token is (BM25's idf), and how long a text is.
 
         Raises:
             DataError: without texts.
@@ -52,7 +53,7 @@ class HashedWords(nn.Module):
             lengths.append(len(text))
             holding.update(set(text))
         if not lengths:
-            raise DataError("there are no texts to count words in")
+            raise DataError("there are no texts to count tokens in; give at least one")
         held = torch.zeros_like(self.rarity)
         held[list(holding)] = torch.tensor([float(number) for number in holding.values()], device=held.device)
         self.rarity.copy_(torch.log1p((len(lengths) - held + 0.5) / (held + 0.5)))
@@ -60,7 +61,7 @@ class HashedWords(nn.Module):
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Token ids and mask `[K, L]` to `[K, R, D]`."""
+        """Lexical vectors `[K, R, D]` from token ids and mask `[K, L]`."""
         shown = attention_mask.bool()
         same = (input_ids[:, :, None] == input_ids[:, None]) & shown[:, None]
         counts = same.sum(-1)  # of each token in its text, [K, L]

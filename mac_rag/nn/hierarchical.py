@@ -1,7 +1,7 @@
-"""Hierarchical aggregation, Algorithm 3 of the paper: groups become modulations, until a single one remains.
+"""Hierarchical aggregation, Algorithm 3 of the paper: groups become modulations until a single one remains.
 
-An approximation. The default, streaming attention, needs as little memory and is exact; this is here to reproduce the
-paper's figures.
+It is an approximation. Streaming attention, the default, needs as little memory and is exact; Algorithm 3 is here to
+reproduce the paper's figures.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch import Tensor
 from mac_rag.errors import ConfigError
 from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
 from mac_rag.nn.bank_view import BankProjection, BankRows, BankView, prior_keys
+from mac_rag.nn.memory_tokens import MemoryTokens
 
-# Numbers that are made at once: rows, their keys and values, and hidden states of the feed-forward networks.
-_NUMBERS = 1 << 21
+# Numbers in memory at once: rows, their keys and values, and hidden states of the feed-forward networks.
+_BUDGET = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,10 @@ class _Rows:
     """Consecutive rows of one level.
 
     Attributes:
-        memory: with rows in the third dimension from the right: the keys and values of all blocks one after another
-            `[G, H, k, T, d]`, G being 1 or B; or, above the first level, modulations `[B, k, T, D]` alone.
-        scores: of the document prior `[B, k]`; None without one.
-        visible: `[B, k]`, True for rows that a question may see; None where it may see all.
+        memory: on the first level, keys and values of all blocks one after another, `[G, H, k, T, d]`, G being 1 or B;
+            above it, one tensor of modulations `[B, k, T, D]`. The third dimension from the right counts rows.
+        scores: `[B, k]`, the document prior's scores; None without a prior.
+        visible: `[B, k]`, True for rows that a question may see; None if it may see all.
     """
 
     memory: tuple[Tensor, ...]
@@ -55,32 +56,39 @@ class _Rows:
 
 
 def hierarchical(
-    network: AggregationNetwork, question: Tensor, bank: BankView, subgroup: int, *, mask: Tensor | None = None
+    network: AggregationNetwork,
+    question: MemoryTokens,
+    bank: BankView,
+    subgroup: int,
+    *,
+    mask: Tensor | None = None,
+    budget: int = _BUDGET,
 ) -> Tensor:
-    """Aggregates groups of M consecutive rows to one modulation each, and these in turn, until one remains.
+    """Aggregates groups of M consecutive rows to one modulation each, then groups of these, until one remains.
 
-    M counts modulations, that is rows of T tokens. The paper counts tokens; with M tokens below 2 T its loop would not
-    end, because a group would be no more than the one modulation that replaces it. A bank of one row is aggregated
-    once, and one of at most M rows gives what streaming attention gives.
+    M counts modulations, that is rows of T tokens. The paper counts tokens; with M below 2 T tokens its loop would not
+    end, because a group would hold no more than the modulation that replaces it. A bank of one row is aggregated once,
+    and a bank of at most M rows gives what streaming attention gives.
 
-    All levels work at the same time, each on what the one below has finished, so that memory grows with the number of
-    levels only. Questions and groups are batched as far as a constant budget allows.
+    All levels work at the same time, each on what the level below has finished, so memory grows with the number of
+    levels only. Questions and groups are batched within a constant budget.
 
     The document prior keeps its meaning: a modulation's score is the log-sum-exp of its rows' scores.
 
     Args:
         network: h_psi.
-        question: `[B, T, D]`.
+        question: B questions as the input encoder encodes them.
         bank: a view of K rows.
         subgroup: M, at least 2.
         mask: `[B, K]`, True where a question may see a row; every question must see at least one.
+        budget: numbers in memory at once.
 
     Returns:
         phi* `[B, T, D]`.
 
     Raises:
-        ConfigError: for M below 2, with which the number of modulations would never fall; and for rows that stand for
-            several equal ones, which the paper's algorithm does not know.
+        ConfigError: for M below 2, with which modulations would never become fewer; and for rows with counts, which the
+            paper's algorithm does not know.
     """
     if subgroup < 2:
         raise ConfigError(f"groups of {subgroup} would never become fewer; choose a subgroup of at least 2")
@@ -91,14 +99,16 @@ def hierarchical(
     level = _bank_rows(network, question, bank, mask)
     remaining = bank.documents
     while True:
-        level = _aggregated(network, question, level, subgroup)
+        level = _aggregate_level(network, question, level, subgroup, budget)
         remaining = -(-remaining // subgroup)
         if remaining == 1:
             phi: Tensor = next(level).memory[0][:, 0]
             return phi
 
 
-def _bank_rows(network: AggregationNetwork, question: Tensor, bank: BankView, mask: Tensor | None) -> Iterator[_Rows]:
+def _bank_rows(
+    network: AggregationNetwork, question: MemoryTokens, bank: BankView, mask: Tensor | None
+) -> Iterator[_Rows]:
     """The bank's rows as the first level needs them."""
     prior = network.prior if network.use_prior else None
     queries = None if prior is None else prior.queries(question)
@@ -113,9 +123,11 @@ def _bank_rows(network: AggregationNetwork, question: Tensor, bank: BankView, ma
         yield _Rows(memory, scores, None if mask is None else mask[:, rows])
 
 
-def _aggregated(network: AggregationNetwork, question: Tensor, rows: Iterator[_Rows], subgroup: int) -> Iterator[_Rows]:
+def _aggregate_level(
+    network: AggregationNetwork, question: MemoryTokens, rows: Iterator[_Rows], subgroup: int, budget: int
+) -> Iterator[_Rows]:
     """One level: a modulation for each group of `subgroup` rows, and one for the rest at the end."""
-    for piece in _cut(network, question, rows, subgroup):
+    for piece in _whole_groups(network, question, rows, subgroup, budget):
         size = min(subgroup, len(piece))
         groups = len(piece) // size
         runs = len(piece.memory[0])
@@ -131,12 +143,14 @@ def _aggregated(network: AggregationNetwork, question: Tensor, rows: Iterator[_R
         )
         memory = tuple(part.unflatten(-3, (groups, size)) for part in piece.memory)
         if len(memory) == 1:
-            bank: BankRows = _Modulations(network, memory[0].flatten(0, 1))
+            bank: BankRows = _Modulations(network, memory[0].flatten(0, 1), budget)
         else:
             keys_values = [part.transpose(1, 2).flatten(0, 1) for part in memory]
-            bank = BankProjection(tuple(keys_values[::2]), tuple(keys_values[1::2]), None)
+            bank = BankProjection(
+                tuple(keys_values[::2]), tuple(keys_values[1::2]), None, chunk_rows=network.chunk_rows
+            )
         phi, _ = network(
-            spread(question[:, None].expand(-1, groups, -1, -1)),
+            MemoryTokens(spread(question.tokens[:, None].expand(-1, groups, -1, -1))),
             bank,
             mask=None if visible is None else spread(visible),
             scores=None if scores is None else spread(scores),
@@ -148,16 +162,18 @@ def _aggregated(network: AggregationNetwork, question: Tensor, rows: Iterator[_R
         yield _Rows((modulations,), scores, None if visible is None else visible.any(2))
 
 
-def _cut(network: AggregationNetwork, question: Tensor, rows: Iterator[_Rows], subgroup: int) -> Iterator[_Rows]:
-    """The rows in pieces of whole groups, as many as the budget allows, and at the end those that fill no group."""
+def _whole_groups(
+    network: AggregationNetwork, question: MemoryTokens, rows: Iterator[_Rows], subgroup: int, budget: int
+) -> Iterator[_Rows]:
+    """The rows in pieces of whole groups within the budget; at the end the rows that fill no group."""
     block = network.blocks[0]
     assert isinstance(block, CrossAttentionBlock)
-    hidden = block.hidden_width * question.shape[0] * question.shape[1]
+    hidden = block.hidden_width * question.tokens.shape[0] * question.tokens.shape[1]
     held: _Rows | None = None
     for part in rows:
         held = part if held is None else held.joined(part)
         numbers = hidden + subgroup * sum(memory.numel() for memory in part.memory) // len(part)
-        size = subgroup * max(1, _NUMBERS // numbers)
+        size = subgroup * max(1, budget // numbers)
         while len(held) >= size:
             yield held[:size]
             held = held[size:]
@@ -170,20 +186,21 @@ def _cut(network: AggregationNetwork, question: Tensor, rows: Iterator[_Rows], s
 
 
 class _Modulations:
-    """Modulations `[G, k, T, D]` as rows of a bank, projected when they are attended to."""
+    """Modulations `[G, k, T, D]` as rows of a bank; attention projects them when it comes to them."""
 
     prior_keys = None
     log_counts = None
 
-    def __init__(self, network: AggregationNetwork, phi: Tensor) -> None:
+    def __init__(self, network: AggregationNetwork, phi: Tensor, budget: int) -> None:
         self.network = network
         self.phi = phi
+        self.budget = budget
 
     def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
         runs, _, tokens, _ = self.phi.shape
         layers = self.network.blocks[block]
         assert isinstance(layers, CrossAttentionBlock)
-        step = max(1, _NUMBERS // (2 * runs * tokens * layers.to_key.out_features))
+        step = max(1, self.budget // (2 * runs * tokens * layers.to_key.out_features))
         for part in self.phi.split(step, 1):
             keys, values = layers.project(self.network.bank_norm(part.flatten(0, 1)))
             yield keys.unflatten(1, (runs, -1)).transpose(0, 1), values.unflatten(1, (runs, -1)).transpose(0, 1)

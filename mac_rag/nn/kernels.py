@@ -1,4 +1,8 @@
-"""PyTorch's fused attention kernels, with the log-sum-exp that `torch.nn.functional` does not return."""
+"""PyTorch's fused attention kernels with their log-sum-exp, which `torch.nn.functional` does not return.
+
+All take queries `[G, H, Q, d]`, already scaled, and keys and values `[G, H, N, d]`, and return the attended values
+`[G, H, Q, d]` and the log-sum-exp `[G, H, Q]`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,11 @@ from torch import Tensor
 
 
 def fused_cpu(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Torch's kernel for CPUs: attended `[G, H, Q, d]` and log-sum-exp `[G, H, Q]`; so the two below.
+    """Torch's kernel for CPUs.
 
     Args:
-        bias: `[G, H, Q, keys]`, added to the logits.
+        query, keys, values: as above.
+        bias: `[G, H, Q, N]`, added to the logits; None for no bias.
     """
     attended, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, keys, values, attn_mask=bias, scale=1.0
@@ -25,7 +30,7 @@ def fused_flash(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Te
 
 
 def fused_efficient(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory-efficient attention on CUDA, which pads its log-sum-exp."""
+    """Memory-efficient attention on CUDA; the kernel pads its log-sum-exp, which is cut to Q here."""
     attended, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, keys, values, None, compute_log_sumexp=True, scale=1.0
     )

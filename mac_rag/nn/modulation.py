@@ -1,8 +1,8 @@
 """Modulations: phi* `[B, T, D]` becomes a change to the frozen LM, one for each row of its batch.
 
 A *modulation network* maps phi* to a `Modulation`, which the base LM applies: as keys and values in front of every
-layer (P-tuning v2), or through forward hooks on the LM's own modules (LoRA, FiLM). All three behave the same in one
-batched forward pass and in generation, and a batch gives what its rows give one by one.
+layer (P-tuning v2), or through forward hooks on the LM's own modules (LoRA, FiLM). All three work in a batched forward
+pass and in generation alike, and a batch gives what its rows give one by one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from transformers import DynamicCache
 
 @dataclass(frozen=True)
 class LMShape:
-    """What a modulation must know of the LM.
+    """The sizes of an LM that modulation networks need.
 
     Attributes:
-        layers: number of decoder layers.
-        kv_heads, head_width: of one layer's keys and values.
-        width: of the hidden states.
-        linears: for LoRA, name -> (inputs, outputs) of every linear module that it changes.
-        blocks: for FiLM, the names of the decoder layers.
+        layers: decoder layers.
+        kv_heads, head_width: heads of one layer's keys and values, and their width.
+        width: width of the hidden states.
+        linears: name -> (inputs, outputs) of every linear module that LoRA changes.
+        blocks: names of the decoder layers, which FiLM changes.
     """
 
     layers: int
@@ -40,29 +40,33 @@ class LMShape:
 
 
 class Modulation(ABC):
-    """A modulation of B rows, ready to be applied to an LM."""
+    """A modulation of B rows, to be applied to an LM.
+
+    Attributes:
+        prefix_length: P, positions in front of each row; 0 for modulations without a prefix.
+    """
 
     prefix_length: int = 0
 
     @abstractmethod
     def beside_none(self) -> Modulation:
-        """The modulation of 2B rows: these B, and behind them B that leave the LM as it is."""
+        """A modulation of 2B rows: these B, and behind them B that leave the LM as it is."""
 
     def prefix_mask(self, mask: Tensor) -> Tensor:
-        """What each row sees of the prefix, 1 or 0: `[B, P]`, in front of the prompts' attention mask `[B, L]`."""
+        """The prefix's attention mask `[B, P]`, to stand in front of the prompts' attention mask `[B, L]`."""
         return mask.new_ones(len(mask), self.prefix_length)
 
     def cache(self, repeats: int = 1) -> DynamicCache | None:
-        """A key-value cache that holds the prefix; a new one for every call, since use changes it.
+        """A key-value cache that holds the prefix; None without one. Each call makes a new one, since use changes it.
 
         Args:
-            repeats: copies of each row in a run, for beams.
+            repeats: consecutive copies of each row, for beam search.
         """
         return None
 
     @contextmanager
     def attached(self, lm: nn.Module) -> Iterator[None]:
-        """The modulation is in force on the LM's modules while the context lasts."""
+        """Applies the modulation to the LM's modules while the context lasts."""
         yield
 
 
@@ -71,7 +75,7 @@ class PrefixModulation(Modulation):
 
     Args:
         keys_values: `[B, layers, 2, kv_heads, P, head_width]`.
-        half: only the first half of the rows sees it.
+        half: True shows the prefix to the first half of the rows only.
     """
 
     def __init__(self, keys_values: Tensor, half: bool = False) -> None:
@@ -100,8 +104,8 @@ class HookedModulation(Modulation):
     """A modulation by forward hooks on the LM's modules, by name.
 
     Args:
-        changes: what is changed.
-        half: only the first half of the rows that the LM runs with.
+        changes: module name -> how its output changes.
+        half: True changes only the first half of the rows that the LM runs with.
     """
 
     def __init__(self, changes: dict[str, Change], half: bool = False) -> None:
@@ -143,7 +147,7 @@ def _first_half(change: Change) -> Change:
 
 
 def _rows(values: Tensor, like: Tensor) -> Tensor:
-    """Repeats each row to the batch that the LM runs with, which beams make a multiple of B."""
+    """Repeats each row to the size of the LM's batch, which beam search makes a multiple of B."""
     return values.repeat_interleave(like.shape[0] // values.shape[0], 0).to(like.dtype)
 
 
@@ -152,19 +156,19 @@ class ModulationNetwork(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, phi: Tensor) -> Modulation:
-        """`[B, T, D]` to a modulation of B rows."""
+        """A modulation of B rows from phi* `[B, T, D]`."""
 
 
 class PrefixTuning(ModulationNetwork):
     """P-tuning v2 from phi*: each token gives `slots` keys and values of every layer, P = T * slots.
 
     Args:
-        shape: of the LM.
+        shape: the LM's sizes.
         tokens: T.
         width: D.
         slots: prefix positions for each token.
-        bottleneck: inner width of a two-layer map; None for one linear layer, as in the paper. Wide LMs need it: one
-            linear layer to all keys and values of LLaMA-2-7B would have a billion weights.
+        bottleneck: inner width of a two-layer map; None for one linear layer, as in the paper. Wide LMs need a
+            bottleneck: one linear layer to all keys and values of LLaMA-2-7B would have a billion weights.
     """
 
     def __init__(
@@ -185,14 +189,14 @@ class PrefixTuning(ModulationNetwork):
 
 
 class LoRA(ModulationNetwork):
-    """LoRA generated for each question: every token of phi* gives one rank-one update of every changed linear layer.
+    """LoRA generated for each question: each token of phi* gives one rank-one update of each changed linear layer.
 
-    The update of a layer of `n` inputs is `x -> scale / T * sum_t (x . a_t) / sqrt(n) b_t`; the map to `b` starts at
-    zero, so an untrained network leaves the LM as it is. With the root, `a` starts as large as LoRA's own; without it,
+    The update of a layer of `n` inputs is `x -> scale / T * sum_t (x . a_t) / sqrt(n) b_t`. The map to `b` starts at
+    zero, so an untrained network leaves the LM as it is. The root makes `a` start as large as LoRA's own; without it,
     training hardly moves.
 
     Args:
-        shape: of the LM; its `linears` are changed.
+        shape: the LM's sizes; its `linears` are changed.
         tokens: T, the rank.
         width: D.
         bottleneck: inner width of a two-layer map; None for one linear layer.
@@ -228,12 +232,12 @@ class LoRA(ModulationNetwork):
 
 
 class FiLM(ModulationNetwork):
-    """FiLM: a scale and a shift of the hidden states after every decoder layer, from the mean of phi*'s tokens.
+    """FiLM: a scale and a shift of the hidden states behind each decoder layer, from the mean of phi*'s tokens.
 
     `h -> h (1 + gamma) + beta`; gamma and beta start at zero.
 
     Args:
-        shape: of the LM.
+        shape: the LM's sizes.
         width: D.
         bottleneck: inner width of a two-layer map; None for one linear layer.
     """
@@ -260,7 +264,7 @@ class FiLM(ModulationNetwork):
 
 
 def _linear(inputs: int, bottleneck: int | None, outputs: int, *, zero: bool = False) -> nn.Module:
-    """One linear layer, or two with a tanh between; with `zero` the map starts at zero."""
+    """One linear layer, or two with a tanh between them. With `zero`, the map starts at zero."""
     last = nn.Linear(inputs if bottleneck is None else bottleneck, outputs)
     if zero:
         nn.init.zeros_(last.weight)
@@ -271,13 +275,13 @@ def _linear(inputs: int, bottleneck: int | None, outputs: int, *, zero: bool = F
 
 
 def linear_names(lm: nn.Module, targets: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Name -> (inputs, outputs) of the modules whose last name is one of `targets`; Conv1D (GPT-2) included."""
-    found: dict[str, tuple[int, int]] = {}
+    """Name -> (inputs, outputs) of the linear modules whose last name is one of `targets`, GPT-2's Conv1D included."""
+    sizes: dict[str, tuple[int, int]] = {}
     for name, module in lm.named_modules():
         if name.rpartition(".")[2] not in targets:
             continue
         if isinstance(module, nn.Linear):
-            found[name] = (module.in_features, module.out_features)
+            sizes[name] = (module.in_features, module.out_features)
         elif hasattr(module, "nf") and hasattr(module, "nx"):  # transformers' Conv1D
-            found[name] = (module.nx, module.nf)
-    return found
+            sizes[name] = (module.nx, module.nf)
+    return sizes

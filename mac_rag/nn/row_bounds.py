@@ -1,7 +1,7 @@
-"""Rows of a bank that a question need not look at, because they cannot matter to it.
+"""Bounds that tell which rows of a bank can matter to a question; attention skips the others.
 
-The document prior puts most documents so far below the best one that whatever their keys are, they weigh nothing in
-float arithmetic. To know that costs one norm for each row instead of T times S products of keys and queries.
+The document prior puts most documents so far below the best one that they weigh nothing in floating point, whatever
+their keys are. A bound costs one norm for each row, where attention costs T times S products of keys and queries.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ def longest_keys(keys: Tensor) -> Tensor:
 
 
 def needed_rows(query: Tensor, longest: Tensor, tokens: int, bias: Tensor, floor: Tensor) -> Tensor:
-    """Which rows can matter to each question; all others together weigh less than a rounding of its softmax.
+    """Tells which rows can matter to each question. All others together weigh less than a rounding of its softmax.
 
-    A logit is at most the product of both norms, and the bias (Cauchy and Schwarz).
+    By Cauchy and Schwarz, a logit is at most the product of the two norms, plus the bias.
 
     Args:
-        query: `[B, H, S, d]`, scaled.
-        longest: `[G, H, k]`, the largest norm of each row's keys, each for B / G questions; G is 1 or B.
-        tokens: T, of a row.
+        query: `[B, H, S, d]`, already scaled.
+        longest: `[G, H, k]`, the largest norm of each row's keys, for runs of B / G questions; G is 1 or B.
+        tokens: T, tokens of a row.
         bias: `[B, H, k]`.
-        floor: `[B, H, S]`, what the largest logit over all rows is known to reach.
+        floor: `[B, H, S]`, a lower bound of the largest logit over all rows.
 
     Returns:
-        `[B, k]`, True for rows that are needed.
+        `[B, k]`, True for rows that can matter.
     """
     numbers = torch.promote_types(query.dtype, torch.float32)
     highest = query.to(numbers).norm(dim=-1)[..., None] * longest[:, :, None] + bias[:, :, None]  # [B, H, S, k]

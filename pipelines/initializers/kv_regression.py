@@ -19,11 +19,11 @@ from torch.nn import functional
 
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
-from mac_rag.lm.prefix_lm import parts_argument
 from mac_rag.model import MACModel
 from mac_rag.nn.aggregation import CrossAttentionBlock
 from mac_rag.nn.amortization import EncoderPooling
 from mac_rag.nn.document_prior import DocumentPrior
+from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import PrefixTuning
 
 _READ = 256  # texts by which the maps are fitted
@@ -64,8 +64,8 @@ def start_as_reader(model: MACModel, data: QADataset) -> None:
     asked = data.questions_by_document()
     documents = [document for document in data.documents if asked[document.id]]
     rows = [model.amortization.ids(document.text) for document in documents]
-    if network.words is not None:
-        network.words.count(rows)
+    if network.hashed_bm25 is not None:
+        network.hashed_bm25.count(rows)
     some = range(0, len(rows), -(-len(rows) // _READ))
     rows_read = [rows[i] for i in some]
     questions = [model.input_encoder.ids(asked[documents[i].id][0].question) for i in some]
@@ -74,8 +74,8 @@ def start_as_reader(model: MACModel, data: QADataset) -> None:
     pooled = [_pooling(network, state) for state in states]
     count = len(network.queries)
     phi = model.amortization.encode(rows_read, _BATCH)
-    memory = model.aggregation.attended(phi)
-    read = memory[:, -count:]  # without the index
+    memory = phi.tokens
+    read = memory[:, -count:]  # without the sentence encoder's
     places = _least_used(read.flatten(0, 1), count) * (_PLACE * read.square().mean((0, 1)).sum().sqrt())
     network.mlps.outer_bias.add_(places)
     model.input_encoder.load_state_dict(model.amortization.state_dict())
@@ -98,10 +98,10 @@ def _states(network: EncoderPooling, row: Sequence[int]) -> Tensor:
 
 
 def _pooling(network: EncoderPooling, states: Tensor) -> Tensor:
-    """How much each word is of each memory token, `[T, L]`; the index is of all words."""
+    """How much each word is of each memory token, `[T, L]`; the sentence encoder's is of all words."""
     mask = torch.ones(1, len(states), dtype=torch.long, device=states.device)
     weights: Tensor = network.places(states[None], mask)[0].softmax(-1).mean(0)
-    return weights if network.index is None else torch.cat([weights.mean(0, keepdim=True), weights])
+    return weights if network.sentence_encoder is None else torch.cat([weights.mean(0, keepdim=True), weights])
 
 
 def _fit_salience(
@@ -141,8 +141,8 @@ def _fit_prefix(
     wanted = []
     for row, weights in zip(rows, pooled, strict=True):
         ids = torch.tensor([row], device=phi.device)
-        parts = parts_argument(lm, torch.ones_like(ids))
-        cache = lm(input_ids=ids, use_cache=True, logits_to_keep=1, **parts).past_key_values
+        segments = model.base_lm.architecture.segment_arguments(torch.ones_like(ids))
+        cache = lm(input_ids=ids, use_cache=True, logits_to_keep=1, **segments).past_key_values
         kept = torch.stack([torch.stack([layer[0][0], layer[1][0]]) for layer in cache])  # [layers, 2, H, L, d]
         wanted.append(torch.einsum("tl,nkhld->tnkhd", weights, kept).flatten(1))
     linear: Any = prefix.to_keys_values
@@ -151,11 +151,11 @@ def _fit_prefix(
     linear.bias.copy_(bias)
 
 
-def _fit_prior(prior: DocumentPrior, questions: Tensor, phi: Tensor) -> None:
+def _fit_prior(prior: DocumentPrior, questions: MemoryTokens, phi: MemoryTokens) -> None:
     """The document prior starts in the space where documents differ alike in all directions, as sharp as it is right.
 
     Whitening is what makes means of an LM's states comparable (Su et al., 2021, "Whitening Sentence Representations").
-    An index is made to be compared as it is.
+    A sentence encoder's tokens are made to be compared as they are.
     """
     summaries = prior.summary(phi)
     values, directions = torch.linalg.eigh(torch.cov(summaries.T))
@@ -163,7 +163,7 @@ def _fit_prior(prior: DocumentPrior, questions: Tensor, phi: Tensor) -> None:
     whitening = (directions * (values + _FLOOR * values.mean()).rsqrt())[:, most]
     for linear, texts in ((prior.key, summaries), (prior.query, prior.summary(questions))):
         mean = functional.normalize(texts.mean(0), dim=0)
-        plain = directions[:, most] if prior.index else whitening - mean[:, None] * (mean @ whitening)
+        plain = directions[:, most] if prior.sentence_token else whitening - mean[:, None] * (mean @ whitening)
         linear.weight.copy_(plain.T)
     cosines = prior.score(prior.queries(questions), prior.keys(phi)) / prior.log_scale.exp()
     own = torch.arange(len(cosines), device=cosines.device)

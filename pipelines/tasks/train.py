@@ -21,6 +21,7 @@ from mac_rag.lm.loading import require_gradients
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.model.presets import preset
+from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
 from pipelines.corpora.unlabeled import Unasked, UnaskedConfig
 from pipelines.initializers.kv_regression import start_as_reader
@@ -152,8 +153,7 @@ class TrainTask(Task):
         self._validation = config.data.validation_set()
         self._validation_retrieved = retrieved(config.context, self._validation)
         # A ring of the newest documents' memory tokens; part of the state, so that a resumed run has the same.
-        rows = self.model.config.tokens + self.model.config.words
-        shape = config.negatives, rows, self.model.base_lm.width
+        shape = config.negatives, *self.model.row_shape
         self.register_buffer("negatives", torch.zeros(shape, dtype=torch.bfloat16, device=device))
         self.register_buffer("negatives_seen", torch.zeros((), dtype=torch.long))
         self.negatives: Tensor
@@ -208,16 +208,17 @@ class TrainTask(Task):
     def forward(self, batch: tuple[Batch, LossWeights]) -> dict[str, Tensor]:
         config = self.config
         seen = int(self.negatives_seen)
+        held = self.negatives[: min(seen, config.negatives)]
         terms, phi = mac_loss(
             self.model,
             *batch,
             backprop_dropout=config.backprop_dropout,
-            negatives=self.negatives[: min(seen, config.negatives)] if config.negatives else None,
+            negatives=MemoryTokens.split(held, self.model.config.lexical_vectors) if config.negatives else None,
             distractors=config.distractors,
             tune_amortization=config.tune_amortization,
         )
         if config.negatives:
-            newest = _from_all_processes(phi.to(self.negatives.dtype))[: config.negatives]
+            newest = _from_all_processes(phi.stacked().to(self.negatives.dtype))[: config.negatives]
             places = (torch.arange(len(newest)) + seen) % config.negatives
             # A new buffer: the loss of this batch still holds the old one for its backward pass.
             self.negatives = self.negatives.index_copy(0, places.to(newest.device), newest)

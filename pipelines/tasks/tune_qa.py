@@ -15,11 +15,12 @@ from torch.nn import functional
 from mac_rag.config import BaseLMConfig, Config, PromptFormat
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError
+from mac_rag.lm.architectures import architecture_of
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
-from mac_rag.lm.loading import MINILM, load_causal_lm, quiet
+from mac_rag.lm.loading import load_causal_lm, quiet
 from mac_rag.lm.lora_tuning import make_trainable, merged
-from mac_rag.lm.prefix_lm import PrefixLM
+from mac_rag.lm.packaged import PACKAGED
 from mac_rag.lm.prompt import PromptEncoder
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
 from pipelines.initializers.pointer_head import say_what_is_attended
@@ -69,11 +70,19 @@ class TuneConfig(Config):
 
 
 class _Sequence(NamedTuple):
-    """Token ids, those that the loss looks at and -100 elsewhere, and what part of a prompt each belongs to."""
+    """A training sequence, one value for each token.
+
+    Attributes:
+        ids: token ids.
+        labels: the token id where the loss counts the token, -100 elsewhere.
+        segment_ids: segment of the prompt, 0 for answers.
+        hidden: True for tokens that only their own segment sees.
+    """
 
     ids: list[int]
     labels: list[int]
-    parts: list[int]
+    segment_ids: list[int]
+    hidden: list[bool]
 
 
 class TuneTask(Task):
@@ -86,9 +95,10 @@ class TuneTask(Task):
         torch.manual_seed(config.trainer.seed)
         lm, tokenizer = load_causal_lm(config.base_lm, device)
         self.lm: Any = lm
-        if isinstance(lm, PrefixLM) and (config.loss_on != "answers" or config.questions_per_context > 1):
+        self._segmented = architecture_of(lm).takes_segments
+        if self._segmented and (config.loss_on != "answers" or config.questions_per_context > 1):
             raise ConfigError("a prefix LM reads a question at a time: set loss_on: answers, questions_per_context: 1")
-        if config.apart and not isinstance(lm, PrefixLM):
+        if config.apart and not self._segmented:
             raise ConfigError(f"apart is {config.apart}, but only a prefix LM's documents see what comes after them")
         make_trainable(self.lm, config.lora_rank if config.tune == "lora" else None)
         if has_matrix_units():
@@ -96,7 +106,8 @@ class TuneTask(Task):
         self.encoder = PromptEncoder(tokenizer, config.prompt)
         data = config.data.training_set()
         self._questions = data.questions
-        if config.base_lm.name == MINILM:
+        packaged = PACKAGED.get(config.base_lm.name)
+        if packaged is not None and not packaged.writes:
             self._begin_to_speak(data)
         self._by_document = data.questions_by_document()
         self._miner = ContextMiner(config.context, data)
@@ -128,21 +139,22 @@ class TuneTask(Task):
         asked = [question, *others[: self.config.questions_per_context - 1]]
         rng.shuffle(asked)
         ids = self.encoder.prompt_start([document.text for document in contexts])
-        parts = [1] * len(ids)
+        segment_ids, hidden = [1] * len(ids), [False] * len(ids)
         if rng.random() < self.config.apart:
             share = rng.random() * self.config.unseen
-            parts = [-2 if rng.random() < share else 2 for _ in ids]
+            segment_ids, hidden = [2] * len(ids), [rng.random() < share for _ in ids]
         whole = self.config.loss_on == "all"
         labels = list(ids) if whole else [-100] * len(ids)
         read = {document.id for document in contexts}
         for pair in asked:
             prompt, answer = self.encoder.question(pair.question), self.encoder.answer(self._target(pair, read))
             ids += prompt + answer
-            parts += [1] * len(prompt) + [0] * len(answer)
+            segment_ids += [1] * len(prompt) + [0] * len(answer)
+            hidden += [False] * (len(prompt) + len(answer))
             labels += (prompt if whole else [-100] * len(prompt)) + answer
         # From the front, so that what is cut is document text, and the question it was retrieved for may remain.
         length = self.config.sequence_length
-        return _Sequence(ids[-length:], labels[-length:], parts[-length:])
+        return _Sequence(ids[-length:], labels[-length:], segment_ids[-length:], hidden[-length:])
 
     def _target(self, question: Question, read: Container[str]) -> str:
         """What the LM is to answer behind the documents with these ids."""
@@ -150,29 +162,34 @@ class TuneTask(Task):
         return question.answers[0] if abstention is None or question.document_id in read else abstention
 
     def forward(self, batch: list[_Sequence]) -> dict[str, Tensor]:
-        if isinstance(self.lm, PrefixLM):
-            return {"loss": self._prefix_loss(batch)}
-        length = max(len(ids) for ids, _, _ in batch)
+        if self._segmented:
+            return {"loss": self._segmented_loss(batch)}
+        length = max(len(sequence.ids) for sequence in batch)
         pad = self.encoder.tokenizer.pad_token_id
         device = self.lm.device
-        ids = torch.tensor([[*ids, *[pad] * (length - len(ids))] for ids, _, _ in batch], device=device)
-        labels = torch.tensor([[*row, *[-100] * (length - len(row))] for _, row, _ in batch], device=device)
-        mask = torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids, _, _ in batch], device=device)
+        padding = [length - len(sequence.ids) for sequence in batch]
+        ids = torch.tensor([s.ids + [pad] * n for s, n in zip(batch, padding)], device=device)
+        labels = torch.tensor([s.labels + [-100] * n for s, n in zip(batch, padding)], device=device)
+        mask = torch.tensor([[1] * (length - n) + [0] * n for n in padding], device=device)
         logits = self.lm(input_ids=ids, attention_mask=mask).logits[:, :-1].flatten(0, 1)
         return {"loss": functional.cross_entropy(logits.float(), labels[:, 1:].flatten(), ignore_index=-100)}
 
-    def _prefix_loss(self, batch: list[_Sequence]) -> Tensor:
-        """The same loss, rows of similar length together: prompt and answer are told apart by their labels."""
-        prompts = [[i for i, label in zip(ids, labels, strict=True) if label == -100] for ids, labels, _ in batch]
-        answers = [[label for label in labels if label != -100] for _, labels, _ in batch]
-        parts = [[part for part in row if part] for _, _, row in batch]
+    def _segmented_loss(self, batch: list[_Sequence]) -> Tensor:
+        """The same loss of an LM that takes segments; rows of similar length share a batch."""
         base_lm = BaseLM(self.lm, self.encoder.tokenizer, self.encoder.format)
+        prompt_lengths = [sequence.labels.count(-100) for sequence in batch]  # the one answer stands at the end
         total = torch.zeros((), device=self.lm.device)
-        for group in length_buckets([len(ids) for ids, _, _ in batch], _TOGETHER):
-            chosen = [prompts[i] for i in group], [answers[i] for i in group]
-            losses = base_lm.answer_loss(*chosen, None, parts=[parts[i] for i in group])
+        for group in length_buckets([len(sequence.ids) for sequence in batch], _TOGETHER):
+            rows = [(batch[i], prompt_lengths[i]) for i in group]
+            losses = base_lm.answer_loss(
+                [sequence.ids[:length] for sequence, length in rows],
+                [sequence.labels[length:] for sequence, length in rows],
+                None,
+                segment_ids=[sequence.segment_ids[:length] for sequence, length in rows],
+                hidden=[sequence.hidden[:length] for sequence, length in rows],
+            )
             total = total + losses.sum()
-        return total / sum(map(len, answers))
+        return total / sum(len(sequence.ids) - length for sequence, length in zip(batch, prompt_lengths, strict=True))
 
     def validate(self) -> dict[str, float]:
         data = self._validation

@@ -12,6 +12,7 @@ from benchmarks.aggregation_cases import Case, Sizes, measured
 from benchmarks.generated import GeneratedBank
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
+from mac_rag.nn.memory_tokens import MemoryTokens
 
 SIZES = Sizes(tokens=3, width=8, blocks=2, heads=2, head_width=4)
 CPU = torch.device("cpu")
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 def test_the_published_way_is_direct_attention(prior_width: int) -> None:
     torch.manual_seed(0)
     network = AggregationNetwork(8, blocks=2, heads=2, head_width=4, prior_width=prior_width).double()
-    question, phi = torch.randn(4, 3, 8, dtype=torch.float64), torch.randn(9, 3, 8, dtype=torch.float64)
+    question, phi = (MemoryTokens(torch.randn(count, 3, 8, dtype=torch.float64)) for count in (4, 9))
     expected, _ = network(question, network.project(phi), attention=direct_attention)
     torch.testing.assert_close(published.attend(network, question, phi), expected)
 
@@ -31,7 +32,7 @@ def test_the_published_way_is_direct_attention(prior_width: int) -> None:
 def test_the_answer_of_a_generated_bank_is_that_of_all_its_rows(rows: int, period: int, codes: int) -> None:
     bank = GeneratedBank(rows, (3, 8), period=period, codes=codes)
     network, question = SIZES.network(CPU), SIZES.question(2, CPU)
-    expected, _ = network(question, network.project(bank.phi), attention=direct_attention)
+    expected, _ = network(question, network.project(MemoryTokens(bank.phi)), attention=direct_attention)
     torch.testing.assert_close(bank.answer(network, question), expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(bank.read(0, rows), bank.take(bank.row_keys))
     if codes:

@@ -18,7 +18,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
-from tests.models import mac_config
+from tests.helpers import mac_config
 
 Command = Callable[..., tuple[int, str, str]]
 STREAM = generate("test", 12, seed=3)

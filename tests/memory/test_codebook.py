@@ -15,12 +15,17 @@ from mac_rag.memory.quantizer import fit
 from mac_rag.memory.views.codebook import CodebookView, quantize
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention, streaming_attention
+from mac_rag.nn.memory_tokens import MemoryTokens
 
 TOKENS, WIDTH = 3, 8
 
 
 def random(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def questions(seed: int, count: int) -> MemoryTokens:
+    return MemoryTokens(random(seed, count, TOKENS, WIDTH).double())
 
 
 def network(prior: bool) -> AggregationNetwork:
@@ -103,11 +108,13 @@ def test_a_quantised_bank_keeps_everything_but_precision() -> None:
 def test_attention_over_codes_is_attention_over_the_quantised_bank(
     count: int, codes: int, chunk_rows: int, seed: int, attention: object
 ) -> None:
-    bank, question = coded(seed, count, codes), random(seed + 2, 3, TOKENS, WIDTH).double()
+    bank, question = coded(seed, count, codes), questions(seed + 2, 3)
     view = view_of(PLAIN, bank, chunk_rows)
     assert view.documents == len(bank.codes(0, 2 * count).unique())
     phi, mass = PLAIN(question, view, attention=attention, mass=True)
-    expected, expected_mass = PLAIN(question, PLAIN.project(bank.phi.double()), attention=direct_attention, mass=True)
+    expected, expected_mass = PLAIN(
+        question, PLAIN.project(MemoryTokens(bank.phi.double())), attention=direct_attention, mass=True
+    )
     torch.testing.assert_close(phi, expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(view.row_mass(mass), expected_mass, rtol=0, atol=1e-10)
 
@@ -129,7 +136,7 @@ def test_a_view_follows_its_bank(steps: list[tuple[int, int]], seed: int) -> Non
         assert torch.equal(view.row_keys, fresh.row_keys)
         assert view.counts.sum() == TOKENS * len(bank.row_keys)
         if len(bank):
-            index, question = torch.randint(len(bank.row_keys), (2, 3)), random(number, 2, TOKENS, WIDTH).double()
+            index, question = torch.randint(len(bank.row_keys), (2, 3)), questions(number, 2)
             ours, theirs = (WITH_PRIOR(question, each.select(index))[0] for each in (view, fresh))
             # A matrix product's last bit may depend on where its operands lie in memory.
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -139,7 +146,7 @@ def test_a_view_follows_its_bank(steps: list[tuple[int, int]], seed: int) -> Non
 @given(count=st.integers(1, 8), chosen=st.integers(1, 10), chunk_rows=st.integers(1, 20), seed=st.integers(0, 2**32))
 def test_selected_rows_are_expanded(count: int, chosen: int, chunk_rows: int, seed: int) -> None:
     """With the prior on, attention over selected rows is attention over the quantised tokens of just these."""
-    bank, question = coded(seed, count, 7), random(seed + 2, 3, TOKENS, WIDTH).double()
+    bank, question = coded(seed, count, 7), questions(seed + 2, 3)
     view = view_of(WITH_PRIOR, bank, chunk_rows)
     index = torch.randint(2 * count, (3, chosen), generator=torch.Generator().manual_seed(seed))
     expanded = view.select(index)
@@ -148,7 +155,7 @@ def test_selected_rows_are_expanded(count: int, chosen: int, chunk_rows: int, se
     again = torch.randint(chosen, (3, 2), generator=torch.Generator().manual_seed(seed))
     narrowed = WITH_PRIOR(question, expanded.select(again))[0]
     for one in range(3):
-        rows = bank.phi[index[one]].double()
+        rows = MemoryTokens(bank.phi[index[one]].double())
         expected, expected_mass = WITH_PRIOR(question[one : one + 1], WITH_PRIOR.project(rows), mass=True)
         torch.testing.assert_close(found[one : one + 1], expected, rtol=0, atol=1e-10)
         torch.testing.assert_close(mass[one : one + 1], expected_mass, rtol=0, atol=1e-10)
@@ -158,7 +165,7 @@ def test_selected_rows_are_expanded(count: int, chosen: int, chunk_rows: int, se
 
 def test_rows_are_chosen_by_the_prior_keys_of_their_quantised_tokens() -> None:
     bank = coded(0, 5, 7)
-    expected = WITH_PRIOR.project(bank.phi.double()).prior_keys
+    expected = WITH_PRIOR.project(MemoryTokens(bank.phi.double())).prior_keys
     torch.testing.assert_close(view_of(WITH_PRIOR, bank).row_prior_keys, expected)
     assert view_of(PLAIN, bank).row_prior_keys is None
 
@@ -166,7 +173,7 @@ def test_rows_are_chosen_by_the_prior_keys_of_their_quantised_tokens() -> None:
 def test_the_prior_takes_a_selection() -> None:
     view = view_of(WITH_PRIOR, coded(0, 5, 7))
     with pytest.raises(ValueError, match="prior"):
-        WITH_PRIOR(random(1, 2, TOKENS, WIDTH).double(), view)
+        WITH_PRIOR(questions(1, 2), view)
 
 
 def test_a_bank_without_codebook() -> None:

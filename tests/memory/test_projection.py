@@ -19,6 +19,7 @@ from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankView
+from mac_rag.nn.memory_tokens import MemoryTokens
 
 TOKENS, WIDTH, BLOCKS = 3, 8, 2
 ROW_BYTES = TOKENS * BLOCKS * 2 * 2 * 4 * 8  # keys and values of 2 heads of 4, in double precision
@@ -66,7 +67,7 @@ def assert_same(projected: ProjectedBank, **tolerance: float) -> None:
         assert not list(projected.chunks(0))
         return
     phi = projected.bank.phi.double()
-    expected = projected.network.project(phi)
+    expected = projected.network.project(MemoryTokens(phi))
     assert projected.documents == len(phi)
     for block in range(BLOCKS):
         for fast, plain in zip(whole(projected, block), (expected.keys[block], expected.values[block])):
@@ -187,7 +188,7 @@ def test_a_selection_is_indexing(data: st.DataObject, budget: int, chunk_rows: i
     projected = view(filled(rows), budget, chunk_rows)
     questions, chosen = data.draw(st.integers(1, 4)), data.draw(st.integers(1, rows))
     index = torch.tensor([data.draw(st.permutations(range(rows)))[:chosen] for _ in range(questions)])
-    selected, expected = projected.select(index), projected.network.project(projected.bank.phi.double())
+    selected, expected = projected.select(index), projected.network.project(MemoryTokens(projected.bank.phi.double()))
     narrower = torch.tensor([data.draw(st.permutations(range(chosen)))[:1] for _ in range(questions)])
     for bank, wanted in ((selected, index), (selected.select(narrower), index.gather(1, narrower))):
         assert bank.documents == wanted.shape[1]
@@ -208,9 +209,10 @@ def test_a_selection_projects_a_row_once_for_all_questions() -> None:
 @pytest.mark.parametrize("prior_width", [0, 4])
 def test_the_network_answers_the_same_from_it(budget: int, prior_width: int) -> None:
     projected = view(filled(7), budget, 3, prior_width)
-    question = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    question = MemoryTokens(torch.randn(2, TOKENS, WIDTH, generator=generator, dtype=torch.float64))
     everything = torch.arange(7).expand(2, -1)
-    plain = projected.network.project(projected.bank.phi.double())
+    plain = projected.network.project(MemoryTokens(projected.bank.phi.double()))
     expected, mass = projected.network(question, plain, attention=direct_attention, mass=True)
     for bank in (projected, projected.select(everything)):
         phi, found = projected.network(question, bank, mass=True)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mac_rag.nn import aggregation, attention, bank_view
+from mac_rag.nn import attention
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankProjection
+from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.row_bounds import needed_rows
-from tests.nn.networks import TOKENS, WIDTH, network, random
+from tests.nn.helpers import WIDTH, network, random, random_texts
 
 
 @settings(max_examples=25, deadline=None)
 @given(order=st.permutations(range(7)), prior=st.sampled_from([0, 8]))
 def test_the_order_of_documents_does_not_matter(order: list[int], prior: int) -> None:
-    built, question, phi = network(prior), random(3, TOKENS, WIDTH), random(7, TOKENS, WIDTH, seed=1)
+    built, question, phi = network(prior), random_texts(3), random_texts(7, seed=1)
     before, mass_before = built(question, built.project(phi), mass=True)
     after, mass_after = built(question, built.project(phi[order]), mass=True)
     torch.testing.assert_close(before, after)
@@ -29,7 +32,7 @@ def test_the_order_of_documents_does_not_matter(order: list[int], prior: int) ->
 @settings(max_examples=25, deadline=None)
 @given(seen=st.lists(st.booleans(), min_size=6, max_size=6).filter(any))
 def test_a_hidden_document_has_no_influence(seen: list[bool]) -> None:
-    built, question, phi = network(), random(2, TOKENS, WIDTH), random(6, TOKENS, WIDTH, seed=1)
+    built, question, phi = network(), random_texts(2), random_texts(6, seed=1)
     kept = torch.tensor(seen)
     masked, mass = built(question, built.project(phi), mask=kept.expand(2, -1), mass=True)
     removed, _ = built(question, built.project(phi[kept]))
@@ -38,8 +41,8 @@ def test_a_hidden_document_has_no_influence(seen: list[bool]) -> None:
 
 
 def test_each_question_of_a_batch_is_answered_for_itself() -> None:
-    built, question = network(), random(4, TOKENS, WIDTH)
-    bank = built.project(random(5, TOKENS, WIDTH, seed=1))
+    built, question = network(), random_texts(4)
+    bank = built.project(random_texts(5, seed=1))
     whole, mass = built(question, bank, mass=True)
     for i in range(4):
         one, one_mass = built(question[i : i + 1], bank, mass=True)
@@ -49,8 +52,8 @@ def test_each_question_of_a_batch_is_answered_for_itself() -> None:
 
 
 def test_the_document_prior_moves_attention_to_the_documents_that_it_prefers() -> None:
-    built, question = network(), random(1, TOKENS, WIDTH)
-    bank = built.project(random(30, TOKENS, WIDTH, seed=1))
+    built, question = network(), random_texts(1)
+    bank = built.project(random_texts(30, seed=1))
     scores = built.prior_scores(question, bank)[0]
     with torch.no_grad():
         for block in built.blocks:
@@ -69,12 +72,10 @@ def test_what_the_prior_rules_out_is_skipped_and_missed_by_nobody(
     sharpness: float, masked: bool, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For inference; the best row of a question may stand in any chunk."""
-    for module in (aggregation, bank_view):
-        monkeypatch.setattr(module, "CHUNK_ROWS", 7)
-    built, question = network().eval(), random(4, TOKENS, WIDTH)
+    built, question = network(chunk_rows=7).eval(), random_texts(4)
     for block in built.blocks:
         block.prior_sharpness = sharpness
-    bank = built.project(random(30, TOKENS, WIDTH, seed=1))
+    bank = built.project(random_texts(30, seed=1))
     mask = random(4, 30, seed=2) > 0 if masked else None
     view = bank.select(torch.stack([torch.randperm(30)[:20] for _ in range(4)])) if own else bank
     mask = mask[:, :20] if mask is not None and own else mask
@@ -95,12 +96,12 @@ def test_what_the_prior_rules_out_is_skipped_and_missed_by_nobody(
 
 
 def test_the_prior_is_the_scaled_cosine_of_means() -> None:
-    built, question, phi = network(), random(2, TOKENS, WIDTH), random(3, TOKENS, WIDTH, seed=1)
+    built, question, phi = network(), random_texts(2), random_texts(3, seed=1)
     prior = built.prior
     assert prior is not None
     for b in range(2):
         for k in range(3):
-            left, right = prior.query.weight @ question[b].mean(0), prior.key.weight @ phi[k].mean(0)
+            left, right = prior.query.weight @ question.tokens[b].mean(0), prior.key.weight @ phi.tokens[k].mean(0)
             cosine = left @ right / (left.norm() * right.norm())
             expected = prior.log_scale.exp() * cosine
             torch.testing.assert_close(built.prior_scores(question, built.project(phi))[b, k], expected)
@@ -109,7 +110,7 @@ def test_the_prior_is_the_scaled_cosine_of_means() -> None:
 def test_without_a_prior_there_are_no_scores() -> None:
     built = network(prior_width=0)
     with pytest.raises(ValueError, match="no document prior"):
-        built.prior_scores(random(1, TOKENS, WIDTH), built.project(random(2, TOKENS, WIDTH)))
+        built.prior_scores(random_texts(1), built.project(random_texts(2)))
 
 
 @settings(max_examples=40, deadline=None)
@@ -124,8 +125,8 @@ def test_without_a_prior_there_are_no_scores() -> None:
 def test_the_default_way_of_attending_is_the_direct_one(
     documents: int, questions: int, prior: int, counted: bool, masked: bool, rows: int
 ) -> None:
-    built, question = network(prior), random(questions, TOKENS, WIDTH)
-    bank = built.project(random(documents, TOKENS, WIDTH, seed=1))
+    built, question = network(prior), random_texts(questions)
+    bank = built.project(random_texts(documents, seed=1))
     if counted:
         bank = BankProjection(bank.keys, bank.values, bank.prior_keys, random(documents, seed=2))
     mask = None
@@ -133,22 +134,22 @@ def test_the_default_way_of_attending_is_the_direct_one(
         mask = random(questions, documents, seed=3) > 0
         mask[:, 0] = True
     expected = built(question, bank, mask=mask, attention=direct_attention, mass=True)
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (aggregation, bank_view):
-            patch.setattr(module, "CHUNK_ROWS", rows)
-        found = built(question, bank, mask=mask, mass=True)
+    built.chunk_rows = rows
+    found = built(question, dataclasses.replace(bank, chunk_rows=rows), mask=mask, mass=True)
     for ours, direct in zip(found, expected):
         torch.testing.assert_close(ours, direct, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("prior", [0, 8])
 def test_a_row_with_a_count_is_so_many_equal_rows(prior: int) -> None:
-    built, question, phi = network(prior), random(2, TOKENS, WIDTH), random(4, TOKENS, WIDTH, seed=1)
+    built, question, phi = network(prior), random_texts(2), random_texts(4, seed=1)
     counts = torch.tensor([1, 3, 2, 5])
     bank = built.project(phi)
     counted = BankProjection(bank.keys, bank.values, bank.prior_keys, counts.double().log())
     found, mass = built(question, counted, mass=True)
-    expected, repeated = built(question, built.project(phi.repeat_interleave(counts, 0)), mass=True)
+    expected, repeated = built(
+        question, built.project(MemoryTokens(phi.tokens.repeat_interleave(counts, 0))), mass=True
+    )
     torch.testing.assert_close(found, expected)
     owners = torch.arange(4).repeat_interleave(counts)
     torch.testing.assert_close(mass, torch.zeros_like(mass).index_add_(1, owners, repeated))
@@ -157,7 +158,7 @@ def test_a_row_with_a_count_is_so_many_equal_rows(prior: int) -> None:
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), prior=st.sampled_from([0, 8]), counted=st.booleans())
 def test_selected_rows_are_a_bank_for_each_question(data: st.DataObject, prior: int, counted: bool) -> None:
-    built, question, phi = network(prior), random(3, TOKENS, WIDTH), random(6, TOKENS, WIDTH, seed=1)
+    built, question, phi = network(prior), random_texts(3), random_texts(6, seed=1)
     bank = built.project(phi)
     if counted:
         bank = BankProjection(bank.keys, bank.values, bank.prior_keys, random(6, seed=2))
@@ -173,15 +174,15 @@ def test_selected_rows_are_a_bank_for_each_question(data: st.DataObject, prior: 
 
 
 def test_all_rows_selected_is_the_whole_bank() -> None:
-    built, question = network(), random(2, TOKENS, WIDTH)
-    bank = built.project(random(5, TOKENS, WIDTH, seed=1))
+    built, question = network(), random_texts(2)
+    bank = built.project(random_texts(5, seed=1))
     everything = bank.select(torch.arange(5).expand(2, -1))
     torch.testing.assert_close(built(question, everything)[0], built(question, bank)[0], rtol=1e-10, atol=1e-10)
 
 
 def test_a_bank_without_prior_keys_is_refused_while_the_prior_is_in_use() -> None:
-    built, question = network(), random(1, TOKENS, WIDTH)
-    bank = built.project(random(2, TOKENS, WIDTH, seed=1))
+    built, question = network(), random_texts(1)
+    bank = built.project(random_texts(2, seed=1))
     bare = BankProjection(bank.keys, bank.values, None)
     with pytest.raises(ValueError, match="no prior keys"):
         built(question, bare)
@@ -196,7 +197,7 @@ def test_the_prior_is_sharper_where_banks_are_large_than_in_training() -> None:
     sharp = AggregationNetwork(WIDTH, blocks=2, heads=2, head_width=8, prior_width=8, prior_sharpness=3.0).double()
     plain = AggregationNetwork(WIDTH, blocks=2, heads=2, head_width=8, prior_width=8).double()
     plain.load_state_dict(sharp.state_dict())
-    question, phi = random(2, TOKENS, WIDTH), random(5, TOKENS, WIDTH, seed=1)
+    question, phi = random_texts(2), random_texts(5, seed=1)
     torch.testing.assert_close(sharp.train()(question, sharp.project(phi))[0], plain(question, plain.project(phi))[0])
     with torch.no_grad():
         for block in plain.blocks:

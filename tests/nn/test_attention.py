@@ -21,7 +21,7 @@ from mac_rag.nn.attention import (
     recomputing_attention,
     streaming_attention,
 )
-from tests.nn.networks import random
+from tests.nn.helpers import random
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 

@@ -9,22 +9,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mac_rag.errors import ConfigError
-from mac_rag.nn import aggregation, attention, bank_view
-from mac_rag.nn import hierarchical as module
+from mac_rag.nn import attention
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankProjection
 from mac_rag.nn.hierarchical import hierarchical
-from tests.nn.networks import TOKENS, WIDTH, network, random
+from mac_rag.nn.memory_tokens import MemoryTokens
+from tests.nn.helpers import network, random, random_texts
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def literal(built: AggregationNetwork, question: Tensor, phi: Tensor, subgroup: int, mask: Tensor | None) -> Tensor:
-    """Algorithm 3 for one question `[1, T, D]`: the loop of the paper over a bank `[K, T, D]`."""
+def literal(
+    built: AggregationNetwork, question: MemoryTokens, bank: MemoryTokens, subgroup: int, mask: Tensor | None
+) -> Tensor:
+    """Algorithm 3 for one question: the loop of the paper over a bank."""
+    phi = bank.tokens
     scores = torch.zeros(len(phi), dtype=phi.dtype)
     if built.prior is not None and built.use_prior:
-        scores = built.prior_scores(question, built.project(phi))[0]
+        scores = built.prior_scores(question, built.project(bank))[0]
     seen = torch.ones(len(phi), dtype=torch.bool) if mask is None else mask
     first = True
     while first or len(phi) > 1:
@@ -34,12 +37,12 @@ def literal(built: AggregationNetwork, question: Tensor, phi: Tensor, subgroup: 
             group = slice(start, start + subgroup)
             new_seen.append(bool(seen[group].any()))
             if not new_seen[-1]:
-                new.append(torch.zeros_like(question[0]))
+                new.append(torch.zeros_like(question.tokens[0]))
                 new_scores.append(torch.tensor(0.0))
                 continue
             known = scores[group][seen[group]]
-            bank = built.project(phi[group][seen[group]])
-            new.append(built(question, bank, scores=known[None], attention=direct_attention)[0][0])
+            projected = built.project(MemoryTokens(phi[group][seen[group]]))
+            new.append(built(question, projected, scores=known[None], attention=direct_attention)[0][0])
             new_scores.append(known.logsumexp(0))
         phi, scores, seen = torch.stack(new), torch.stack(new_scores), torch.tensor(new_seen)
     return phi[0]
@@ -59,9 +62,9 @@ def literal(built: AggregationNetwork, question: Tensor, phi: Tensor, subgroup: 
 def test_it_is_the_loop_of_algorithm_3(
     documents: int, questions: int, subgroup: int, prior: str, masked: bool, numbers: int, rows: int, selected: bool
 ) -> None:
-    built = network(0 if prior == "none" else 8)
+    built = network(0 if prior == "none" else 8, chunk_rows=rows)
     built.use_prior = prior == "used"
-    question, phi = random(questions, TOKENS, WIDTH), random(documents, TOKENS, WIDTH, seed=1)
+    question, phi = random_texts(questions), random_texts(documents, seed=1)
     mask = None
     if masked:
         mask = random(questions, documents, seed=2) > 0.5
@@ -71,11 +74,8 @@ def test_it_is_the_loop_of_algorithm_3(
         index = torch.stack([torch.randperm(documents) for _ in range(questions)])
         bank, banks = bank.select(index), [phi[order] for order in index]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_NUMBERS", numbers)
-        for place in (aggregation, bank_view):
-            patch.setattr(place, "CHUNK_ROWS", rows)
         patch.setitem(attention._LOGITS, "cpu", numbers)
-        found = hierarchical(built, question, bank, subgroup, mask=mask)
+        found = hierarchical(built, question, bank, subgroup, mask=mask, budget=numbers)
     for b in range(questions):
         expected = literal(built, question[b : b + 1], banks[b], subgroup, None if mask is None else mask[b])
         torch.testing.assert_close(found[b], expected, **CLOSE)
@@ -84,22 +84,22 @@ def test_it_is_the_loop_of_algorithm_3(
 @settings(max_examples=20, deadline=None)
 @given(documents=st.integers(1, 8), more=st.integers(0, 5), prior=st.sampled_from([0, 8]))
 def test_a_bank_of_one_group_is_aggregated_at_once(documents: int, more: int, prior: int) -> None:
-    built, question = network(prior), random(2, TOKENS, WIDTH)
-    bank = built.project(random(documents, TOKENS, WIDTH, seed=1))
+    built, question = network(prior), random_texts(2)
+    bank = built.project(random_texts(documents, seed=1))
     found = hierarchical(built, question, bank, max(2, documents + more))
     torch.testing.assert_close(found, built(question, bank)[0], **CLOSE)
 
 
 def test_groups_that_never_become_fewer_are_refused() -> None:
-    built, question = network(), random(1, TOKENS, WIDTH)
-    bank = built.project(random(3, TOKENS, WIDTH, seed=1))
+    built, question = network(), random_texts(1)
+    bank = built.project(random_texts(3, seed=1))
     with pytest.raises(ConfigError, match="at least 2"):
         hierarchical(built, question, bank, 1)
 
 
 def test_rows_with_counts_are_refused() -> None:
-    built, question = network(), random(1, TOKENS, WIDTH)
-    bank = built.project(random(3, TOKENS, WIDTH, seed=1))
+    built, question = network(), random_texts(1)
+    bank = built.project(random_texts(3, seed=1))
     counted = BankProjection(bank.keys, bank.values, bank.prior_keys, torch.zeros(3))
     with pytest.raises(ConfigError, match="counts"):
         hierarchical(built, question, counted, 2)

@@ -10,12 +10,12 @@ import torch
 
 from mac_rag.config import ModulationConfig
 from mac_rag.nn.modulation import LoRA, PrefixModulation
-from tests.nn.modulated import ANSWERS, EACH, PROMPTS, TOKENS, build
+from tests.nn.helpers import ANSWERS, EACH, LM_TOKENS, PROMPTS, modulated_lm
 
 
 @pytest.mark.parametrize(("name", "kind"), EACH)
 def test_batched_losses_are_the_losses_one_by_one(model_folder: Callable[[str], Path], name: str, kind: str) -> None:
-    lm, network, phi = build(model_folder(name), kind)
+    lm, network, phi = modulated_lm(model_folder(name), kind)
     whole = lm.answer_loss(PROMPTS, ANSWERS, network(phi))
     for i, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
         one = lm.answer_loss([prompt], [answer], network(phi[i : i + 1]))
@@ -28,7 +28,7 @@ def test_batched_losses_are_the_losses_one_by_one(model_folder: Callable[[str], 
 def test_batched_generation_is_generation_one_by_one(
     model_folder: Callable[[str], Path], name: str, kind: str, beams: int
 ) -> None:
-    lm, network, phi = build(model_folder(name), kind)
+    lm, network, phi = modulated_lm(model_folder(name), kind)
     options = {"max_new_tokens": 8, "num_beams": beams}
     whole = lm.generate(PROMPTS, network(phi), **options)
     ones = [lm.generate([prompt], network(phi[i : i + 1]), **options)[0] for i, prompt in enumerate(PROMPTS)]
@@ -38,7 +38,7 @@ def test_batched_generation_is_generation_one_by_one(
 
 @pytest.mark.parametrize(("name", "kind"), EACH)
 def test_generation_is_a_greedy_loop_without_a_cache(model_folder: Callable[[str], Path], name: str, kind: str) -> None:
-    lm, network, phi = build(model_folder(name), kind)
+    lm, network, phi = modulated_lm(model_folder(name), kind)
     generated = lm.generate(PROMPTS, network(phi), max_new_tokens=6)
     for i, prompt in enumerate(PROMPTS):
         tokens: list[int] = []
@@ -53,7 +53,7 @@ def test_generation_is_a_greedy_loop_without_a_cache(model_folder: Callable[[str
 
 @pytest.mark.parametrize(("name", "kind"), EACH)
 def test_streamed_pieces_are_the_generated_answer(model_folder: Callable[[str], Path], name: str, kind: str) -> None:
-    lm, network, phi = build(model_folder(name), kind)
+    lm, network, phi = modulated_lm(model_folder(name), kind)
     for i, prompt in enumerate(PROMPTS):
         pieces = list(lm.stream(prompt, network(phi[i : i + 1]), max_new_tokens=8))
         assert "".join(pieces) == lm.generate([prompt], network(phi[i : i + 1]), max_new_tokens=8)[0]
@@ -62,7 +62,7 @@ def test_streamed_pieces_are_the_generated_answer(model_folder: Callable[[str], 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_prefix_that_is_a_text_is_that_text(model_folder: Callable[[str], Path], name: str) -> None:
     """Keys and values of real tokens, given as a prefix, are the same as those tokens in front."""
-    lm, _, _ = build(model_folder(name), "prefix")
+    lm, _, _ = modulated_lm(model_folder(name), "prefix")
     text, rest, answer = [1, 30, 31, 32], [40, 41], [60, 2]
 
     cache = lm.model(input_ids=torch.tensor([text]), use_cache=True).past_key_values
@@ -73,7 +73,7 @@ def test_a_prefix_that_is_a_text_is_that_text(model_folder: Callable[[str], Path
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_lora_is_the_lm_with_merged_weights(model_folder: Callable[[str], Path], name: str) -> None:
-    lm, network, phi = build(model_folder(name), "lora")
+    lm, network, phi = modulated_lm(model_folder(name), "lora")
     assert isinstance(network, LoRA)
     modulated = lm.answer_loss(PROMPTS, ANSWERS, network(phi))
     normed = network.norm(phi)
@@ -91,8 +91,8 @@ def test_lora_is_the_lm_with_merged_weights(model_folder: Callable[[str], Path],
 
 @pytest.mark.parametrize("kind", ["lora", "film"])
 def test_lora_and_film_start_as_the_lm_itself(model_folder: Callable[[str], Path], kind: str) -> None:
-    lm, trained, phi = build(model_folder("llama"), kind)
-    fresh = type(trained)(*((lm.shape(ModulationConfig(kind=kind)), TOKENS, lm.width) if kind == "lora"  # type: ignore[arg-type]
+    lm, trained, phi = modulated_lm(model_folder("llama"), kind)
+    fresh = type(trained)(*((lm.shape(ModulationConfig(kind=kind)), LM_TOKENS, lm.width) if kind == "lora"  # type: ignore[arg-type]
                             else (lm.shape(ModulationConfig(kind=kind)), lm.width))).double()  # fmt: skip
     alone = lm.answer_loss(PROMPTS, ANSWERS, None)
     torch.testing.assert_close(lm.answer_loss(PROMPTS, ANSWERS, fresh(phi)), alone)
@@ -100,7 +100,7 @@ def test_lora_and_film_start_as_the_lm_itself(model_folder: Callable[[str], Path
 
 @pytest.mark.parametrize(("name", "kind"), EACH)
 def test_the_lm_is_left_as_it_was(model_folder: Callable[[str], Path], name: str, kind: str) -> None:
-    lm, network, phi = build(model_folder(name), kind)
+    lm, network, phi = modulated_lm(model_folder(name), kind)
     before = lm.generate(PROMPTS, None, max_new_tokens=6)
     lm.generate(PROMPTS, network(phi), max_new_tokens=6, num_beams=2)
     assert lm.generate(PROMPTS, None, max_new_tokens=6) == before
@@ -109,7 +109,7 @@ def test_the_lm_is_left_as_it_was(model_folder: Callable[[str], Path], name: str
 
 @pytest.mark.parametrize(("name", "kind"), EACH)
 def test_gradients_reach_phi(model_folder: Callable[[str], Path], name: str, kind: str) -> None:
-    lm, network, phi = build(model_folder(name), kind)
+    lm, network, phi = modulated_lm(model_folder(name), kind)
     phi.requires_grad_(True)
     lm.answer_loss(PROMPTS, ANSWERS, network(phi)).sum().backward()
     assert phi.grad is not None
@@ -118,6 +118,6 @@ def test_gradients_reach_phi(model_folder: Callable[[str], Path], name: str, kin
 
 @pytest.mark.parametrize("options", [{"slots": 3}, {"bottleneck": 6}, {"slots": 2, "bottleneck": 6}])
 def test_prefix_options(model_folder: Callable[[str], Path], options: dict[str, int]) -> None:
-    lm, network, phi = build(model_folder("llama"), "prefix", **options)
-    assert network(phi).prefix_length == TOKENS * options.get("slots", 1)
+    lm, network, phi = modulated_lm(model_folder("llama"), "prefix", **options)
+    assert network(phi).prefix_length == LM_TOKENS * options.get("slots", 1)
     assert lm.generate(PROMPTS, network(phi), max_new_tokens=4)

@@ -12,7 +12,7 @@ from torch import Tensor, distributed, multiprocessing
 from mac_rag.nn.attention import Chunk, direct_attention
 from mac_rag.nn.bank_view import BankProjection
 from mac_rag.nn.sharded import ShardedAttention
-from tests.nn.networks import TOKENS, WIDTH, network, random
+from tests.nn.helpers import network, random, random_texts
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 # How many of the bank's rows each process holds.
@@ -34,9 +34,9 @@ def process(rank: int, split: list[int], folder: str) -> None:
     own = Chunk(chunk.keys[:, rows], chunk.values[:, rows], chunk.bias[..., rows])
     attended, mass = attend(query, [own], mass=True)
     assert attend(query, [own])[1] is None
-    built, question = network(), random(3, TOKENS, WIDTH)
+    built, question = network(), random_texts(3)
     with torch.no_grad():
-        bank = built.project(random(9, TOKENS, WIDTH, seed=1)[rows])
+        bank = built.project(random_texts(9, seed=1)[rows])
         phi, shares = built(question, bank, attention=attend, mass=True)
     results = {"attended": attended, "mass": mass, "phi": phi, "shares": shares}
     save_file({name: result.contiguous() for name, result in results.items()}, f"{folder}/{rank}.safetensors")
@@ -47,8 +47,8 @@ def process(rank: int, split: list[int], folder: str) -> None:
 def test_processes_with_parts_of_a_bank_agree_with_one_that_has_it_all(split: list[int], tmp_path: Path) -> None:
     multiprocessing.spawn(process, (split, str(tmp_path)), nprocs=len(split))
     query, chunk = case()
-    built, question = network(), random(3, TOKENS, WIDTH)
-    bank: BankProjection = built.project(random(9, TOKENS, WIDTH, seed=1))
+    built, question = network(), random_texts(3)
+    bank: BankProjection = built.project(random_texts(9, seed=1))
     results = [*direct_attention(query, [chunk], mass=True), *built(question, bank, mass=True)]
     expected = dict(zip(["attended", "mass", "phi", "shares"], results, strict=True))
     first = load_file(tmp_path / "0.safetensors")

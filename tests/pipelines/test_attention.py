@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, T5EncoderModel
 
 from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig
 from pipelines.tasks.cpu_attention import attend_by_products, use_products
-from tests.models import save_bert, save_gpt2, save_llama, save_t5
+from tests.helpers import save_bert, save_gpt2, save_llama, save_t5
 
 
 def prefix_lm(_: Path) -> Any:
@@ -49,7 +49,8 @@ def test_states_and_gradients_are_those_of_the_fused_kernel(
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     inputs["attention_mask"][0, :padding] = 0
     if isinstance(model, PrefixLM):
-        inputs["parts"] = torch.tensor([[2, 2, -2, 2, 1, 1, 1, 0, 0]] * 2)
+        inputs["segment_ids"] = torch.tensor([[2, 2, 2, 2, 1, 1, 1, 0, 0]] * 2)
+        inputs["hidden"] = torch.arange(9).expand(2, -1) == 2
 
     def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
         states = model.base_model(**inputs).last_hidden_state[:, padding:]

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache
 
-from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, IndexConfig, MACConfig
+from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig, SentenceEncoderConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model import MACModel
@@ -19,27 +19,27 @@ DATA = generate("train", 60, seed=3, questions_per_document=2)
 TOKENS = 24
 
 
-def build(layers: int | None = 4, index: bool = False) -> MACModel:
+def build(layers: int | None = 4, sentence_encoder: bool = False) -> MACModel:
     torch.manual_seed(5)
     part = EncoderConfig(design="encoder-pooling", name=None, embeddings="base-lm", layers=layers)
     config = MACConfig(
         base_lm=BaseLMConfig(name="minilm"),
         amortization=part,
         input_encoder=part,
-        index=IndexConfig(name="minilm", embeddings="base-lm") if index else None,
-        tokens=TOKENS + index,
+        sentence_encoder=SentenceEncoderConfig(name="minilm", embeddings="base-lm") if sentence_encoder else None,
+        tokens=TOKENS + sentence_encoder,
         mlp_width=8,
         aggregation=AggregationConfig(blocks=1, heads=6, head_width=64, feed_forward=1, prior_width=64),
     )
     return MACModel.from_config(config, device="cpu")
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["without index", "with index"])
+@pytest.fixture(scope="module", params=[False, True], ids=["without sentence encoder", "with sentence encoder"])
 def started(request: pytest.FixtureRequest) -> tuple[MACModel, MACModel]:
     """A model as it is built, and the same after the start."""
-    model = build(index=request.param)
+    model = build(sentence_encoder=request.param)
     start_as_reader(model, DATA)
-    return build(index=request.param), model
+    return build(sentence_encoder=request.param), model
 
 
 @torch.no_grad()
@@ -57,7 +57,7 @@ def test_a_memory_gives_the_lm_what_it_keeps_of_the_text(started: tuple[MACModel
     read = []
     for text in texts:
         ids = torch.tensor([model.amortization.ids(text)])
-        read.append(kept(model.base_lm.model(ids, parts=torch.ones_like(ids), use_cache=True).past_key_values))
+        read.append(kept(model.base_lm.model(ids, segment_ids=torch.ones_like(ids), use_cache=True).past_key_values))
     # Memory tokens weigh words by their salience, which moves all means alike.
     expected, fitted, random = (x - x.mean(0) for x in (torch.stack(read), memories(model), memories(built)))
     wrong = (fitted - expected).square().sum() / expected.square().sum()
@@ -74,7 +74,7 @@ def test_the_prior_and_the_order_of_memory_tokens(started: tuple[MACModel, MACMo
         places = {document.id: i for i, document in enumerate(held_out.documents)}
         own = torch.tensor([places[question.document_id] for question in held_out.questions])
         encoded = model.input_encoder.encode([model.input_encoder.ids(q.question) for q in held_out.questions], 4096)
-        scores = model.aggregation.prior_scores(encoded, model.aggregation.project(phi))
+        scores = model.aggregation.prior_scores(encoded, model.project(phi))
         return float(functional.cross_entropy(scores, own))
 
     built, model = started

@@ -22,6 +22,7 @@ from mac_rag.errors import BankError
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
 from mac_rag.nn.bank_view import BankView
+from mac_rag.nn.memory_tokens import MemoryTokens, split_rows
 
 
 def quantize(bank: MemoryBank, codebook: Tensor) -> MemoryBank:
@@ -89,12 +90,16 @@ class CodebookView:
         kept = kept.to(self._codes.device)
         held = self._codes[kept]
         stored = self.bank.codes(first, len(row_keys)).to(held) if first < len(row_keys) else held[:0]
-        new = stored[:, : stored.shape[1] - self.network.words] if len(stored) else stored  # what is attended to
+        lexical_vectors = self.network.lexical_vectors
+        new = split_rows(stored, lexical_vectors)[0] if len(stored) else stored  # lexical vectors are not attended to
         codes = torch.cat([held, new]) if len(held) else new
         self._counts += self._counted(new) - self._counted(self._codes[~kept])
         if self.network.prior is not None:
             with torch.no_grad():
-                parts = [self.network.prior.keys(self._codebook[part.long()]) for part in stored.split(self.chunk_rows)]
+                parts = [
+                    self.network.prior.keys(MemoryTokens.split(self._codebook[part.long()], lexical_vectors))
+                    for part in stored.split(self.chunk_rows)
+                ]
             before = [] if self._row_prior_keys is None else [self._row_prior_keys[kept]]
             self._row_prior_keys = torch.cat(before + parts)
         self._codes, self.row_keys, self._version = codes, row_keys, version

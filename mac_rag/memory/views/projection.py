@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mac_rag.errors import BankError
 from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
+from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.row_bounds import longest_keys
 
 if TYPE_CHECKING:
@@ -124,21 +125,25 @@ class ProjectedBank:
         if self.bank.row_shape is None:
             return 0
         width = sum(block.to_key.out_features + block.to_value.out_features for block in self._blocks)
-        tokens = self.bank.row_shape[0] - self.network.words
-        return len(row_keys) * tokens * width * self.dtype.itemsize
+        no_rows = self._split(torch.empty(0, *self.bank.row_shape))
+        return len(row_keys) * no_rows.tokens.shape[1] * width * self.dtype.itemsize
 
-    def _read(self, start: int, stop: int) -> Tensor:
-        return self.bank.read(start, stop).to(self.device, self._weights)
+    def _read(self, start: int, stop: int) -> MemoryTokens:
+        return self._split(self.bank.read(start, stop))
+
+    def _split(self, rows: Tensor) -> MemoryTokens:
+        """The bank's rows `[k, T + R, D]` as the network takes them."""
+        return MemoryTokens.split(rows.to(self.device, self._weights), self.network.lexical_vectors)
 
     @torch.no_grad()
-    def _prior(self, phi: Tensor) -> Tensor:
+    def _prior(self, phi: MemoryTokens) -> Tensor:
         assert self.network.prior is not None
         return self.network.prior.keys(phi)
 
     @torch.no_grad()
-    def _project(self, phi: Tensor, blocks: Iterable[CrossAttentionBlock]) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Keys and values `[H, k, T, d]` of rows `[k, T + R, D]`, for each of the blocks."""
-        normed = self.network.bank_norm(self.network.attended(phi))
+    def _project(self, phi: MemoryTokens, blocks: Iterable[CrossAttentionBlock]) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Keys and values `[H, k, T, d]` of k rows, for each of the blocks."""
+        normed = self.network.bank_norm(phi.tokens)
         projected = (block.project(normed) for block in blocks)
         return tuple((keys.to(self.dtype), values.to(self.dtype)) for keys, values in projected)
 
@@ -208,7 +213,7 @@ class ProjectedBank:
         """
         self._check()
         if not self.cached:
-            phi = self.bank.take(index).to(self.device, self._weights)
+            phi = self._split(self.bank.take(index))
             return self._project(phi, [self._blocks[block]])[0]
         ends = torch.tensor([len(piece.row_keys) for piece in self._pieces]).cumsum(0)
         owner = torch.searchsorted(ends, index, right=True)

@@ -19,6 +19,7 @@ from mac_rag.memory.views.question_cache import RecentQuestions
 from mac_rag.nn.attention import BankAttention, streaming_attention
 from mac_rag.nn.bank_view import BankView
 from mac_rag.nn.hierarchical import hierarchical
+from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.sharded import ShardedAttention
 
 if TYPE_CHECKING:
@@ -106,13 +107,14 @@ class BankReader:
         network = self.model.aggregation
         question = self._encoded(questions, ids)
         visible = self._visible(allowed)
-        nothing = torch.zeros(len(questions), device=question.device)
+        device = question.tokens.device
+        nothing = torch.zeros(len(questions), device=device)
         if self.config.strategy == "preselect":
             selected, _, discarded = self._preselect(question, visible)
             return Aggregated(network(question, selected)[0], discarded)
         if self._by_codes and visible is None:
             return Aggregated(network(question, self._coded(), attention=self._attention)[0], nothing)
-        mask = None if visible is None else visible.to(question.device).expand(len(questions), -1)
+        mask = None if visible is None else visible.to(device).expand(len(questions), -1)
         if self.config.strategy == "hierarchical":
             view = self._projected()
             return Aggregated(hierarchical(network, question, view, self.config.subgroup, mask=mask), nothing)
@@ -161,14 +163,14 @@ class BankReader:
             _, mass = network(question, selected, mass=True)
             found: Tensor = mass.new_zeros(len(questions), len(self.bank.row_keys))
             return found.scatter_(1, index.to(mass.device), mass)
-        mask = None if visible is None else visible.to(question.device).expand(len(questions), -1)
+        mask = None if visible is None else visible.to(question.tokens.device).expand(len(questions), -1)
         _, mass = network(question, self._projected(), mask=mask, mass=True)
         assert isinstance(mass, Tensor)
         return mass
 
-    def _encoded(self, questions: Sequence[str], ids: Mapping[str, Sequence[int]]) -> Tensor:
+    def _encoded(self, questions: Sequence[str], ids: Mapping[str, Sequence[int]]) -> MemoryTokens:
         encoder = self.model.input_encoder
-        encoded: Tensor = encoder([ids.get(question) or encoder.ids(question) for question in questions])
+        encoded: MemoryTokens = encoder([ids.get(question) or encoder.ids(question) for question in questions])
         return encoded
 
     def _visible(self, allowed: Container[str] | None) -> Tensor | None:
@@ -182,7 +184,7 @@ class BankReader:
             raise BankError("none of the documents in the memory bank is among those allowed")
         return visible
 
-    def _preselect(self, question: Tensor, visible: Tensor | None) -> tuple[BankView, Tensor, Tensor]:
+    def _preselect(self, question: MemoryTokens, visible: Tensor | None) -> tuple[BankView, Tensor, Tensor]:
         """The rows with the highest prior: a view, their numbers `[B, N]`, and the share of all others `[B]`."""
         prior = self.model.aggregation.prior
         view = self._projected() if self.bank.codebook is None else self._coded()

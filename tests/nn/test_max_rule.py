@@ -1,4 +1,4 @@
-"""One answer from two readings, with memory and without: what a plain loop over both says."""
+"""Max-rule ensemble decoding against a plain loop over the LM with memory and the LM without."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.max_rule import SurerReading
+from mac_rag.lm.max_rule import MaxRuleEnsemble
 from mac_rag.model import MACModel
 from mac_rag.nn.modulation import Modulation
-from tests.nn.modulated import EACH, PROMPTS, build
+from tests.nn.helpers import EACH, PROMPTS, modulated_lm
 
 Folder = Callable[[str], Path]
 WEIGHTS = [0.5, 0.2, 1.0]
@@ -33,7 +33,7 @@ def said(lm: BaseLM, prompt: list[int], modulation: Modulation, weight: float, l
 
 @pytest.mark.parametrize(("name", "kind"), EACH)
 def test_generation_and_streaming_are_the_plain_loop(model_folder: Folder, name: str, kind: str) -> None:
-    lm, network, phi = build(model_folder(name), kind)
+    lm, network, phi = modulated_lm(model_folder(name), kind)
     with torch.no_grad():
         expected = [
             said(lm, prompt, network(phi[i : i + 1]), weight, 8)
@@ -48,7 +48,7 @@ def test_generation_and_streaming_are_the_plain_loop(model_folder: Folder, name:
 
 @pytest.mark.parametrize(("name", "kind"), EACH)
 def test_at_several_weights_each_is_what_one_alone_gives(model_folder: Folder, name: str, kind: str) -> None:
-    lm, network, phi = build(model_folder(name), kind)
+    lm, network, phi = modulated_lm(model_folder(name), kind)
     count = len(PROMPTS)
     with torch.no_grad():
         each = lm.generate_each(PROMPTS, network(phi), max_new_tokens=8, weights=[0.0, 0.5, 1.0, 0.2])
@@ -64,7 +64,7 @@ def test_at_several_weights_each_is_what_one_alone_gives(model_folder: Folder, n
 
 def test_at_several_weights_answers_end_where_they_end(model_folder: Folder) -> None:
     """Each answer ends at its own end, not with the longest, and not at another's."""
-    lm, network, phi = build(model_folder("llama"), "prefix")
+    lm, network, phi = modulated_lm(model_folder("llama"), "prefix")
     first = lm.generate_each(PROMPTS, network(phi), max_new_tokens=8, weights=[0.0, 1.0])
     with torch.no_grad():
         third = [int(tokens[0]) for tokens in islice(lm._greedy(PROMPTS, None, None), 3)][2]
@@ -77,7 +77,7 @@ def test_at_several_weights_answers_end_where_they_end(model_folder: Folder) -> 
 
 @pytest.mark.parametrize(("name", "kind"), EACH)
 def test_with_beams_a_batch_is_its_rows(model_folder: Folder, name: str, kind: str) -> None:
-    lm, network, phi = build(model_folder(name), kind)
+    lm, network, phi = modulated_lm(model_folder(name), kind)
     whole = lm.generate(PROMPTS, network(phi), max_new_tokens=6, num_beams=3, weights=WEIGHTS)
     for i, prompt in enumerate(PROMPTS):
         one = lm.generate([prompt], network(phi[i : i + 1]), max_new_tokens=6, num_beams=3, weights=WEIGHTS[i : i + 1])
@@ -90,7 +90,7 @@ def test_with_beams_a_batch_is_its_rows(model_folder: Folder, name: str, kind: s
 def test_the_two_halves_get_the_same_distribution(weights: list[float], beams: int, seed: int) -> None:
     rows = len(weights) * beams
     scores = torch.randn(2 * rows, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    mixed = SurerReading(weights)(torch.zeros(2 * rows, 1), scores)
+    mixed = MaxRuleEnsemble(weights)(torch.zeros(2 * rows, 1), scores)
     assert torch.equal(mixed[:rows], mixed[rows:])
     for row in range(rows):
         weight = weights[row // beams]
@@ -99,7 +99,7 @@ def test_the_two_halves_get_the_same_distribution(weights: list[float], beams: i
         assert torch.allclose(mixed[row].exp().double(), expected / expected.sum(), atol=1e-6)
 
 
-def test_a_model_reads_twice_only_where_there_is_something_else_to_read(tiny_model: MACModel) -> None:
+def test_only_questions_behind_documents_are_decoded_by_the_ensemble(tiny_model: MACModel) -> None:
     questions = ["Who opened the bridge?", "What closed the port?"]
     contexts = [["The mayor of Lisbon opened a bridge."], []]
     torch.manual_seed(0)

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from mac_rag.config import BaseLMConfig
 from mac_rag.errors import ModelLoadError
-from mac_rag.lm.int8_storage import packed, unpacked
-from mac_rag.lm.loading import PACKED_LM, load_causal_lm
+from mac_rag.lm.int8_storage import from_int8, to_int8
+from mac_rag.lm.loading import INT8_LM, load_causal_lm
 from mac_rag.model import MACModel
-from tests.models import mac_config
+from tests.helpers import mac_config
 
 CPU = torch.device("cpu")
 
@@ -25,9 +25,9 @@ CPU = torch.device("cpu")
 @given(arrays("float32", st.tuples(st.integers(1, 4), st.integers(1, 5)), elements=st.floats(-1e3, 1e3, width=32)))
 def test_no_weight_is_further_off_than_half_a_step_of_its_row_or_column(rows) -> None:  # type: ignore[no-untyped-def]
     weights = torch.from_numpy(rows)
-    stored = packed({"w": weights})
+    stored = to_int8({"w": weights})
     assert stored["w"].dtype == torch.int8
-    off = (unpacked(stored)["w"] - weights).abs()
+    off = (from_int8(stored)["w"] - weights).abs()
     steps = [weights.abs().amax(dim, keepdim=True) / 127 for dim in (-1, -2)]
     assert any((off <= 0.501 * step + 1e-37).all() for step in steps)
     by_rows = (weights / steps[0].clamp(min=1e-37)).round() * steps[0] - weights
@@ -38,15 +38,15 @@ def test_a_large_column_does_not_take_the_others_precision() -> None:
     torch.manual_seed(0)
     weights = torch.randn(2, 40, 30)
     weights[..., 7] = 1000.0
-    back = unpacked(packed({"w": weights}))["w"]
+    back = from_int8(to_int8({"w": weights}))["w"]
     assert torch.allclose(back, weights, atol=0.02)
-    turned = unpacked(packed({"w": weights.mT}))["w"]
+    turned = from_int8(to_int8({"w": weights.mT}))["w"]
     assert torch.allclose(turned, weights.mT, atol=0.02)
 
 
 def test_vectors_and_whole_numbers_stay_as_they_are() -> None:
     state = {"bias": torch.randn(5), "ids": torch.arange(6).view(2, 3), "zeros": torch.zeros(2, 3)}
-    back = unpacked(packed(state))
+    back = from_int8(to_int8(state))
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
 
@@ -81,8 +81,8 @@ def test_a_base_lm_of_int8_that_does_not_fit_is_refused(model_folder: Callable[[
     assert lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
     with pytest.raises(ModelLoadError, match="cannot be quantised again"):
         load_causal_lm(BaseLMConfig(name=str(place), quantization="nf4"), CPU)
-    stored = load_file(place / PACKED_LM)
+    stored = load_file(place / INT8_LM)
     del stored["transformer.wpe.weight"]
-    save_file(stored, place / PACKED_LM)
+    save_file(stored, place / INT8_LM)
     with pytest.raises(ModelLoadError, match=r"does not match config.json: transformer.wpe.weight"):
         load_causal_lm(BaseLMConfig(name=str(place)), CPU)

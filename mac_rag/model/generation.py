@@ -1,0 +1,192 @@
+"""Answers of a MAC model: prompts that fit the LM's window, generation and streaming under a modulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mac_rag.config import MACConfig
+from mac_rag.errors import ConfigError, DocumentError
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.batching import length_buckets
+from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.model.text_encoder import TextEncoder
+from mac_rag.nn.modulation import Modulation, ModulationNetwork
+
+
+class GenerationMixin:
+    """The half of `mac_rag.model.MACModel` that answers; it has the attributes below from there.
+
+    Attributes:
+        config: all sizes.
+        base_lm: the frozen LM.
+        input_encoder: g_input.
+        modulation: maps phi* to a modulation of the LM.
+        cpu_batch_tokens: tokens of the prompts in one batch on a CPU; more do not fit its caches and are slower.
+    """
+
+    config: MACConfig
+    base_lm: BaseLM
+    input_encoder: TextEncoder
+    modulation: ModulationNetwork
+    cpu_batch_tokens: float = 1024
+
+    @property
+    def context_window(self) -> int:
+        """Tokens that documents, question and answer may have together."""
+        return self.config.context_window or self._positions
+
+    @property
+    def _positions(self) -> int:
+        """Positions of the LM that a prefix leaves."""
+        prefix = self.config.tokens * self.config.modulation.slots if self.config.modulation.kind == "prefix" else 0
+        return self.base_lm.context_window - prefix
+
+    def fit_to_window(
+        self,
+        question: str | FittedPrompt,
+        contexts: Sequence[str] = (),
+        *,
+        overflow: Literal["error", "truncate"] = "error",
+        max_new_tokens: int | None = None,
+    ) -> FittedPrompt:
+        """A question and its documents as token ids that fit the LM's window.
+
+        Args:
+            question: x; a prompt that is fitted already is returned as it is.
+            contexts: documents in front of it, the best first.
+            overflow: where they do not fit: refuse, or leave out the last documents; the question is never shortened.
+            max_new_tokens: longest answer, which has to fit too; None for the configured length.
+
+        Raises:
+            DocumentError: for an empty question, or a prompt beyond the window.
+        """
+        if isinstance(question, FittedPrompt):
+            return question
+        room = self.context_window - (max_new_tokens or self.config.max_new_tokens)
+        question_ids = self.input_encoder.ids(question)  # an empty or endless question is an error without memory, too
+        fitted = self.base_lm.prompts.fit_to_window(question, contexts, room)
+        if len(fitted.ids) > room or (fitted.truncated and overflow == "error"):
+            used = len(self.base_lm.prompts.prompt(question, contexts))
+            raise DocumentError(
+                f"{len(contexts)} documents and the question take {used} tokens, but the LM's window leaves room for "
+                f"{room}; give fewer or shorter documents (a smaller k or chunk size)"
+            )
+        return replace(fitted, question_ids=tuple(question_ids))
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[str | FittedPrompt],
+        contexts: Sequence[Sequence[str]] | None = None,
+        *,
+        modulation: Tensor | None = None,
+        max_new_tokens: int | None = None,
+        num_beams: int = 1,
+        memory_weight: float | None = None,
+    ) -> list[str]:
+        """Answers questions: `LM(d + x; phi*)`.
+
+        Args:
+            prompts: B questions as texts, or as `fit_to_window` gives them.
+            contexts: documents in front of each question, in this order; only for questions that are texts.
+            modulation: phi* `[B, T, D]`; None for the frozen LM alone.
+            max_new_tokens: None for the configured length.
+            num_beams: 1 is greedy.
+            memory_weight: lambda behind documents, see `mac_rag.lm.max_rule`; None for the configured one.
+
+        Raises:
+            ConfigError: for a memory_weight that is not above 0 and at most 1.
+        """
+        fitted = self._fitted(prompts, contexts)
+        weights = self._weights(fitted, memory_weight)
+        answers = [""] * len(fitted)
+        for rows in self._read_together(fitted):
+            texts = self.base_lm.generate(
+                [fitted[i].ids for i in rows],
+                self._modulation(None if modulation is None else modulation[rows]),
+                max_new_tokens=max_new_tokens or self.config.max_new_tokens,
+                num_beams=num_beams,
+                weights=None if weights is None else [weights[i] for i in rows],
+            )
+            for i, text in zip(rows, texts, strict=True):
+                answers[i] = text
+        return answers
+
+    @torch.no_grad()
+    def generate_each(
+        self, prompts: Sequence[FittedPrompt], modulation: Tensor, weights: Sequence[float]
+    ) -> list[list[str]]:
+        """Greedy answers behind documents at each of several memory weights; all weights share the prompts' cache.
+
+        Args:
+            prompts: B questions behind at least one document each.
+            modulation: phi* `[B, T, D]`.
+            weights: values of lambda (see `mac_rag.lm.max_rule`), from 0 (the frozen LM alone) to 1.
+
+        Returns:
+            For each weight B answers.
+        """
+        answers = [[""] * len(prompts) for _ in weights]
+        for rows in self._read_together(prompts):
+            each = self.base_lm.generate_each(
+                [prompts[i].ids for i in rows],
+                self.modulation(modulation[rows]),
+                max_new_tokens=self.config.max_new_tokens,
+                weights=weights,
+            )
+            for at_weight, texts in zip(answers, each, strict=True):
+                for i, text in zip(rows, texts, strict=True):
+                    at_weight[i] = text
+        return answers
+
+    def _fitted(
+        self, prompts: Sequence[str | FittedPrompt], contexts: Sequence[Sequence[str]] | None
+    ) -> list[FittedPrompt]:
+        """All prompts as token ids; questions that are texts are not shortened."""
+        encoder = self.base_lm.prompts
+        return [
+            prompt if isinstance(prompt, FittedPrompt) else encoder.fit_to_window(prompt, texts)
+            for prompt, texts in zip(prompts, contexts or [()] * len(prompts), strict=True)
+        ]
+
+    def _read_together(self, prompts: Sequence[FittedPrompt]) -> list[list[int]]:
+        """Batches of prompts, by their indices: one of all on a GPU, several of similar lengths on a CPU."""
+        if self.base_lm.device.type != "cpu":
+            return [list(range(len(prompts)))]
+        return length_buckets([len(prompt.ids) for prompt in prompts], self.cpu_batch_tokens)
+
+    def stream(
+        self,
+        prompt: str | FittedPrompt,
+        contexts: Sequence[str] = (),
+        *,
+        modulation: Tensor | None = None,
+        max_new_tokens: int | None = None,
+        memory_weight: float | None = None,
+    ) -> Iterator[str]:
+        """Yields the greedy answer to one question piece by piece; arguments as `generate`'s, phi* `[1, T, D]`."""
+        [fitted] = self._fitted([prompt], [contexts])
+        yield from self.base_lm.stream(
+            fitted.ids,
+            self._modulation(modulation),
+            max_new_tokens=max_new_tokens or self.config.max_new_tokens,
+            weights=self._weights([fitted], memory_weight),
+        )
+
+    def _weights(self, prompts: Sequence[FittedPrompt], memory_weight: float | None) -> list[float] | None:
+        """Memory weight per question: 1 without documents; None if all are 1."""
+        weight = self.config.memory_weight if memory_weight is None else memory_weight
+        if not 0 < weight <= 1:
+            raise ConfigError(f"memory_weight is {weight}; give a number above 0 and at most 1")
+        if weight == 1 or not any(prompt.contexts for prompt in prompts):
+            return None
+        return [weight if prompt.contexts else 1.0 for prompt in prompts]
+
+    @torch.no_grad()
+    def _modulation(self, phi: Tensor | None) -> Modulation | None:
+        return None if phi is None else self.modulation(phi)

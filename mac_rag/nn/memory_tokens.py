@@ -1,0 +1,86 @@
+"""What the encoders make of texts: memory tokens, and beside them the lexical vectors of the document prior."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MemoryTokens:
+    """Memory tokens of K texts, and their lexical vectors where hashed BM25 makes them.
+
+    Networks attend to the tokens alone; only the document prior reads lexical vectors. A bank keeps both side by side
+    in rows `[K, T + R, D]`: `stacked` makes these, `split` reads them.
+
+    Attributes:
+        tokens: `[K, T, D]`.
+        lexical: `[K, R, D]`; None for R = 0.
+    """
+
+    tokens: Tensor
+    lexical: Tensor | None = None
+
+    @classmethod
+    def split(cls, stacked: Tensor, lexical_vectors: int) -> MemoryTokens:
+        """Reads a bank's rows.
+
+        Args:
+            stacked: `[K, T + R, D]`.
+            lexical_vectors: R.
+        """
+        return cls(*split_rows(stacked, lexical_vectors))
+
+    def stacked(self) -> Tensor:
+        """`[K, T + R, D]`, as a bank keeps its rows."""
+        return self.tokens if self.lexical is None else torch.cat([self.tokens, self.lexical], 1)
+
+    @classmethod
+    def cat(cls, parts: Sequence[MemoryTokens]) -> MemoryTokens:
+        """Texts of several parts, one part after the other."""
+        lexical = [part.lexical for part in parts if part.lexical is not None]
+        return cls(torch.cat([part.tokens for part in parts]), torch.cat(lexical) if lexical else None)
+
+    def __len__(self) -> int:
+        """K."""
+        return len(self.tokens)
+
+    def __getitem__(self, texts: Any) -> MemoryTokens:
+        """Some of the texts: a slice, a list of numbers or an index tensor."""
+        return MemoryTokens(self.tokens[texts], None if self.lexical is None else self.lexical[texts])
+
+    def to(self, *args: Any) -> MemoryTokens:
+        """On another device or in another dtype, as `Tensor.to`."""
+        return MemoryTokens(self.tokens.to(*args), None if self.lexical is None else self.lexical.to(*args))
+
+    def new_empty(self, count: int) -> MemoryTokens:
+        """Room for `count` texts like these, to be filled by `put`."""
+        lexical = None if self.lexical is None else self.lexical.new_empty(count, *self.lexical.shape[1:])
+        return MemoryTokens(self.tokens.new_empty(count, *self.tokens.shape[1:]), lexical)
+
+    def put(self, texts: Any, values: MemoryTokens) -> None:
+        """Overwrites some of the texts in place; `texts` as for indexing."""
+        self.tokens[texts] = values.tokens
+        if self.lexical is not None and values.lexical is not None:
+            self.lexical[texts] = values.lexical
+
+    def detach(self) -> MemoryTokens:
+        return MemoryTokens(self.tokens.detach(), None if self.lexical is None else self.lexical.detach())
+
+
+def split_rows(rows: Tensor, lexical_vectors: int, dim: int = 1) -> tuple[Tensor, Tensor | None]:
+    """Cuts rows, or the codes of rows, into what belongs to T tokens and to R lexical vectors (None for R = 0).
+
+    Args:
+        rows: T + R long in dimension `dim`.
+        lexical_vectors: R.
+        dim: where tokens and lexical vectors stand side by side.
+    """
+    if not lexical_vectors:
+        return rows, None
+    tokens = rows.shape[dim] - lexical_vectors
+    return rows.narrow(dim, 0, tokens), rows.narrow(dim, tokens, lexical_vectors)
