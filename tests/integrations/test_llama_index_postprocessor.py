@@ -24,7 +24,7 @@ from mac_rag.errors import BankError, ConfigError, FingerprintError, MACError
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MemoryWriter
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
-from tests.integrations.llama_index_parts import FACTS, EventLog, HashEmbedding, RecordingEngine
+from tests.integrations.helpers import FACTS, EventLog, HashEmbedding, RecordingEngine
 
 QUESTION = "Who opened the bridge of Norrland?"
 

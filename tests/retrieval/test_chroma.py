@@ -18,8 +18,7 @@ from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.retrieval import DenseRetriever, make_retriever
 from mac_rag.retrieval import chroma as module
 from mac_rag.retrieval.chroma import ChromaRetriever
-from tests.retrieval.chroma_server import Server
-from tests.retrieval.parts import WordEncoder, documents
+from tests.retrieval.helpers import Server, WordEncoder, documents
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -180,7 +179,7 @@ def test_a_folder_is_open_in_one_process_at_a_time(tmp_path: Path) -> None:
 import sys
 from mac_rag.errors import BankError
 from mac_rag.retrieval.chroma import ChromaRetriever
-from tests.retrieval.parts import WordEncoder, documents
+from tests.retrieval.helpers import WordEncoder, documents
 for _ in sys.stdin:
     try:
         ChromaRetriever(sys.argv[1], WordEncoder()).put(documents("from there"))

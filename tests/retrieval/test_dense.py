@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.retrieval import DenseRetriever
-from tests.retrieval.parts import WordEncoder, documents
+from tests.retrieval.helpers import WordEncoder, documents
 
 WORDS = [f"w{i}" for i in range(40)]
 
