@@ -208,7 +208,7 @@ class MemoryBank(Contents):
                 raise BankError(f"document id {document.id!r} occurs twice; ids must be unique")
             members[document.id] = Member.of(document)
         tokens = self._encoded(phi)
-        gone = [gone for document_id in members if document_id in self for gone in self._bury(document_id)]
+        gone = [gone for document_id in members if document_id in self for gone in self._tombstone(document_id)]
         self._append(tokens, [(count, (member,)) for count, member in zip(counts, members.values())])
         return tuple(document_id for document_id in gone if document_id not in members)
 
@@ -229,7 +229,7 @@ class MemoryBank(Contents):
         members = tuple(member for sequence in sorted(placed) for member in placed[sequence].record.members)
         tokens = self._encoded(phi)
         for sequence in placed:
-            self._bury(placed[sequence].record.members[0].document_id)
+            self._tombstone(placed[sequence].record.members[0].document_id)
         self._append(tokens, [(len(tokens), members)])
 
     def delete(self, document_id: str) -> tuple[str, ...]:
@@ -245,7 +245,7 @@ class MemoryBank(Contents):
             BankError: for an id that the bank does not hold.
         """
         self._check_writable()
-        gone = self._bury(document_id)
+        gone = self._tombstone(document_id)
         self._changed()
         return gone
 
@@ -274,19 +274,19 @@ class MemoryBank(Contents):
         self._where |= {document_id: record.sequence for record in records for document_id in record.document_ids}
         self._changed()
 
-    def _bury(self, document_id: str) -> tuple[str, ...]:
+    def _tombstone(self, document_id: str) -> tuple[str, ...]:
         sequence = self._placed(document_id).record.sequence
         part = self._part(sequence)
         ids = part.entries[sequence].record.document_ids
-        part.bury(sequence)
+        part.tombstone(sequence)
         for gone in ids:
             del self._where[gone]
         return ids
 
     def _changed(self) -> None:
         self.version += 1
-        if self._tail.is_mostly_buried:
-            self._tail = self._tail.without_buried()
+        if self._tail.is_mostly_deleted:
+            self._tail = self._tail.compacted()
         self._hold([*(() if self._store is None else self._store.segments), self._tail])
 
     def check_model(self, fingerprint: str) -> None:

@@ -57,13 +57,13 @@ class Part:
 
     Attributes:
         entries: the live entries by sequence number.
-        buried: sequence numbers of the deleted ones.
+        tombstones: sequence numbers of the deleted ones.
         count: live rows.
     """
 
     def __init__(self, tokens: Tensor, records: Sequence[Record]) -> None:
         self.entries: dict[int, Placed] = {}
-        self.buried: list[int] = []
+        self.tombstones: list[int] = []
         self.count = 0
         self._tokens = Growing(tokens[:0])
         self._keys = Growing(torch.empty(0, dtype=torch.long))
@@ -95,22 +95,22 @@ class Part:
         self.count += len(within)
         self._live = None
 
-    def bury(self, sequence: int) -> None:
+    def tombstone(self, sequence: int) -> None:
         """Marks an entry as deleted."""
         record, start = self.entries.pop(sequence)
-        self.buried.append(sequence)
+        self.tombstones.append(sequence)
         self._alive.tensor[start : start + record.rows] = False
         self.count -= record.rows
         self._live = None
 
-    def without_buried(self) -> Part:
+    def compacted(self) -> Part:
         """The same entries in a part of their own, without the deleted ones' rows."""
         return Part(self.tokens[self._positions()], [placed.record for placed in self.entries.values()])
 
     @property
-    def is_mostly_buried(self) -> bool:
-        buried = len(self.tokens) - self.count
-        return buried > max(self.count, _FEW)
+    def is_mostly_deleted(self) -> bool:
+        deleted = len(self.tokens) - self.count
+        return deleted > max(self.count, _FEW)
 
     @property
     def keys(self) -> Tensor:

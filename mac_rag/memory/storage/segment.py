@@ -47,7 +47,7 @@ class Segment(Part):
         self.checksums = {record.sequence: checksum for record, checksum in zip(records, checksums, strict=True)}
         self._info = info
         for sequence in info.tombstones:
-            self.bury(sequence)
+            self.tombstone(sequence)
 
     @property
     def name(self) -> str:
@@ -56,12 +56,12 @@ class Segment(Part):
     @property
     def info(self) -> SegmentInfo:
         """What the manifest is to say of it."""
-        return self._info.model_copy(update={"tombstones": tuple(self.buried)})
+        return self._info.model_copy(update={"tombstones": tuple(self.tombstones)})
 
     def follow(self, info: SegmentInfo) -> None:
         """Deletes what was deleted since."""
-        for sequence in set(info.tombstones).difference(self.buried):
-            self.bury(sequence)
+        for sequence in set(info.tombstones).difference(self.tombstones):
+            self.tombstone(sequence)
 
 
 def write_segment(folder: Path, parts: Sequence[Part]) -> Segment:

@@ -223,7 +223,7 @@ class Store:
         """The segment that holds a group of parts: the one that it is already, or a new one."""
         only = group[0]
         if len(group) == 1 and isinstance(only, Segment) and any(only is segment for segment in self.segments):
-            stays = not (only.is_mostly_buried or (compact and only.buried))
+            stays = not (only.is_mostly_deleted or (compact and only.tombstones))
             if stays:
                 return only
         return write_segment(self.folder, group)
