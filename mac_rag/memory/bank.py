@@ -45,6 +45,9 @@ class MemoryBank(Contents):
         folder: folder of a bank on disk; None for a bank in memory.
         version: a number that grows with every change.
 
+    >>> import torch
+    >>> from mac_rag.data.types import Document
+    >>> from mac_rag.memory import MemoryBank
     >>> bank = MemoryBank("fingerprint of the model")
     >>> documents = [Document("bridge", "The bridge opened."), Document("museum", "The museum closed.")]
     >>> bank.put(documents, torch.zeros(2, 4, 8))

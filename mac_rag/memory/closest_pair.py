@@ -26,6 +26,8 @@ class ClosestPair:
         capacity: maximum number of vectors at a time.
         width: W, the length of a vector.
 
+    >>> import torch
+    >>> from mac_rag.memory.closest_pair import ClosestPair
     >>> vectors = ClosestPair(capacity=3, width=2)
     >>> for key, vector in enumerate([[1.0, 0.0], [0.0, 1.0], [1.0, 0.1]]):
     ...     vectors.add(key, torch.tensor(vector))
