@@ -42,7 +42,7 @@ class FilteredDocuments(Container[str]):
         return len(self._current())
 
     def _current(self) -> frozenset[str]:
-        # The version is read first, so that a change in the meantime makes the result outdated, and the next call redoes it.
+        # The version is read first: after a change in the meantime, the next call filters again.
         bank, version = self._engine.bank, self._engine.bank.version
         if self._passing is None or self._passing[0] is not bank or self._passing[1] != version:
             passing = frozenset(name for name in list(bank.document_ids) if self._passes(bank, name))
