@@ -6,8 +6,8 @@ from __future__ import annotations
 class MACError(RuntimeError):
     """Base of all errors of this package.
 
-    A `RuntimeError` rather than a `ValueError`, because LlamaIndex's refine synthesizer swallows the latter and would
-    answer "Empty Response" where the user needs to read what went wrong.
+    It is a `RuntimeError` and not a `ValueError`, because LlamaIndex's refine synthesizer catches `ValueError` and
+    answers "Empty Response" where the user needs to read the message.
     """
 
 
@@ -20,11 +20,11 @@ class ModelLoadError(MACError):
 
 
 class QuantizationError(MACError):
-    """A quantisation that this machine or this use (training) does not support."""
+    """A quantization that this machine or this use (training) does not support."""
 
 
 class DocumentError(MACError):
-    """A document that cannot be adapted: empty, not a text, or longer than the limit."""
+    """A document that cannot be adapted: it is empty, not a text, or longer than the limit."""
 
 
 class BankError(MACError):

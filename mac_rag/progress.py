@@ -1,4 +1,4 @@
-"""One progress bar for all long work: on a terminal a bar, elsewhere a line now and then, never on standard output."""
+"""The progress bar of all long work, on standard error: a bar on a terminal, elsewhere a line from time to time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tqdm import tqdm
 
 
 class ProgressBar:
-    """A bar with a note behind it; see `progress_bar`."""
+    """A progress bar with a note behind it; see `progress_bar`."""
 
     def __init__(self, label: str, total: int | None, done: int, disable: bool) -> None:
-        # Away from a terminal (logs, CI) tqdm's redrawing is noise: one line every thirty seconds is enough there.
+        # In logs and CI tqdm's redrawing is noise; one line every thirty seconds is enough.
         interval = 0.2 if sys.stderr.isatty() else 30.0
         self._bar = tqdm(
             total=total,
@@ -25,9 +25,11 @@ class ProgressBar:
         )
 
     def advance(self, count: int = 1) -> None:
+        """Reports that `count` more units are done."""
         self._bar.update(count)
 
     def note(self, text: str) -> None:
+        """Shows a text behind the bar."""
         self._bar.set_postfix_str(text, refresh=False)
 
     def write(self, line: str) -> None:
@@ -45,5 +47,12 @@ class ProgressBar:
 
 
 def progress_bar(label: str, total: int | None = None, *, done: int = 0, disable: bool = False) -> ProgressBar:
-    """A progress bar over `total` pieces of work, `done` of them already behind."""
+    """Makes a progress bar, to be used in a `with` statement.
+
+    Args:
+        label: text in front of the bar.
+        total: number of units of work; None if unknown.
+        done: number of units that were done before.
+        disable: True to show nothing.
+    """
     return ProgressBar(label, total, done, disable)

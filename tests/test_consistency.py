@@ -24,8 +24,7 @@ from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
 from mac_rag.retrieval.chroma import ChromaRetriever
 from mac_rag.sync import difference, disagreement
-from tests.retrieval.chroma_server import Server
-from tests.retrieval.parts import WordEncoder
+from tests.retrieval.helpers import Server, WordEncoder
 
 STREAM = generate("val", 8).documents
 CHANGED = Document(STREAM[1].id, "Something else happened.")
@@ -39,7 +38,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval.chroma import ChromaRetriever
-from tests.retrieval.parts import WordEncoder
+from tests.retrieval.helpers import WordEncoder
 
 STREAM = generate("val", 8).documents
 checkpoint, folder, place, method, what = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""Documents with questions: three benchmarks and a generator, all in the one shape of `mac_rag.data.types`."""
+"""Data sets of documents with questions: three benchmarks and a generator, all as `mac_rag.data.types.QADataset`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,20 @@ def load_dataset(
     Args:
         name: `newswire` (generated, needs no file), `squad`, `streamingqa` or `archivalqa`.
         split: one of `SPLITS[name]`.
-        path: the folder that holds the data set's files, or the file of this split.
-        documents: only the first so many documents of the stream, with their questions; newswire, which has no end,
-            generates so many.
-        hub: SQuAD only: download it from the Hugging Face Hub instead of reading a path.
+        path: folder of the data set's files, or file of this split; None for newswire and for `hub`.
+        documents: maximum number of documents, the first ones of the stream with their questions; None for all.
+            newswire generates this many documents.
+        hub: True to download SQuAD from the Hugging Face Hub instead of reading a path; SQuAD only.
 
     Raises:
-        ConfigError: for an unknown data set or split, fewer than one document, or a path where there should be none or
-            none where there should be one.
+        ConfigError: for an unknown data set or split, fewer than one document, a missing path, or a path that the data
+            set does not take.
         DataError: for a file that is missing, malformed or empty.
+
+    >>> from mac_rag.data import load_dataset
+    >>> dataset = load_dataset("newswire", "test", documents=3)
+    >>> len(dataset.documents), dataset.questions[0].document_id == dataset.documents[0].id
+    (3, True)
     """
     if name not in SPLITS:
         raise ConfigError(f"unknown data set {name!r}; choose one of {', '.join(SPLITS)}")
@@ -47,7 +52,7 @@ def load_dataset(
     if name == "newswire":
         if path is not None:
             raise ConfigError(
-                f"newswire is generated and reads no path, got {path}; written newswire is read as archivalqa"
+                f"newswire is generated and reads no path, got {path}; load a file of newswire as archivalqa"
             )
         return generate.generate(split, documents or generate.STREAM_LENGTH)
     if hub:

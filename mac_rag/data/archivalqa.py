@@ -1,7 +1,7 @@
-"""ArchivalQA-Seq: paragraphs of dated news articles with questions, in CSV files, read and written.
+"""ArchivalQA-Seq: reads and writes CSV files with paragraphs of dated news articles and questions.
 
-`pipelines.prepare_archivalqa` makes the files from the public questions and a user's own copy of the articles;
-`pipelines.make_newswire` writes generated news in the same schema.
+`pipelines.prepare_archivalqa` makes the files from the public questions and a user's own copy of the articles.
+`pipelines.make_newswire` writes generated news with the same columns.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mac_rag.errors import DataError
 
 SPLITS = ("train", "val", "test", "qa_lt", "qa_lt_val")
 
-# The published schema with two columns of ours at its ends: the question's own id, and the id of the document
-# that this one supersedes. Files without these two, or with further ones, are read as well.
+# The published schema, with a column in front for the question's id and one at the end for the id of the document that
+# this one supersedes. Files without these two columns, or with further ones, are read as well.
 COLUMNS = (
     "id", "question", "answer", "para_id", "doc_id", "title", "date", "text", "para_num", "ans_paragraph", "ans_text",
     "year", "updates",
@@ -30,15 +30,15 @@ _METADATA = {"title", "date", "updates"}
 
 
 def read_archivalqa(path: str | Path, split: str) -> QADataset:
-    """Reads one split; its rows are the stream, each `ans_paragraph` is a document, and `para_id` the document's id.
+    """Reads one split. Its rows are the stream; `ans_paragraph` is a document and `para_id` its id.
 
     Args:
-        path: the folder that holds `<split>.csv`, or the file.
+        path: folder with `<split>.csv`, or the file.
         split: one of `SPLITS`.
 
     Raises:
-        DataError: for a missing file or column or a malformed row, named with its number and column; also for a
-            `para_id` that stands for two documents, or an `id` given to two questions.
+        DataError: for a missing file or column, or a malformed row, named with its number and column; also for a
+            `para_id` of two different documents, or an `id` of two questions.
     """
     documents: dict[str, Document] = {}
     questions: dict[str, Question] = {}
@@ -62,20 +62,24 @@ def read_archivalqa(path: str | Path, split: str) -> QADataset:
 def write_archivalqa(dataset: QADataset, path: str | Path) -> None:
     """Writes dated documents with their questions as one CSV file, each document as an article of one paragraph.
 
-    `read_archivalqa` gives the same documents and questions back.
+    `read_archivalqa` returns the same documents and questions.
+
+    Args:
+        dataset: documents in the order in which the questions first refer to them.
+        path: the file.
 
     Raises:
-        DataError: for what the schema cannot hold: a document without a question or out of the order of the
-            questions, a question with several answers, a document without a date or with metadata other than title,
-            date and updates.
+        DataError: for data that the schema cannot hold: a document without a question, documents in another order than
+            their questions, a question with several answers, a document without a date or with metadata other than
+            title, date and updates.
     """
     documents = {document.id: document for document in dataset.documents}
-    asked = list(dict.fromkeys(question.document_id for question in dataset.questions))
-    if asked != list(documents):
-        silent = next((name for name in documents if name not in set(asked)), None)
+    order = list(dict.fromkeys(question.document_id for question in dataset.questions))
+    if order != list(documents):
+        unused = next((name for name in documents if name not in set(order)), None)
         raise DataError(
-            f"document {silent!r} has no question, and each row of the ArchivalQA schema is a question"
-            if silent is not None
+            f"document {unused!r} has no question, and each row of the ArchivalQA schema is a question"
+            if unused is not None
             else "the documents must stand in the order in which the questions first ask about them"
         )
     rows = (
@@ -86,7 +90,7 @@ def write_archivalqa(dataset: QADataset, path: str | Path) -> None:
 
 
 def write_rows(rows: Iterable[Mapping[str, str]], path: str | Path) -> None:
-    """Writes rows made by `schema_row` as one CSV file."""
+    """Writes rows of `schema_row` as one CSV file."""
     write_table(Path(path), COLUMNS, rows)
 
 
@@ -94,9 +98,9 @@ def schema_row(question: Question, document: Document, paragraphs: Sequence[str]
     """One row of the schema.
 
     Args:
-        question: the question, with one answer.
-        document: the paragraph that answers it, with title and date.
-        paragraphs: all paragraphs of its article; `text` holds them as a JSON list.
+        question: a question with one answer.
+        document: the paragraph that answers it, with title and date as metadata.
+        paragraphs: all paragraphs of its article; the column `text` holds them as a JSON list.
 
     Raises:
         DataError: see `write_archivalqa`.
@@ -130,7 +134,7 @@ def schema_row(question: Question, document: Document, paragraphs: Sequence[str]
 
 
 def split_paragraph_id(paragraph_id: str) -> tuple[str, int] | None:
-    """The parts of `<doc_id>_<paragraph number>`, the number counted from 0; None if the id is no such id."""
+    """Splits `<doc_id>_<paragraph number>`, with numbers from 0; None for any other id."""
     match = re.fullmatch(r"(\S+)_([0-9]{1,9})", paragraph_id)
     return (match[1], int(match[2])) if match else None
 

@@ -1,4 +1,4 @@
-"""SQuAD's answer metrics: exact match and F1 after normalisation, and the prefix match of the published code."""
+"""SQuAD's answer metrics: exact match and F1 after normalization, and the prefix match of MAC's published code."""
 
 from __future__ import annotations
 
@@ -12,43 +12,66 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize(answer: str) -> str:
-    """Lower-cases, drops punctuation and articles, and joins words by single spaces (SQuAD v1.1)."""
+    """Lower-cases a text, drops punctuation and articles, and joins its words by single spaces (SQuAD v1.1).
+
+    >>> normalize("The  Golden-Gate Bridge!")
+    'goldengate bridge'
+    """
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, answer: str) -> float:
-    """1 if the two are equal after normalisation, else 0."""
+    """1 if the two are equal after normalization, else 0.
+
+    >>> exact_match("the bridge", "Bridge"), exact_match("a new bridge", "Bridge")
+    (1.0, 0.0)
+    """
     return float(normalize(prediction) == normalize(answer))
 
 
 def prefix_match(prediction: str, answer: str) -> float:
-    """1 if the prediction begins with the answer after normalisation: what the published code calls EM.
+    """1 if the prediction starts with the answer after normalization, else 0. The published code calls this EM.
 
-    An answer of which normalisation leaves nothing matches every prediction, there as here.
+    As in the published code, an answer that normalization leaves empty matches every prediction.
+
+    >>> prefix_match("Anna Berg of Norrland", "Anna Berg"), prefix_match("Berg", "Anna Berg")
+    (1.0, 0.0)
     """
     return float(normalize(prediction).startswith(normalize(answer)))
 
 
 def f1(prediction: str, answer: str) -> float:
-    """Harmonic mean of the precision and recall of the answer's words (SQuAD v1.1)."""
-    predicted, wanted = normalize(prediction).split(), normalize(answer).split()
-    shared = sum((Counter(predicted) & Counter(wanted)).values())
+    """Harmonic mean of precision and recall of the answer's words (SQuAD v1.1), from 0 to 1.
+
+    >>> f1("Berg", "Anna Berg")  # precision 1, recall 1/2
+    0.6666666666666666
+    """
+    predicted, expected = normalize(prediction).split(), normalize(answer).split()
+    shared = sum((Counter(predicted) & Counter(expected)).values())
     if not shared:
         return 0.0
-    precision, recall = shared / len(predicted), shared / len(wanted)
+    precision, recall = shared / len(predicted), shared / len(expected)
     return 2 * precision * recall / (precision + recall)
 
 
 def best_over(metric: Callable[[str, str], float], prediction: str, answers: Sequence[str]) -> float:
-    """The metric against whichever accepted answer fits best."""
+    """The highest value of a metric over all accepted answers.
+
+    >>> best_over(exact_match, "May", ["in May", "May"])
+    1.0
+    """
     return max(metric(prediction, answer) for answer in answers)
 
 
-def recall_at_k(retrieved: Sequence[Sequence[str]], wanted: Sequence[str], k: int) -> float:
-    """Share of questions whose document is among the first `k` retrieved.
+def recall_at_k(retrieved: Sequence[Sequence[str]], gold: Sequence[str], k: int) -> float:
+    """Share of questions whose document is among the first `k` retrieved ones.
 
     Args:
-        retrieved: for each question, the ids of the retrieved documents, the best first.
-        wanted: for each question, the id of the document that answers it.
+        retrieved: for each question, the ids of the retrieved documents, best first.
+        gold: for each question, the id of the document that answers it.
+        k: number of retrieved documents that count.
+
+    >>> recall_at_k([["bridge", "river"], ["museum", "bridge"]], ["bridge", "bridge"], k=1)
+    0.5
     """
-    return sum(document_id in ids[:k] for ids, document_id in zip(retrieved, wanted)) / len(wanted)
+    return sum(document_id in ids[:k] for ids, document_id in zip(retrieved, gold)) / len(gold)

@@ -1,4 +1,4 @@
-"""What is known of a document apart from its text: its id, content hash, metadata and when it was added."""
+"""What the bank knows about a document apart from its text: id, content hash, metadata and time of addition."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Member:
     """A document that an entry of the bank stands for.
 
     Attributes:
-        document_id: the document's id.
-        content_hash: of its text and metadata, so that an unchanged document is known again.
-        metadata: its metadata, as JSON gives them back.
-        added: when it was put into the bank, ISO 8601 in UTC.
+        document_id: id of the document.
+        content_hash: hash of its text and metadata, by which an unchanged document is recognized.
+        metadata: its metadata, after a round trip through JSON.
+        added: time at which it was put into the bank, ISO 8601 in UTC.
     """
 
     document_id: str
@@ -31,10 +31,10 @@ class Member:
 
     @classmethod
     def of(cls, document: Document) -> Member:
-        """What the bank will know of a document.
+        """Makes the member for a document that is added now.
 
         Raises:
-            BankError: for an id that is no text, or metadata that cannot be kept as JSON.
+            BankError: for an id that is not a text, or metadata that cannot be stored as JSON.
         """
         if not isinstance(document.id, str):
             raise BankError(f"ids of documents must be texts, got {document.id!r}")
@@ -43,12 +43,12 @@ class Member:
 
 
 def content_hash(document: Document) -> str:
-    """What an unchanged document is known by: the sha256 of its text and metadata.
+    """Hex sha256 of a document's text and metadata.
 
-    Metadata count because filters go by them: a document that now belongs to another tenant has changed.
+    Metadata count because filters read them: a document that now belongs to another tenant has changed.
 
     Raises:
-        BankError: for metadata that cannot be kept as JSON.
+        BankError: for metadata that cannot be stored as JSON.
     """
     return hashlib.sha256(json.dumps([document.text, _as_json(document)], sort_keys=True).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Documents from a user's own files and standard input: text and Markdown whole, JSON Lines and CSV row by row."""
+"""Reads documents from a user's own files and standard input: text and Markdown, JSON Lines, and CSV."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ STDIN = Path("-")
 
 
 def read_documents(paths: Iterable[Path]) -> list[Document]:
-    """Reads files in the order given.
+    """Reads files in the order of `paths`.
 
-    A `.jsonl` file holds one document per row, `{"id": ..., "text": ...}`, and a `.csv` file has the columns `id` and
-    `text`; further keys and columns become metadata. Any other file is one document, whose id is its path as given.
-    The path `-` is standard input: JSON Lines if it starts with `{`, otherwise one document with the id `-`.
+    A `.jsonl` file holds one document per line, `{"id": ..., "text": ...}`; a `.csv` file has the columns `id` and
+    `text`. Further keys and columns become metadata. Any other file is one document with its path as id. The path `-`
+    is standard input: JSON Lines if it starts with `{`, otherwise one document with the id `-`.
 
     Raises:
-        DataError: for a file that is missing or no UTF-8 text, or a malformed row; names the file and the row.
+        DataError: for a file that is missing or is not UTF-8 text, or a malformed row; names the file and the row.
     """
     return [document for path in paths for document in _documents(path)]
 

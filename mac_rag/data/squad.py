@@ -25,11 +25,11 @@ class Part:
     """The rows of one split.
 
     Attributes:
-        file: name of the official file, without a suffix.
-        hub_split: what the Hub calls that file.
+        file: name of the official file, without `.gz`.
+        hub_split: name of that file's split on the Hub.
         start: first row (question) of the split.
-        stop: first row behind it.
-        rows: questions of the whole file; another number means another file, whose rows mean something else.
+        stop: first row after the split.
+        rows: number of questions in the whole file; a file with another number is not the one that was split.
     """
 
     file: str
@@ -51,7 +51,7 @@ SPLITS = tuple(PARTS)
 
 @dataclass(frozen=True, slots=True)
 class SquadRow:
-    """One question with its paragraph: what both the official files and the Hub hold."""
+    """One question with its paragraph, as the official files and the Hub have it."""
 
     title: str
     context: str
@@ -63,14 +63,14 @@ class SquadRow:
 def read_squad(path: str | Path, split: str) -> QADataset:
     """Reads one split from the official JSON file, plain or gzipped.
 
-    The documents are the distinct paragraphs in article order; of several accepted answers the shortest comes first.
+    The documents are the distinct paragraphs in the order of articles. The shortest accepted answer comes first.
 
     Args:
-        path: the folder that holds `train-v1.1.json` and `dev-v1.1.json` (or `.json.gz`), or the file itself.
+        path: folder with `train-v1.1.json` and `dev-v1.1.json` (or `.json.gz`), or the file itself.
         split: one of `SPLITS`.
 
     Raises:
-        DataError: when the file is missing, damaged, not of SQuAD's layout or not of its size.
+        DataError: when the file is missing or damaged, or has not the layout and size of SQuAD.
     """
     part = PARTS[split]
     file = _find(Path(path), part)
@@ -102,7 +102,7 @@ def download_squad(split: str) -> QADataset:
 
 
 def read_official(file: Path) -> Iterator[SquadRow]:
-    """Yields the questions of a file in the official layout, in its order.
+    """Yields the questions of a file in the official layout, in order.
 
     Raises:
         DataError: for a file that cannot be read or has another layout; names the file, article and paragraph.
@@ -129,7 +129,7 @@ def read_official(file: Path) -> Iterator[SquadRow]:
 
 
 def read_hub_rows(table: Iterable[dict[str, Any]]) -> Iterator[SquadRow]:
-    """Yields the questions of the Hub's table, whose `answers` are columns of their own."""
+    """Yields the questions of the Hub's table, in which the texts of `answers` are a list."""
     for row in table:
         yield SquadRow(row["title"], row["context"], row["id"], row["question"], tuple(row["answers"]["text"]))
 
@@ -137,10 +137,17 @@ def read_hub_rows(table: Iterable[dict[str, Any]]) -> Iterator[SquadRow]:
 def select_rows(rows: Sequence[SquadRow], part: Part, split: str, source: str) -> QADataset:
     """The documents and questions of one split.
 
-    A document's id is the title, with only letters, digits, `.`, `_` and `-` kept, and the paragraph's number in it.
+    The id of a document is the title of its article, reduced to letters, digits, `.`, `_` and `-`, and the number of
+    the paragraph in the split.
+
+    Args:
+        rows: all rows of the file.
+        part: the rows of the split.
+        split: name of the split.
+        source: name of the file or table, for messages.
 
     Raises:
-        DataError: when `rows` is not the whole file that the ranges were drawn on, or a row has no text, question or
+        DataError: when `rows` has not the size of the file that the paper split, or a row has no text, question or
             answer.
     """
     if len(rows) != part.rows:

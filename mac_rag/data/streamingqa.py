@@ -15,17 +15,17 @@ _COLUMNS = ("text", "question", "answers")
 
 
 def read_streamingqa(path: str | Path, split: str) -> QADataset:
-    """Reads one split; its rows are the stream, and a text that comes again is the same document.
+    """Reads one split. Its rows are the stream; rows with the same text are about the same document.
 
-    A document's id is drawn from its text, so it is the same in every split and file. `answers` holds alternatives
-    separated by one backslash.
+    The id of a document is a hash of its text, the same in every split and file. The column `answers` holds accepted
+    answers, separated by a backslash.
 
     Args:
-        path: the folder that holds `<split>.csv`, or the file.
+        path: folder with `<split>.csv`, or the file.
         split: one of `SPLITS`.
 
     Raises:
-        DataError: for a missing file or column or a malformed row, named with its number and column.
+        DataError: for a missing file or column, or a malformed row, named with its number and column.
     """
     documents: dict[str, Document] = {}
     questions: list[Question] = []

@@ -1,16 +1,18 @@
-"""CSV files in and out: each fault names its file, row number and column; a file is written whole or not at all."""
+"""CSV files: errors name file, row and column; a file is written completely or not at all."""
 
 from __future__ import annotations
 
 import csv
-import os
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
+from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.errors import DataError
 
-_LONGEST_CELL = 2**31 - 1  # the csv module refuses cells beyond 131,072 characters unless told otherwise
+_LONGEST_CELL = 2**31 - 1  # by default the csv module refuses cells of more than 131,072 characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +20,10 @@ class Row:
     """One row of a CSV file.
 
     Attributes:
-        file: where it stands.
-        number: 1 for the first row below the header.
-        line: the line of the file on which the row begins; cells may hold line breaks.
-        cells: column -> text, exactly as it stands in the file.
+        file: the file.
+        number: number of the row; 1 for the first row below the header.
+        line: line of the file on which the row begins; cells may contain line breaks.
+        cells: the text of each column, exactly as in the file.
     """
 
     file: Path
@@ -33,7 +35,7 @@ class Row:
         """The cell of a column that must not be empty.
 
         Raises:
-            DataError: when it holds nothing but blanks.
+            DataError: when the cell is blank.
         """
         cell = self.cells[column]
         if not cell.strip():
@@ -41,24 +43,24 @@ class Row:
         return cell
 
     def fault(self, column: str, problem: str) -> DataError:
-        """The error to raise for one cell of this row."""
+        """Makes the error to raise for a cell of this row."""
         return DataError(f"{self.file}, row {self.number} (line {self.line}), column {column!r}: {problem}")
 
 
 def read_table(file: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """Yields the rows of a CSV file in UTF-8 whose first row is the header; blank lines are passed over.
+    """Yields the rows of a CSV file in UTF-8 whose first row is the header. Blank lines are skipped.
 
     Args:
         file: the file.
-        columns: the columns that it must have; it may have others.
+        columns: the columns that the file must have; it may have others.
 
     Raises:
         DataError: for a missing file or column, a row with too few or too many cells, broken quotes, or bytes that are
-            not UTF-8; names the file, and the row number and column where there is one.
+            not UTF-8; names the file, and the row number and column if there is one.
     """
     csv.field_size_limit(_LONGEST_CELL)
     try:
-        # Bytes that are no UTF-8 become surrogates, so that the cell they stand in can be named.
+        # Bytes that are not UTF-8 become surrogates, so that the error can name their cell.
         opened = file.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}") from None
@@ -69,8 +71,8 @@ def read_table(file: Path, columns: Sequence[str]) -> Iterator[Row]:
             header = next(reader, [])
             missing = [column for column in columns if column not in header]
             if missing:
-                there = ", ".join(header) or "nothing"
-                raise DataError(f"{file}: missing column {', '.join(map(repr, missing))}; the header has {there}")
+                present = ", ".join(header) or "nothing"
+                raise DataError(f"{file}: missing column {', '.join(map(repr, missing))}; the header has {present}")
             line = reader.line_num + 1
             for cells in reader:
                 if cells:
@@ -96,17 +98,21 @@ def _row(file: Path, number: int, line: int, header: Sequence[str], cells: Seque
 
 
 def write_table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> None:
-    """Writes a CSV file in UTF-8, replacing one of that name only when all rows are written."""
+    """Writes a CSV file in UTF-8. A file of that name is replaced only when all rows are written."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    with partial.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(partial, file)
+    write_file(file, _csv_lines(columns, rows))
+    sync_folder(file.parent)
+
+
+def _csv_lines(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> Iterator[bytes]:
+    """The header and the rows as lines of a CSV file."""
+    for cells in chain([dict(zip(columns, columns))], rows):
+        line = io.StringIO(newline="")
+        csv.DictWriter(line, columns).writerow(cells)
+        yield line.getvalue().encode()
 
 
 def split_file(path: str | Path, split: str) -> Path:
-    """The file of a split: `<split>.csv` in a folder, or the very file that `path` names."""
+    """The file of a split: `<split>.csv` if `path` is a folder, else `path`."""
     path = Path(path)
     return path / f"{split}.csv" if path.is_dir() else path

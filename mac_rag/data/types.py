@@ -1,4 +1,4 @@
-"""Documents with questions: the one shape that every data set takes."""
+"""Documents, questions and data sets: the types that every data set is read into."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ class Document:
     """One document `d` of the stream.
 
     Attributes:
-        id: unique within its data set; the key under which the memory bank files it.
-        text: the document itself.
-        metadata: provenance such as `title` and `date`; kept with the memory tokens.
+        id: id of the document, unique within its data set; its key in the memory bank.
+        text: text of the document.
+        metadata: provenance such as `title` and `date`, stored with the memory tokens; must fit into JSON.
+
+    >>> Document("bridge", "Anna Berg opened the bridge.", {"date": "2004-05-01"}).metadata["date"]
+    '2004-05-01'
     """
 
     id: str
@@ -24,11 +27,16 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question `x` with its answers `y`, drawn from the document that answers it.
+    """One question `x` with its answers `y`, about one document.
 
     Attributes:
-        answers: every accepted answer; the first is the one to train on.
-        document_id: the id of the document that holds the answer.
+        id: id of the question, unique within its data set.
+        question: text of the question.
+        answers: all accepted answers; the first one is used in training.
+        document_id: id of the document that contains the answer.
+
+    >>> Question("q1", "Who opened the bridge?", ("Anna Berg", "Berg"), "bridge").answers[0]
+    'Anna Berg'
     """
 
     id: str
@@ -39,7 +47,20 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class QADataset:
-    """A stream of documents and the questions asked about it, in stream order."""
+    """A stream of documents with questions about them, both in stream order.
+
+    Attributes:
+        name: name of the data set.
+        split: name of the split.
+        documents: all documents of the stream.
+        questions: all questions about them.
+
+    >>> documents = (Document("bridge", "Anna Berg opened the bridge."), Document("river", "A ferry on the river."))
+    >>> questions = (Question("q1", "Who opened the bridge?", ("Anna Berg",), "bridge"),)
+    >>> by_document = QADataset("example", "test", documents, questions).questions_by_document()
+    >>> {name: [question.id for question in asked] for name, asked in by_document.items()}
+    {'bridge': ['q1'], 'river': []}
+    """
 
     name: str
     split: str
@@ -47,7 +68,7 @@ class QADataset:
     questions: tuple[Question, ...]
 
     def questions_by_document(self) -> dict[str, list[Question]]:
-        """Returns the questions of each document id, documents without questions included."""
+        """The questions of each document by its id; an empty list for a document without questions."""
         grouped: dict[str, list[Question]] = {document.id: [] for document in self.documents}
         for question in self.questions:
             grouped[question.document_id].append(question)

@@ -1,8 +1,43 @@
-"""Groups texts into batches of similar length, so that little of a batch is padding."""
+"""Which rows go through a network together, so that little of a batch is padding; and the padding itself."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def pad_rows(
+    rows: Sequence[Sequence[int]],
+    pad: int,
+    device: torch.device | str | None = None,
+    side: Literal["left", "right"] = "right",
+) -> tuple[Tensor, Tensor]:
+    """Pads rows of token ids to the longest of them.
+
+    Args:
+        rows: B rows of token ids, at least one.
+        pad: the id that fills the padding.
+        device: device of both tensors; None for torch's default.
+        side: where the padding goes.
+
+    Returns:
+        Token ids `[B, L]` and mask `[B, L]`, both int64; the mask is 1 for tokens and 0 for padding.
+
+    >>> ids, mask = pad_rows([[7, 8, 9], [5]], pad=0)
+    >>> ids.tolist(), mask.tolist()
+    ([[7, 8, 9], [5, 0, 0]], [[1, 1, 1], [1, 0, 0]])
+    """
+    length = max(map(len, rows))
+    ids = torch.full((len(rows), length), pad)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        place = slice(0, len(row)) if side == "right" else slice(length - len(row), length)
+        ids[index, place] = torch.tensor(row, dtype=torch.int64)
+        mask[index, place] = 1
+    return ids.to(device), mask.to(device)
 
 
 def similar_lengths(lengths: Sequence[int], ratio: float) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The memory bank: what has been remembered, and of which documents."""
+"""The memory bank: memory tokens of documents, in memory and on disk."""
 
 from mac_rag.memory.bank import BankEntry, MemoryBank
 

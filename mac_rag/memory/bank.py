@@ -1,8 +1,8 @@
 """The memory bank M: memory tokens of every document, with the documents' ids and provenance.
 
-A document has one row of memory tokens `[T, D]`, or several if it was longer than the amortization network reads at
-once. Documents may be merged into one entry, which then stands for all of them. What is on disk, and how it gets
-there, is the store's business (`mac_rag.memory.storage.store`).
+A document has one row of memory tokens `[T, D]`, or several rows if it is longer than what the amortization network
+reads at once. Several documents can be merged into one entry, which then stands for all of them.
+`mac_rag.memory.storage.store` reads and writes banks on disk.
 """
 
 from __future__ import annotations
@@ -28,20 +28,36 @@ __all__ = ["BankEntry", "MemoryBank"]
 
 
 class MemoryBank(Contents):
-    """A growing set of documents as memory tokens, in the order in which they arrived.
+    """A growing set of documents as memory tokens, in the order of arrival.
 
-    Made by the constructor it lives in memory. `create` and `open` give one on disk, of which there can be one for
-    writing and any number for reading. Changes are visible to others, and survive this process, from `commit` on; what
-    was not committed at `close` is forgotten. It is not safe to change a bank in one thread and use it in another; the
-    engine sees to that.
+    The constructor makes a bank in memory; `create` and `open` give a bank on disk. One process can write to a bank on
+    disk while any number read it. `commit` makes changes visible to readers and crash-safe; `close` drops changes that
+    were not committed. A bank is not thread-safe: `MACEngine` serializes access to it.
 
     Args:
-        fingerprint: of the model that writes and reads it (`MACModel.fingerprint`).
-        codebook: `[C, D]`; every memory token is kept as the index of its nearest code, and read as that code.
+        fingerprint: `MACModel.fingerprint` of the model that writes and reads the bank.
+        codebook: `[C, D]`; each memory token is stored as the index of its nearest code and read as that code. None
+            to store memory tokens as they are.
 
     Attributes:
-        folder: where it is on disk; None for one in memory.
-        version: grows with every change.
+        fingerprint: fingerprint of the model that wrote the bank.
+        codebook: `[C, D]` in float32, or None.
+        folder: folder of a bank on disk; None for a bank in memory.
+        version: a number that grows with every change.
+
+    >>> import torch
+    >>> from mac_rag.data.types import Document
+    >>> from mac_rag.memory import MemoryBank
+    >>> bank = MemoryBank("fingerprint of the model")
+    >>> documents = [Document("bridge", "The bridge opened."), Document("museum", "The museum closed.")]
+    >>> bank.put(documents, torch.zeros(2, 4, 8))
+    ()
+    >>> len(bank), "bridge" in bank, bank["museum"].phi.shape
+    (2, True, torch.Size([1, 4, 8]))
+    >>> bank.delete("bridge")
+    ('bridge',)
+    >>> bank.document_ids
+    ['museum']
     """
 
     folder: Path | None = None
@@ -50,18 +66,23 @@ class MemoryBank(Contents):
         self.fingerprint = fingerprint
         super().__init__(None if codebook is None else codebook.detach().to("cpu", torch.float32).clone())
         self.version = 0
-        self._next = 0
+        self._next_sequence = 0
         self._store: Store | None = None
-        self._uncreated: Path | None = None  # the folder that the first commit creates the bank in
-        self._tail = Part(torch.empty(0), ())  # what is not on disk
+        self._uncreated: Path | None = None  # folder in which the first commit creates the bank
+        self._tail = Part(torch.empty(0), ())  # entries that are not on disk yet
         self._changed()
 
     @classmethod
     def create(cls, folder: str | Path, fingerprint: str, *, codebook: Tensor | None = None) -> MemoryBank:
-        """A new and empty bank on disk, open for writing.
+        """Makes a new, empty bank on disk and opens it for writing.
+
+        Args:
+            folder: folder of the bank; it is made if it does not exist.
+            fingerprint: see the class.
+            codebook: see the class.
 
         Raises:
-            BankError: when the folder holds a bank already.
+            BankError: when the folder already holds a bank.
         """
         bank = cls(fingerprint, codebook=codebook)
         bank._follow(Store.create(Path(folder), fingerprint, bank.codebook))
@@ -79,15 +100,15 @@ class MemoryBank(Contents):
 
     @classmethod
     def open(cls, folder: str | Path, *, write: bool = False, fingerprint: str | None = None) -> MemoryBank:
-        """A bank on disk as its last commit left it. Its memory tokens stay there until they are used.
+        """Opens a bank on disk at its last commit. Memory tokens are memory-mapped and read when they are used.
 
         Args:
-            folder: where it is.
-            write: to change it. There is one writer at a time.
-            fingerprint: of the model that is to use it; None to look at any bank.
+            folder: folder of the bank.
+            write: True to change the bank. Only one process can write to it at a time.
+            fingerprint: fingerprint of the model that will use the bank; None accepts a bank of any model.
 
         Raises:
-            BankError: when there is none, it is damaged, or someone else writes to it.
+            BankError: when there is no bank, it is damaged, or another process writes to it.
             FingerprintError: when another model wrote it.
         """
         store = Store.open(Path(folder), write=write)
@@ -102,14 +123,14 @@ class MemoryBank(Contents):
 
     @staticmethod
     def exists(folder: str | Path) -> bool:
-        """Whether a folder holds a bank, be it one that lost its manifest."""
+        """True if the folder holds a bank, even one that lost its manifest."""
         return exists(Path(folder))
 
     def _follow(self, store: Store) -> None:
         """Takes over the state of the store."""
         self._store, self.folder, self.codebook = store, store.folder, store.codebook
-        self._next = store.manifest.next_sequence
-        self._where = {
+        self._next_sequence = store.manifest.next_sequence
+        self._sequences = {
             document_id: sequence
             for segment in store.segments
             for sequence, (record, _) in segment.entries.items()
@@ -119,30 +140,32 @@ class MemoryBank(Contents):
 
     @property
     def intent(self) -> Intent:
-        """What the last commit said is about to be changed, here and in a retriever."""
+        """The change of bank and retriever that the last commit announced; empty when none is under way."""
         return Intent() if self._store is None else self._store.manifest.intent
 
     @property
     def writable(self) -> bool:
-        """Whether it can be changed."""
+        """True if the bank can be changed."""
         return self._store is None or self._store.writable
 
     def commit(self, intent: Intent | None = None) -> None:
-        """Makes all changes last: from here on no crash undoes them. Does nothing for a bank in memory.
+        """Writes all changes to disk; no crash undoes them afterwards. Does nothing for a bank in memory.
 
         Args:
-            intent: what is about to be changed after this; an empty one when that is done, None where it still stands.
+            intent: the change of bank and retriever that starts after this commit; an empty intent when that change is
+                complete; None to leave the recorded intent as it is.
 
         Raises:
-            BankError: when it is not open for writing, or the disk refuses; then the changes can be committed later.
+            BankError: when the bank is not open for writing, or the disk refuses the write. The changes are kept and
+                can be committed later.
         """
         self._commit(compact=False, intent=intent)
 
     def compact(self) -> None:
-        """Commits, and writes every segment again that has deleted entries, so that no byte of them remains.
+        """Commits, and rewrites every segment that has deleted entries, so that no byte of them remains.
 
         Raises:
-            BankError: as `commit`.
+            BankError: see `commit`.
         """
         self._commit(compact=True, intent=None)
 
@@ -152,18 +175,18 @@ class MemoryBank(Contents):
             self._store = Store.create(self._uncreated, self.fingerprint, self.codebook)
             self.folder, self._uncreated = self._store.folder, None
         if self._store is not None:
-            self._store.commit([*self._store.segments, self._tail], self._next, compact=compact, intent=intent)
+            self._store.commit([*self._store.segments, self._tail], self._next_sequence, compact=compact, intent=intent)
             self._tail = Part(torch.empty(0), ())
             self._hold([*self._store.segments, self._tail])
 
     def refresh(self) -> bool:
-        """Follows the writer: a bank open for reading goes on to the last commit.
+        """Moves a bank that is open for reading to the writer's last commit.
 
         Returns:
-            Whether there was a newer one.
+            True if there was a newer commit.
 
         Raises:
-            BankError: when the bank is damaged; it stays as it was.
+            BankError: when the bank on disk is damaged; this object then stays at its old commit.
         """
         if self._store is None or not self._store.refresh():
             return False
@@ -171,15 +194,15 @@ class MemoryBank(Contents):
         return True
 
     def save(self, folder: str | Path) -> None:
-        """Writes a copy as a new bank on disk, without what was deleted.
+        """Writes a copy, without deleted entries, as a new bank on disk.
 
         Raises:
-            BankError: when the folder holds a bank already.
+            BankError: when the folder already holds a bank.
         """
-        Store.create(Path(folder), self.fingerprint, self.codebook, self._parts, self._next).close()
+        Store.create(Path(folder), self.fingerprint, self.codebook, self._parts, self._next_sequence).close()
 
     def close(self) -> None:
-        """Ends writing and lets others write. What was read can still be used."""
+        """Releases the right to write, so that another process can write. The bank can still be read."""
         if self._store is not None:
             self._store.close()
 
@@ -196,18 +219,18 @@ class MemoryBank(Contents):
             raise BankError(f"{self.folder} is not open for writing; open it with write=True")
 
     def put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int] | None = None) -> tuple[str, ...]:
-        """Adds documents, in place of those of the same ids; either all of them or, on an error, none.
+        """Adds documents and replaces those with the same ids. On an error the bank does not change.
 
         Args:
-            documents: with ids that differ from each other.
-            phi: memory tokens of all rows `[N, T, D]`.
-            rows: how many rows each document has, in order; None for one each.
+            documents: K documents with distinct ids.
+            phi: `[N, T, D]`, the memory tokens of all documents, row after row.
+            rows: the number of rows of each document, K numbers with the sum N; None for one row each.
 
         Returns:
-            Ids of other documents that had to go, because they were merged with a document that was replaced.
+            Ids of other documents that were removed, because they were merged with a replaced document.
 
         Raises:
-            BankError: for an id that occurs twice, metadata that are no JSON, or memory tokens that do not fit the
+            BankError: for an id that occurs twice, metadata that are not JSON, or memory tokens that do not fit the
                 documents or the bank.
         """
         self._check_writable()
@@ -222,55 +245,55 @@ class MemoryBank(Contents):
                 raise BankError(f"document id {document.id!r} occurs twice; ids must be unique")
             members[document.id] = Member.of(document)
         tokens = self._encoded(phi)
-        gone = [gone for document_id in members if document_id in self for gone in self._bury(document_id)]
+        removed = [name for document_id in members if document_id in self for name in self._tombstone(document_id)]
         self._append(tokens, [(count, (member,)) for count, member in zip(counts, members.values())])
-        return tuple(document_id for document_id in gone if document_id not in members)
+        return tuple(document_id for document_id in removed if document_id not in members)
 
     def merge(self, document_ids: Iterable[str], phi: Tensor) -> None:
-        """Puts one entry in place of those that hold these documents; it stands for all of their documents.
+        """Replaces the entries of these documents by one entry that stands for all of their documents.
 
         Args:
-            document_ids: at least one of each entry.
-            phi: its memory tokens `[rows, T, D]`.
+            document_ids: ids of documents, at least one of each entry to be merged.
+            phi: `[rows, T, D]`, the memory tokens of the new entry.
 
         Raises:
             BankError: for an id that the bank does not hold, or memory tokens that do not fit the bank.
         """
         self._check_writable()
-        placed = {placed.record.sequence: placed for placed in map(self._placed, document_ids)}
-        if not placed or not len(phi):
-            raise BankError(f"{len(placed)} entries and {len(phi)} rows of memory tokens cannot become one entry")
-        members = tuple(member for sequence in sorted(placed) for member in placed[sequence].record.members)
+        records = {record.sequence: record for record in map(self._record, document_ids)}
+        if not records or not len(phi):
+            raise BankError(f"{len(records)} entries and {len(phi)} rows of memory tokens cannot become one entry")
+        members = tuple(member for sequence in sorted(records) for member in records[sequence].members)
         tokens = self._encoded(phi)
-        for sequence in placed:
-            self._bury(placed[sequence].record.members[0].document_id)
+        for record in records.values():
+            self._tombstone(record.members[0].document_id)
         self._append(tokens, [(len(tokens), members)])
 
     def delete(self, document_id: str) -> tuple[str, ...]:
-        """Forgets a document, all its rows.
+        """Deletes a document with all its rows.
 
-        Of memory tokens that were merged no one document's share can be taken out again. So the whole entry goes, and
-        exactly no influence of the document remains.
+        The share of one document cannot be taken out of merged memory tokens. So the whole entry is deleted, and the
+        document has no influence afterwards.
 
         Returns:
-            Ids of all documents that went: this one, and those that it was merged with.
+            Ids of all deleted documents: this one, and those that it was merged with.
 
         Raises:
             BankError: for an id that the bank does not hold.
         """
         self._check_writable()
-        gone = self._bury(document_id)
+        deleted = self._tombstone(document_id)
         self._changed()
-        return gone
+        return deleted
 
     def _encoded(self, phi: Tensor) -> Tensor:
-        """Memory tokens as the bank keeps them: `[N, T, D]`, or the indices of their nearest codes `[N, T]`."""
-        known, width = self.row_shape, None if self.codebook is None else self.codebook.shape[1]
+        """Memory tokens as the bank stores them: `[N, T, D]`, or with a codebook the nearest codes `[N, T]`."""
+        row_shape, width = self.row_shape, None if self.codebook is None else self.codebook.shape[1]
         fits = phi.ndim == 3 and phi.shape[1:].numel() > 0
-        if not fits or known not in (None, phi.shape[1:]) or width not in (None, phi.shape[2]):
+        if not fits or row_shape not in (None, phi.shape[1:]) or width not in (None, phi.shape[2]):
             raise BankError(
                 f"memory tokens of shape {list(phi.shape[1:])} do not fit this bank"
-                + (f", whose rows have shape {list(known)}" if known else "")
+                + (f", whose rows have shape {list(row_shape)}" if row_shape else "")
             )
         phi = phi.detach().to("cpu", torch.float32)
         if self.codebook is None:
@@ -279,35 +302,34 @@ class MemoryBank(Contents):
         return nearest.to(torch.int32).view(phi.shape[:2])
 
     def _append(self, tokens: Tensor, entries: Sequence[tuple[int, tuple[Member, ...]]]) -> None:
-        records = [Record(self._next + index, rows, members) for index, (rows, members) in enumerate(entries)]
-        self._next += len(records)
+        records = [Record(self._next_sequence + index, *entry) for index, entry in enumerate(entries)]
+        self._next_sequence += len(records)
         if self._tail.count:
             self._tail.append(tokens, records)
         else:
             self._tail = Part(tokens.clone(), records)
-        self._where |= {document_id: record.sequence for record in records for document_id in record.document_ids}
+        self._sequences |= {document_id: record.sequence for record in records for document_id in record.document_ids}
         self._changed()
 
-    def _bury(self, document_id: str) -> tuple[str, ...]:
-        sequence = self._placed(document_id).record.sequence
-        part = self._part(sequence)
-        ids = part.entries[sequence].record.document_ids
-        part.bury(sequence)
-        for gone in ids:
-            del self._where[gone]
-        return ids
+    def _tombstone(self, document_id: str) -> tuple[str, ...]:
+        """Marks the entry of a document as deleted; returns the ids of all its documents."""
+        record = self._record(document_id)
+        self._part(record.sequence).tombstone(record.sequence)
+        for member_id in record.document_ids:
+            del self._sequences[member_id]
+        return record.document_ids
 
     def _changed(self) -> None:
         self.version += 1
-        if self._tail.is_mostly_buried:
-            self._tail = self._tail.without_buried()
+        if self._tail.is_mostly_deleted:
+            self._tail = self._tail.compacted()
         self._hold([*(() if self._store is None else self._store.segments), self._tail])
 
     def check_model(self, fingerprint: str) -> None:
         """Refuses a model that did not write this bank.
 
         Raises:
-            FingerprintError: naming both.
+            FingerprintError: when the fingerprints differ; names both.
         """
         if fingerprint != self.fingerprint:
             raise FingerprintError(
@@ -316,10 +338,13 @@ class MemoryBank(Contents):
             )
 
     def restore(self, entries: Iterable[tuple[tuple[Member, ...], Tensor]]) -> None:
-        """Fills an empty bank with the entries of another, each with its members and memory tokens `[rows, T, D]`.
+        """Fills an empty bank with entries of another bank.
+
+        Args:
+            entries: pairs of an entry's members and its memory tokens `[rows, T, D]`.
 
         Raises:
-            BankError: when it is not empty, or memory tokens do not fit it.
+            BankError: when this bank is not empty, or memory tokens do not fit it.
         """
         self._check_writable()
         if len(self):

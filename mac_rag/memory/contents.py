@@ -1,6 +1,6 @@
-"""What a bank holds, read by document or by row.
+"""Reading the contents of a bank, by document or by row.
 
-All rows stand in the order of their entries' sequence numbers, so new ones come behind all others.
+Rows are in the order of their entries' sequence numbers, so new rows come behind all others.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from torch import Tensor
 
 from mac_rag.data.provenance import Member
 from mac_rag.errors import BankError
-from mac_rag.memory.parts import Part, Placed
+from mac_rag.memory.parts import Part, PlacedRecord
+from mac_rag.memory.records import Record
 
 
 @dataclass(frozen=True)
 class BankEntry:
-    """What the bank holds of one document, or of several that were merged.
+    """An entry of the bank: one document, or several that were merged.
 
     Attributes:
-        members: the documents, in the order in which they arrived.
-        sequence: the entry's place in the order of arrival; never used for another entry.
+        members: the documents of the entry, in the order of arrival.
+        sequence: the entry's number in the order of arrival; never used for another entry.
     """
 
     members: tuple[Member, ...]
@@ -33,84 +34,85 @@ class BankEntry:
 
     @property
     def phi(self) -> Tensor:
-        """Its memory tokens `[rows, T, D]`, read when asked for."""
+        """Memory tokens `[rows, T, D]` of the entry, read at each access."""
         return _decoded(self._tokens, self._codebook).clone()
 
     @property
     def document_id(self) -> str:
-        """The id of its first document."""
+        """Id of the first document."""
         return self.members[0].document_id
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """The metadata of its first document."""
+        """Metadata of the first document."""
         return self.members[0].metadata
 
     @property
     def content_hash(self) -> str:
-        """The content hash of its first document."""
+        """Content hash of the first document."""
         return self.members[0].content_hash
 
 
 class Contents:
-    """Entries in several parts, and where each document is.
+    """The entries of a bank, in several parts, and which entry each document belongs to.
 
     Args:
-        codebook: `[C, D]`, where the parts hold codes.
+        codebook: `[C, D]` if the parts hold codes; None if they hold memory tokens.
     """
 
     def __init__(self, codebook: Tensor | None) -> None:
         self.codebook = codebook
         self._hold(())
-        self._where: dict[str, int] = {}
+        self._sequences: dict[str, int] = {}  # document id -> sequence number of its entry
 
     def _hold(self, parts: Sequence[Part]) -> None:
-        """Makes these parts the contents, in their present state."""
+        """Makes these parts, in their current state, the contents."""
         self._parts = [part for part in parts if part.count]
         self._row_keys: Tensor | None = None
         self._row_members: list[tuple[str, ...]] | None = None
 
     @property
     def document_ids(self) -> list[str]:
-        """The ids of all documents, in order of their entries."""
-        return list(self._where)
+        """Ids of all documents, in the order of their entries."""
+        return list(self._sequences)
 
     def __getitem__(self, document_id: str) -> BankEntry:
-        placed = self._placed(document_id)
-        return self._entry(self._part(placed.record.sequence), placed)
+        sequence = self._record(document_id).sequence
+        part = self._part(sequence)
+        return self._entry(part, part.entries[sequence])
 
     def __iter__(self) -> Iterator[BankEntry]:
         for part in self._parts:
             for placed in part.entries.values():
                 yield self._entry(part, placed)
 
-    def _entry(self, part: Part, placed: Placed) -> BankEntry:
+    def _entry(self, part: Part, placed: PlacedRecord) -> BankEntry:
         record, start = placed
         return BankEntry(record.members, record.sequence, part.tokens[start : start + record.rows], self.codebook)
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self._sequences)
 
     def __contains__(self, document_id: object) -> bool:
-        return document_id in self._where
+        return document_id in self._sequences
 
     @property
     def row_keys(self) -> Tensor:
-        """A key of each row `[N]`, ascending; a row keeps its key as long as it exists."""
+        """Keys of all rows, int64 `[N]`, ascending; a row keeps its key as long as it exists."""
         if self._row_keys is None:
             self._row_keys = torch.cat([torch.empty(0, dtype=torch.long), *(part.keys for part in self._parts)])
         return self._row_keys
 
     @property
     def row_members(self) -> list[tuple[str, ...]]:
-        """The ids of the documents that each row stands for."""
+        """For each of the N rows the ids of the documents that it stands for."""
         if self._row_members is None:
             self._row_members = [members for part in self._parts for members in part.members()]
         return self._row_members
 
     @property
     def row_shape(self) -> tuple[int, int] | None:
-        """T and D; None for an empty bank."""
+        """(T, D) of a row; None for an empty bank."""
         if not self._parts:
             return None
         shape = self._parts[0].tokens.shape
@@ -118,7 +120,7 @@ class Contents:
 
     @property
     def phi(self) -> Tensor:
-        """The memory tokens of all rows `[N, T, D]`.
+        """Memory tokens of all rows `[N, T, D]`.
 
         Raises:
             BankError: for an empty bank.
@@ -126,31 +128,34 @@ class Contents:
         return self.read(0, self._rows())
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The memory tokens of a stretch of rows `[stop - start, T, D]`.
+        """Memory tokens `[stop - start, T, D]` of consecutive rows.
 
         Raises:
             BankError: for an empty bank.
+            IndexError: for rows that the bank does not have.
         """
-        return _decoded(self._stretch(start, stop), self.codebook)
+        return _decoded(self._consecutive(start, stop), self.codebook)
 
     def codes(self, start: int, stop: int) -> Tensor:
-        """The codes of a stretch of rows `[stop - start, T]`.
+        """Codes `[stop - start, T]` of consecutive rows, int64.
 
         Raises:
             BankError: for an empty bank, or one without a codebook.
+            IndexError: for rows that the bank does not have.
         """
         if self.codebook is None:
             raise BankError("this bank has no codebook, so its memory tokens have no codes")
-        return self._stretch(start, stop).long()
+        return self._consecutive(start, stop).long()
 
     def take(self, index: Tensor) -> Tensor:
-        """The memory tokens of some rows `[n, T, D]`.
+        """Memory tokens `[n, T, D]` of some rows.
 
         Args:
-            index: which rows `[n]`, in any order.
+            index: `[n]`, row numbers in any order.
 
         Raises:
             BankError: for an empty bank.
+            IndexError: for rows that the bank does not have.
         """
         rows = self._rows()
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < rows:
@@ -164,7 +169,7 @@ class Contents:
             first += part.count
         return _decoded(taken, self.codebook)
 
-    def _stretch(self, start: int, stop: int) -> Tensor:
+    def _consecutive(self, start: int, stop: int) -> Tensor:
         rows = self._rows()
         if not 0 <= start <= stop <= rows:
             raise IndexError(f"rows {start} to {stop} of a bank with {rows} rows")
@@ -184,13 +189,14 @@ class Contents:
     def _part(self, sequence: int) -> Part:
         return next(part for part in self._parts if sequence in part.entries)
 
-    def _placed(self, document_id: str) -> Placed:
-        if document_id not in self._where:
+    def _record(self, document_id: str) -> Record:
+        """The record of the entry that a document belongs to."""
+        if document_id not in self._sequences:
             raise BankError(f"the bank holds no document {document_id!r}")
-        sequence = self._where[document_id]
-        return self._part(sequence).entries[sequence]
+        sequence = self._sequences[document_id]
+        return self._part(sequence).entries[sequence].record
 
 
 def _decoded(tokens: Tensor, codebook: Tensor | None) -> Tensor:
-    """Memory tokens `[n, T, D]` of what the bank keeps of them."""
+    """Memory tokens `[n, T, D]` from what the bank stores: memory tokens, or codes `[n, T]`."""
     return tokens if codebook is None else codebook[tokens.long()]

@@ -1,7 +1,7 @@
 """Consecutive entries of a bank with their rows in one tensor, some of them deleted.
 
-A bank is a sequence of such parts: one for each segment on disk, and one that grows in memory. Rows that were handed
-out never change: new ones are added behind those that are there, and deleting only marks them.
+A bank is a sequence of such parts: one for each segment on disk, and one that grows in memory. Rows never change: new
+rows are appended, and deleting an entry leaves a tombstone, which only marks its rows.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 
 from mac_rag.memory.records import Record
 
-# The key of a row is its entry's sequence number and, in these low bits, its place within the entry.
+# The key of a row is its entry's sequence number and, in these low bits, its number within the entry.
 PART_BITS = 16
-# Below this many deleted rows it is not worth while to move the others together.
+# Up to this many deleted rows a part is not worth compacting.
 _FEW = 64
 
 
-class Placed(NamedTuple):
-    """A record and the first of its rows."""
+class PlacedRecord(NamedTuple):
+    """A record and the number of its first row in the part."""
 
     record: Record
     start: int
 
 
 class Growing:
-    """A tensor that grows at its end, an append in amortised constant time."""
+    """A tensor to which rows are appended in amortised constant time."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._buffer = tensor
@@ -49,21 +49,21 @@ class Growing:
 
 
 class Part:
-    """Entries in order of their sequence numbers.
+    """Entries in the order of their sequence numbers.
 
     Args:
-        tokens: their rows: memory tokens `[n, T, D]`, or codes `[n, T]`.
-        records: of all entries, in order.
+        tokens: the rows of all entries: memory tokens `[n, T, D]`, or codes `[n, T]`.
+        records: the records of all entries, in order.
 
     Attributes:
         entries: the live entries by sequence number.
-        buried: sequence numbers of the deleted ones.
-        count: live rows.
+        tombstones: sequence numbers of the deleted entries.
+        count: number of live rows.
     """
 
     def __init__(self, tokens: Tensor, records: Sequence[Record]) -> None:
-        self.entries: dict[int, Placed] = {}
-        self.buried: list[int] = []
+        self.entries: dict[int, PlacedRecord] = {}
+        self.tombstones: list[int] = []
         self.count = 0
         self._tokens = Growing(tokens[:0])
         self._keys = Growing(torch.empty(0, dtype=torch.long))
@@ -78,14 +78,14 @@ class Part:
         return self._tokens.tensor
 
     def append(self, tokens: Tensor, records: Sequence[Record]) -> None:
-        """Adds entries, and copies of their rows, behind the others."""
+        """Appends entries with copies of their rows."""
         self._add(records)
         self._tokens.append(tokens)
 
     def _add(self, records: Sequence[Record]) -> None:
         start = len(self._alive.tensor)
         for record in records:
-            self.entries[record.sequence] = Placed(record, start)
+            self.entries[record.sequence] = PlacedRecord(record, start)
             start += record.rows
         rows = torch.tensor([record.rows for record in records], dtype=torch.long)
         first = torch.tensor([record.sequence << PART_BITS for record in records], dtype=torch.long)
@@ -95,42 +95,43 @@ class Part:
         self.count += len(within)
         self._live = None
 
-    def bury(self, sequence: int) -> None:
+    def tombstone(self, sequence: int) -> None:
         """Marks an entry as deleted."""
         record, start = self.entries.pop(sequence)
-        self.buried.append(sequence)
+        self.tombstones.append(sequence)
         self._alive.tensor[start : start + record.rows] = False
         self.count -= record.rows
         self._live = None
 
-    def without_buried(self) -> Part:
-        """The same entries in a part of their own, without the deleted ones' rows."""
+    def compacted(self) -> Part:
+        """A new part with the live entries and their rows only."""
         return Part(self.tokens[self._positions()], [placed.record for placed in self.entries.values()])
 
     @property
-    def is_mostly_buried(self) -> bool:
-        buried = len(self.tokens) - self.count
-        return buried > max(self.count, _FEW)
+    def is_mostly_deleted(self) -> bool:
+        """True if it is worth compacting: more rows are deleted than live, and not just a few."""
+        deleted = len(self.tokens) - self.count
+        return deleted > max(self.count, _FEW)
 
     @property
     def keys(self) -> Tensor:
-        """The keys of the live rows."""
+        """Keys of the live rows, int64 `[count]`."""
         return self._keys.tensor[self._positions()]
 
     def members(self) -> Iterator[tuple[str, ...]]:
-        """The document ids of each live row."""
+        """For each live row the ids of its documents."""
         for record, _ in self.entries.values():
             for _ in range(record.rows):
                 yield record.document_ids
 
     def rows(self, index: Tensor | slice) -> Tensor:
-        """Some of the live rows, counted without the deleted ones: a view where that is possible."""
+        """Live rows by their number among the live rows; a view where possible."""
         if self.count < len(self.tokens):
             index = self._positions()[index]
         return self.tokens[index]
 
     def _positions(self) -> Tensor:
-        """The place of each live row among all rows."""
+        """The number of each live row among all rows, `[count]`."""
         if self._live is None:
             self._live = self._alive.tensor.nonzero()[:, 0]
         return self._live

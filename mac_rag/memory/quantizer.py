@@ -1,4 +1,4 @@
-"""Vector quantisation of memory tokens: a codebook learned by k-means, and the code nearest to each token."""
+"""Vector quantization of memory tokens: learn a codebook by k-means, find the nearest code of each token."""
 
 from __future__ import annotations
 
@@ -7,37 +7,45 @@ from torch import Tensor
 
 from mac_rag.errors import BankError
 
-# Distances that are in memory at once.
+# Distances that are computed, and held in memory, at once.
 _DISTANCES = 1 << 24
-# Tokens of a code that a codebook is learned from at most; more change its centre very little.
+# At most this many tokens per code are used for learning; more hardly change the centroids.
 _TOKENS_PER_CODE = 256
 
 
 def nearest_codes(tokens: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
-    """For each token `[n, D]` the index of its nearest code of `[C, D]`, and the squared distance to it: both `[n]`."""
+    """Finds the nearest code of each token.
+
+    Args:
+        tokens: `[n, D]`.
+        codebook: `[C, D]`.
+
+    Returns:
+        Indices of the nearest codes `[n]`, and squared distances to them `[n]`.
+    """
     half_norms = codebook.square().sum(1) / 2
     parts = [(part @ codebook.T - half_norms).max(1) for part in tokens.split(max(1, _DISTANCES // len(codebook)))]
     nearest = torch.cat([part.indices for part in parts])
-    likeness = torch.cat([part.values for part in parts])
-    return nearest, tokens.square().sum(1) - 2 * likeness
+    similarity = torch.cat([part.values for part in parts])
+    return nearest, tokens.square().sum(1) - 2 * similarity
 
 
 def fit(phi: Tensor, codes: int, *, seed: int = 0, iterations: int = 25) -> Tensor:
     """Learns a codebook by k-means (Lloyd's algorithm) on memory tokens.
 
-    It starts at randomly drawn tokens. A code that no token is nearest to moves to a token that is far from its own.
+    The initial codes are randomly drawn tokens. A code without tokens moves to a token that is far from its own code.
 
     Args:
-        phi: memory tokens `[N, T, D]` of representative documents; at most 256 tokens for each code are used.
-        codes: C.
-        seed: of the drawing.
-        iterations: at most; it ends earlier when nothing moves any more.
+        phi: `[N, T, D]`, memory tokens of representative documents; at most 256 tokens per code are used.
+        codes: C, the number of codes.
+        seed: random seed of the initial codes.
+        iterations: maximum number of iterations; learning stops earlier when no code moves.
 
     Returns:
         The codebook `[C, D]` in float32.
 
     Raises:
-        BankError: for fewer tokens than codes.
+        BankError: for fewer tokens than codes, or fewer than one code.
     """
     tokens = phi.detach().float().flatten(0, 1)
     if not 1 <= codes <= len(tokens):
@@ -49,10 +57,10 @@ def fit(phi: Tensor, codes: int, *, seed: int = 0, iterations: int = 25) -> Tens
     for _ in range(iterations):
         nearest, distance = nearest_codes(tokens, codebook)
         counts = nearest.bincount(minlength=codes)
-        moved = torch.zeros_like(codebook).index_add_(0, nearest, tokens) / counts.clamp(min=1)[:, None]
+        centroids = torch.zeros_like(codebook).index_add_(0, nearest, tokens) / counts.clamp(min=1)[:, None]
         empty = (counts == 0).nonzero().squeeze(1)
-        moved[empty] = tokens[distance.topk(len(empty)).indices]
-        if torch.equal(moved, codebook):
+        centroids[empty] = tokens[distance.topk(len(empty)).indices]
+        if torch.equal(centroids, codebook):
             break
-        codebook = moved
+        codebook = centroids
     return codebook

@@ -1,4 +1,4 @@
-"""An entry of a bank without its memory tokens: its place in the order of arrival, its rows, its documents."""
+"""What a bank knows of an entry apart from its memory tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Record:
     """An entry of the bank without its memory tokens.
 
     Attributes:
-        sequence: its place in the order of arrival; never used for another entry.
-        rows: rows of memory tokens.
-        members: the documents it stands for: one, or several that were merged.
+        sequence: the entry's number in the order of arrival; never used for another entry.
+        rows: number of rows of memory tokens.
+        members: the documents that the entry stands for: one, or several that were merged.
     """
 
     sequence: int
@@ -23,4 +23,5 @@ class Record:
 
     @property
     def document_ids(self) -> tuple[str, ...]:
+        """Ids of the members."""
         return tuple(member.document_id for member in self.members)

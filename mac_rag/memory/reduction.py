@@ -1,9 +1,9 @@
-"""A bank that holds at most so many entries (section "Memory bank size constraint" of the paper).
+"""A bank with a maximum number of entries (section "Memory bank size constraint" of the paper).
 
-As documents arrive, one by one, a full bank makes room for each: it forgets a random entry, averages two random ones,
-or averages the two most alike. An averaged entry stands for all its documents and keeps their ids, hashes and metadata.
-Documents that are one entry share one memory from then on, so deleting or updating one of them removes the whole entry:
-only so does exactly no influence of it remain. What else the entry held must be adapted again.
+Documents arrive one by one, and a full bank makes room for each: it prunes a random entry, averages two random entries,
+or averages the two most similar ones. An averaged entry stands for all its documents and keeps their ids, hashes and
+metadata. Its documents share one memory, so deleting or updating one of them removes the whole entry; otherwise some of
+its influence would remain. The other documents of the entry must be adapted again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ ReductionMethod = Literal["random-pruning", "random-averaging", "nearest-averagi
 
 @dataclass(frozen=True)
 class Reduction:
-    """What was done to keep the bank within its limit.
+    """What keeping the bank within its limit has cost.
 
     Attributes:
-        forgotten: ids of the documents that the bank no longer holds: pruned, or averaged with one that was replaced.
-        averaged: how many times two entries became one.
+        forgotten: ids of the documents that the bank no longer holds: they were pruned, or were averaged with a
+            document that was replaced.
+        averaged: how many times two entries were averaged.
     """
 
     forgotten: tuple[str, ...]
@@ -42,19 +43,19 @@ class Reduction:
 class BoundedBank:
     """Puts documents into a bank and keeps it at `maximum` entries.
 
-    The outcome depends on the order of arrival, the method and the seed alone: neither on how documents are grouped
-    into calls, nor on whether the process was started anew in between. Averaging the most alike is exact and needs no
-    distance matrix: an arrival costs about one pass over the bank (see `mac_rag.memory.closest_pair`),
-    for which the tokens are kept in memory once more.
+    The result depends only on the order of arrival, the method and the seed: not on how documents are grouped into
+    calls, nor on restarts of the process in between. `nearest-averaging` is exact and needs no distance matrix: an
+    arrival costs about one pass over the bank (see `mac_rag.memory.closest_pair`), for which memory tokens are held
+    in memory a second time.
 
     Args:
-        bank: opened for writing. It may be changed by others between calls.
-        maximum: most entries. Documents that were averaged are one entry, so `len(bank)`, which counts documents, may
-            be more.
-        method: `random-pruning` forgets one entry, `random-averaging` replaces two by their mean, `nearest-averaging`
-            those two of the highest cosine similarity (of all memory tokens as one vector). An entry of several rows
-            is averaged to one row first.
-        seed: of the random methods.
+        bank: a bank that is open for writing. Others may change it between calls.
+        maximum: maximum number of entries. `len(bank)` counts documents and can be larger, because averaged documents
+            are one entry.
+        method: `random-pruning` deletes a random entry; `random-averaging` replaces two random entries by their mean;
+            `nearest-averaging` replaces the two of highest cosine similarity, all memory tokens of an entry taken as
+            one vector. An entry of several rows is averaged to one row first.
+        seed: random seed of the two random methods.
 
     Raises:
         ConfigError: for an unknown method or a maximum below 1.
@@ -69,20 +70,25 @@ class BoundedBank:
         self.maximum = maximum
         self.method = method
         self.seed = seed
-        self._version = -1  # of the bank that the books are of
-        self._entries: list[int] = []  # their sequence numbers, ascending
-        self._documents: dict[int, str] = {}  # one document of each entry
+        self._version = -1  # the version of the bank that the fields below describe
+        self._entries: list[int] = []  # sequence numbers of the entries, ascending
+        self._documents: dict[int, str] = {}  # sequence number -> id of one document of the entry
         self._closest: ClosestPair | None = None
-        self._forgotten: list[str] = []  # during one call,
-        self._averaged = 0  # and this too
+        self._forgotten: list[str] = []  # during one call
+        self._averaged = 0  # during one call
 
     def put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int] | None = None) -> Reduction:
         """Puts documents as `MemoryBank.put` does, all or none, and makes room for each as it arrives.
 
+        Args:
+            documents: see `MemoryBank.put`.
+            phi: see `MemoryBank.put`.
+            rows: see `MemoryBank.put`.
+
         Raises:
-            BankError: as `MemoryBank.put`.
+            BankError: see `MemoryBank.put`.
         """
-        # Documents go into the bank one by one; this finds what is wrong with the later ones before the first does.
+        # Documents are put one by one; this finds errors of later documents before the bank changes.
         MemoryBank(self.bank.fingerprint).put(documents, phi, rows)
         self._follow()
         parts = phi.detach().cpu().split([1] * len(documents) if rows is None else list(rows))
@@ -95,12 +101,12 @@ class BoundedBank:
         return self._done()
 
     def reduce(self) -> Reduction:
-        """Reduces a bank that others filled; its entries are taken one by one in order, as if they arrived now."""
+        """Reduces a bank that others have filled, as if its entries arrived now, one by one and in order."""
         self._follow()
         return self._done()
 
     def _follow(self) -> None:
-        """Brings the books up to date with what others did to the bank."""
+        """Takes in the changes that others made to the bank."""
         self._forgotten, self._averaged = [], 0
         if self._version == self.bank.version:
             return
@@ -120,11 +126,11 @@ class BoundedBank:
         return Reduction(forgotten, self._averaged)
 
     def _arrive(self, sequence: int, document_id: str) -> None:
-        """Takes an entry into the books, and makes room for it in a full bank."""
+        """Registers an entry, and makes room for it in a full bank."""
         self._add(sequence, document_id)
         if len(self._entries) <= self.maximum:
             return
-        # Drawn from the arrival itself, so that a process started anew goes on as the old one would have.
+        # Seeded by the arrival itself, so that a restarted process continues as the old one would have.
         rng = random.Random(f"{self.seed}/{sequence}")
         if self.method == "random-pruning":
             self._forgotten += self.bank.delete(self._remove(rng.choice(self._entries)))
@@ -146,12 +152,12 @@ class BoundedBank:
             self._closest.add(sequence, tokens)
 
     def _remove(self, sequence: int) -> str:
-        """Drops an entry from the books, not from the bank, and returns one of its documents."""
+        """Drops an entry here, not from the bank, and returns the id of one of its documents."""
         del self._entries[bisect_left(self._entries, sequence)]
         if self._closest is not None:
             self._closest.remove(sequence)
         return self._documents.pop(sequence)
 
     def _tokens(self, sequence: int) -> Tensor:
-        """The memory tokens of an entry as one row `[T, D]`."""
+        """Memory tokens of an entry, averaged to one row `[T, D]`."""
         return self.bank[self._documents[sequence]].phi.mean(0)

@@ -1,4 +1,4 @@
-"""Retrievers: what finds documents for a question, beside the memory bank."""
+"""Retrievers: they find documents for a question, independently of the memory bank."""
 
 from mac_rag.retrieval.base import Hit, Retriever
 from mac_rag.retrieval.bm25 import BM25Retriever

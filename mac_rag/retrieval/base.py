@@ -1,4 +1,4 @@
-"""What a retriever offers: it keeps documents in step with the memory bank and finds those that fit a question."""
+"""The interface of retrievers: they hold documents and find those that are relevant to a question."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from mac_rag.errors import BankError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """One retrieved document; a higher score fits the question better. `metadata` is the document's own."""
+    """One retrieved document.
+
+    Attributes:
+        document_id: id of the document.
+        text: its text.
+        score: its relevance; higher is better.
+        metadata: its metadata.
+    """
 
     document_id: str
     text: str
@@ -24,21 +31,21 @@ class Hit:
 
 
 class Retriever(ABC):
-    """Finds the documents that fit a question. Safe to call from several threads."""
+    """Finds the documents that are relevant to a question. Thread-safe."""
 
     @abstractmethod
     def add(self, documents: Sequence[Document]) -> None:
-        """Takes documents in, behind those already there; all of them or, on an error, none.
+        """Adds documents behind the existing ones. On an error the retriever does not change.
 
         Raises:
-            BankError: for an id that is already there or comes twice.
+            BankError: for an id that exists already or occurs twice.
         """
 
     def put(self, documents: Sequence[Document]) -> None:
-        """Takes documents in, in place of those of the same ids.
+        """Adds documents and replaces those with the same ids.
 
         Raises:
-            BankError: for an id that comes twice.
+            BankError: for an id that occurs twice.
         """
         check_distinct(documents)
         for document in documents:
@@ -48,7 +55,7 @@ class Retriever(ABC):
 
     @abstractmethod
     def delete(self, document_id: str) -> None:
-        """Forgets one document.
+        """Deletes a document.
 
         Raises:
             BankError: for an unknown id.
@@ -56,13 +63,13 @@ class Retriever(ABC):
 
     @abstractmethod
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
-        """Returns at most `k` hits for each question, the best first.
+        """Returns at most `k` hits for each question, best first.
 
         Args:
-            questions: texts.
-            k: hits for each question.
-            allowed: ids of the documents that may be found; None for all. Others are passed over before the best are
-                chosen, so that `k` hits come back wherever enough allowed documents fit the question.
+            questions: B texts.
+            k: number of hits per question.
+            allowed: ids of the documents that may be found; None for all. Other documents are excluded before the best
+                are chosen, so `k` hits are returned if there are enough allowed ones.
 
         Raises:
             ConfigError: when `k` is below 1.
@@ -74,16 +81,16 @@ class Retriever(ABC):
 
     @abstractmethod
     def __contains__(self, document_id: object) -> bool:
-        """Whether a document of this id is there."""
+        """True if the retriever holds a document of this id."""
 
     def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
-        """The `content_hash` of each document, by id, as the memory bank knows it.
+        """The content hashes of documents by id (see `mac_rag.data.provenance.content_hash`).
 
         Args:
-            document_ids: of these documents, as far as they are there; None for all.
+            document_ids: ids of documents; unknown ids are left out. None for all documents.
 
         Raises:
-            ConfigError: for a retriever that does not tell what it holds.
+            ConfigError: for a retriever that cannot tell what it holds.
         """
         raise ConfigError(f"{type(self).__name__} does not tell which texts it holds")
 
@@ -92,36 +99,36 @@ class Retriever(ABC):
 
         Raises:
             BankError: for an unknown id.
-            ConfigError: for a retriever that does not tell what it holds.
+            ConfigError: for a retriever that cannot tell what it holds.
         """
         raise ConfigError(f"{type(self).__name__} does not tell which texts it holds")
 
     def save(self, folder: Path) -> None:
         """Writes the retriever to a folder, from which `make_retriever` reads it.
 
-        A crash leaves the old state or the new.
+        A crash leaves the old state or the new one.
 
         Raises:
-            ConfigError: for a retriever that keeps its documents elsewhere.
+            ConfigError: for a retriever that does not keep its documents itself.
         """
         raise ConfigError(f"{type(self).__name__} keeps no documents of its own to save; save what it is built on")
 
 
 def check_k(k: int) -> None:
-    """Refuses to look for less than one document.
+    """Checks the number of hits.
 
     Raises:
-        ConfigError: naming `k`.
+        ConfigError: when `k` is below 1.
     """
     if k < 1:
         raise ConfigError(f"k must be at least 1, got {k}")
 
 
 def check_distinct(documents: Iterable[Document]) -> None:
-    """Refuses documents of the same id.
+    """Checks that ids are distinct.
 
     Raises:
-        BankError: naming the id.
+        BankError: when two documents have the same id; names it.
     """
     for document_id, count in Counter(document.id for document in documents).items():
         if count > 1:

@@ -1,4 +1,4 @@
-"""BM25: an incremental index, bm25s and rank_bm25 behind one class with equal results."""
+"""BM25: an incremental index, bm25s and rank_bm25 behind one class, with equal results."""
 
 from __future__ import annotations
 
@@ -32,22 +32,29 @@ KIND = "bm25"
 class BM25Retriever(RowRetriever):
     """Ranks documents by BM25 with k1 = 1.5 and b = 0.75.
 
-    The score of a document is the sum, over the question's terms as often as they occur there, of
-    `idf * tf * (k1 + 1) / (tf + k1 * (1 - b + b * length / mean length))`. A document is a hit exactly if it shares a
-    term with the question. Equal scores rank in stream order, the order in which documents were added. Documents that
-    `retrieve` may not find still count in the statistics of the corpus (idf, mean length).
+    The score of a document is the sum of `idf * tf * (k1 + 1) / (tf + k1 * (1 - b + b * length / mean length))` over
+    all terms of the question; a repeated term counts repeatedly. A document is a hit if it shares a term with the
+    question. Documents with equal scores rank in the order in which they were added. Documents that are not allowed in
+    `retrieve` still count in the statistics of the corpus (idf, mean length).
 
     Args:
-        engine: `incremental` follows every change at the cost of the documents changed; `bm25s` and `rank_bm25` are
+        engine: `incremental` updates its index at the cost of the changed documents only. `bm25s` and `rank_bm25` are
             the libraries, which index all documents again after a change. Scores are the same.
-        tokenizer: cuts documents and questions into terms; None for English.
-        idf: of a term in `n` of `N` documents. `lucene` is `ln(1 + (N - n + 0.5) / (n + 0.5))`, positive for every
-            term even where a handful of documents is all there is. `okapi` is rank_bm25's
-            `ln((N - n + 0.5) / (n + 0.5))`, and a quarter of the mean idf where that is negative: the scores are those
-            of the unchanged `BM25Okapi`.
+        tokenizer: splits documents and questions into terms; None for an English tokenizer.
+        idf: the idf of a term that `n` of `N` documents contain. `lucene` is `ln(1 + (N - n + 0.5) / (n + 0.5))`, which
+            is always positive, even for very few documents. `okapi` is `ln((N - n + 0.5) / (n + 0.5))` or, if that is
+            negative, a quarter of the mean idf, as in rank_bm25's `BM25Okapi`.
 
     Raises:
-        ConfigError: for an unknown engine or idf, or an idf that the engine does not have.
+        ConfigError: for an unknown engine or idf, or an idf that the engine does not support.
+
+    >>> from mac_rag.data.types import Document
+    >>> from mac_rag.retrieval import BM25Retriever
+    >>> retriever = BM25Retriever()
+    >>> retriever.add([Document("bridge", "Anna Berg opened the bridge."), Document("river", "A ferry on the river.")])
+    >>> [hits] = retriever.retrieve(["Who opened the bridge?"], k=5)
+    >>> [hit.document_id for hit in hits]
+    ['bridge']
     """
 
     def __init__(
@@ -95,7 +102,7 @@ class BM25Retriever(RowRetriever):
             return hits
 
     def save(self, folder: Path) -> None:
-        """Writes documents, terms and every setting to a folder.
+        """Writes documents, terms and all settings to a folder, from which `load` reads them.
 
         Raises:
             BankError: when metadata cannot be written as JSON.
@@ -117,15 +124,15 @@ class BM25Retriever(RowRetriever):
 
     @classmethod
     def load(cls, folder: Path) -> BM25Retriever:
-        """Reads a retriever with the engine, tokenizer, stemmer and language that it was saved with.
+        """Reads a retriever from a folder, with the engine, idf and tokenizer that it was saved with.
 
         Raises:
-            BankError: when there is none, or it is damaged.
+            BankError: when the folder holds no retriever, or it is damaged.
         """
         body, arrays = snapshot.read(folder, KIND)
         retriever = cls(body["engine"], tokenizer=Tokenizer(**body["tokenizer"]), idf=body["idf"])
         documents = snapshot.documents(body["documents"])
-        if body["versions"] != _versions():  # another stemmer may stem otherwise: questions and documents must agree
+        if body["versions"] != _versions():  # another stemmer can stem differently, so index again
             retriever.add(documents)
             return retriever
         retriever._vocabulary = {word: term for term, word in enumerate(body["vocabulary"])}
@@ -149,12 +156,12 @@ class BM25Retriever(RowRetriever):
         self._terms.extend(terms)
 
     def _compact(self) -> None:
-        """Leaves no trace of deleted documents, neither rows nor words."""
+        """Removes the rows and the words of deleted documents."""
         kept = self._rows.compact()
         terms = [self._terms[row] for row in kept]
         words = list(self._vocabulary)
         used, ids = np.unique(np.concatenate([np.zeros(0, dtype=np.int32), *terms]), return_inverse=True)
-        self._vocabulary = {words[term]: place for place, term in enumerate(used)}
+        self._vocabulary = {words[term]: index for index, term in enumerate(used)}
         ends = np.cumsum([len(document) for document in terms])
         self._terms = np.split(ids.astype(np.int32), ends[:-1]) if terms else []
         self._scorer = self._new_scorer()
@@ -162,5 +169,5 @@ class BM25Retriever(RowRetriever):
 
 
 def _versions() -> dict[str, str]:
-    """Of what decides how a text is cut into terms."""
+    """Versions of the packages that decide how a text is split into terms."""
     return {package: version(package) for package in ("PyStemmer", "bm25s")}

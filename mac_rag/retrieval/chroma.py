@@ -1,4 +1,4 @@
-"""Documents and their vectors in Chroma: in a folder of this machine, or on a server that others use too."""
+"""Documents and their vectors in Chroma: in a folder on this machine, or on a server that others can use as well."""
 
 from __future__ import annotations
 
@@ -23,45 +23,46 @@ from mac_rag.retrieval.embeddings import Vectors
 
 COLLECTION = "mac_rag"
 
-_ENCODER = "mac_rag_encoder"  # in the collection's metadata: whose vectors it holds
-_HASH, _METADATA = "content_hash", "metadata"  # in each document's; all its metadata as JSON
+_ENCODER = "mac_rag_encoder"  # key in the collection's metadata: fingerprint of the encoder
+_HASH, _METADATA = "content_hash", "metadata"  # keys in a document's metadata; the second is all its metadata as JSON
 _LOCK = "mac_rag.lock"
-_BATCH_BYTES = 8 << 20  # of one request, well below what a server takes
-_IDS = 4096  # ids of one request; Chroma fails beyond what its database takes as variables
+_IDS = 4096  # ids in one request; Chroma fails on more variables than its database takes
 
 
 class ChromaRetriever(Retriever):
-    """Keeps texts, vectors, metadata and content hashes in one Chroma collection and ranks by dot product.
+    """Keeps texts, vectors, metadata and content hashes in a Chroma collection and ranks by dot product.
 
-    Every document is a hit; equal scores rank by document id. Chroma searches an HNSW graph, so among very many
-    documents one of the best may be missed; those that `allowed` names are compared exactly, and no others. A document
-    that was taken in survives a crash of this process, and of the server, from the end of `add` or `put` on; where
-    either ends during the call, some of its documents are there and others not.
+    Every document is a hit; equal scores rank by document id. Chroma searches an HNSW graph, so it can miss one of the
+    best among very many documents. With `allowed`, the allowed documents are compared exactly. When `add` or `put`
+    returns, its documents survive a crash of this process and of the server; a crash during the call can leave some of
+    them.
 
     Args:
-        place: a folder, or `http://HOST:PORT` (or https) of a running server; `/NAME` behind it is a collection of
-            that name. A folder can be open in one process at a time, since two would lose each other's documents; a
-            server takes any number.
-        encoder: makes the vectors.
+        place: a folder, or `http://HOST:PORT` (or https) of a running server, with `/NAME` for a collection of that
+            name. Only one process can open a folder, because two would lose each other's documents; any number can use
+            a server.
+        encoder: encoder of documents and questions.
+        batch_bytes: bytes in one request; servers take much more than the default.
 
     Raises:
-        ConfigError: when chromadb is missing, the address is none, or the collection is of something else.
-        FingerprintError: when the collection's vectors are another encoder's.
+        ConfigError: when chromadb is missing, the address is malformed, or the collection was not made by mac_rag.
+        FingerprintError: when another encoder made the vectors of the collection.
         BankError: when the server does not answer, or another process has the folder open.
     """
 
-    def __init__(self, place: str | Path, encoder: Encoder) -> None:
+    def __init__(self, place: str | Path, encoder: Encoder, *, batch_bytes: int = 8 << 20) -> None:
         try:
             import chromadb
             from chromadb.config import Settings
         except ImportError:
             raise ConfigError(f"{place!s} needs chromadb: pip install 'mac-rag[chroma]'") from None
         self.encoder = encoder
+        self._batch_bytes = batch_bytes
         self._place = str(place)
         self._lock = threading.RLock()
         self._file_lock: FileLock | None = None
         settings = Settings(anonymized_telemetry=False)
-        self._client: Any  # its interface lacks the `close` that every client has
+        self._client: Any  # chromadb's interface class lacks `close`, which every client has
         name = COLLECTION
         with self._errors():
             if self._place.startswith(("http://", "https://")):
@@ -78,17 +79,18 @@ class ChromaRetriever(Retriever):
                 configuration={"hnsw": {"space": "ip"}},
             )
             self._batch = self._client.get_max_batch_size()
-        found = (self._collection.metadata or {}).get(_ENCODER)
-        if found is None:
+        fingerprint = (self._collection.metadata or {}).get(_ENCODER)
+        if fingerprint is None:
             raise ConfigError(f"the collection {name!r} in {self._place} is not mac_rag's; name another collection")
-        if found != encoder.fingerprint:
+        if fingerprint != encoder.fingerprint:
             raise FingerprintError(
-                f"the vectors in {self._place} were made by the encoder {found!r}, not by {encoder.fingerprint!r}; "
-                "open it with that one, or put the documents into another folder or collection"
+                f"the vectors in {self._place} were made by the encoder {fingerprint!r}, not by "
+                f"{encoder.fingerprint!r}; open it with that one, or put the documents into another folder or "
+                "collection"
             )
 
     def close(self) -> None:
-        """Lets another process open the folder. The retriever cannot be used any more."""
+        """Closes the client, and lets another process open the folder. The retriever cannot be used afterwards."""
         self._client.close()
         if self._file_lock is not None:
             self._file_lock.release()
@@ -128,18 +130,18 @@ class ChromaRetriever(Retriever):
             vectors = self.encoder.questions(questions)
             if allowed is None:
                 return self._query(vectors, min(k, len(self)))
-            parts = [[name for name in found["ids"] if name in allowed] for found in self._found(None, [])]
+            parts = [[name for name in page["ids"] if name in allowed] for page in self._pages(None, [])]
             rankings = [self._compare(vectors, k, ids) for ids in parts if ids]
         return [_best((hit for ranking in rankings for hit in ranking[place]), k) for place in range(len(questions))]
 
     def _compare(self, vectors: Vectors, k: int, ids: list[str]) -> list[list[Hit]]:
-        """The `k` best of these documents for each question's vector, without the graph.
+        """The `k` best of these documents for each question's vector `[B, D]`, by exact comparison.
 
-        In a graph filtered down to few documents a search ends before it has seen them all.
+        A search in the graph, filtered down to few documents, ends before it has seen all of them.
         """
-        found = self._get(ids=ids, include=["embeddings", "documents", "metadatas"])
-        scores = vectors @ np.asarray(found["embeddings"], dtype=np.float32).T
-        records = list(zip(found["ids"], found["documents"], found["metadatas"], strict=True))
+        result = self._get(ids=ids, include=["embeddings", "documents", "metadatas"])
+        scores = vectors @ np.asarray(result["embeddings"], dtype=np.float32).T
+        records = list(zip(result["ids"], result["documents"], result["metadatas"], strict=True))
         rankings = []
         for row in scores.tolist():
             ranked = zip(row, records, strict=True)
@@ -148,10 +150,10 @@ class ChromaRetriever(Retriever):
         return rankings
 
     def _query(self, vectors: Vectors, k: int) -> list[list[Hit]]:
-        """The `k` best of all documents for each question's vector."""
+        """The `k` best of all documents for each question's vector `[B, D]`, by a search in the graph."""
         with self._errors():
-            found: Any = self._collection.query(query_embeddings=vectors, n_results=k)
-        columns = zip(found["ids"], found["documents"], found["distances"], found["metadatas"], strict=True)
+            result: Any = self._collection.query(query_embeddings=vectors, n_results=k)
+        columns = zip(result["ids"], result["documents"], result["distances"], result["metadatas"], strict=True)
         return [
             _best(
                 (
@@ -173,22 +175,22 @@ class ChromaRetriever(Retriever):
     def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
         hashes: dict[str, str] = {}
         with self._lock:
-            for found in self._found(document_ids, ["metadatas"]):
-                hashes.update((name, row[_HASH]) for name, row in zip(found["ids"], found["metadatas"], strict=True))
+            for page in self._pages(document_ids, ["metadatas"]):
+                hashes.update((name, row[_HASH]) for name, row in zip(page["ids"], page["metadatas"], strict=True))
         return hashes
 
     def documents(self, document_ids: Collection[str]) -> list[Document]:
-        held: dict[str, Document] = {}
+        by_id: dict[str, Document] = {}
         with self._lock:
-            for found in self._found(document_ids, ["documents", "metadatas"]):
-                for name, text, row in zip(found["ids"], found["documents"], found["metadatas"], strict=True):
-                    held[name] = Document(name, text, json.loads(row[_METADATA]))
-        if missing := [name for name in document_ids if name not in held]:
+            for page in self._pages(document_ids, ["documents", "metadatas"]):
+                for name, text, row in zip(page["ids"], page["documents"], page["metadatas"], strict=True):
+                    by_id[name] = Document(name, text, json.loads(row[_METADATA]))
+        if missing := [name for name in document_ids if name not in by_id]:
             raise BankError(f"no document {missing[0]!r} in this index of {len(self)} documents")
-        return [held[name] for name in document_ids]
+        return [by_id[name] for name in document_ids]
 
-    def _found(self, document_ids: Collection[str] | None, include: list[str]) -> Iterator[Any]:
-        """What Chroma holds of these documents, part by part; of all for None."""
+    def _pages(self, document_ids: Collection[str] | None, include: list[str]) -> Iterator[Any]:
+        """What Chroma holds of these documents (None for all), page by page."""
         if document_ids is None:
             for first in range(0, len(self), _IDS):
                 yield self._get(limit=_IDS, offset=first, include=include)
@@ -202,11 +204,11 @@ class ChromaRetriever(Retriever):
             return self._collection.get(**options)
 
     def _batches(self, documents: Sequence[Document]) -> Iterator[slice]:
-        """Cuts documents so that Chroma takes each part in one request."""
+        """Slices of the documents that Chroma takes in one request each."""
         first = size = 0
         for index, document in enumerate(documents):
             added = 4 * (len(document.text) + 8 * self.encoder.width)
-            if index > first and (index - first == self._batch or size + added > _BATCH_BYTES):
+            if index > first and (index - first == self._batch or size + added > self._batch_bytes):
                 yield slice(first, index)
                 first, size = index, 0
             size += added
@@ -215,7 +217,7 @@ class ChromaRetriever(Retriever):
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Chroma's errors, and those of the connection to it, as ours."""
+        """Turns errors of Chroma, and of the connection to it, into `BankError`."""
         from chromadb.errors import ChromaError
         from httpx import HTTPError
 
@@ -237,7 +239,7 @@ def _best(hits: Iterable[Hit], k: int) -> list[Hit]:
 
 
 def _address(place: str) -> tuple[str, int, str]:
-    """Host, port and collection of a server's address."""
+    """Host, port and collection name in the address of a server."""
     try:
         parts = urlsplit(place)
         host, port = parts.hostname, parts.port
@@ -245,16 +247,16 @@ def _address(place: str) -> tuple[str, int, str]:
         host = port = None
     if not host or port is None:
         raise ConfigError(
-            f"{place!r} is no address of a Chroma server; write http://HOST:PORT or http://HOST:PORT/NAME"
+            f"{place!r} is not the address of a Chroma server; write http://HOST:PORT or http://HOST:PORT/NAME"
         )
     return host, port, parts.path.strip("/") or COLLECTION
 
 
 def _locked(folder: Path) -> FileLock:
-    """The folder, kept from other processes until this one ends or closes it."""
+    """Locks a folder against other processes until this one ends or closes it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # One for this process and folder, since Chroma shares what it has open, too.
+        # One lock per process and folder, because Chroma also shares open folders within a process.
         lock = FileLock(folder.resolve() / _LOCK, thread_local=False, is_singleton=True)
         lock.acquire(blocking=False)
     except Timeout:
@@ -268,10 +270,10 @@ def _locked(folder: Path) -> FileLock:
 
 
 def _record(document: Document) -> dict[str, str]:
-    """What Chroma keeps of a document beside text and vector.
+    """What Chroma stores of a document beside text and vector.
 
     Raises:
-        BankError: for an id or a text that Chroma cannot keep, or metadata that are no JSON.
+        BankError: for an id or a text that Chroma cannot store, or metadata that are not JSON.
     """
     if not document.id:
         raise BankError("Chroma keeps no document with an empty id; name it")

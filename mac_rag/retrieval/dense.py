@@ -17,47 +17,50 @@ from mac_rag.retrieval.embeddings import EmbeddingCache, Vectors, text_hash
 from mac_rag.retrieval.rows import RowRetriever
 
 KIND = "dense"
-_GROUP = 1024  # documents encoded between two writes: what an interruption can cost
-_SCORES = 16_000_000  # scores of questions and documents in memory at once
+_GROUP = 1024  # documents encoded between two writes, and so the most that an interruption loses
 
 
 class Encoder(Protocol):
-    """Turns texts into vectors whose dot products say how well they fit (`mac_rag.retrieval.encoders`).
+    """Maps texts to vectors whose dot products measure relevance (see `mac_rag.retrieval.encoders`).
 
     Attributes:
         width: D, the length of a vector.
-        fingerprint: tells encoders with other vectors apart.
+        fingerprint: a text that differs for encoders whose vectors differ.
     """
 
     width: int
     fingerprint: str
 
     def documents(self, texts: Sequence[str], advance: Callable[[int], None] | None = None) -> Vectors:
-        """Encodes documents to `[N, D]`; `advance` is called with the number of texts after each batch."""
+        """Encodes N documents to `[N, D]`; calls `advance` with the number of texts after each batch."""
 
     def questions(self, texts: Sequence[str]) -> Vectors:
-        """Encodes questions to `[N, D]`."""
+        """Encodes N questions to `[N, D]`."""
 
 
 class DenseRetriever(RowRetriever):
     """Ranks documents by the dot product of their vector with the question's; every document is a hit.
 
-    The search is exact, one matrix product over all documents. Texts that are the same are encoded once.
+    The search is exact: one matrix product over all documents. Equal texts are encoded once.
 
     Args:
-        encoder: makes the vectors.
-        folder: keeps vectors here while documents are being encoded, so that an `add` that was interrupted goes on
-            where it stopped, in this process or another; None to start over.
-        progress: shows a progress bar while documents are encoded.
+        encoder: encoder of documents and questions.
+        folder: folder for vectors while documents are being encoded, so that an interrupted `add` continues where it
+            stopped, in this process or another; None to start over.
+        progress: True to show a progress bar while documents are encoded.
+        max_scores: number of scores (questions times documents) that are computed at once.
     """
 
-    def __init__(self, encoder: Encoder, *, folder: Path | None = None, progress: bool = False) -> None:
+    def __init__(
+        self, encoder: Encoder, *, folder: Path | None = None, progress: bool = False, max_scores: int = 16_000_000
+    ) -> None:
         self.encoder = encoder
+        self._max_scores = max_scores
         self._cache = None if folder is None else EmbeddingCache(folder, encoder.fingerprint)
         self._progress = progress
         super().__init__()
-        self._matrix: Vectors = np.zeros((0, encoder.width), dtype=np.float32)  # with room to grow
-        self._by_hash: dict[str, int] = {}  # hash of a text -> its row
+        self._matrix: Vectors = np.zeros((0, encoder.width), dtype=np.float32)  # [rows and spare rows, D]
+        self._by_hash: dict[str, int] = {}  # hash of a text -> a row with that text
 
     def add(self, documents: Sequence[Document]) -> None:
         with self._lock:
@@ -81,7 +84,7 @@ class DenseRetriever(RowRetriever):
         with self._lock:
             row, document = self._rows.remove(document_id)
             name = text_hash(document.text)
-            if self._by_hash.get(name) == row:  # else a later document with the same text stood for it
+            if self._by_hash.get(name) == row:  # else the hash belongs to a later document with the same text
                 del self._by_hash[name]
             if self._rows.sparse:
                 self._compact()
@@ -94,16 +97,16 @@ class DenseRetriever(RowRetriever):
             mask = self._rows.mask(allowed)
             rows = np.arange(self._rows.size) if mask is None else np.flatnonzero(mask)
             matrix = self._matrix[: self._rows.size]
-            asked = self.encoder.questions(questions)
-            block = max(1, _SCORES // len(matrix))
+            vectors = self.encoder.questions(questions)
+            block = max(1, self._max_scores // len(matrix))
             hits = []
-            for first in range(0, len(asked), block):
-                for scores in asked[first : first + block] @ matrix.T:
+            for first in range(0, len(vectors), block):
+                for scores in vectors[first : first + block] @ matrix.T:
                     hits.append(self._rows.hits(rows, scores[rows], k))
             return hits
 
     def save(self, folder: Path) -> None:
-        """Writes documents and vectors to a folder.
+        """Writes documents and vectors to a folder, from which `load` reads them.
 
         Raises:
             BankError: when metadata cannot be written as JSON.
@@ -117,11 +120,16 @@ class DenseRetriever(RowRetriever):
 
     @classmethod
     def load(cls, folder: Path, encoder: Encoder, *, progress: bool = False) -> DenseRetriever:
-        """Reads a retriever, which goes on to use `folder` for what it encodes.
+        """Reads a retriever from a folder; it uses the folder for documents that it encodes later.
+
+        Args:
+            folder: folder that the retriever was saved to.
+            encoder: the encoder that made its vectors.
+            progress: see the class.
 
         Raises:
-            BankError: when there is none, or it is damaged.
-            FingerprintError: when the vectors are another encoder's.
+            BankError: when the folder holds no retriever, or it is damaged.
+            FingerprintError: when another encoder made the vectors.
         """
         body, arrays = snapshot.read(folder, KIND)
         if body["encoder"] != encoder.fingerprint:

@@ -1,7 +1,7 @@
-"""Embeddings that survive an interruption: on disk as soon as they are computed, filed under the hash of their text.
+"""Embeddings that survive an interruption: written as soon as they are computed, found by the hash of their text.
 
-Each group of embeddings is one safetensors file, named by its own sha256, whose header tells the encoder and the
-hashes of the texts. A file that is damaged, or of another encoder, is passed over: what it held is computed again.
+Each group of embeddings is one safetensors file, named by its own sha256. Its header names the encoder and the hashes
+of the texts. A damaged file, or one of another encoder, is ignored, and its embeddings are computed again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as array_bytes
 
-from mac_rag.retrieval.snapshot import write_file
+from mac_rag.atomic_files import sync_folder, write_file
 
 Vectors: TypeAlias = NDArray[np.float32]  # [N, D]
 
@@ -27,16 +27,16 @@ _NAME = re.compile(r"([0-9a-f]{64})\.part\.safetensors")
 
 
 def text_hash(text: str) -> str:
-    """The sha256 of a text."""
+    """Hex sha256 of a text."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class EmbeddingCache:
-    """What an encoder has computed of a work that is not yet finished.
+    """Embeddings that an encoder has computed while its work is not finished.
 
     Args:
-        folder: where the files lie; made at the first `put`.
-        encoder: fingerprint of the encoder; embeddings of others are never returned.
+        folder: folder of the files; it is made at the first `put`.
+        encoder: fingerprint of the encoder; embeddings of other encoders are never returned.
     """
 
     def __init__(self, folder: Path, encoder: str) -> None:
@@ -47,31 +47,33 @@ class EmbeddingCache:
             self._learn(path)
 
     def get(self, hashes: Iterable[str]) -> dict[str, Vectors]:
-        """The embeddings `[D]` of those texts that are known, by hash."""
-        wanted: dict[Path, list[tuple[str, int]]] = {}
+        """The cached embeddings `[D]` of texts, by hash; hashes that are not cached are left out."""
+        rows_of: dict[Path, list[tuple[str, int]]] = {}
         for name in hashes:
             if name in self._places:
                 path, row = self._places[name]
-                wanted.setdefault(path, []).append((name, row))
-        found: dict[str, Vectors] = {}
-        for path, rows in wanted.items():
+                rows_of.setdefault(path, []).append((name, row))
+        cached: dict[str, Vectors] = {}
+        for path, rows in rows_of.items():
             data = path.read_bytes()
             if not path.name.startswith(hashlib.sha256(data).hexdigest()):
                 continue
             vectors = load_arrays(data)["embeddings"]
-            found.update((name, vectors[row]) for name, row in rows)
-        return found
+            cached.update((name, vectors[row]) for name, row in rows)
+        return cached
 
     def put(self, hashes: Sequence[str], vectors: Vectors) -> None:
-        """Keeps embeddings `[N, D]` of texts with these hashes."""
+        """Writes embeddings `[N, D]` of the texts with these N hashes."""
         header = {"encoder": self._encoder, "hashes": json.dumps(list(hashes))}
         data = array_bytes({"embeddings": np.ascontiguousarray(vectors)}, metadata=header)
         path = self.folder / f"{hashlib.sha256(data).hexdigest()}.part.safetensors"
-        write_file(path, data)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_file(path, [data])
+        sync_folder(self.folder)
         self._places.update((name, (path, row)) for row, name in enumerate(hashes))
 
     def clear(self) -> None:
-        """Removes all files: their embeddings are kept elsewhere now."""
+        """Removes all files, once their embeddings are saved elsewhere."""
         self._places.clear()
         for path in self._files():
             path.unlink()
@@ -80,6 +82,7 @@ class EmbeddingCache:
         return sorted(path for path in self.folder.glob("*.part.safetensors") if _NAME.fullmatch(path.name))
 
     def _learn(self, path: Path) -> None:
+        """Registers the embeddings of a file, unless it cannot be read or is of another encoder."""
         try:
             with safe_open(path, framework="numpy") as file:
                 header = file.metadata()

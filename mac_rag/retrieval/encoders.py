@@ -1,4 +1,4 @@
-"""Encoders of dense retrieval, each pooled as its model card says: Contriever, DPR, MiniLM, sentence-transformers."""
+"""Encoders of dense retrieval, pooled as their model cards say: Contriever, DPR, MiniLM, sentence-transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from mac_rag.errors import ModelLoadError
-from mac_rag.lm.batching import length_buckets
+from mac_rag.lm.batching import length_buckets, pad_rows
+from mac_rag.lm.devices import default_device
 from mac_rag.lm.loading import loaded
 from mac_rag.lm.minilm import minilm_folder
 from mac_rag.retrieval.embeddings import Vectors
@@ -28,20 +29,20 @@ from mac_rag.retrieval.embeddings import Vectors
 Pooling = Literal["mean", "pooler"]
 Advance = Callable[[int], None] | None
 
-
-_BATCH_TOKENS = 16_384  # tokens of one batch, padding included
+BATCH_TOKENS = 16_384
 
 
 @dataclass(frozen=True)
 class Tower:
-    """One transformer from texts to vectors.
+    """A transformer that maps texts to vectors.
 
     Attributes:
-        model: gives `last_hidden_state` `[B, L, D]`, or `pooler_output` `[B, D]`.
-        tokenizer: the model's.
-        pooling: `mean` of the hidden states of all tokens, or the model's own `pooler` output.
-        normalize: scale vectors to length 1, which makes the dot product a cosine.
-        max_tokens: where texts are cut off.
+        model: a network whose output has `last_hidden_state` `[B, L, D]` or, for `pooler`, `pooler_output` `[B, D]`.
+        tokenizer: the tokenizer of the model.
+        pooling: `mean` for the mean of the hidden states of all tokens, `pooler` for the model's own pooled output.
+        normalize: True to scale vectors to length 1, which makes the dot product a cosine.
+        max_tokens: number of tokens after which texts are truncated.
+        batch_tokens: number of tokens in a batch, padding included.
     """
 
     model: nn.Module
@@ -49,20 +50,24 @@ class Tower:
     pooling: Pooling
     normalize: bool
     max_tokens: int
+    batch_tokens: int = BATCH_TOKENS
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str], advance: Advance = None) -> Vectors:
-        """Encodes texts to `[N, D]`, in batches of similar length."""
+        """Encodes texts to vectors `[N, D]`, in batches of similar length.
+
+        Args:
+            texts: N texts.
+            advance: called with the number of texts after each batch.
+        """
         device = next(self.model.parameters()).device
         vectors = np.zeros((len(texts), self.width), dtype=np.float32)
         if not texts:
             return vectors
         rows: list[list[int]] = self.tokenizer(list(texts), truncation=True, max_length=self.max_tokens).input_ids
-        for bucket in length_buckets(list(map(len, rows)), _BATCH_TOKENS):
-            length = max(len(rows[i]) for i in bucket)
-            # What fills the padding does not matter: it is masked.
-            ids = torch.tensor([[*rows[i], *[0] * (length - len(rows[i]))] for i in bucket], device=device)
-            mask = torch.tensor([[1] * len(rows[i]) + [0] * (length - len(rows[i])) for i in bucket], device=device)
+        for bucket in length_buckets(list(map(len, rows)), self.batch_tokens):
+            # The mask hides the padding, so any id will do.
+            ids, mask = pad_rows([rows[i] for i in bucket], 0, device)
             vectors[bucket] = self._pooled(ids, mask).float().cpu().numpy()
             if advance is not None:
                 advance(len(bucket))
@@ -80,27 +85,33 @@ class Tower:
 
     @property
     def width(self) -> int:
+        """D, the length of a vector."""
         config: Any = self.model.config
         return int(config.hidden_size if not getattr(config, "projection_dim", 0) else config.projection_dim)
 
     def describe(self) -> str:
-        """Tells towers with other vectors apart."""
+        """A text that differs for towers whose vectors differ."""
         return f"{self.pooling} {self.normalize} {self.max_tokens} {weights_hash(self.model)}"
 
 
 class TowerEncoder:
-    """An encoder of one tower for documents and one for questions, often the same.
+    """An encoder with one tower for documents and one for questions, which can be the same.
+
+    Args:
+        name: name of the encoder, the first word of its fingerprint.
+        documents: tower for documents.
+        questions: tower for questions.
 
     Attributes:
-        width: D.
-        fingerprint: hash of weights and pooling of both.
+        width: D, the length of a vector.
+        fingerprint: name, and hash of weights and pooling of both towers.
     """
 
     def __init__(self, name: str, documents: Tower, questions: Tower) -> None:
         self.width = documents.width
-        described = documents.describe()
-        asked = described if questions is documents else questions.describe()
-        self.fingerprint = f"{name} {hashlib.sha256(f'{described} {asked}'.encode()).hexdigest()[:16]}"
+        document_side = documents.describe()
+        question_side = document_side if questions is documents else questions.describe()
+        self.fingerprint = f"{name} {hashlib.sha256(f'{document_side} {question_side}'.encode()).hexdigest()[:16]}"
         self._documents, self._questions = documents, questions
 
     def documents(self, texts: Sequence[str], advance: Advance = None) -> Vectors:
@@ -110,17 +121,21 @@ class TowerEncoder:
         return self._questions(texts)
 
 
-def contriever(place: str = "facebook/contriever", *, device: str | None = None) -> TowerEncoder:
-    """Contriever (Izacard et al., 2022): the mean over all tokens, dot product, texts up to 512 tokens.
+def contriever(
+    place: str = "facebook/contriever", *, device: str | None = None, batch_tokens: int = BATCH_TOKENS
+) -> TowerEncoder:
+    """Contriever (Izacard et al., 2022): mean over all tokens, dot product, texts of up to 512 tokens.
 
     Args:
         place: `facebook/contriever`, `facebook/contriever-msmarco`, or a folder.
-        device: None for a GPU if there is one.
+        device: device of the network; None for a GPU if there is one.
+        batch_tokens: number of tokens in a batch, padding included.
 
     Raises:
         ModelLoadError: when there is no such model.
+        ConfigError: when there is no such device.
     """
-    tower = _tower(place, AutoModel, AutoTokenizer, "mean", False, 512, device)
+    tower = _tower(place, AutoModel, AutoTokenizer, "mean", False, 512, device, batch_tokens)
     return TowerEncoder("contriever", tower, tower)
 
 
@@ -130,15 +145,16 @@ def dpr(
     *,
     device: str | None = None,
 ) -> TowerEncoder:
-    """DPR (Karpukhin et al., 2020): a question and a passage encoder, the pooler's output, dot product.
+    """DPR (Karpukhin et al., 2020): one encoder for questions and one for passages, pooler output, dot product.
 
     Args:
         question_place: name or folder of the question encoder.
         document_place: name or folder of the passage encoder.
-        device: None for a GPU if there is one.
+        device: device of the networks; None for a GPU if there is one.
 
     Raises:
         ModelLoadError: when there is no such model.
+        ConfigError: when there is no such device.
     """
     documents = _tower(document_place, DPRContextEncoder, DPRContextEncoderTokenizer, "pooler", False, 512, device)
     questions = _tower(question_place, DPRQuestionEncoder, DPRQuestionEncoderTokenizer, "pooler", False, 512, device)
@@ -146,10 +162,14 @@ def dpr(
 
 
 def minilm(*, device: str | None = None) -> TowerEncoder:
-    """all-MiniLM-L6-v2 out of an installed package, without a model hub: the mean over all tokens, cosine.
+    """all-MiniLM-L6-v2 from an installed package, without a model hub: mean over all tokens, cosine.
+
+    Args:
+        device: device of the network; None for a GPU if there is one.
 
     Raises:
-        ModelLoadError: as `minilm_folder`.
+        ModelLoadError: when the package is missing or damaged (see `minilm_folder`).
+        ConfigError: when there is no such device.
     """
     tower = _tower(str(minilm_folder()), AutoModel, AutoTokenizer, "mean", True, 256, device)
     return TowerEncoder("minilm", tower, tower)
@@ -159,11 +179,16 @@ class SentenceTransformerEncoder:
     """Any sentence-transformers model with its own pooling and prompts; cosine.
 
     Args:
-        place: a name on the Hub or a folder.
-        device: None for a GPU if there is one.
+        place: name on the Hub, or folder.
+        device: device of the network; None for a GPU if there is one.
+
+    Attributes:
+        width: D, the length of a vector.
+        fingerprint: hash of configuration, prompts and weights.
 
     Raises:
         ModelLoadError: when sentence-transformers is missing, or there is no such model.
+        ConfigError: when there is no such device.
     """
 
     def __init__(self, place: str, *, device: str | None = None) -> None:
@@ -175,50 +200,54 @@ class SentenceTransformerEncoder:
             "an encoder",
             place,
             SentenceTransformer,
-            device=str(_device(device)),
+            device=str(default_device(device)),
             trust_remote_code=False,
             model_kwargs={"use_safetensors": True},
         )
         self.width = int(self._model.get_embedding_dimension())
-        described = f"{self._model} {self._model.prompts} {weights_hash(self._model)}"
-        self.fingerprint = f"sentence-transformers {hashlib.sha256(described.encode()).hexdigest()[:16]}"
+        identity = f"{self._model} {self._model.prompts} {weights_hash(self._model)}"
+        self.fingerprint = f"sentence-transformers {hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
     def documents(self, texts: Sequence[str], advance: Advance = None) -> Vectors:
-        vectors = self._encoded(self._model.encode_document, texts)
+        vectors = self._encode(self._model.encode_document, texts)
         if advance is not None:
             advance(len(texts))
         return vectors
 
     def questions(self, texts: Sequence[str]) -> Vectors:
-        return self._encoded(self._model.encode_query, texts)
+        return self._encode(self._model.encode_query, texts)
 
-    def _encoded(self, encode: Callable[..., Any], texts: Sequence[str]) -> Vectors:
-        # The library sorts by length and batches by itself.
+    def _encode(self, encode: Callable[..., Any], texts: Sequence[str]) -> Vectors:
+        # The library sorts by length and makes batches itself.
         vectors = encode(list(texts), normalize_embeddings=True, show_progress_bar=False, convert_to_numpy=True)
         return np.asarray(vectors, dtype=np.float32).reshape(len(texts), self.width)
 
 
 def _tower(
-    place: str, model: Any, tokenizer: Any, pooling: Pooling, normalize: bool, max_tokens: int, device: str | None
+    place: str,
+    model: Any,
+    tokenizer: Any,
+    pooling: Pooling,
+    normalize: bool,
+    max_tokens: int,
+    device: str | None,
+    batch_tokens: int = BATCH_TOKENS,
 ) -> Tower:
     network = loaded(
         "an encoder", place, model.from_pretrained, trust_remote_code=False, use_safetensors=True, dtype=torch.float32
     )
     return Tower(
-        network.eval().to(_device(device)),
+        network.eval().to(default_device(device)),
         loaded("a tokenizer", place, tokenizer.from_pretrained),
         pooling,
         normalize,
         min(max_tokens, int(network.config.max_position_embeddings)),
+        batch_tokens,
     )
 
 
-def _device(name: str | None) -> torch.device:
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
 def weights_hash(model: nn.Module) -> str:
-    """Hex digest of all weights of a network, by their names, types and shapes."""
+    """Hex sha256 of all weights of a network, with their names, dtypes and shapes."""
     digest = hashlib.sha256()
     for name, values in sorted(model.state_dict().items()):
         digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())

@@ -1,4 +1,4 @@
-"""Reciprocal-rank fusion: several retrievers as one."""
+"""Reciprocal-rank fusion of several retrievers."""
 
 from __future__ import annotations
 
@@ -11,22 +11,31 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.retrieval.base import Hit, Retriever, check_distinct, check_k
 
-RANK_OFFSET = 60  # of Cormack, Clarke and Büttcher, SIGIR 2009: how little the very first ranks stand out
+RANK_OFFSET = 60  # as in Cormack, Clarke and Büttcher, SIGIR 2009; it limits how much the first ranks stand out
 
 
 class HybridRetriever(Retriever):
     """Fuses the rankings of several retrievers: a document's score is the sum of `weight / (60 + rank)`.
 
-    Ranks start at 1; a retriever that does not find a document adds nothing to its score. Documents of equal scores
-    come in the order of the retrievers that found them, and then of their ranks. All retrievers get every document.
+    Ranks start at 1; a retriever that does not find a document adds nothing to its score. Documents with equal scores
+    are ordered by the retriever that found them, then by rank. All retrievers hold all documents.
 
     Args:
-        retrievers: at least one.
-        weights: one for each, not negative; None for equal weights. A retriever of weight 0 is not asked.
-        depth: how many documents each retriever is asked for, or `k` where that is more.
+        retrievers: at least one retriever.
+        weights: a non-negative weight for each retriever; None for equal weights. A retriever of weight 0 is not
+            queried.
+        depth: number of documents that each retriever is queried for, or `k` if that is more.
 
     Raises:
         ConfigError: for no retriever, weights that do not fit, or a depth below 1.
+
+    >>> from mac_rag.data.types import Document
+    >>> from mac_rag.retrieval import BM25Retriever, HybridRetriever
+    >>> hybrid = HybridRetriever([BM25Retriever(idf="lucene"), BM25Retriever(idf="okapi")], weights=[2, 1])
+    >>> hybrid.add([Document("bridge", "Anna Berg opened the bridge."), Document("river", "A ferry on the river.")])
+    >>> [hits] = hybrid.retrieve(["Who opened the bridge?"], k=5)
+    >>> [(hit.document_id, round(hit.score, 3)) for hit in hits]  # rank 1 for both: (2 + 1) / 61
+    [('bridge', 0.049)]
     """
 
     def __init__(
@@ -45,7 +54,7 @@ class HybridRetriever(Retriever):
         if depth < 1:
             raise ConfigError(f"depth must be at least 1, got {depth}")
         self.depth = depth
-        self._lock = threading.RLock()  # a question never meets a document that only some retrievers have
+        self._lock = threading.RLock()  # no question sees a document that only some retrievers have
 
     def add(self, documents: Sequence[Document]) -> None:
         with self._lock:
@@ -90,7 +99,7 @@ class HybridRetriever(Retriever):
         return any(document_id in retriever for retriever in self.retrievers)
 
     def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
-        """See `Retriever.content_hashes`; only documents that all retrievers hold, and alike."""
+        """See `Retriever.content_hashes`; only documents that all retrievers hold with the same hash."""
         with self._lock:
             first, *others = (retriever.content_hashes(document_ids) for retriever in self.retrievers)
         return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
@@ -100,18 +109,26 @@ class HybridRetriever(Retriever):
             return self.retrievers[0].documents(document_ids)
 
     def save(self, folder: Path) -> None:
-        """Writes each retriever to a folder of its own, `0`, `1`, ..., inside `folder`.
+        """Writes the retrievers to the folders `0`, `1`, ... inside `folder`.
 
         Raises:
-            ConfigError: when one of them keeps its documents elsewhere.
+            ConfigError: when one of them does not keep its documents itself.
         """
         with self._lock:
-            for place, retriever in enumerate(self.retrievers):
-                retriever.save(folder / str(place))
+            for index, retriever in enumerate(self.retrievers):
+                retriever.save(folder / str(index))
 
 
 def fuse(rankings: Sequence[Sequence[Hit]], weights: Sequence[float]) -> list[Hit]:
-    """Fuses rankings of one question; see `HybridRetriever`."""
+    """Fuses rankings of one question; see `HybridRetriever`.
+
+    Args:
+        rankings: hits of each retriever, best first.
+        weights: the weight of each retriever.
+
+    Returns:
+        All hits with fused scores, best first.
+    """
     scores: dict[str, float] = {}
     first: dict[str, Hit] = {}
     for ranking, weight in zip(rankings, weights, strict=True):

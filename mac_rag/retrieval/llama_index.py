@@ -1,4 +1,4 @@
-"""A LlamaIndex index, or any LlamaIndex retriever, as a retriever of `mac_rag`; which document a node belongs to."""
+"""A LlamaIndex index or retriever as a retriever of `mac_rag`, and the bank's ids of LlamaIndex nodes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FiledBy = Literal["source", "node"]
 
 
 def document_id(node: BaseNode, filed_by: FiledBy) -> str:
-    """The id under which the memory bank files a node's text.
+    """The id of a node's document in the memory bank.
 
     Args:
         node: a whole document, or a part of one.
-        filed_by: `source` for the id of the document that the node comes from, which is the node's own id where it
-            is a whole document; `node` for the node's own id.
+        filed_by: `source` for the id of the node's source document, or the node's own id if it has no source; `node`
+            for the node's own id.
     """
     own: str = node.node_id
     return own if filed_by == "node" else node.ref_doc_id or own
@@ -34,19 +34,18 @@ def document_id(node: BaseNode, filed_by: FiledBy) -> str:
 class LlamaIndexRetriever(Retriever):
     """A LlamaIndex index, or any LlamaIndex retriever, as a retriever of `mac_rag`.
 
-    A document that comes back as several nodes is one hit, with the text of its best node. More nodes than `k` are
-    asked for where needed. A retriever without a `similarity_top_k` to be told by gives what it gives, which may be
-    less than `k`.
+    Several nodes of one document make one hit, with the text of the best node. If that leaves less than `k` hits, more
+    nodes are retrieved. A retriever without the attribute `similarity_top_k` can return less than `k` hits.
 
     Args:
-        source: an index, which documents are added to and deleted from, and which is searched as it is at each
-            question; or a retriever, which is only read. An index has to keep its nodes in a docstore, since a vector
-            store alone does not tell which documents it holds.
+        source: an index, which is searched in its current state and to which documents can be added; or a retriever,
+            which is only read. An index must have a docstore, because a vector store alone cannot tell which documents
+            it holds.
         filed_by: which document a node belongs to; see `document_id`.
-        options: what else `as_retriever` of an index takes, such as `vector_store_query_mode`.
+        options: further arguments of the index's `as_retriever`, such as `vector_store_query_mode`.
 
     Raises:
-        ConfigError: for options beside a retriever.
+        ConfigError: for a retriever with options.
     """
 
     def __init__(self, source: BaseRetriever | BaseIndex[Any], *, filed_by: FiledBy = "source", **options: Any) -> None:
@@ -99,7 +98,11 @@ class LlamaIndexRetriever(Retriever):
             return document_id in self._index("look up").ref_doc_info
 
     def _index(self, purpose: str) -> Any:
-        """The index, if there is one and it can tell which documents it holds."""
+        """The index.
+
+        Raises:
+            ConfigError: for a retriever, or an index that cannot tell which documents it holds; names the purpose.
+        """
         if isinstance(self._source, BaseRetriever):
             raise ConfigError(
                 f"cannot {purpose} documents through the retriever {type(self._source).__name__}, which is only read; "
@@ -119,13 +122,13 @@ class LlamaIndexRetriever(Retriever):
         if isinstance(self._source, BaseRetriever):
             retriever = copy.copy(self._source)  # its own similarity_top_k stays as it is
         else:
-            # Made anew, because a vector retriever finds only the nodes of the moment at which it was made.
+            # A vector retriever finds only the nodes that existed when it was made, so each question needs a new one.
             retriever = self._source.as_retriever(**self._options)
         adjustable = hasattr(retriever, "similarity_top_k")
-        asked = k
+        limit = k
         while True:
             if adjustable:
-                retriever.similarity_top_k = asked
+                retriever.similarity_top_k = limit
             nodes = retriever.retrieve(QueryBundle(question))
             hits: dict[str, Hit] = {}
             for scored in nodes:
@@ -133,6 +136,6 @@ class LlamaIndexRetriever(Retriever):
                 if name not in hits and (allowed is None or name in allowed):
                     text = scored.node.get_content(metadata_mode=MetadataMode.NONE)
                     hits[name] = Hit(name, text, scored.score or 0.0, scored.node.metadata)
-            if len(hits) >= k or not adjustable or len(nodes) < asked:
+            if len(hits) >= k or not adjustable or len(nodes) < limit:
                 return list(hits.values())[:k]
-            asked *= 4
+            limit *= 4

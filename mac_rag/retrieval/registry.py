@@ -17,7 +17,7 @@ from mac_rag.retrieval.hybrid import HybridRetriever
 _SENTENCE_TRANSFORMERS = "sentence-transformers:"
 _CHROMA = "chroma:"
 
-# What `make_retriever` takes, for help texts and messages.
+# The names that `make_retriever` takes, for help texts and messages.
 RETRIEVERS = (
     "none", "bm25", "contriever", "contriever-msmarco", "dpr", "minilm", "hybrid", "sentence-transformers:MODEL",
     "chroma:FOLDER", "chroma:http://HOST:PORT", "module:attr",
@@ -25,21 +25,21 @@ RETRIEVERS = (
 
 
 def make_retriever(spec: str, *, folder: Path | None = None, progress: bool = False) -> Retriever | None:
-    """Makes the retriever that a name stands for.
+    """Makes a retriever by its name.
 
     Args:
-        spec: `none`; `bm25`; `contriever`, `contriever-msmarco`, `dpr` (from the Hub); `minilm` (out of an installed
-            package); `hybrid`, which fuses bm25 and minilm; `sentence-transformers:MODEL` for a model's name or
-            folder; `chroma:FOLDER`, `chroma:http://HOST:PORT` or `chroma:http://HOST:PORT/COLLECTION` for vectors of
-            minilm in Chroma; `module:attr` for anything importable: a `Retriever`, a LlamaIndex retriever or index, or
-            what makes one when it is called without arguments.
-        folder: where the retriever was saved, or is to be saved; opened if there is one. A dense retriever keeps in
-            it what it has encoded so far. None for a new one in memory. Not for Chroma, whose place is in its name,
-            nor for `module:attr`, which has its own.
-        progress: shows a progress bar while documents are encoded.
+        spec: `none`; `bm25`; `contriever`, `contriever-msmarco`, `dpr` (from the Hub); `minilm` (from an installed
+            package); `hybrid`, which fuses bm25 and minilm; `sentence-transformers:MODEL` for the name or folder of a
+            model; `chroma:FOLDER`, `chroma:http://HOST:PORT` or `chroma:http://HOST:PORT/COLLECTION` for vectors of
+            minilm in Chroma; `module:attr` for an importable `Retriever`, LlamaIndex retriever or LlamaIndex index, or
+            a function without arguments that makes one.
+        folder: folder of the retriever. A retriever that was saved there is loaded. A dense retriever writes vectors
+            there while it encodes. None for a new retriever in memory. Ignored for Chroma, whose place is in its name,
+            and for `module:attr`.
+        progress: True to show a progress bar while documents are encoded.
 
     Returns:
-        None for `none`.
+        The retriever; None for `none`.
 
     Raises:
         ConfigError: for an unknown name; lists the names.
@@ -52,8 +52,8 @@ def make_retriever(spec: str, *, folder: Path | None = None, progress: bool = Fa
         return BM25Retriever.load(folder) if folder is not None and snapshot.exists(folder) else BM25Retriever()
     if spec == "hybrid":
         parts = [
-            make_retriever(name, folder=None if folder is None else folder / str(place), progress=progress)
-            for place, name in enumerate(("bm25", "minilm"))
+            make_retriever(name, folder=None if folder is None else folder / str(index), progress=progress)
+            for index, name in enumerate(("bm25", "minilm"))
         ]
         return HybridRetriever([part for part in parts if part is not None])
     if spec.startswith(_CHROMA) and spec != _CHROMA:
@@ -70,22 +70,22 @@ def make_retriever(spec: str, *, folder: Path | None = None, progress: bool = Fa
 
 
 def check_name(spec: str) -> None:
-    """Refuses a name that `make_retriever` does not know, without loading a model.
+    """Checks that `make_retriever` knows a name, without loading a model.
 
     Raises:
-        ConfigError: naming it; lists the names.
+        ConfigError: for an unknown name; lists the names.
     """
     if spec != "none" and not needs_folder(spec) and (not spec.startswith(_CHROMA) or spec == _CHROMA):
-        _named(spec)
+        _import(spec)
 
 
 def needs_folder(spec: str) -> bool:
-    """Whether a retriever of this name lives in memory, and lasts only where it is saved to a folder."""
+    """True if a retriever of this name is in memory and must be saved to a folder to persist."""
     return spec in ("bm25", "hybrid") or _encoder(spec) is not None
 
 
 def _encoder(spec: str) -> Callable[[], Encoder] | None:
-    """What makes the encoder of a dense retriever; None where `spec` names none."""
+    """A function that makes the encoder of a dense retriever; None if `spec` does not name one."""
     if spec not in ("contriever", "contriever-msmarco", "dpr", "minilm") and not spec.startswith(
         _SENTENCE_TRANSFORMERS
     ):
@@ -101,28 +101,29 @@ def _encoder(spec: str) -> Callable[[], Encoder] | None:
     return lambda: encoders.contriever(f"facebook/{spec}")
 
 
-def _named(spec: str) -> Any:
-    """What `module:attr` stands for."""
+def _import(spec: str) -> Any:
+    """The object that `module:attr` names."""
     module, colon, attribute = spec.partition(":")
     if not (colon and module and attribute):
         raise ConfigError(f"unknown retriever {spec!r}; choose one of {', '.join(RETRIEVERS)}")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for name in attribute.split("."):
-            found = getattr(found, name)
+            value = getattr(value, name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"cannot import retriever {spec!r}: {error}; choose one of {', '.join(RETRIEVERS)}, where module:attr is "
             "an importable module and a name in it"
         ) from error
-    return found
+    return value
 
 
 def _imported(spec: str) -> Retriever:
-    found = _named(spec)
-    made = found if isinstance(found, Retriever) or not callable(found) else found()
-    if isinstance(made, Retriever):
-        return made
+    """The retriever that `module:attr` names or makes."""
+    value = _import(spec)
+    source = value if isinstance(value, Retriever) or not callable(value) else value()
+    if isinstance(source, Retriever):
+        return source
     try:
         from llama_index.core.indices.base import BaseIndex
         from llama_index.core.retrievers import BaseRetriever
@@ -131,8 +132,8 @@ def _imported(spec: str) -> Retriever:
     except ImportError:
         pass
     else:
-        if isinstance(made, BaseRetriever | BaseIndex):
-            return LlamaIndexRetriever(made)
+        if isinstance(source, BaseRetriever | BaseIndex):
+            return LlamaIndexRetriever(source)
     raise ConfigError(
-        f"{spec!r} is {type(made).__name__}, neither a mac_rag Retriever nor a LlamaIndex retriever or index"
+        f"{spec!r} is {type(source).__name__}, neither a mac_rag Retriever nor a LlamaIndex retriever or index"
     )

@@ -1,4 +1,4 @@
-"""The documents of an index by row: rows never change place between two compactions and stand in stream order."""
+"""Documents of an index by row. Row numbers are in the order of addition and change only by compaction."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.retrieval.base import Hit, Retriever, check_distinct
 
-_SPARE = 1024  # empty rows that are never worth a compaction
+_SPARE = 1024  # up to this many empty rows are not worth a compaction
 
 
 class Rows:
-    """Documents in the order in which they were added, each in a row of its own; a deleted one leaves its row empty."""
+    """Documents in the order of addition, one in each row. A deleted document leaves its row empty."""
 
     def __init__(self) -> None:
         self._row: dict[str, int] = {}
@@ -40,14 +40,14 @@ class Rows:
 
     @property
     def sparse(self) -> bool:
-        """Whether most rows are empty, so that it is time to compact."""
+        """True if most rows are empty, so that it is time to compact."""
         return self.size > 2 * len(self) + _SPARE
 
     def check(self, documents: Sequence[Document]) -> None:
-        """Refuses documents that cannot be added.
+        """Checks that documents can be added.
 
         Raises:
-            BankError: for an id that is already there or comes twice.
+            BankError: for an id that exists already or occurs twice.
         """
         for document in documents:
             if document.id in self._row:
@@ -55,7 +55,7 @@ class Rows:
         check_distinct(documents)
 
     def append(self, documents: Iterable[Document]) -> None:
-        """Takes in documents that were checked."""
+        """Adds documents that passed `check`."""
         for document in documents:
             self._row[document.id] = len(self._documents)
             self._documents.append(document)
@@ -86,32 +86,38 @@ class Rows:
         return document
 
     def content_hashes(self, document_ids: Collection[str] | None) -> dict[str, str]:
-        """The content hash of each document, by id; of all for None."""
+        """Content hashes by id; unknown ids are left out. None for all documents."""
         if document_ids is None:
             return {document.id: content_hash(document) for document in self}
         return {name: content_hash(self.get(name)) for name in document_ids if name in self}
 
     def compact(self) -> NDArray[np.int64]:
-        """Closes the gaps and returns the old rows in their new order."""
-        kept = np.flatnonzero(self.live())
+        """Removes empty rows; returns the old row numbers of the remaining rows, in order."""
+        old_rows = np.flatnonzero(self.live())
         self._documents = list(self)
         self._row = {document.id: row for row, document in enumerate(self)}
         self._live = bytearray(b"\1" * len(self._documents))
-        return kept
+        return old_rows
 
     def live(self) -> NDArray[np.bool_]:
-        """Which rows hold a document `[rows]`."""
+        """True for rows that hold a document, `[rows]`."""
         return np.frombuffer(bytes(self._live), dtype=np.bool_)
 
     def mask(self, allowed: Container[str] | None) -> NDArray[np.bool_] | None:
-        """Which rows may be found `[rows]`; None for all."""
+        """True for rows that may be found, `[rows]`; None if all may be found."""
         if allowed is None:
             return None if len(self) == self.size else self.live()
-        found = (document is not None and document.id in allowed for document in self._documents)
-        return np.fromiter(found, dtype=np.bool_, count=self.size)
+        is_allowed = (document is not None and document.id in allowed for document in self._documents)
+        return np.fromiter(is_allowed, dtype=np.bool_, count=self.size)
 
     def hits(self, rows: NDArray[np.int64], scores: NDArray[np.floating], k: int) -> list[Hit]:
-        """The `k` best of some rows in ascending order, with a score for each; equal scores in stream order."""
+        """The `k` best of some rows, best first; equal scores in the order of rows.
+
+        Args:
+            rows: `[n]`, ascending row numbers.
+            scores: `[n]`, the score of each row.
+            k: maximum number of hits.
+        """
         best = np.arange(len(scores))
         if len(best) > k:
             best = np.flatnonzero(scores >= np.partition(scores, -k)[-k])
@@ -125,7 +131,7 @@ class Rows:
 
 
 class RowRetriever(Retriever):
-    """A retriever that keeps its documents in memory, in rows; one thread at a time changes or reads them."""
+    """A retriever that keeps its documents in memory, in rows. A lock serializes access to them."""
 
     def __init__(self) -> None:
         self._rows = Rows()

@@ -1,6 +1,6 @@
-"""Engines of BM25: an index that follows every change, and the libraries bm25s and rank_bm25 as they come.
+"""Engines of BM25: an incremental index, and the unchanged libraries bm25s and rank_bm25.
 
-All compute the same scores from term ids. A scorer knows documents by row; rows ascend in stream order.
+All compute the same scores from term ids. A scorer knows documents by row; rows ascend in the order of addition.
 """
 
 from __future__ import annotations
@@ -14,43 +14,46 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-K1, B = 1.5, 0.75  # saturation of the term frequency, share of the length normalisation
-EPSILON = 0.25  # Okapi: the floor of an idf, as a share of the mean idf
+K1, B = 1.5, 0.75  # saturation of the term frequency, weight of the length normalization
+EPSILON = 0.25  # Okapi: the lower bound of an idf, as a fraction of the mean idf
 
 Idf = Literal["lucene", "okapi"]
 Terms = NDArray[np.int32]  # the term ids of one document, repeated as they occur in it
-Found = tuple[NDArray[np.int64], NDArray[np.float64]]  # rows in ascending order, and a score for each
+ScoredRows = tuple[NDArray[np.int64], NDArray[np.float64]]  # ascending rows, and the score of each
 
 
 class Scorer(Protocol):
-    """Documents that share a term with a question, scored."""
+    """Scores the documents that share a term with a question."""
 
     def add(self, first: int, documents: Sequence[Terms]) -> None:
-        """Takes in documents whose rows start at `first`, beyond all rows so far."""
+        """Adds documents in consecutive rows from `first` on, behind all existing rows."""
 
     def remove(self, row: int, terms: Terms) -> None:
-        """Forgets one document."""
+        """Removes the document in a row."""
 
-    def score(self, terms: Sequence[int]) -> Found:
-        """Rows that hold one of the terms, with their scores; terms count as often as they come."""
+    def score(self, terms: Sequence[int]) -> ScoredRows:
+        """Rows that contain one of the terms, and their scores; a repeated term counts repeatedly."""
 
 
 class Postings:
-    """An inverted index that costs a change only the terms of the documents changed.
+    """An inverted index whose changes cost only the terms of the changed documents.
 
-    It keeps, for each term, the rows that hold it and how often; what depends on the whole corpus (idf, mean length)
-    enters when a question is asked. So nothing is ever stale and nothing has to be rebuilt. The operations are
-    rank_bm25's, one for one, so that scores equal its scores to the last bit (but for Okapi's floor, a mean over the
-    vocabulary, where they equal to rounding).
+    It keeps, for each term, the rows that contain it and the counts there. Statistics of the whole corpus (idf, mean
+    length) are applied to each question, so nothing becomes stale and nothing must be rebuilt. The arithmetic follows
+    rank_bm25 operation by operation, so scores equal its scores bit by bit, except for Okapi's lower bound, a mean over
+    the vocabulary, where they are equal up to rounding.
+
+    Args:
+        idf: `lucene` or `okapi`; see `BM25Retriever`.
     """
 
     def __init__(self, idf: Idf) -> None:
         self._idf = idf
-        self._rows: list[array[int]] = []  # by term id, ascending
-        self._counts: list[array[int]] = []
-        self._lengths = np.zeros(0)  # terms of each row, with room to grow
+        self._rows: list[array[int]] = []  # by term id: the rows that contain it, ascending
+        self._counts: list[array[int]] = []  # by term id: its count in each of these rows
+        self._lengths = np.zeros(0)  # number of terms of each row, and spare rows
         self._size = self._documents = self._total = 0
-        # What depends on the corpus as a whole; None after a change.
+        # Statistics of the whole corpus; None after a change.
         self._norms: NDArray[np.float64] | None = None
         self._floor: float | None = None
 
@@ -86,21 +89,21 @@ class Postings:
         self._total -= len(terms)
         self._norms = self._floor = None
 
-    def score(self, terms: Sequence[int]) -> Found:
+    def score(self, terms: Sequence[int]) -> ScoredRows:
         scores = np.zeros(self._size)
-        holds = np.zeros(self._size, dtype=np.bool_)
+        is_hit = np.zeros(self._size, dtype=np.bool_)
         columns: dict[int, tuple[NDArray[np.int32], NDArray[np.float64]]] = {}
         for term in terms:
             if term not in columns:
                 columns[term] = self._column(term)
-                holds[columns[term][0]] = True
+                is_hit[columns[term][0]] = True
             rows, column = columns[term]
             scores[rows] += column
-        found = np.flatnonzero(holds)
-        return found, scores[found]
+        hits = np.flatnonzero(is_hit)
+        return hits, scores[hits]
 
     def _column(self, term: int) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-        """The rows that hold a term, and what it adds to the score of each."""
+        """The rows that contain a term, and its contribution to the score of each."""
         rows = np.frombuffer(self._rows[term], np.int32)
         if not len(rows):
             return rows, np.zeros(0)
@@ -111,6 +114,7 @@ class Postings:
         return rows, self._weight(len(rows)) * (counts * (K1 + 1) / (counts + self._norms[rows]))
 
     def _weight(self, holding: int) -> float:
+        """The idf of a term that `holding` documents contain."""
         if self._idf == "lucene":
             return lucene(self._documents, holding)
         weight = _okapi(self._documents, holding)
@@ -124,12 +128,16 @@ class Postings:
 
 
 class LibraryScorer:
-    """A library's index over all documents, built anew at the first question after a change."""
+    """A library's index over all documents, rebuilt at the first question after a change.
 
-    def __init__(self, build: Callable[[list[list[int]]], Callable[[list[int]], Found]]) -> None:
+    Args:
+        build: indexes the term ids of all documents; returns a function from a question's term ids to scored rows.
+    """
+
+    def __init__(self, build: Callable[[list[list[int]]], Callable[[list[int]], ScoredRows]]) -> None:
         self._build = build
         self._terms: dict[int, Terms] = {}
-        self._index: Callable[[list[int]], Found] | None = None
+        self._index: Callable[[list[int]], ScoredRows] | None = None
         self._live: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
     def add(self, first: int, documents: Sequence[Terms]) -> None:
@@ -140,18 +148,18 @@ class LibraryScorer:
         del self._terms[row]
         self._index = None
 
-    def score(self, terms: Sequence[int]) -> Found:
-        if not any(map(len, self._terms.values())):  # neither library can index documents that hold no term at all
+    def score(self, terms: Sequence[int]) -> ScoredRows:
+        if not any(map(len, self._terms.values())):  # neither library can index documents without any term
             return np.zeros(0, dtype=np.int64), np.zeros(0)
         if self._index is None:
             self._index = self._build([document.tolist() for document in self._terms.values()])
             self._live = np.fromiter(self._terms, dtype=np.int64)
-        found, scores = self._index(list(terms))
-        return self._live[found], scores
+        hits, scores = self._index(list(terms))
+        return self._live[hits], scores
 
 
-def bm25s_index(documents: list[list[int]]) -> Callable[[list[int]], Found]:
-    """bm25s's eager index: a sparse matrix of all scores, with Lucene's idf."""
+def bm25s_index(documents: list[list[int]]) -> Callable[[list[int]], ScoredRows]:
+    """The eager index of bm25s, a sparse matrix of all scores, with Lucene's idf."""
     import bm25s
 
     known = {term for document in documents for term in document}
@@ -159,22 +167,22 @@ def bm25s_index(documents: list[list[int]]) -> Callable[[list[int]], Found]:
     ids = [[vocabulary[term] for term in document] for document in documents]
     index = bm25s.BM25(k1=K1, b=B, method="atire", idf_method="lucene", dtype="float64")
     index.index(
-        (ids, {str(term): place for term, place in vocabulary.items()}), create_empty_token=False, show_progress=False
+        (ids, {str(term): column for term, column in vocabulary.items()}), create_empty_token=False, show_progress=False
     )
 
-    def score(terms: list[int]) -> Found:
-        asked = [vocabulary[term] for term in terms if term in vocabulary]
-        scores = index.get_scores(asked) if asked else np.zeros(len(documents))
-        found = np.flatnonzero(scores > 0)  # Lucene's idf is positive
-        return found, scores[found]
+    def score(terms: list[int]) -> ScoredRows:
+        columns = [vocabulary[term] for term in terms if term in vocabulary]
+        scores = index.get_scores(columns) if columns else np.zeros(len(documents))
+        hits = np.flatnonzero(scores > 0)  # Lucene's idf is positive
+        return hits, scores[hits]
 
     return score
 
 
-def rank_bm25_index(idf: Idf) -> Callable[[list[list[int]]], Callable[[list[int]], Found]]:
-    """rank_bm25's `BM25Okapi`: the plain reference, linear in the number of documents."""
+def rank_bm25_index(idf: Idf) -> Callable[[list[list[int]]], Callable[[list[int]], ScoredRows]]:
+    """The `BM25Okapi` of rank_bm25, the plain reference; a question costs time linear in the number of documents."""
 
-    def build(documents: list[list[int]]) -> Callable[[list[int]], Found]:
+    def build(documents: list[list[int]]) -> Callable[[list[int]], ScoredRows]:
         from rank_bm25 import BM25Okapi
 
         index: Any = BM25Okapi(documents, k1=K1, b=B, epsilon=EPSILON)
@@ -182,13 +190,13 @@ def rank_bm25_index(idf: Idf) -> Callable[[list[list[int]]], Callable[[list[int]
             containing = Counter(term for document in documents for term in set(document))
             index.idf = {term: lucene(len(documents), holding) for term, holding in containing.items()}
 
-        def score(terms: list[int]) -> Found:
+        def score(terms: list[int]) -> ScoredRows:
             scores = index.get_scores(terms)
             if idf == "lucene":
-                found = np.flatnonzero(scores > 0)
-            else:  # Okapi's may be 0 or less for a document that shares a term
-                found = np.flatnonzero([not held.keys().isdisjoint(terms) for held in index.doc_freqs])
-            return found, scores[found]
+                hits = np.flatnonzero(scores > 0)
+            else:  # Okapi's score can be 0 or less for a document that shares a term
+                hits = np.flatnonzero([not counts.keys().isdisjoint(terms) for counts in index.doc_freqs])
+            return hits, scores[hits]
 
         return score
 
@@ -196,10 +204,10 @@ def rank_bm25_index(idf: Idf) -> Callable[[list[list[int]]], Callable[[list[int]
 
 
 def lucene(documents: int, holding: int) -> float:
-    """Lucene's idf: positive for every term."""
+    """Lucene's idf of a term that `holding` of `documents` documents contain; always positive."""
     return math.log(1 + (documents - holding + 0.5) / (holding + 0.5))
 
 
 def _okapi(documents: int, holding: int) -> float:
-    """Okapi's idf before its floor: negative for a term in more than half of the documents."""
+    """Okapi's idf without its lower bound; negative for a term in more than half of the documents."""
     return math.log(documents - holding + 0.5) - math.log(holding + 0.5)

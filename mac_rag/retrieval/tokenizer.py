@@ -1,4 +1,4 @@
-"""From a text to the terms that BM25 counts."""
+"""Splits texts into the terms that BM25 counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from mac_rag.errors import ConfigError
 
-# Languages by the names of PyStemmer; each is one of bm25s's lists of stop words.
+# Languages by their names in PyStemmer, and the suffixes of bm25s's lists of stop words.
 _STOPWORDS = {
     "chinese": "CHINESE",
     "danish": "DANISH",
@@ -29,15 +29,19 @@ _STOPWORDS = {
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Cuts texts into terms: lower-cased words without stop words, stemmed.
+    """Splits texts into terms: lower-cased words without stop words, stemmed.
 
     Args:
-        pattern: a regular expression of what a word is.
-        stemmer: a snowball language of PyStemmer such as `english`; None leaves words as they are.
-        stopwords: a language whose most frequent words are dropped; None keeps all.
+        pattern: regular expression that matches a word.
+        stemmer: Snowball language of PyStemmer, such as `english`; None for no stemming.
+        stopwords: language whose stop words are dropped; None to keep all words.
 
     Raises:
-        ConfigError: for a language that there is no stemmer or no list of stop words for, or a broken pattern.
+        ConfigError: for a language without a stemmer or a list of stop words, or an invalid pattern.
+
+    >>> from mac_rag.retrieval import Tokenizer
+    >>> Tokenizer()("The bridges were opened in May")
+    ['bridg', 'were', 'open', 'may']
     """
 
     pattern: str = r"\w+"
@@ -51,7 +55,7 @@ class Tokenizer:
         try:
             compiled = re.compile(self.pattern)
         except re.error as error:
-            raise ConfigError(f"{self.pattern!r} is no regular expression: {error}") from None
+            raise ConfigError(f"{self.pattern!r} is not a regular expression: {error}") from None
         if compiled.groups:
             raise ConfigError(f"the pattern {self.pattern!r} has groups; write them as (?:...)")
         object.__setattr__(self, "_find", compiled.findall)
@@ -78,5 +82,5 @@ class Tokenizer:
         return self._stem(words) if self._stem else words
 
     def describe(self) -> dict[str, str | None]:
-        """What it takes to make an equal one, fit for JSON."""
+        """The arguments that make an equal tokenizer, as JSON."""
         return {"pattern": self.pattern, "stemmer": self.stemmer, "stopwords": self.stopwords}

@@ -17,11 +17,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as array_bytes
 
+from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.data.types import Document, QADataset
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
 from mac_rag.retrieval.registry import make_retriever, needs_folder
-from mac_rag.retrieval.snapshot import write_file
 
 CACHE_VARIABLE = "MAC_RAG_CACHE"
 _PART = 4096  # questions of one file: what an interruption can cost
@@ -99,7 +99,8 @@ class Retrieved:
                         rows[row, : len(hits)] = [place[hit.document_id] for hit in hits]
                     bar.advance(len(asked))
                 if folder is not None:
-                    write_file(_file(folder, part), array_bytes({"rows": rows[part.start : part.stop]}))
+                    write_file(_file(folder, part), [array_bytes({"rows": rows[part.start : part.stop]})])
+                    sync_folder(folder)
 
     def _key(self, described: str, texts: Sequence[str]) -> str:
         digest = hashlib.sha256(json.dumps([described, self._depth, len(self._documents)]).encode())

@@ -11,7 +11,7 @@ from llama_index.core import Document, VectorStoreIndex
 from llama_index_instrumentation import root_dispatcher
 
 from mac_rag.model import MACModel
-from tests.integrations.llama_index_parts import FACTS, EventLog, HashEmbedding, RecordingEngine
+from tests.integrations.helpers import FACTS, EventLog, HashEmbedding, RecordingEngine
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from mac_rag.errors import DocumentError, FingerprintError, MACError
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MemoryWriter
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
-from tests.integrations.llama_index_parts import FACTS, HashEmbedding, RecordingEngine
+from tests.integrations.helpers import FACTS, HashEmbedding, RecordingEngine
 
 QUESTION = "Who opened the bridge of Norrland?"
 MODES = ["compact", "refine", "tree_summarize", "simple_summarize"]

@@ -22,7 +22,7 @@ from mac_rag.errors import BankError, ConfigError
 from mac_rag.integrations.llama_index import MACLLM, FilteredDocuments, MACRetriever, MemoryWriter
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
-from tests.integrations.llama_index_parts import FACTS, HashEmbedding, RecordingEngine
+from tests.integrations.helpers import FACTS, HashEmbedding, RecordingEngine
 
 QUESTION = "Who opened the bridge of Norrland?"
 TENANTS = {"bridge": "a", "museum": "b", "river": "a"}

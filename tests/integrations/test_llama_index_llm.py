@@ -24,7 +24,7 @@ from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintErr
 from mac_rag.integrations.llama_index import MACLLM
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
-from tests.integrations.llama_index_parts import FACTS, EventLog, RecordingEngine
+from tests.integrations.helpers import FACTS, EventLog, RecordingEngine
 
 QUESTION = "Who opened the bridge of Norrland?"
 TEMPLATE = PromptTemplate("Answer {query_str} from {context_str}, please.")

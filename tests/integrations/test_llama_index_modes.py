@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from mac_rag.data.types import Document as MACDocument
 from mac_rag.errors import MACError
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MACSynthesizer
-from tests.integrations.llama_index_parts import FACTS, RecordingEngine
+from tests.integrations.helpers import FACTS, RecordingEngine
 
 QUESTION = "Who opened the bridge of Norrland?"
 

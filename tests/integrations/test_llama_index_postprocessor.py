@@ -24,7 +24,7 @@ from mac_rag.errors import BankError, ConfigError, FingerprintError, MACError
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MemoryWriter
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
-from tests.integrations.llama_index_parts import FACTS, EventLog, HashEmbedding, RecordingEngine
+from tests.integrations.helpers import FACTS, EventLog, HashEmbedding, RecordingEngine
 
 QUESTION = "Who opened the bridge of Norrland?"
 
@@ -83,7 +83,7 @@ class TestAnnotate:
 
 class TestRerank:
     def test_memory_alone_orders_by_falling_attention(self, remembering: RecordingEngine) -> None:
-        rank = MACNodePostprocessor(remembering, memory_weight=1)
+        rank = MACNodePostprocessor(remembering, fusion_weight=1)
         ranked = rank.postprocess_nodes(scored(*FACTS), query_str=QUESTION)
         assert [node.node_id for node in ranked] == by_mass(remembering)
         assert {node.node_id: node.metadata["mac_attention"] for node in ranked} == masses(remembering)
@@ -109,7 +109,7 @@ class TestRerank:
             NodeWithScore(node=TextNode(id_=name, text=name, metadata={"place": place}), score=score)
             for place, (name, score) in enumerate(found)
         ]
-        rank = MACNodePostprocessor(remembering, top_n=top_n, memory_weight=weight)
+        rank = MACNodePostprocessor(remembering, top_n=top_n, fusion_weight=weight)
         ranked = rank.postprocess_nodes(nodes, query_str=QUESTION)
         known, unscored = masses(remembering), any(score is None for _, score in found)
         expected = []
@@ -187,7 +187,7 @@ class TestExpand:
     def test_it_goes_before_a_reranker(self, index: VectorStoreIndex, remembering: RecordingEngine) -> None:
         first, second, third = by_mass(remembering)
         expand = MACNodePostprocessor(remembering, mode="expand", expand_to=1, source=index)
-        rank = MACNodePostprocessor(remembering, memory_weight=0.5)
+        rank = MACNodePostprocessor(remembering, fusion_weight=0.5)
         nodes = expand.postprocess_nodes(scored(second, third), query_str=QUESTION)
         ranked = rank.postprocess_nodes(nodes, query_str=QUESTION)
         assert {n.node.ref_doc_id or n.node_id: n.score for n in ranked} == {
@@ -268,8 +268,20 @@ def test_what_ranking_cannot_do_is_an_error(remembering: RecordingEngine, tiny_m
         MACNodePostprocessor(RecordingEngine(tiny_model)).postprocess_nodes(scored("bridge"), query_str=QUESTION)
     with pytest.raises(ValueError, match="top_n"):
         MACNodePostprocessor(remembering, top_n=0)
-    with pytest.raises(ValueError, match="memory_weight"):
-        MACNodePostprocessor(remembering, memory_weight=1.5)
+    with pytest.raises(ValueError, match="fusion_weight"):
+        MACNodePostprocessor(remembering, fusion_weight=1.5)
+
+
+def test_the_old_name_of_the_fusion_weight_still_works(remembering: RecordingEngine) -> None:
+    with pytest.warns(FutureWarning, match="fusion_weight"):
+        rank = MACNodePostprocessor(remembering, memory_weight=0.25)
+    assert rank.fusion_weight == 0.25
+    stored = rank.to_dict()
+    assert MACNodePostprocessor.from_dict(stored, engine=remembering).fusion_weight == 0.25
+    stored["memory_weight"] = stored.pop("fusion_weight")  # as the release before wrote it
+    with pytest.warns(FutureWarning, match="fusion_weight"):
+        again = MACNodePostprocessor.from_dict(stored, engine=remembering)
+    assert again.fusion_weight == 0.25
 
 
 def test_ranking_by_a_foreign_bank_is_refused(remembering: RecordingEngine, other_model: MACModel) -> None:

@@ -21,7 +21,7 @@ from mac_rag.errors import BankError, ConfigError
 from mac_rag.integrations.llama_index.retriever import MACRetriever
 from mac_rag.retrieval import BM25Retriever, Hit, HybridRetriever, make_retriever
 from mac_rag.retrieval.llama_index import LlamaIndexRetriever
-from tests.integrations.llama_index_parts import FACTS, EventLog, HashEmbedding
+from tests.integrations.helpers import FACTS, EventLog, HashEmbedding
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from llama_index.core.schema import NodeWithScore, TextNode
 from mac_rag.data.types import Document as MACDocument
 from mac_rag.errors import ConfigError, DocumentError
 from mac_rag.integrations.llama_index import MACLLM, MACSynthesizer
-from tests.integrations.llama_index_parts import FACTS, EventLog, RecordingEngine
+from tests.integrations.helpers import FACTS, EventLog, RecordingEngine
 
 QUESTION = "Who opened the bridge of Norrland?"
 LONG = "Anna Berg opened the bridge of Norrland. " * 80

@@ -17,7 +17,7 @@ from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from mac_rag.errors import ConfigError
 from mac_rag.integrations.llama_index import MACVectorStore, MemoryWriter
-from tests.integrations.llama_index_parts import FACTS, HashEmbedding, RecordingEngine
+from tests.integrations.helpers import FACTS, HashEmbedding, RecordingEngine
 
 
 def facts(**changed: str) -> list[Document]:

@@ -18,7 +18,7 @@ from mac_rag.retrieval import BM25Retriever, encoders
 from pipelines.corpora import retrieved_contexts as mining
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner
 from pipelines.corpora.retrieved_contexts import CACHE_VARIABLE, Retrieved
-from tests.retrieval.parts import WordEncoder
+from tests.retrieval.helpers import WordEncoder
 
 DATA = generate("train", 60, questions_per_document=4)
 

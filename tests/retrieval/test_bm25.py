@@ -352,5 +352,5 @@ def test_unknown_engine_and_languages_are_refused() -> None:
     with pytest.raises(ConfigError, match="no stop words for 'klingon'; choose None or one of chinese, danish"):
         Tokenizer(stopwords="klingon")
     for pattern in ("(", "(a)"):
-        with pytest.raises(ConfigError, match=r"groups|no regular expression"):
+        with pytest.raises(ConfigError, match=r"groups|not a regular expression"):
             Tokenizer(pattern)

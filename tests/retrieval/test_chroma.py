@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.retrieval import DenseRetriever, make_retriever
-from mac_rag.retrieval import chroma as module
 from mac_rag.retrieval.chroma import ChromaRetriever
-from tests.retrieval.chroma_server import Server
-from tests.retrieval.parts import WordEncoder, documents
+from tests.retrieval.helpers import Server, WordEncoder, documents
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -135,7 +133,7 @@ def test_everything_comes_back_as_it_was(reused: ChromaRetriever, given_document
     assert all(name in reused for name in ids)
 
 
-def test_large_batches_are_cut_to_what_chroma_takes(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batches_are_cut_to_what_chroma_takes(place: str) -> None:
     chroma = ChromaRetriever(place, WordEncoder())
     many = [Document(f"d{index}", f"w{index % 97}") for index in range(5471)]
     chroma.put(many)
@@ -144,7 +142,7 @@ def test_large_batches_are_cut_to_what_chroma_takes(place: str, monkeypatch: pyt
     assert len(chroma.content_hashes()) == len(many)
     [hits] = chroma.retrieve(["w5"], 3, allowed={"d5", "d6", "d5340"})  # 5 and 5340 have the same text
     assert [hit.document_id for hit in hits][:2] == ["d5", "d5340"]
-    monkeypatch.setattr(module, "_BATCH_BYTES", 10_000)
+    chroma = ChromaRetriever(place, WordEncoder(), batch_bytes=10_000)
     wide = [Document(f"w{index}", "long " * 1000) for index in range(5)]
     chroma.put(wide)
     assert chroma.documents([document.id for document in wide]) == wide
@@ -165,8 +163,8 @@ def test_a_foreign_collection_is_refused(server: Server) -> None:
 
 
 @pytest.mark.parametrize("address", ["http://", "http://localhost", "https://:80", "http://localhost:port"])
-def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no address of a Chroma server; write http://HOST:PORT"):
+def test_a_malformed_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not the address of a Chroma server; write http://HOST:PORT"):
         ChromaRetriever(address, WordEncoder())
 
 
@@ -180,7 +178,7 @@ def test_a_folder_is_open_in_one_process_at_a_time(tmp_path: Path) -> None:
 import sys
 from mac_rag.errors import BankError
 from mac_rag.retrieval.chroma import ChromaRetriever
-from tests.retrieval.parts import WordEncoder, documents
+from tests.retrieval.helpers import WordEncoder, documents
 for _ in sys.stdin:
     try:
         ChromaRetriever(sys.argv[1], WordEncoder()).put(documents("from there"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.retrieval import DenseRetriever
-from tests.retrieval.parts import WordEncoder, documents
+from tests.retrieval.helpers import WordEncoder, documents
 
 WORDS = [f"w{i}" for i in range(40)]
 
@@ -150,10 +150,11 @@ def test_edges() -> None:
     assert len(retriever) == 3
 
 
-def test_many_questions_are_scored_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_questions_are_scored_in_blocks() -> None:
     retriever = DenseRetriever(WordEncoder())
     retriever.add(corpus(50))
     whole = retriever.retrieve(WORDS, 4)
-    monkeypatch.setattr("mac_rag.retrieval.dense._SCORES", 120)
-    assert retriever.retrieve(WORDS, 4) == whole
+    in_blocks = DenseRetriever(WordEncoder(), max_scores=120)
+    in_blocks.add(corpus(50))
+    assert in_blocks.retrieve(WORDS, 4) == whole
     assert np.shape(whole) == (40, 4)

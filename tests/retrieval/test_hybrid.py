@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, Hit, HybridRetriever, Retriever
-from tests.retrieval.parts import WordEncoder, documents
+from tests.retrieval.helpers import WordEncoder, documents
 
 
 class Ranked(Retriever):

@@ -9,7 +9,7 @@ import pytest
 
 from mac_rag.errors import BankError, ConfigError, ModelLoadError
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, encoders, make_retriever
-from tests.retrieval.parts import documents
+from tests.retrieval.helpers import documents
 
 SHARED = BM25Retriever()
 NUMBER = 7

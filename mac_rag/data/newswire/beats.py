@@ -1,7 +1,7 @@
-"""What newswire reports on: ten beats, each a subject, the facts told about it, and the ways to tell and to ask them.
+"""The ten kinds of newswire stories (beats): their subjects, their facts, and phrasings of statements and questions.
 
-`{s}` is the story's subject, a name that no other story shares; `{a}` is the fact's own value. A question names the
-subject and asks for one value. The first fact of a beat opens the story, so its phrasings name the subject in full.
+`{s}` is the subject of the story, a name that no other story has; `{a}` is the value of the fact. A question names the
+subject and asks for one value. The first fact of a beat opens the story, so its statements name the subject.
 """
 
 from __future__ import annotations
@@ -13,22 +13,28 @@ from mac_rag.data.newswire import world as world
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing told about a subject.
+    """One fact about a subject.
 
     Attributes:
-        draw: name of the `World` method that draws the value, or the closed list it is chosen from.
-        told: phrasings of the statement.
-        asked: phrasings of the question.
+        draw: name of the `World` method that draws the value, or the list that it is chosen from.
+        statements: phrasings of the statement.
+        questions: phrasings of the question.
     """
 
     draw: str | tuple[str, ...]
-    told: tuple[str, ...]
-    asked: tuple[str, ...]
+    statements: tuple[str, ...]
+    questions: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Beat:
-    """One kind of story; `subject` names the `World` method that draws who or what it is about."""
+    """One kind of story.
+
+    Attributes:
+        name: name of the kind.
+        subject: name of the `World` method that draws the subject.
+        facts: the facts that a story tells.
+    """
 
     name: str
     subject: str

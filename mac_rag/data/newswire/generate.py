@@ -1,9 +1,9 @@
-"""Newswire: a generator of dated news paragraphs with questions, for work without any licensed corpus.
+"""Newswire: a generator of dated news paragraphs with questions, for work without a licensed corpus.
 
-Each document tells four facts about one subject that no other story shares; names are put together from syllables and
-belong to one split, so that the test stream holds thousands of names never seen in training. A share of the stories is
-followed by a later document in which every fact has changed; both are asked about with their year, and the later one
-also with `now`. The generator is seeded: equal arguments give equal documents, on every machine.
+Each document tells four facts about a subject of its own. Names are built from syllables and belong to one split, so
+the test stream has thousands of names that training never shows. A share of the stories is followed by a later document
+in which every fact has changed; questions about both name the year, and some about the later one say `now`. The
+generator is seeded: equal arguments give equal documents on every machine.
 """
 
 from __future__ import annotations
@@ -15,18 +15,27 @@ from mac_rag.data.newswire.beats import BEATS, Beat, Fact
 from mac_rag.data.newswire.world import MONTHS, SPLITS, YEARS, World
 from mac_rag.data.types import Document, QADataset, Question
 
-STREAM_LENGTH = 1665  # documents of the paper's evaluation stream
+STREAM_LENGTH = 1665  # number of documents in the paper's evaluation stream
 
 
 @dataclass(frozen=True)
 class _Report:
-    """One document still as facts: what the text and the questions are written from."""
+    """The facts of one document, from which its text and questions are written.
+
+    Attributes:
+        beat: kind of the story.
+        subject: subject of the story.
+        values: the value of each fact of the beat.
+        year: year of the document.
+        updates: position of the earlier report that this one supersedes; None if it supersedes none.
+        superseded: True if a later report supersedes this one.
+    """
 
     beat: Beat
     subject: str
     values: tuple[str, ...]
     year: int
-    updates: int | None  # stream position of the earlier report, if this one supersedes it
+    updates: int | None
     superseded: bool
 
 
@@ -41,14 +50,14 @@ def generate(
     """Writes a stream of news documents with questions.
 
     Args:
-        split: `train`, `val` or `test`; no surname or town is shared between splits.
-        documents: how many documents the stream holds.
-        seed: equal seeds give equal streams; different seeds give unrelated ones.
-        questions_per_document: questions for each document, 1 to 4, one for each of its facts.
-        update_rate: share of the stories that are followed by a later document with changed facts.
+        split: `train`, `val` or `test`; splits share no surname and no town.
+        documents: number of documents.
+        seed: random seed; equal seeds give equal streams.
+        questions_per_document: number of questions per document, 1 to 4, each about another fact.
+        update_rate: share of the stories that are followed by a later document with changed facts, from 0 to 1.
 
     Raises:
-        ValueError: for an unknown split, fewer than one document, 1-4 questions or a rate outside [0, 1].
+        ValueError: for an unknown split, or an argument outside its range.
     """
     if split not in SPLITS:
         raise ValueError(f"unknown newswire split {split!r}; choose one of {', '.join(SPLITS)}")
@@ -60,22 +69,22 @@ def generate(
         raise ValueError(f"update_rate must lie in [0, 1], got {update_rate}")
     rng = random.Random(f"newswire/{split}/{seed}")
     reports = _reports(World(split, rng), rng, documents, update_rate)
-    written: list[Document] = []
-    asked: list[Question] = []
+    news: list[Document] = []
+    questions: list[Question] = []
     for index, report in enumerate(reports):
         document_id = f"{split}-{seed}-{index:06d}"
         metadata = {"title": f"{report.subject}: {report.beat.name}", "date": _date(rng, report.year)}
         if report.updates is not None:
             metadata["updates"] = f"{split}-{seed}-{report.updates:06d}"
-        written.append(Document(document_id, _text(report, metadata["date"], rng), metadata))
+        news.append(Document(document_id, _text(report, metadata["date"], rng), metadata))
         for slot in sorted(rng.sample(range(len(report.values)), questions_per_document)):
             question = _question(report, report.beat.facts[slot], rng)
-            asked.append(Question(f"{document_id}-{slot}", question, (report.values[slot],), document_id))
-    return QADataset("newswire", split, tuple(written), tuple(asked))
+            questions.append(Question(f"{document_id}-{slot}", question, (report.values[slot],), document_id))
+    return QADataset("newswire", split, tuple(news), tuple(questions))
 
 
 def _reports(world: World, rng: random.Random, documents: int, update_rate: float) -> list[_Report]:
-    """Draws the stories of a stream; an update comes some documents after the report it supersedes."""
+    """Draws the stories of a stream. An update comes up to 200 documents after the report that it supersedes."""
     reports: list[_Report] = []
     due: dict[int, int] = {}  # stream position -> position of the report that is updated there
     while len(reports) < documents:
@@ -89,11 +98,11 @@ def _reports(world: World, rng: random.Random, documents: int, update_rate: floa
         beat = rng.choice(BEATS)
         year = rng.choice(YEARS[:-1])
         later = index + rng.randint(1, 200)
-        followed = rng.random() < update_rate and later < documents and later not in due
-        if followed:
+        superseded = rng.random() < update_rate and later < documents and later not in due
+        if superseded:
             due[later] = index
         values = tuple(_draw(world, rng, fact) for fact in beat.facts)
-        reports.append(_Report(beat, world.unique(beat.subject), values, year, None, followed))
+        reports.append(_Report(beat, world.unique(beat.subject), values, year, None, superseded))
     return reports
 
 
@@ -115,18 +124,19 @@ def _date(rng: random.Random, year: int) -> str:
 
 
 def _text(report: _Report, date: str, rng: random.Random) -> str:
-    """The paragraph: a dateline, the first fact, then the others in any order."""
+    """The paragraph: a dateline, the first fact, then the other facts in random order."""
     month, day = MONTHS[int(date[5:7]) - 1], int(date[8:])
     lead, *rest = [
-        rng.choice(fact.told).format(s=report.subject, a=value) for fact, value in zip(report.beat.facts, report.values)
+        rng.choice(fact.statements).format(s=report.subject, a=value)
+        for fact, value in zip(report.beat.facts, report.values)
     ]
     rng.shuffle(rest)
     return " ".join((f"{month} {day}, {report.year}.", lead, *rest))
 
 
 def _question(report: _Report, fact: Fact, rng: random.Random) -> str:
-    """One phrasing of the question; where the facts changed over time it says which time is meant."""
-    question = rng.choice(fact.asked).format(s=report.subject)
+    """One phrasing of the question; if the facts changed over time it names the time."""
+    question = rng.choice(fact.questions).format(s=report.subject)
     if report.updates is not None and rng.random() < 0.5:
         return f"Now: {question}"
     if report.updates is not None or report.superseded or rng.random() < 0.15:

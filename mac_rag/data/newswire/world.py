@@ -1,7 +1,7 @@
-"""The names and figures that newswire stories are made of.
+"""Names and figures for newswire stories.
 
-Surnames, towns and titles are put together from syllables, so there are some hundred thousand of them. Each stem
-belongs to one split by a checksum of its letters, so that a name of the test stream is never seen in training.
+Surnames and towns are built from syllables, so there are more than a hundred thousand of them. A checksum of its
+letters assigns each of them to one split, so training never shows a name of the test stream.
 """
 
 from __future__ import annotations
@@ -69,17 +69,25 @@ GENRES = ("novel", "play", "opera", "film", "symphony", "poem", "memoir", "balle
 
 
 class World:
-    """Draws names and figures for one split, each full name at most once where it identifies a story."""
+    """Draws names and figures for one split. `unique` draws names that identify a story.
+
+    Args:
+        split: the split that all surnames and towns belong to.
+        rng: source of randomness.
+
+    Raises:
+        ValueError: for an unknown split.
+    """
 
     def __init__(self, split: str, rng: random.Random) -> None:
         if split not in SPLITS:
             raise ValueError(f"unknown newswire split {split!r}; choose one of {', '.join(SPLITS)}")
         self.split = split
         self.rng = rng
-        self._taken: set[str] = set()
+        self._used_names: set[str] = set()
 
     def _stem(self, ends: list[str]) -> str:
-        """One capitalised name of two or three syllables that belongs to this split."""
+        """A capitalized name of this split, of two or three syllables."""
         choice = self.rng.choice
         while True:
             first = choice(_ONSETS) + choice(_NUCLEI) + choice(_CODAS)
@@ -124,11 +132,11 @@ class World:
         return pattern.format(self.rng.choice(nouns), self.town(), self.surname())
 
     def unique(self, draw: str) -> str:
-        """Draws with the method named `draw` until the name is new to this world."""
+        """Draws with the method of this name until the result is new."""
         while True:
             name: str = getattr(self, draw)()
-            if name not in self._taken:
-                self._taken.add(name)
+            if name not in self._used_names:
+                self._used_names.add(name)
                 return name
 
     def count(self) -> str:
@@ -151,6 +159,6 @@ class World:
 
 
 def split_of(name: str) -> str:
-    """The split that owns a name: 8 % of all names are the test stream's, 4 % the validation stream's."""
+    """The split that a name belongs to: 8 % of all names to test, 4 % to val, the others to train."""
     bucket = zlib.crc32(name.lower().encode()) % 25
     return "test" if bucket < 2 else "val" if bucket == 2 else "train"

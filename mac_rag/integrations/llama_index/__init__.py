@@ -1,4 +1,4 @@
-"""MAC inside LlamaIndex: an LLM, a node postprocessor and an ingestion step around one `MACEngine`, and retrievers.
+"""MAC in LlamaIndex: an LLM, a node postprocessor and an ingestion step around one `MACEngine`, and retrievers.
 
 How they go together:
 

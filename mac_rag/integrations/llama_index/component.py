@@ -1,4 +1,4 @@
-"""What all LlamaIndex components of MAC share: the engine they hold, and which bank document a node belongs to."""
+"""The base of MAC's LlamaIndex components: they hold an engine."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from mac_rag.errors import MACError
 
 
 class EngineComponent(BaseComponent):
-    """A component around a `MACEngine`. Copies share the engine; it belongs to one process and is never pickled."""
+    """A LlamaIndex component around a `MACEngine`. Copies share the engine; it is never pickled."""
 
     _engine: MACEngine = PrivateAttr()
 
     @property
     def engine(self) -> MACEngine:
+        """The engine of the component."""
         return self._engine
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], **kwargs: Any) -> Self:
-        """Builds the component from `to_dict`; the engine, which no dictionary holds, is given beside it."""
+        """Builds a component from the dictionary of `to_dict`.
+
+        Args:
+            data: the dictionary.
+            kwargs: arguments that the dictionary does not hold, the engine among them.
+        """
         accepted = inspect.signature(cls).parameters
         return cls(**{name: value for name, value in {**data, **kwargs}.items() if name in accepted})
 

@@ -1,4 +1,4 @@
-"""LlamaIndex's metadata filters for the memory bank: a document that they leave out has no influence through it."""
+"""LlamaIndex's metadata filters for the memory bank: a filtered document has no influence through the bank."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from mac_rag.memory.bank import MemoryBank
 
 
 class FilteredDocuments(Container[str]):
-    """The documents of an engine's bank that pass metadata filters, to be its `allowed`.
+    """The ids of the documents in an engine's bank that pass metadata filters, for the engine's `allowed`.
 
-    It follows the bank. A document passes by the metadata that `MemoryWriter` or `engine.adapt` wrote with it, and by
-    its id as `doc_id`, `document_id` or `ref_doc_id`; a key that it lacks is judged as by LlamaIndex's own
+    It follows changes of the bank. Filters see the metadata that `MemoryWriter` or `engine.adapt` stored with a
+    document, and its id as `doc_id`, `document_id` and `ref_doc_id`. Missing keys count as in LlamaIndex's own
     `SimpleVectorStore`. A document that the bank does not hold never passes.
 
     Args:
-        engine: whose bank it is.
-        filters: nested ones too.
+        engine: the engine of the bank.
+        filters: LlamaIndex's metadata filters; they may be nested.
 
     Raises:
-        ConfigError: when asked, for a filter that does not fit the metadata of a document.
+        ConfigError: on access, for a filter that does not fit the metadata of a document.
     """
 
     def __init__(self, engine: MACEngine, filters: MetadataFilters) -> None:
@@ -42,7 +42,7 @@ class FilteredDocuments(Container[str]):
         return len(self._current())
 
     def _current(self) -> frozenset[str]:
-        # The version is read first: what changes meanwhile makes the result outdated, never wrong for long.
+        # The version is read first: after a change in the meantime, the next call filters again.
         bank, version = self._engine.bank, self._engine.bank.version
         if self._passing is None or self._passing[0] is not bank or self._passing[1] != version:
             passing = frozenset(name for name in list(bank.document_ids) if self._passes(bank, name))
@@ -52,10 +52,10 @@ class FilteredDocuments(Container[str]):
     def _passes(self, bank: MemoryBank, document_id: str) -> bool:
         try:
             members = {member.document_id: member.metadata for member in bank[document_id].members}
-        except BankError:  # deleted meanwhile
+        except BankError:  # deleted in the meantime
             return False
-        named = dict.fromkeys(("doc_id", "document_id", "ref_doc_id"), document_id)
-        metadata = {**members[document_id], **named}
+        ids = dict.fromkeys(("doc_id", "document_id", "ref_doc_id"), document_id)
+        metadata = {**members[document_id], **ids}
         try:
             return _matches(self.filters, lambda _: metadata)
         except (TypeError, ValueError) as error:
@@ -66,7 +66,7 @@ class FilteredDocuments(Container[str]):
 
 
 def _matches(filters: MetadataFilters, metadata: Callable[[str], Mapping[str, Any]]) -> bool:
-    """Whether a document passes; single filters are judged by LlamaIndex itself."""
+    """True if a document passes; LlamaIndex itself applies single filters."""
     results = (
         _matches(one, metadata)
         if isinstance(one, MetadataFilters)
@@ -81,14 +81,18 @@ def _matches(filters: MetadataFilters, metadata: Callable[[str], Mapping[str, An
 
 
 class FilteringComponent(EngineComponent):
-    """A component that reads the bank through metadata filters."""
+    """A component that reads the bank through metadata filters.
 
-    filters: MetadataFilters | None = Field(default=None, description="Which documents may have any influence.")
+    Attributes:
+        filters: documents that may have any influence; None for all.
+    """
+
+    filters: MetadataFilters | None = Field(default=None, description="Documents that may have any influence.")
     _filtered: FilteredDocuments | None = PrivateAttr(default=None)
 
     @property
     def allowed(self) -> FilteredDocuments | None:
-        """The documents of the bank that may have any influence; None for all."""
+        """Ids of the documents of the bank that may have any influence; None for all."""
         filters, filtered = self.filters, self._filtered
         if filters is None:
             return None
@@ -98,6 +102,6 @@ class FilteringComponent(EngineComponent):
 
     @property
     def remembers(self) -> bool:
-        """Whether there is anything in the bank that may have influence."""
+        """True if the bank holds a document that may have influence."""
         allowed = self.allowed
         return bool(len(self.engine.bank) if allowed is None else len(allowed))

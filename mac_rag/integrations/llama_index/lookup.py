@@ -1,4 +1,4 @@
-"""Nodes by the id under which the memory bank files their text, out of what a LlamaIndex application has."""
+"""Finds the nodes of a document of the bank in the docstore or index of a LlamaIndex application."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ logger = logging.getLogger(__name__)
 
 
 def nodes_of(document_id: str, source: BaseIndex[Any] | BaseDocumentStore, filed_by: FiledBy) -> list[BaseNode]:
-    """The nodes of a document of the bank, in their order; none, and a warning, where the source lacks it.
+    """The nodes of a document, in their order; logs a warning if there are none.
 
     Args:
-        document_id: as the bank files it.
-        source: a docstore, or an index with its docstore, or else with a vector store that keeps texts.
-        filed_by: how ids of nodes and of the bank go together.
+        document_id: id of the document in the bank.
+        source: a docstore; or an index with a docstore, or with a vector store that stores texts.
+        filed_by: how ids of nodes and of the bank correspond; see `mac_rag.retrieval.llama_index.document_id`.
 
     Raises:
-        ConfigError: for an index without a docstore, whose vector store does not give its nodes out.
+        ConfigError: for an index without a docstore whose vector store cannot return nodes.
     """
     if isinstance(source, BaseDocumentStore):
-        nodes = _stored(document_id, source, filed_by)
+        nodes = _in_docstore(document_id, source, filed_by)
     else:
-        nodes = _stored(document_id, source.docstore, filed_by)
+        nodes = _in_docstore(document_id, source.docstore, filed_by)
         store = getattr(source, "vector_store", None)
         if not nodes and store is not None and store.stores_text:
-            nodes = _kept_with_vectors(document_id, store, filed_by)
+            nodes = _in_vector_store(document_id, store, filed_by)
     if not nodes:
         logger.warning(
             "document %r is in the memory bank, but %s has no node of it", document_id, type(source).__name__
@@ -41,14 +41,14 @@ def nodes_of(document_id: str, source: BaseIndex[Any] | BaseDocumentStore, filed
     return nodes
 
 
-def _stored(document_id: str, docstore: BaseDocumentStore, filed_by: FiledBy) -> list[BaseNode]:
+def _in_docstore(document_id: str, docstore: BaseDocumentStore, filed_by: FiledBy) -> list[BaseNode]:
     info = docstore.get_ref_doc_info(document_id) if filed_by == "source" else None
     ids = [document_id] if info is None else info.node_ids
-    found = [docstore.get_document(name, raise_error=False) for name in ids]
-    return [node for node in found if node is not None]
+    nodes = [docstore.get_document(name, raise_error=False) for name in ids]
+    return [node for node in nodes if node is not None]
 
 
-def _kept_with_vectors(document_id: str, store: Any, filed_by: FiledBy) -> list[BaseNode]:
+def _in_vector_store(document_id: str, store: Any, filed_by: FiledBy) -> list[BaseNode]:
     try:
         if filed_by == "node":
             return list(store.get_nodes(node_ids=[document_id]))

@@ -1,4 +1,4 @@
-"""Any retriever of `mac_rag` as a LlamaIndex retriever; `mac_rag.retrieval.llama_index` is the way back."""
+"""Any retriever of `mac_rag` as a LlamaIndex retriever; `mac_rag.retrieval.llama_index` does the reverse."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mac_rag.retrieval.base import Hit, Retriever, check_k
 class MACRetriever(BaseRetriever):
     """Any retriever of `mac_rag` as a LlamaIndex retriever.
 
-    A node is a whole document: its id, and that of its source, is the document's, and so is its metadata.
+    Each node is a whole document: node id, source id and metadata are the document's.
 
     Args:
-        retriever: holds the documents; an engine's own retriever goes on following the engine.
-        similarity_top_k: how many nodes a question gets.
-        allowed: ids of the documents that may be found, asked anew for every question; None for all.
-        callback_manager: LlamaIndex's.
+        retriever: the retriever; an engine's own retriever keeps following the engine.
+        similarity_top_k: number of nodes per question.
+        allowed: ids of the documents that may be found, evaluated for every question; None for all.
+        callback_manager: LlamaIndex's callback manager.
 
     Raises:
         ConfigError: when `similarity_top_k` is below 1.

@@ -1,4 +1,4 @@
-"""What a prompt template asks of MAC: question and context, read from the template's slots and never from its text."""
+"""Reads question and context from the slots of a LlamaIndex prompt template, never from its text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llama_index.core.prompts import BasePromptTemplate
 from mac_rag.errors import MACError
 from mac_rag.lm.prompt import FittedPrompt
 
-# The one prompt that LlamaIndex hands to an LLM as a finished text, in the chat modes condense_plus_context and best.
+# The only prompt that LlamaIndex passes as finished text, in the chat modes condense_plus_context and best.
 _REWRITING = re.compile(
     re.escape(DEFAULT_CONDENSE_PROMPT_TEMPLATE)
     .replace(re.escape("{chat_history}"), ".*")
@@ -28,9 +28,10 @@ class Request:
     """One call of `predict` or `stream`.
 
     Attributes:
-        question: to be answered.
-        contexts: texts to read it with, or a prompt that is fitted already; None where the template has no such slot.
-        settled: the reply where nothing is to be asked.
+        question: the question to answer.
+        contexts: texts to answer it from, or a prompt that is fitted already; None if the template has no slot
+            for contexts.
+        settled: a reply that is known without the model; None if the model has to answer.
     """
 
     question: str
@@ -41,17 +42,21 @@ class Request:
 def read_slots(prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Request:
     """Reads a request from the slots that LlamaIndex's synthesizers and chat engines fill.
 
-    - `query_str` is the question; `context_str` (a text, or a list of texts in simple_summarize) or, in the later
-      steps of refine, `context_msg` is the context. The template's own words are not used: the LM reads question and
-      context in the format it was trained with.
-    - A later step of refine brings an `existing_answer`, and that answer stands. The nodes come best first, and a MAC
-      model answers in a few tokens without ever saying that a context does not help: asked again, the answer from the
-      last and worst node would win. Whoever asks this way is warned that the further context is not read.
-    - The rewriting step of condense_question (`question`, `chat_history`) gives the question back as it is, since a
+    - `query_str` is the question. The context is `context_str` (a text, or a list of texts in simple_summarize) or, in
+      later steps of refine, `context_msg`. The words of the template are ignored: the LM reads question and context in
+      the format that it was trained with.
+    - A later step of refine has an `existing_answer`, which is returned. Nodes come best first, and a MAC model answers
+      in a few tokens without saying that a context does not help, so a new answer would be the one from the worst
+      node. A warning says that further contexts are not read.
+    - The rewriting step of condense_question (`question`, `chat_history`) returns the question as it is, because a
       model that answers in a few tokens cannot rewrite one.
 
+    Args:
+        prompt: the template.
+        prompt_args: values of its slots.
+
     Raises:
-        MACError: when there is no question among the slots, or the template asks for structured output.
+        MACError: when no slot holds a question, or the template asks for structured output.
     """
     if prompt.output_parser is not None:
         raise MACError("MACLLM answers in plain text and supports no output parser; take it off the prompt template")
@@ -80,6 +85,6 @@ def read_slots(prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Re
 
 
 def rewritten_question(prompt: str) -> str | None:
-    """The follow-up question in LlamaIndex's own prompt to rewrite one, as it is; None for any other text."""
-    found = _REWRITING.fullmatch(prompt)
-    return None if found is None else found["question"]
+    """The follow-up question in LlamaIndex's own rewriting prompt; None for any other text."""
+    match = _REWRITING.fullmatch(prompt)
+    return None if match is None else match["question"]

@@ -1,4 +1,4 @@
-"""MACVectorStore: what an application deletes from its vector store, the memory bank forgets as well."""
+"""MACVectorStore: a document that is deleted from the vector store is deleted from the memory bank as well."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from mac_rag.retrieval.llama_index import FiledBy
 
 
 class MACVectorStore(EngineComponent, BasePydanticVectorStore):
-    """Any vector store of LlamaIndex, with the memory bank beside it.
+    """Any vector store of LlamaIndex together with the memory bank.
 
-    LlamaIndex deletes a document by telling the vector store: `index.delete_ref_doc`, `update_ref_doc`,
-    `refresh_ref_docs` and pipelines with a docstore strategy, sync and async, all end in `delete(ref_doc_id)`. Here the
-    engine forgets the document, in its bank and its retriever, before the vector store does, so that no failure in
-    between leaves it with influence; deleting again finishes what was interrupted. Documents get into the bank by a
-    `MemoryWriter` among the transformations, not by `add`. All else is the vector store's own.
+    All of LlamaIndex's ways to delete a document (`index.delete_ref_doc`, `update_ref_doc`, `refresh_ref_docs`,
+    pipelines with a docstore strategy, sync and async) call `delete(ref_doc_id)` of the vector store. Here the engine
+    first forgets the document, in its bank and its retriever, and then the vector store deletes it. So a failure in
+    between leaves no influence of the document, and a second delete completes the first. A `MemoryWriter` among the
+    transformations writes documents to the bank; `add` does not. Everything else is passed on to the vector store.
 
         store = MACVectorStore(SimpleVectorStore(), engine)
         index = VectorStoreIndex.from_documents(
@@ -40,10 +40,10 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
         index.delete_ref_doc("bridge")
 
     Args:
-        vector_store: where vectors are.
-        engine: whose bank forgets.
-        filed_by: as set in the `MemoryWriter`. With `node`, the bank forgets the nodes that `delete_nodes` names, and
-            `delete` finds the nodes of a document by `get_nodes`, which the vector store has to offer.
+        vector_store: the vector store.
+        engine: the engine whose bank forgets deleted documents.
+        filed_by: as set in the `MemoryWriter`. With `node`, `delete_nodes` deletes the named nodes from the bank, and
+            `delete` finds the nodes of a document by `get_nodes`, which the vector store must support.
     """
 
     stores_text: bool
@@ -77,31 +77,33 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
 
         Raises:
             BankError: when the bank is not open for writing.
+            ConfigError: with `filed_by="node"`, when the vector store cannot find the nodes of a document.
         """
-        self._forget(self._filed(ref_doc_id))
+        self._forget(self._bank_ids(ref_doc_id))
         self._store.delete(ref_doc_id, **delete_kwargs)
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
-        """As `delete`, without blocking the event loop."""
-        await asyncio.to_thread(lambda: self._forget(self._filed(ref_doc_id)))
+        """Like `delete`, without blocking the event loop."""
+        await asyncio.to_thread(lambda: self._forget(self._bank_ids(ref_doc_id)))
         await self._store.adelete(ref_doc_id, **delete_kwargs)
 
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
-        """Deletes nodes; the bank forgets them where it files nodes, and else keeps their document.
+        """Deletes nodes from the vector store and, with `filed_by="node"`, from the bank.
 
         Raises:
-            BankError: as `delete`.
+            BankError: see `delete`.
+            ConfigError: see `delete`.
         """
-        self._forget(self._chosen(node_ids, filters))
+        self._forget(self._node_ids(node_ids, filters))
         self._store.delete_nodes(node_ids, filters, **delete_kwargs)
 
     async def adelete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
-        """As `delete_nodes`, without blocking the event loop."""
-        await asyncio.to_thread(lambda: self._forget(self._chosen(node_ids, filters)))
+        """Like `delete_nodes`, without blocking the event loop."""
+        await asyncio.to_thread(lambda: self._forget(self._node_ids(node_ids, filters)))
         await self._store.adelete_nodes(node_ids, filters, **delete_kwargs)
 
     def clear(self) -> None:
@@ -110,19 +112,19 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
         self._store.clear()
 
     async def aclear(self) -> None:
-        """As `clear`, without blocking the event loop."""
+        """Like `clear`, without blocking the event loop."""
         await asyncio.to_thread(lambda: self._forget(self.engine.bank.document_ids))
         await self._store.aclear()
 
-    def _filed(self, ref_doc_id: str) -> list[str]:
-        """The ids under which the bank files a document, or its nodes."""
+    def _bank_ids(self, ref_doc_id: str) -> list[str]:
+        """The ids of a document, or of its nodes, in the bank."""
         if self.filed_by == "source":
             return [ref_doc_id]
         by_source = MetadataFilters(filters=[MetadataFilter(key="ref_doc_id", value=ref_doc_id)])
-        return self._chosen(None, by_source)
+        return self._node_ids(None, by_source)
 
-    def _chosen(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[str]:
-        """The ids of nodes that the bank files."""
+    def _node_ids(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[str]:
+        """The ids of nodes in the bank; none if the bank files whole documents."""
         if self.filed_by == "source":
             return []
         if filters is None:
@@ -137,11 +139,11 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
 
     def _forget(self, document_ids: Sequence[str]) -> None:
         for document_id in document_ids:
-            # One that was merged with another goes together with it.
+            # A document that was merged with another is already deleted together with it.
             if document_id in self.engine.bank:
                 self.engine.forget(document_id)
 
-    # -- the vector store's own --
+    # -- passed on to the vector store --
 
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
         return self._store.get_nodes(node_ids, filters)

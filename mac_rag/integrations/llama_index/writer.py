@@ -1,4 +1,4 @@
-"""MemoryWriter: a step of an ingestion pipeline that makes the memory bank remember the documents passing through."""
+"""MemoryWriter: a step of an ingestion pipeline that writes its documents to the memory bank."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from mac_rag.integrations.llama_index.component import EngineComponent
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.retrieval.llama_index import FiledBy, document_id
 
+# Names of banks that are unique beyond this process.
 _names: WeakKeyDictionary[MemoryBank, str] = WeakKeyDictionary()
 
 
 class MemoryWriter(EngineComponent, TransformComponent):
-    """Adapts the engine's bank to the nodes of an `IngestionPipeline` and hands them on unchanged.
+    """Adapts the engine's bank to the nodes of an `IngestionPipeline` and returns them unchanged.
 
-    A node costs one pass of the amortization network when it is new or its text has changed, and nothing otherwise.
-    Its text goes into the bank without metadata headers, its metadata as provenance. Put the writer in front of any
-    splitter: the engine itself divides a document that is beyond the model's limit.
+    A node costs one pass of the amortization network if it is new or its text has changed, and nothing otherwise. The
+    bank gets its text without metadata headers, and its metadata as provenance. Put the writer in front of any
+    splitter: the engine itself splits a document that is longer than the model's limit.
 
-    A writer only adds and updates. With a `MACVectorStore` as the vector store of the pipeline or index, the bank also
-    forgets what is deleted there. A pipeline with `num_workers` is refused, since each worker would fill a bank of its
-    own.
+    A writer only adds and updates documents. With a `MACVectorStore` as the vector store of the pipeline or index,
+    documents that are deleted there are deleted from the bank as well. Pipelines with `num_workers` are refused,
+    because each worker would fill its own bank.
 
     Args:
-        engine: the one to adapt.
-        filed_by: `source` to file each document under its id, which then has to arrive as one node; `node` to file
-            every node under its own id, for parts whose ids stay the same from run to run; see `document_id`.
-        show_progress: shows a progress bar.
+        engine: the engine to adapt.
+        filed_by: `source` to file each document under its id; it must then arrive as one node. `node` to file every
+            node under its own id; ids of nodes must then stay the same from run to run. See `document_id`.
+        show_progress: True to show a progress bar.
     """
 
     filed_by: FiledBy = "source"
@@ -50,20 +51,20 @@ class MemoryWriter(EngineComponent, TransformComponent):
     def class_name(cls) -> str:
         return "MACMemoryWriter"
 
-    # The pipeline's cache skips a step whose fields and nodes it has seen. These two fields let it skip only where
-    # the same model has written the same nodes to this very bank, and the bank has not changed since. A cache that
-    # outlives the bank must not leave a new one empty.
+    # The pipeline's cache skips a step if it has seen its fields and nodes before. With these two fields it skips only
+    # if the same model has written the same nodes to this very bank and the bank has not changed since. A cache that
+    # outlives the bank would otherwise leave a new bank empty.
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def fingerprint(self) -> str:
-        """Of the model that writes the bank."""
+        """Fingerprint of the model that writes the bank."""
         return self.engine.model.fingerprint
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def bank_state(self) -> str:
-        """Which bank it is, and its version; unique beyond this process."""
+        """Name and version of the bank; unique beyond this process."""
         bank = self.engine.bank
         return f"{_names.setdefault(bank, uuid4().hex)}/{bank.version}"
 
@@ -79,18 +80,19 @@ class MemoryWriter(EngineComponent, TransformComponent):
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """As a call, without blocking the event loop."""
+        """Like a call, without blocking the event loop."""
         return await asyncio.to_thread(self, nodes, **kwargs)
 
     def _documents(self, nodes: Sequence[BaseNode]) -> list[Document]:
+        """The documents of the bank that these nodes are."""
         documents: dict[str, Document] = {}
         for node in nodes:
-            filed = document_id(node, self.filed_by)
-            if filed in documents:
+            bank_id = document_id(node, self.filed_by)
+            if bank_id in documents:
                 raise BankError(
-                    f"two nodes belong to document {filed!r}, which the bank files as one; put MemoryWriter in front "
+                    f"two nodes belong to document {bank_id!r}, which the bank files as one; put MemoryWriter in front "
                     "of the splitter, or file each node under an id of its own with filed_by='node'"
                 )
             text = node.get_content(metadata_mode=MetadataMode.NONE)
-            documents[filed] = Document(filed, text, dict(node.metadata))
+            documents[bank_id] = Document(bank_id, text, dict(node.metadata))
         return list(documents.values())

@@ -1,4 +1,4 @@
-"""One writer at a time: a lock that the system drops when its process ends, however it ends, and a note who has it."""
+"""One writer at a time: a lock that the system releases when its process ends, and a note that names the holder."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ HOLDER = "writer.json"
 
 
 class WriterLock:
-    """The right to write to a bank, held from the beginning.
+    """The right to write to a bank. Creating the object acquires it.
+
+    Args:
+        folder: folder of the bank.
 
     Raises:
-        BankError: when someone else has it; names the process and the host.
+        BankError: when another process holds the lock; names the process and its host.
     """
 
     def __init__(self, folder: Path) -> None:
         self._holder = folder / HOLDER
-        # Not bound to this thread: a bank may be opened in one and closed in another.
+        # Not bound to this thread: a bank may be opened in one thread and closed in another.
         self._lock = FileLock(folder / LOCK, thread_local=False)
         try:
             self._lock.acquire(blocking=False)
         except Timeout:
             raise BankError(
-                f"{folder} is open for writing in {self._named()}; wait until it is done, or close the bank there"
+                f"{folder} is open for writing in {self._describe_holder()}; wait until it is done, or close the bank "
+                "there"
             ) from None
         since = datetime.now(UTC).isoformat(timespec="seconds")
         note = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
@@ -42,7 +46,7 @@ class WriterLock:
             self._lock.release()
             raise
 
-    def _named(self) -> str:
+    def _describe_holder(self) -> str:
         try:
             note = json.loads(self._holder.read_bytes())
             return f"process {note['pid']} on {note['host']} since {note['since']}"
@@ -50,7 +54,7 @@ class WriterLock:
             return "another process"
 
     def release(self) -> None:
-        """Gives the right back; once more does nothing."""
+        """Releases the lock. A second call does nothing."""
         if self._lock.is_locked:
             self._holder.unlink(missing_ok=True)
             self._lock.release()

@@ -1,9 +1,9 @@
 """The manifest: the one small file that says what a bank on disk consists of.
 
     manifest.json         format version, model fingerprint, the segments in order with their checksums and tombstones
-    manifest.copy.json    the same; only `mac_rag.memory.storage.repair` reads it
+    manifest.copy.json    the same bytes; only `mac_rag.memory.storage.repair` reads them
 
-The copy is written first, and the manifest's rename is what commits.
+The copy is written first. Renaming the manifest is the commit.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _Count = Annotated[int, Field(ge=0)]
 
 
-class _Stated(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class SegmentInfo(_Stated):
-    """What the manifest says of one segment.
+class SegmentInfo(_StrictModel):
+    """What the manifest says about one segment.
 
     Attributes:
-        name: of its two files, without their endings.
-        entries: how many were written, those of the tombstones included.
-        shape: of its tensor: memory tokens `[n, T, D]`, or codes `[n, T]`.
-        offset: of the tensor's first byte in its file.
+        name: name of its two files, without the suffix.
+        entries: how many entries were written, deleted ones included.
+        shape: shape of its tensor: memory tokens `[n, T, D]`, or codes `[n, T]`.
+        offset: byte offset of the tensor in its file.
         tokens: sha256 of `<name>.safetensors`.
         records: sha256 of `<name>.jsonl`.
-        tombstones: sequence numbers of entries that were deleted since.
+        tombstones: sequence numbers of entries that were deleted after the segment was written.
     """
 
-    # Checked, because it becomes part of a path.
+    # Validated, because it becomes part of a path.
     name: Annotated[str, Field(pattern="^segment-[0-9a-f]{16}$")]
     entries: _Count
     shape: Annotated[tuple[_Count, ...], Field(min_length=2, max_length=3)]
@@ -53,17 +53,23 @@ class SegmentInfo(_Stated):
 
     @property
     def tokens_file(self) -> str:
+        """Name of the file with the memory tokens or codes."""
         return f"{self.name}.safetensors"
 
     @property
     def records_file(self) -> str:
+        """Name of the file with the records."""
         return f"{self.name}.jsonl"
 
 
-class Intent(_Stated):
-    """What is about to be changed in a retriever first and then in the bank, by document ids.
+class Intent(_StrictModel):
+    """A change that is about to be made to a retriever first and then to the bank.
 
-    After a crash between the two it tells where to look.
+    After a crash between the two it tells which documents may differ.
+
+    Attributes:
+        puts: ids of the documents to be added or replaced.
+        deletes: ids of the documents to be deleted.
     """
 
     puts: tuple[str, ...] = ()
@@ -73,14 +79,16 @@ class Intent(_Stated):
         return bool(self.puts or self.deletes)
 
 
-class Manifest(_Stated):
-    """The state of a bank.
+class Manifest(_StrictModel):
+    """The state of a bank on disk.
 
     Attributes:
-        generation: grows with every commit.
-        next_sequence: of the next entry; numbers are never used again.
-        codebook: sha256 of the codebook's file, if there is one.
-        intent: what was begun with this commit and is done with the next.
+        fingerprint: fingerprint of the model that wrote the bank.
+        generation: a number that grows with every commit.
+        next_sequence: sequence number of the next entry; numbers are never used again.
+        codebook: sha256 of the codebook's file; None for a bank without a codebook.
+        segments: the segments in the order of their entries.
+        intent: the change that starts after this commit and is complete with the next.
     """
 
     fingerprint: str
@@ -91,12 +99,12 @@ class Manifest(_Stated):
     intent: Intent = Intent()
 
     def encoded(self) -> bytes:
-        """The file's bytes."""
+        """The bytes of the file."""
         return sealed({"format": FORMAT, **self.model_dump(mode="json")})
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replaces the manifest and its copy. What it names lasts before it does."""
+    """Replaces the manifest and its copy. The files that the manifest names must be on disk already."""
     data = manifest.encoded()
     write_file(folder / MANIFEST_COPY, [data])
     sync_folder(folder)
@@ -105,7 +113,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def renew_copy(folder: Path, manifest: Manifest) -> None:
-    """Writes the copy again where it is not the same: after a crash it may be one commit ahead."""
+    """Rewrites the copy if it differs: after a crash it can be one commit ahead."""
     copy, data = folder / MANIFEST_COPY, manifest.encoded()
     if not copy.is_file() or copy.read_bytes() != data:
         write_file(copy, [data])
@@ -116,9 +124,9 @@ def read_manifest(path: Path) -> Manifest:
     """Reads a manifest or its copy.
 
     Raises:
-        FileNotFoundError: when there is none.
-        DamageError: when it is not what was written.
-        BankError: when its format is not this version's.
+        FileNotFoundError: when the file does not exist.
+        DamageError: when the file is not what was written.
+        BankError: when its format is not the one that this version reads.
     """
     data = path.read_bytes()
     try:
@@ -127,15 +135,15 @@ def read_manifest(path: Path) -> Manifest:
                 f"{path} has format 1, which this version does not read any more; adapt to the documents again into "
                 "a new folder"
             )
-        stated = unsealed(data)  # as those of later formats will be
-        found = stated.pop("format", None)
-        if found != FORMAT:
-            raise BankError(f"{path} has format {found!r}, this version reads format {FORMAT}; update mac_rag")
-        return Manifest.model_validate(stated)
+        content = unsealed(data)  # every format from 2 on is a sealed line
+        version = content.pop("format", None)
+        if version != FORMAT:
+            raise BankError(f"{path} has format {version!r}, this version reads format {FORMAT}; update mac_rag")
+        return Manifest.model_validate(content)
     except ValueError as error:
         raise DamageError(f"{path} is damaged: {error}") from error
 
 
 def _is_format_1(data: bytes) -> bool:
-    stated = json.loads(data)
-    return isinstance(stated, dict) and stated.get("format") == 1 and "documents" in stated
+    content = json.loads(data)
+    return isinstance(content, dict) and content.get("format") == 1 and "documents" in content

@@ -1,8 +1,7 @@
-"""What of a bank on disk is damaged, and how to keep all that is not.
+"""Finds what is damaged in a bank on disk, and keeps everything that is not.
 
-Every entry has a checksum of its own in the records file, for its record and for its rows; its documents' ids are also
-in the header of the tokens file. So a damaged place costs the entries that it belongs to and no others, and those that
-are lost can be named.
+The records file has checksums of each entry's record and rows, and the header of the tokens file repeats the ids of its
+documents. So damage costs only the entries that it hits, and lost documents can be named.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from mac_rag.memory.storage.manifest import (
     read_manifest,
     write_manifest,
 )
-from mac_rag.memory.storage.segment import Segment, dtype_of, named_entries, read_segment, record_of
+from mac_rag.memory.storage.segment import Segment, dtype_of, entry_ids, read_segment, record_of
 from mac_rag.memory.storage.store import CODEBOOK, CODEBOOK_COPY, Store, exists
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found in a bank.
+    """The result of checking or repairing a bank.
 
     Attributes:
-        folder: of the bank.
-        documents: how many are undamaged.
+        folder: folder of the bank.
+        documents: number of undamaged documents.
         damage: one message for each damaged file.
-        lost: ids of the documents that are damaged, or that were dropped by a repair.
-        unnamed: entries that are lost and whose ids are lost as well.
-        repaired: whether the damage was there only before.
+        lost: ids of the documents that are damaged, or that a repair has dropped.
+        unnamed: number of lost entries whose ids are lost as well.
+        repaired: True if the damage has been repaired.
     """
 
     folder: Path
@@ -57,7 +56,7 @@ class Report:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing was damaged."""
+        """True if nothing was damaged."""
         return not self.damage
 
     def __str__(self) -> str:
@@ -77,7 +76,14 @@ class Report:
 
 @dataclass(frozen=True)
 class _Findings:
-    """What is left of a bank: the state to restore, its undamaged parts in order, the codebook's bytes."""
+    """What is left of a bank.
+
+    Attributes:
+        manifest: the manifest to restore.
+        parts: the undamaged entries, in order.
+        codebook: bytes of the codebook's file; None for a bank without a codebook.
+        report: what is damaged.
+    """
 
     manifest: Manifest
     parts: list[Part]
@@ -87,7 +93,14 @@ class _Findings:
 
 @dataclass(frozen=True)
 class _Remains:
-    """What is left of one segment."""
+    """What is left of one segment.
+
+    Attributes:
+        part: its undamaged live entries.
+        damage: one message for each damaged file.
+        lost: ids of the damaged documents.
+        unnamed: number of lost entries whose ids are lost as well.
+    """
 
     part: Part
     damage: list[str]
@@ -96,42 +109,44 @@ class _Remains:
 
 
 def verify(folder: str | Path) -> Report:
-    """Checks every byte of a bank, while others may read it and write to it.
+    """Checks every byte of a bank. Others may read it and write to it at the same time.
 
     Raises:
-        BankError: when there is no bank, its format is unknown, or nothing says any more what it consists of.
+        BankError: when there is no bank, its format is unknown, or both copies of its manifest or of its codebook are
+            damaged.
     """
     return _examine(Path(folder)).report
 
 
 def repair(folder: str | Path) -> Report:
-    """Drops what is damaged, and nothing else.
+    """Drops damaged entries, and nothing else.
 
     Returns:
-        What was damaged, and the documents that were lost with it.
+        What was damaged, and which documents were lost.
 
     Raises:
-        BankError: when there is no bank, someone else writes to it, its format is unknown, or nothing can be saved.
+        BankError: when there is no bank, another process writes to it, its format is unknown, or nothing can be saved.
     """
     folder = Path(folder)
     if not exists(folder):
         raise BankError(f"there is no memory bank in {folder}")
     lock = WriterLock(folder)
     try:
-        found = _examine(folder)
-        if found.report.clean:
-            return found.report
-        if found.codebook is not None:
+        findings = _examine(folder)
+        if findings.report.clean:
+            return findings.report
+        if findings.codebook is not None:
             for name in (CODEBOOK, CODEBOOK_COPY):
-                write_file(folder / name, [found.codebook])
+                write_file(folder / name, [findings.codebook])
             sync_folder(folder)
-        segments = [part for part in found.parts if isinstance(part, Segment)]
-        store = Store(folder, lock, found.manifest, segments, None)
-        store.commit(found.parts, found.manifest.next_sequence)
-        write_manifest(folder, store.manifest)  # where nothing else was damaged the commit had nothing to write
+        segments = [part for part in findings.parts if isinstance(part, Segment)]
+        store = Store(folder, lock, findings.manifest, segments, None)
+        store.commit(findings.parts, findings.manifest.next_sequence)
+        # If only a manifest was damaged, the commit had nothing to write.
+        write_manifest(folder, store.manifest)
     finally:
         lock.release()
-    return replace(found.report, repaired=True)
+    return replace(findings.report, repaired=True)
 
 
 def _examine(folder: Path) -> _Findings:
@@ -141,7 +156,7 @@ def _examine(folder: Path) -> _Findings:
         manifest, damage = _manifest(folder)
         codebook = _codebook(folder, manifest, damage)
         remains = [_remains(folder, info) for info in manifest.segments]
-        # Otherwise a writer may have put other segments in place of those that seem to be missing.
+        # Otherwise a writer may have replaced the segments that seem to be missing.
         if not any(each.damage for each in remains) or _manifest(folder)[0] == manifest:
             break
     parts = [each.part for each in remains]
@@ -156,39 +171,39 @@ def _examine(folder: Path) -> _Findings:
 
 
 def _manifest(folder: Path) -> tuple[Manifest, list[str]]:
-    """The manifest, or where it is damaged its copy; and what is damaged."""
-    found: list[Manifest] = []
+    """The manifest, or its copy if it is damaged; and what is damaged."""
+    manifests: list[Manifest] = []
     damage: list[str] = []
     for name in (MANIFEST, MANIFEST_COPY):
         try:
-            found.append(read_manifest(folder / name))
+            manifests.append(read_manifest(folder / name))
         except FileNotFoundError:
             damage.append(f"{folder / name} is missing")
         except DamageError as error:
             damage.append(str(error))
-    if not found:
+    if not manifests:
         raise BankError(f"{'; '.join(damage)}: nothing says any more what this bank consists of; restore a backup")
-    return found[0], damage
+    return manifests[0], damage
 
 
 def _codebook(folder: Path, manifest: Manifest, damage: list[str]) -> bytes | None:
-    """The bytes of the codebook or of its copy; appends to `damage`."""
+    """The bytes of the codebook, or of its copy if it is damaged; appends to `damage`."""
     if manifest.codebook is None:
         return None
-    found = []
+    undamaged = []
     for path in (folder / CODEBOOK, folder / CODEBOOK_COPY):
         data = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(data).hexdigest() == manifest.codebook:
-            found.append(data)
+            undamaged.append(data)
         else:
             damage.append(f"{path} is damaged: its checksum differs from the manifest's")
-    if not found:
+    if not undamaged:
         raise BankError(f"{'; '.join(damage)}: without it no document can be read; restore a backup")
-    return found[0]
+    return undamaged[0]
 
 
 def _remains(folder: Path, info: SegmentInfo) -> _Remains:
-    """What is left of a segment: itself, or its undamaged entries in memory."""
+    """What is left of a segment: the segment, or its undamaged entries in memory."""
     try:
         return _Remains(read_segment(folder, info), [], [], 0)
     except (DamageError, FileNotFoundError):
@@ -202,49 +217,51 @@ def _remains(folder: Path, info: SegmentInfo) -> _Remains:
             damage.append(f"{path} is {'damaged' if path.is_file() else 'missing'}")
     tokens, lines = files
     width = 4 * math.prod(info.shape[1:])
-    kept: dict[int, tuple[Record, bytes]] = {}
-    names: dict[int, tuple[str, ...]] = {}
-    for stated in _undamaged(lines):
-        record, first = record_of(stated), info.offset + stated["start"] * width
-        names[record.sequence] = record.document_ids
+    undamaged: dict[int, tuple[Record, bytes]] = {}
+    ids: dict[int, tuple[str, ...]] = {}
+    for fields in _undamaged_lines(lines):
+        record, first = record_of(fields), info.offset + fields["start"] * width
+        ids[record.sequence] = record.document_ids
         rows = tokens[first : first + record.rows * width]
-        if hashlib.sha256(rows).hexdigest() == stated["tokens"]:
-            kept[record.sequence] = (record, rows)
-    if len(names) < info.entries:
-        names = _named(tokens[: info.offset]) | names
+        if hashlib.sha256(rows).hexdigest() == fields["tokens"]:
+            undamaged[record.sequence] = (record, rows)
+    if len(ids) < info.entries:
+        ids = _ids_in_header(tokens[: info.offset]) | ids
     for sequence in info.tombstones:
-        kept.pop(sequence, None)
-    lost = set(names).difference(kept, info.tombstones)
+        undamaged.pop(sequence, None)
+    lost = set(ids).difference(undamaged, info.tombstones)
     return _Remains(
-        _part([kept[sequence] for sequence in sorted(kept)], info.shape),
+        _part([undamaged[sequence] for sequence in sorted(undamaged)], info.shape),
         damage,
-        lost=[document_id for sequence in sorted(lost) for document_id in names[sequence]],
-        unnamed=max(0, info.entries - len(set(names).union(info.tombstones))),
+        lost=[document_id for sequence in sorted(lost) for document_id in ids[sequence]],
+        unnamed=max(0, info.entries - len(set(ids).union(info.tombstones))),
     )
 
 
-def _undamaged(lines: bytes) -> Iterator[dict[str, Any]]:
-    """What the undamaged lines of a records file state."""
+def _undamaged_lines(lines: bytes) -> Iterator[dict[str, Any]]:
+    """The contents of the undamaged lines of a records file."""
     decoder = json.JSONDecoder()
     for line in lines.split(b"\n"):
         start = 0
         with suppress(ValueError):
             while start < len(line):
-                # Where it is only the line break between two that is damaged, both are there.
+                # If only the line break between two lines is damaged, this finds both.
                 end = decoder.raw_decode(line.decode("latin-1"), start)[1]
                 yield unsealed(line[start:end])
                 start = end + 1
 
 
-def _named(header: bytes) -> dict[int, tuple[str, ...]]:
+def _ids_in_header(header: bytes) -> dict[int, tuple[str, ...]]:
+    """The document ids of each entry by sequence number; none if the header is damaged."""
     try:
-        return named_entries(header)
+        return entry_ids(header)
     except (ValueError, KeyError, TypeError):
         return {}
 
 
-def _part(kept: Sequence[tuple[Record, bytes]], shape: Sequence[int]) -> Part:
-    if not kept:
+def _part(entries: Sequence[tuple[Record, bytes]], shape: Sequence[int]) -> Part:
+    """A part in memory with these records and their rows."""
+    if not entries:
         return Part(torch.empty(0), ())
-    data = bytearray(b"".join(rows for _, rows in kept))
-    return Part(torch.frombuffer(data, dtype=dtype_of(shape)).view(-1, *shape[1:]), [record for record, _ in kept])
+    data = bytearray(b"".join(rows for _, rows in entries))
+    return Part(torch.frombuffer(data, dtype=dtype_of(shape)).view(-1, *shape[1:]), [record for record, _ in entries])

@@ -3,8 +3,8 @@
     <name>.safetensors    the tensor `phi` [n, T, D] (float32) or `codes` [n, T] (int32); all ids in its header
     <name>.jsonl          one sealed line for each entry: its documents, its rows, the checksum of its memory tokens
 
-Each entry can be checked on its own, and each file can say what the other has lost (`mac_rag.memory.storage.repair`).
-Document ids are only ever data in these files, never parts of a path.
+Each entry can be verified by itself, and each file can name what the other has lost (`mac_rag.memory.storage.repair`).
+Document ids are data in these files and never become part of a path.
 """
 
 from __future__ import annotations
@@ -32,10 +32,17 @@ _REMEDY = "; repair the bank to keep what is not lost"
 
 
 class Segment(Part):
-    """A part of a bank that is on disk, its rows memory-mapped.
+    """A part of a bank that is on disk, with memory-mapped rows.
+
+    Args:
+        folder: folder of the bank.
+        info: what the manifest says about the segment.
+        tokens: memory tokens `[n, T, D]` or codes `[n, T]`, memory-mapped.
+        records: the records of all entries, in order.
+        checksums: sha256 of the rows of each entry, in order.
 
     Attributes:
-        folder: where it is.
+        folder: folder of the bank.
         checksums: sha256 of the rows of each entry, by sequence number.
     """
 
@@ -47,38 +54,39 @@ class Segment(Part):
         self.checksums = {record.sequence: checksum for record, checksum in zip(records, checksums, strict=True)}
         self._info = info
         for sequence in info.tombstones:
-            self.bury(sequence)
+            self.tombstone(sequence)
 
     @property
     def name(self) -> str:
+        """Name of its two files, without the suffix."""
         return self._info.name
 
     @property
     def info(self) -> SegmentInfo:
-        """What the manifest is to say of it."""
-        return self._info.model_copy(update={"tombstones": tuple(self.buried)})
+        """What the next manifest has to say about the segment."""
+        return self._info.model_copy(update={"tombstones": tuple(self.tombstones)})
 
     def follow(self, info: SegmentInfo) -> None:
-        """Deletes what was deleted since."""
-        for sequence in set(info.tombstones).difference(self.buried):
-            self.bury(sequence)
+        """Deletes the entries that a newer manifest lists as deleted."""
+        for sequence in set(info.tombstones).difference(self.tombstones):
+            self.tombstone(sequence)
 
 
 def write_segment(folder: Path, parts: Sequence[Part]) -> Segment:
-    """Writes the live entries of some parts as a new segment. Needs `sync_folder` to last.
+    """Writes the live entries of some parts as a new segment. The caller must `sync_folder` before it commits.
 
     Raises:
-        DamageError: when rows that are copied from another segment are not what was once written there.
+        DamageError: when rows to be copied from another segment are not what was written there.
     """
     name = f"segment-{secrets.token_hex(8)}"
-    placed = [(part, entry) for part in parts for entry in part.entries.values()]
+    entries = [(part, entry) for part in parts for entry in part.entries.values()]
     shape = (sum(part.count for part in parts), *parts[0].tokens.shape[1:])
     checksums: list[str] = []
-    header = _header([entry.record for _, entry in placed], shape)
+    header = _header([entry.record for _, entry in entries], shape)
 
     def tokens_file() -> Iterator[bytes | memoryview]:
         yield header
-        for part, (record, start) in placed:
+        for part, (record, start) in entries:
             data = part.tokens[start : start + record.rows].contiguous().numpy().data.cast("B")
             checksums.append(hashlib.sha256(data).hexdigest())
             if isinstance(part, Segment) and part.checksums[record.sequence] != checksums[-1]:
@@ -87,22 +95,22 @@ def write_segment(folder: Path, parts: Sequence[Part]) -> Segment:
 
     def records_file() -> Iterator[bytes]:
         start = 0
-        for (_, (record, _)), checksum in zip(placed, checksums, strict=True):
-            yield sealed({**_stated(record), "start": start, "tokens": checksum}) + b"\n"
+        for (_, (record, _)), checksum in zip(entries, checksums, strict=True):
+            yield sealed({**_fields_of(record), "start": start, "tokens": checksum}) + b"\n"
             start += record.rows
 
     tokens = write_file(folder / f"{name}.safetensors", tokens_file())
     records = write_file(folder / f"{name}.jsonl", records_file())
-    info = SegmentInfo(name=name, entries=len(placed), shape=shape, offset=len(header), tokens=tokens, records=records)
-    return Segment(folder, info, _mapped(folder, info), [entry.record for _, entry in placed], checksums)
+    info = SegmentInfo(name=name, entries=len(entries), shape=shape, offset=len(header), tokens=tokens, records=records)
+    return Segment(folder, info, _mapped(folder, info), [entry.record for _, entry in entries], checksums)
 
 
 def read_segment(folder: Path, info: SegmentInfo) -> Segment:
     """Opens a segment.
 
     Raises:
-        FileNotFoundError: when one of its files is missing, as it is after a writer put another segment in its place.
-        DamageError: when one of them is not what was written.
+        FileNotFoundError: when one of its files is missing, as happens after a writer has replaced the segment.
+        DamageError: when one of its files is not what was written.
     """
     data = (folder / info.records_file).read_bytes()
     if hashlib.sha256(data).hexdigest() != info.records:
@@ -110,39 +118,40 @@ def read_segment(folder: Path, info: SegmentInfo) -> Segment:
     tokens = _mapped(folder, info, check=True)
     records, checksums = [], []
     for line in data.splitlines():
-        stated = json.loads(line)
-        records.append(record_of(stated))
-        checksums.append(stated["tokens"])
+        fields = json.loads(line)
+        records.append(record_of(fields))
+        checksums.append(fields["tokens"])
     return Segment(folder, info, tokens, records, checksums)
 
 
-def _stated(record: Record) -> dict[str, Any]:
+def _fields_of(record: Record) -> dict[str, Any]:
+    """The fields of a record in a line of a records file."""
     members = [{name: getattr(member, name) for name in Member.__slots__} for member in record.members]
     return {"sequence": record.sequence, "rows": record.rows, "members": members}
 
 
-def record_of(stated: dict[str, Any]) -> Record:
-    """The record that a line of a records file states."""
-    return Record(stated["sequence"], stated["rows"], tuple(Member(**member) for member in stated["members"]))
+def record_of(fields: dict[str, Any]) -> Record:
+    """The record in a line of a records file."""
+    return Record(fields["sequence"], fields["rows"], tuple(Member(**member) for member in fields["members"]))
 
 
-def named_entries(header: bytes) -> dict[int, tuple[str, ...]]:
-    """Sequence number and document ids of each entry, as the header of a tokens file states them.
+def entry_ids(header: bytes) -> dict[int, tuple[str, ...]]:
+    """The document ids of each entry by sequence number, read from the header of a tokens file.
 
     Raises:
-        ValueError, KeyError, TypeError: when it is no such header.
+        ValueError, KeyError, TypeError: when it is not such a header.
     """
-    stated = json.loads(json.loads(header[8:])["__metadata__"]["entries"])
-    return {int(sequence): tuple(ids) for sequence, ids in stated}
+    entries = json.loads(json.loads(header[8:])["__metadata__"]["entries"])
+    return {int(sequence): tuple(ids) for sequence, ids in entries}
 
 
 def describe(document_ids: Sequence[str]) -> str:
-    """How an entry is named in a message."""
+    """Names an entry in an error message."""
     return "the memory tokens of " + ", ".join(map(repr, document_ids))
 
 
 def dtype_of(shape: Sequence[int]) -> torch.dtype:
-    """Memory tokens `[n, T, D]` are float32, codes `[n, T]` are int32."""
+    """The dtype of a tensor of this shape: memory tokens `[n, T, D]` are float32, codes `[n, T]` are int32."""
     return torch.float32 if len(shape) == 3 else torch.int32
 
 
@@ -161,13 +170,13 @@ def _header(records: Sequence[Record], shape: Sequence[int]) -> bytes:
 
 
 def _mapped(folder: Path, info: SegmentInfo, *, check: bool = False) -> Tensor:
-    """The rows of a segment, read from the disk when they are used."""
+    """The memory-mapped rows of a segment; `check` compares the file with its checksum first."""
     path = folder / info.tokens_file
     with path.open("rb") as file:
-        # Read, not mapped, for the checksum: it would otherwise count as memory of this process.
+        # The checksum reads the file instead of mapping it, or all of it would count as memory of this process.
         if check and hashlib.file_digest(file, "sha256").hexdigest() != info.tokens:
             raise DamageError(f"{path} is damaged: its checksum differs from the manifest's{_REMEDY}")
-        # A private mapping: torch has no tensors that cannot be written to, and the file must never change.
+        # A private mapping: torch has no read-only tensors, and the file must never change.
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     rows = torch.frombuffer(mapped, dtype=dtype_of(info.shape), count=math.prod(info.shape), offset=info.offset)
     return rows.view(info.shape)

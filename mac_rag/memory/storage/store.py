@@ -2,13 +2,13 @@
 
     manifest.json, manifest.copy.json              what the bank consists of; see `mac_rag.memory.storage.manifest`
     segment-<random>.safetensors, .jsonl           entries that never change; see `mac_rag.memory.storage.segment`
-    codebook.safetensors, codebook.copy.safetensors    where memory tokens are kept as codes
-    writer.lock, writer.json                       who is writing
+    codebook.safetensors, codebook.copy.safetensors    the codebook, if memory tokens are stored as codes
+    writer.lock, writer.json                       which process is writing
 
-A commit writes what is new as a segment, syncs it, and then replaces the manifest in one rename. So a process that is
-killed leaves the last commit, and a reader meets one commit or the next. Segments at the end are written together with
-new ones as in a binary counter, each at least as large as the next: with n documents there are O(log n) of them, and
-each document is written O(log n) times. What the manifest does not name is removed by the next writer.
+A commit writes new entries as a segment, syncs it, and then replaces the manifest in one rename. So a killed process
+leaves the last commit, and a reader sees one commit or the next. New entries are merged with the last segments as in a
+binary counter, each segment at least as large as the next: n documents make O(log n) segments, and each document is
+written O(log n) times. The next writer removes files that the manifest does not name.
 """
 
 from __future__ import annotations
@@ -40,32 +40,33 @@ from mac_rag.memory.storage.segment import Segment, read_segment, write_segment
 
 CODEBOOK = "codebook.safetensors"
 CODEBOOK_COPY = "codebook.copy.safetensors"
-# Segments are not written together beyond this size, so that no commit copies much.
+# Segments are not merged beyond this many bytes, so that no commit copies much.
 _LARGE = 256 << 20
 _SEGMENT_FILE = re.compile(r"segment-[0-9a-f]{16}\.(safetensors|jsonl)")
-# Every name that an unfinished file may have; nothing else in the folder is ever deleted.
+# All names of unfinished files; together with unused segments they are the only files that are ever deleted.
 _UNFINISHED_FILE = re.compile(rf"({_SEGMENT_FILE.pattern}|(manifest|codebook)[a-z.]*|writer\.json){UNFINISHED}")
 
 
 def exists(folder: Path) -> bool:
-    """Whether a folder holds a bank, be it one that lost its manifest."""
+    """True if the folder holds a bank, even one that lost its manifest."""
     return (folder / MANIFEST).is_file() or (
         folder.is_dir() and any(_SEGMENT_FILE.fullmatch(file.name) for file in folder.iterdir())
     )
 
 
 class Store:
-    """One state of a bank on disk.
+    """A bank on disk at one commit.
 
     Args:
-        folder: where it is.
-        lock: the right to write to it; None to read.
-        manifest: its state.
-        segments: those of the manifest.
-        codebook: the codebook `[C, D]`, if it has one.
+        folder: folder of the bank.
+        lock: the right to write to it; None to read only.
+        manifest: the manifest of the commit.
+        segments: the segments that the manifest names.
+        codebook: `[C, D]`; None for a bank without a codebook.
 
     Attributes:
-        segments: the segments of this state, in order. Entries that are deleted from them go with the next commit.
+        manifest: the manifest of the commit.
+        segments: the segments, in order. The next commit makes deletions from them permanent.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Store:
         self.segments = list(segments)
         self.codebook = codebook
         self._lock = lock
-        self._was_writable = lock is not None  # and may have been changed, so it never follows another writer
+        self._was_writable = lock is not None  # its segments may have changed, so it never follows another writer
 
     @classmethod
     def create(
@@ -92,17 +93,17 @@ class Store:
         parts: Sequence[Part] = (),
         next_sequence: int = 0,
     ) -> Store:
-        """A new bank, open for writing. Until all of it is written there is none.
+        """Makes a new bank and opens it for writing. A crash before the end leaves no bank.
 
         Args:
-            folder: where it will be.
-            fingerprint: of its model.
-            codebook: `[C, D]`, if it is to have one.
-            parts: all its entries in order.
-            next_sequence: of the entry that comes next.
+            folder: folder of the bank; it is made if it does not exist.
+            fingerprint: fingerprint of the model that writes the bank.
+            codebook: `[C, D]`; None for a bank without a codebook.
+            parts: all entries of the bank, in order.
+            next_sequence: sequence number of the next entry.
 
         Raises:
-            BankError: when the folder holds a bank, someone else makes one there, or something cannot be written.
+            BankError: when the folder holds a bank, another process makes one there, or a file cannot be written.
         """
         with _errors(folder, "written to"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -119,11 +120,15 @@ class Store:
 
     @classmethod
     def open(cls, folder: Path, *, write: bool) -> Store:
-        """The last commit, for reading or for writing.
+        """Opens a bank at its last commit.
+
+        Args:
+            folder: folder of the bank.
+            write: True to change it.
 
         Raises:
-            BankError: when there is no bank, it is damaged, its format is unknown, it cannot be read, or someone else
-                writes to it.
+            BankError: when there is no bank, it is damaged, its format is unknown, it cannot be read, or another
+                process writes to it.
         """
         with _errors(folder, "opened"):
             if not exists(folder):
@@ -142,13 +147,14 @@ class Store:
         return store
 
     def _begin(self, parts: Sequence[Part], next_sequence: int) -> None:
+        """Writes the codebook and the first commit."""
         try:
             digest = None
             if self.codebook is not None:
                 data = tensor_bytes({"codebook": self.codebook.contiguous()})
                 digest = write_file(self.folder / CODEBOOK, [data])
                 write_file(self.folder / CODEBOOK_COPY, [data])
-            manifest, segments = self._next(parts, next_sequence, compact=False)
+            manifest, segments = self._next_state(parts, next_sequence, compact=False)
             manifest = manifest.model_copy(update={"codebook": digest})
             write_manifest(self.folder, manifest)
             sync_folder(self.folder.parent)
@@ -161,19 +167,20 @@ class Store:
 
     @property
     def writable(self) -> bool:
+        """True if the bank can be changed."""
         return self._lock is not None
 
     def close(self) -> None:
-        """Lets others write; what was not committed is forgotten."""
+        """Releases the right to write; changes that were not committed are lost."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def refresh(self) -> bool:
-        """Goes on to the last commit; on an error nothing changes.
+        """Moves to the last commit; on an error nothing changes.
 
         Returns:
-            Whether there was a newer one.
+            True if there was a newer commit.
 
         Raises:
             BankError: when the bank is damaged.
@@ -192,19 +199,19 @@ class Store:
     def commit(
         self, parts: Sequence[Part], next_sequence: int, *, compact: bool = False, intent: Intent | None = None
     ) -> None:
-        """Makes these parts the bank. On an error the last commit stays, and another attempt may follow.
+        """Makes these parts the contents of the bank. After an error the last commit stands, and a retry is possible.
 
         Args:
-            parts: all entries in order; those that are segments of this bank already are not written again.
-            next_sequence: of the entry that comes next.
-            compact: writes every segment again that has deleted entries.
-            intent: what is begun with it; None to leave that as it is.
+            parts: all entries in order; parts that are segments of this bank already are not written again.
+            next_sequence: sequence number of the next entry.
+            compact: True to rewrite every segment that has deleted entries.
+            intent: the change that starts after this commit; None to leave the recorded intent as it is.
 
         Raises:
-            BankError: when something cannot be written.
+            BankError: when a file cannot be written.
         """
         with _errors(self.folder, "written to"):
-            manifest, segments = self._next(parts, next_sequence, compact)
+            manifest, segments = self._next_state(parts, next_sequence, compact)
             if intent is not None:
                 manifest = manifest.model_copy(update={"intent": intent})
             if manifest != self.manifest:
@@ -213,32 +220,32 @@ class Store:
         self.manifest, self.segments = manifest, segments
         self._tidy()
 
-    def _next(self, parts: Sequence[Part], next_sequence: int, compact: bool) -> tuple[Manifest, list[Segment]]:
-        """The state that a commit leads to. Writes its segments, but not its manifest."""
+    def _next_state(self, parts: Sequence[Part], next_sequence: int, compact: bool) -> tuple[Manifest, list[Segment]]:
+        """The state after a commit. Writes new segments, but not the manifest."""
         segments = [self._written(group, compact) for group in _groups(parts)]
         infos = tuple(segment.info for segment in segments)
         return self.manifest.model_copy(update={"next_sequence": next_sequence, "segments": infos}), segments
 
     def _written(self, group: Sequence[Part], compact: bool) -> Segment:
-        """The segment that holds a group of parts: the one that it is already, or a new one."""
-        only = group[0]
-        if len(group) == 1 and isinstance(only, Segment) and any(only is segment for segment in self.segments):
-            stays = not (only.is_mostly_buried or (compact and only.buried))
-            if stays:
-                return only
+        """The segment that holds a group of parts: the only part, if it is a good segment already, or a new one."""
+        first = group[0]
+        if len(group) == 1 and isinstance(first, Segment) and any(first is segment for segment in self.segments):
+            is_outdated = first.is_mostly_deleted or (compact and first.tombstones)
+            if not is_outdated:
+                return first
         return write_segment(self.folder, group)
 
     def _tidy(self) -> None:
-        """Removes what the manifest does not name; what cannot be removed now is left to the next time."""
-        named = {file for info in self.manifest.segments for file in (info.tokens_file, info.records_file)}
+        """Removes files that the manifest does not name. The next call tries again where the system refuses."""
+        used = {file for info in self.manifest.segments for file in (info.tokens_file, info.records_file)}
         for file in self.folder.iterdir():
-            if file.name not in named and (_SEGMENT_FILE.fullmatch(file.name) or _UNFINISHED_FILE.fullmatch(file.name)):
+            if file.name not in used and (_SEGMENT_FILE.fullmatch(file.name) or _UNFINISHED_FILE.fullmatch(file.name)):
                 with suppress(OSError):
                     file.unlink()
 
 
 def _groups(parts: Sequence[Part]) -> list[list[Part]]:
-    """The parts that are to be one segment each, so that each segment is larger than the next."""
+    """Groups the parts that become one segment each, so that each segment is larger than the next."""
     groups: list[list[Part]] = []
     for part in parts:
         if not part.count:
@@ -253,7 +260,7 @@ def _groups(parts: Sequence[Part]) -> list[list[Part]]:
 
 @contextmanager
 def _errors(folder: Path, what: str) -> Iterator[None]:
-    """Says of an error of the system which bank it befell."""
+    """Turns errors of the file system into errors that name the bank: it "cannot be {what}"."""
     try:
         yield
     except OSError as error:
@@ -265,7 +272,7 @@ def _rows(parts: Sequence[Part]) -> int:
 
 
 def _snapshot(folder: Path, known: Mapping[str, Segment]) -> tuple[Manifest, list[Segment]]:
-    """The manifest and its segments, those that are known already as they are."""
+    """Reads the manifest and its segments; segments that are in `known`, by name, are not read again."""
     while True:
         try:
             manifest = read_manifest(folder / MANIFEST)
@@ -276,7 +283,7 @@ def _snapshot(folder: Path, known: Mapping[str, Segment]) -> tuple[Manifest, lis
         try:
             return manifest, [known.get(info.name) or read_segment(folder, info) for info in manifest.segments]
         except FileNotFoundError as error:
-            # A writer may have put other segments in place of those of the manifest that was just read.
+            # A writer may have replaced the segments of the manifest that was just read; then it is read again.
             if read_manifest(folder / MANIFEST) == manifest:
                 raise DamageError(f"{error.filename} is missing; repair the bank to keep what is not lost") from None
 

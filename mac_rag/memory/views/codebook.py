@@ -1,11 +1,11 @@
 """A codebook bank: memory tokens as indices of C shared vectors, and attention over those vectors with counts.
 
-Softmax attention over n equal tokens is attention over one with log n added to its logit. So attention over the codes
-with the log of their counts equals attention over all tokens of the quantised bank exactly, at a cost that depends on
-the codebook and no longer on the number of documents. A document that arrives or leaves only changes counts.
+Softmax attention over n equal tokens equals attention over one such token with log n added to its logit. So attention
+over the codes with the log of their counts equals attention over all tokens of the quantized bank, at a cost that
+depends on the codebook and not on the number of documents. Adding or deleting a document only changes counts.
 
-The document prior tells documents apart that share codes, so there is no count for it: with the prior on, the codes are
-how documents are stored, and only preselected documents are expanded to their tokens (`CodebookView.select`).
+The document prior distinguishes documents that share codes, so counts do not work with it. With the prior on, codes are
+only how documents are stored, and preselected documents are expanded to their tokens (`CodebookView.select`).
 
 Not part of the paper, which leaves the compression of the bank to future work.
 """
@@ -26,7 +26,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens, split_rows
 
 
 def quantize(bank: MemoryBank, codebook: Tensor) -> MemoryBank:
-    """A bank in memory that holds the same entries as indices of a codebook `[C, D]`, with all their provenance."""
+    """Copies a bank into one in memory that stores memory tokens as indices of a codebook `[C, D]`."""
     quantized = MemoryBank(bank.fingerprint, codebook=codebook)
     quantized.restore((entry.members, entry.phi) for entry in bank)
     return quantized
@@ -35,18 +35,21 @@ def quantize(bank: MemoryBank, codebook: Tensor) -> MemoryBank:
 class CodebookView:
     """A codebook bank under one aggregation network: a `BankView` whose rows are the codes in use, of one token each.
 
-    The codes are projected once. A view is of one version of the bank: after the bank changed, `refresh` comes first.
-    It has no prior keys, so the network refuses it while the document prior is in use; `select` gives what it takes.
+    The codes are projected once. A view shows one version of the bank: after a change of the bank, call `refresh`. It
+    has no prior keys, so the network refuses it while the document prior is in use; `select` returns a view with them.
 
     Args:
-        network: whose weights stay as they are while the view is in use.
+        network: the aggregation network; its weights must not change while the view is in use.
         bank: the bank to follow; it must have a codebook.
-        device: where the network is, and where everything is kept.
-        dtype: of keys and values. They are computed in the network's own.
-        chunk_rows: codes that are attended to at a time, and rows that are expanded at a time.
+        device: device of the network and of all tensors of the view.
+        dtype: dtype of stored keys and values; they are computed in the network's dtype.
+        chunk_rows: number of codes that are attended to, or of rows that are expanded, at a time.
+
+    Attributes:
+        row_keys: `[N]`, keys of the bank's rows (not of the codes).
 
     Raises:
-        BankError: for a bank without codebook.
+        BankError: for a bank without a codebook.
     """
 
     prior_keys: Tensor | None = None
@@ -61,7 +64,7 @@ class CodebookView:
         chunk_rows: int = 8192,
     ) -> None:
         if bank.codebook is None:
-            raise BankError("this memory bank has no codebook; quantise it first")
+            raise BankError("this memory bank has no codebook; quantize it first")
         self.network = network
         self.bank = bank
         self.chunk_rows = chunk_rows
@@ -80,11 +83,11 @@ class CodebookView:
         self.refresh()
 
     def refresh(self) -> None:
-        """Follows the bank: the counts of codes change by what has come and gone, and nothing is projected."""
+        """Follows the bank: adds and removes the counts of changed rows. Nothing is projected."""
         if self._version == self.bank.version:
             return
         version, row_keys = self.bank.version, self.bank.row_keys
-        # Rows that are new stand behind all others, so what is held already is a stretch at the start.
+        # New rows stand behind all others, so the rows that are known already come first.
         first = int(torch.isin(row_keys, self.row_keys, assume_unique=True).long().cumprod(0).sum())
         kept = torch.isin(self.row_keys, row_keys[:first], assume_unique=True)
         kept = kept.to(self._codes.device)
@@ -113,21 +116,22 @@ class CodebookView:
 
     @property
     def documents(self) -> int:
-        """K, the codes in use."""
+        """K, the number of codes in use."""
         return len(self._used)
 
     @property
     def counts(self) -> Tensor:
-        """How many tokens of the bank each code in use stands for, `[K]`."""
+        """How many tokens of the bank each code in use stands for, int64 `[K]`."""
         return self._counts[self._used]
 
     @property
     def log_counts(self) -> Tensor:
+        """Log of `counts`, `[K]`."""
         return self.counts.double().log().to(self._codebook.dtype)
 
     @property
     def row_prior_keys(self) -> Tensor | None:
-        """The keys of the document prior of the bank's rows `[N, d_prior]`, to choose the rows of `select` by."""
+        """Prior keys of the bank's rows `[N, d_prior]`, to preselect rows by; None without a document prior."""
         return self._row_prior_keys
 
     def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -135,20 +139,20 @@ class CodebookView:
             yield self._keys[block][:, codes], self._values[block][:, codes]
 
     def longest(self, block: int) -> None:
-        """Not kept."""
+        """None: norms are not stored."""
 
     def select(self, index: Tensor) -> BankView:
-        """Expands rows of the bank, not codes, to all their tokens.
+        """A view of rows of the bank (not of codes) with all their tokens.
 
         Args:
-            index: `[B, N]`, for each question the rows that it sees, counted as `bank.row_keys` is.
+            index: `[B, N]`, for each question the numbers of the rows that it sees, in the order of `bank.row_keys`.
         """
         return _ExpandedRows(self, index)
 
     def row_mass(self, mass: Tensor) -> Tensor:
-        """Attention mass of the bank's rows `[B, N]` from that of the codes in use `[B, K]`.
+        """Attention mass of the bank's rows `[B, N]`, from that of the codes in use `[B, K]`.
 
-        Equal tokens have equal shares in it, so this too is what attention over the quantised bank gives.
+        It equals the mass of attention over the quantized bank, because equal tokens have equal shares.
         """
         shares = mass.new_zeros(len(mass), len(self._counts))
         shares[:, self._used] = mass / self.counts
@@ -157,7 +161,7 @@ class CodebookView:
 
 @dataclass(frozen=True)
 class _ExpandedRows:
-    """Rows of a codebook bank with all their tokens, `index` `[B, N]` of its own for each question."""
+    """Rows of a codebook bank with all their tokens; each question has its own row numbers `index` `[B, N]`."""
 
     view: CodebookView
     index: Tensor
@@ -179,7 +183,7 @@ class _ExpandedRows:
             yield keys[:, codes, 0].transpose(0, 1), values[:, codes, 0].transpose(0, 1)  # [B, H, n, T, d]
 
     def longest(self, block: int) -> None:
-        """Not kept."""
+        """None: norms are not stored."""
 
     def select(self, index: Tensor) -> _ExpandedRows:
         return _ExpandedRows(self.view, self.index.gather(1, index))

@@ -1,6 +1,6 @@
-"""The rows with the highest document prior for each question, so that a question's cost need not grow with the bank.
+"""Finds the rows with the highest document prior, so that the cost of a question need not grow with the bank.
 
-Up to a stated number of rows the prior of all is computed; beyond it FAISS looks only where high ones can be expected.
+Up to a configured number of rows the search is exact; beyond it FAISS searches an inverted file.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ class PriorIndex:
     """Finds the N rows with the highest prior `s(x, d) = scale * query key`.
 
     Args:
-        exact_rows: up to so many rows the product with all keys is computed, `[B, K]` scores at once. Beyond, an
-            inverted file of FAISS holds them: about sqrt(K) cells, of which the `probed` share nearest to a question
-            is searched.
-        probed: the share of cells that is searched; 1 finds what the exact product finds.
+        exact_rows: up to this many rows all products `[B, K]` are computed at once. Beyond it, FAISS keeps the keys in
+            an inverted file of about sqrt(K) cells and searches the cells nearest to a question.
+        probed: share of the cells that are searched; 1 finds the same rows as the exact search.
     """
 
     def __init__(self, *, exact_rows: int = 200_000, probed: float = 0.25) -> None:
@@ -33,23 +32,23 @@ class PriorIndex:
         self._row_keys = torch.empty(0, dtype=torch.int64)
         self._prior_keys = torch.empty(0, 0)
         self._faiss: Any = None
-        self._learned_rows = 0  # that the cells were made for
+        self._learned_rows = 0  # number of rows when the cells were learned
 
     def __len__(self) -> int:
         return len(self._row_keys)
 
     def refresh(self, row_keys: Tensor, prior_keys: Tensor) -> None:
-        """Follows a bank: from now on these are the rows.
+        """Follows a bank: replaces the rows by these.
 
-        The FAISS index takes in only the rows that are new and forgets those that are gone; its cells are made anew
-        when the bank has grown to four times what they were made for.
+        The FAISS index adds new rows and removes missing ones. It learns its cells again when the bank has grown to
+        more than four times the rows that they were learned from.
 
         Args:
-            row_keys: `[K]`, what each row is known by, ascending (`ProjectedBank.row_keys`).
-            prior_keys: `[K, d_prior]` (`ProjectedBank.prior_keys`). They are not copied.
+            row_keys: `[K]`, keys of the rows, ascending (`ProjectedBank.row_keys`).
+            prior_keys: `[K, d_prior]`, keys of the document prior (`ProjectedBank.prior_keys`). They are not copied.
 
         Raises:
-            BankError: when there are more than `exact_rows` and FAISS is not installed.
+            BankError: when there are more than `exact_rows` rows and FAISS is not installed.
         """
         if row_keys is self._row_keys and prior_keys is self._prior_keys:
             return
@@ -60,11 +59,11 @@ class PriorIndex:
             self._learned_rows = len(row_keys)
             self._add(row_keys, prior_keys)
         else:
-            gone = self._row_keys[~torch.isin(self._row_keys, row_keys, assume_unique=True)]
-            new = ~torch.isin(row_keys, self._row_keys, assume_unique=True)
-            if len(gone):
-                self._faiss.remove_ids(gone.numpy())
-            self._add(row_keys[new], prior_keys[new.to(prior_keys.device)])
+            removed = self._row_keys[~torch.isin(self._row_keys, row_keys, assume_unique=True)]
+            added = ~torch.isin(row_keys, self._row_keys, assume_unique=True)
+            if len(removed):
+                self._faiss.remove_ids(removed.numpy())
+            self._add(row_keys[added], prior_keys[added.to(prior_keys.device)])
         self._row_keys, self._prior_keys = row_keys, prior_keys
 
     def _add(self, row_keys: Tensor, prior_keys: Tensor) -> None:
@@ -72,58 +71,58 @@ class PriorIndex:
             self._faiss.add_with_ids(_array(prior_keys), row_keys.numpy())
 
     def search(self, queries: Tensor, scale: float | Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """The rows with the highest prior.
+        """Finds the rows with the highest prior.
 
         Args:
             queries: `[B, d_prior]` (`DocumentPrior.queries`).
-            scale: of the product (`exp(tau)` of the prior).
-            n: how many rows; all if there are fewer.
+            scale: factor of the products (`exp(tau)` of the prior).
+            n: number of rows to find; all rows if there are fewer.
 
         Returns:
-            Row numbers `[B, N]`, ascending for each question; and the share `[B]` of the prior's softmax over all rows
-            that lies on the others. It is exact for the exact product. With FAISS it is an upper bound, for it counts
-            every other row as if it were as good as the worst that was found; it holds as far as FAISS found the best
-            rows, which it does for certain only with `probed=1`.
+            Row numbers `[B, N]`, ascending for each question; and the discarded prior `[B]`, the share of the prior's
+            softmax over all rows that lies on the other rows. The share is exact for the exact search. With FAISS it
+            is an upper bound that counts every other row as if it scored like the worst row in the result; the bound
+            holds if the result has the best rows, which only `probed=1` guarantees.
         """
         rows = len(self)
         n = min(n, rows)
         scale = torch.as_tensor(scale, dtype=queries.dtype, device=queries.device)
         if self._faiss is None:
             scores = scale * (queries @ self._prior_keys.T)  # [B, K]
-            found, index = scores.topk(n, dim=-1)
+            best, index = scores.topk(n, dim=-1)
             log_all = scores.logsumexp(-1)
         else:
             products, index = self._search_faiss(queries, n)
-            found = scale * products
-            log_rest = found[:, -1] + (math.log(rows - n) if rows > n else -math.inf)
-            log_all = torch.logaddexp(found.logsumexp(-1), log_rest)
-        discarded = -torch.expm1(found.logsumexp(-1) - log_all)
+            best = scale * products
+            log_rest = best[:, -1] + (math.log(rows - n) if rows > n else -math.inf)
+            log_all = torch.logaddexp(best.logsumexp(-1), log_rest)
+        discarded = -torch.expm1(best.logsumexp(-1) - log_all)
         return index.sort(-1).values, discarded.clamp(0, 1)
 
     def _search_faiss(self, queries: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """The best products `[B, N]`, falling, and the row numbers."""
+        """The highest products `[B, N]`, descending, and the numbers of their rows `[B, N]`."""
         import numpy as np
 
-        asked = _array(queries)
+        vectors = _array(queries)
         cells = self._faiss.nlist
         self._faiss.nprobe = max(1, round(self.probed * cells))
-        products, ids = self._faiss.search(asked, n)
+        products, ids = self._faiss.search(vectors, n)
         short = (ids < 0).any(1)
-        if short.any():  # fewer rows than n in the cells that were searched
+        if short.any():  # the searched cells hold fewer than n rows
             self._faiss.nprobe = cells
-            products[short], ids[short] = self._faiss.search(np.ascontiguousarray(asked[short]), n)
+            products[short], ids[short] = self._faiss.search(np.ascontiguousarray(vectors[short]), n)
         index = torch.searchsorted(self._row_keys, torch.from_numpy(ids))
         return torch.from_numpy(products).to(queries), index.to(queries.device)
 
 
 def _inverted_file(prior_keys: Tensor) -> Any:
-    """An empty inverted file by inner product, its cells learned from a sample of the keys."""
+    """An empty inverted file for inner products, with cells learned from a sample of the keys."""
     try:
         import faiss
     except ImportError:
         raise BankError(
-            f"a search among the priors of {len(prior_keys)} rows needs FAISS: pip install 'mac-rag[faiss]', or allow "
-            "the exact product of so many (exact_rows)"
+            f"a search among the priors of {len(prior_keys)} rows needs FAISS: pip install 'mac-rag[faiss]', or raise "
+            "exact_rows to search all of them exactly"
         ) from None
     cells = max(1, round(math.sqrt(len(prior_keys))))
     width = prior_keys.shape[1]
@@ -134,6 +133,6 @@ def _inverted_file(prior_keys: Tensor) -> Any:
 
 
 def _array(vectors: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """As FAISS reads them."""
+    """Vectors as FAISS takes them: float32, contiguous, on the CPU."""
     array: np.ndarray[Any, np.dtype[np.float32]] = vectors.detach().to("cpu", torch.float32).contiguous().numpy()
     return array

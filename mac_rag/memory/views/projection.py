@@ -1,7 +1,7 @@
-"""A memory bank as one aggregation network sees it: keys and values of all blocks, projected once and kept in step.
+"""A memory bank under one aggregation network: keys and values of all blocks, projected once and kept up to date.
 
-They depend on the bank alone, so a question pays for attention only. What is kept follows the bank row by row: a
-document that arrives costs its own projection, one that leaves costs nothing.
+Keys and values do not depend on the question, so a question costs only attention. They follow the bank row by row: a
+new document costs its own projection, a deleted one costs nothing.
 """
 
 from __future__ import annotations
@@ -24,41 +24,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Consecutive rows of a bank: for each block their keys and values `[H, k, T, d]`."""
+    """Projections of consecutive rows of a bank.
 
-    row_keys: Tensor  # [k]
+    Attributes:
+        row_keys: `[k]`, keys of the rows.
+        projected: for each block the keys and values `[H, k, T, d]`.
+        longest: for each block the largest norm of each row's keys `[H, k]` (see `longest_keys`); empty if no row is
+            ever skipped.
+    """
+
+    row_keys: Tensor
     projected: tuple[tuple[Tensor, Tensor], ...]
-    longest: tuple[Tensor, ...]  # for each block [H, k], see `longest_keys`; none where no row is ever skipped
+    longest: tuple[Tensor, ...]
 
-    def kept(self, kept: Tensor) -> _Piece:
-        """Only the rows where `kept` `[k]` is True; itself if these are all."""
-        if kept.all():
+    def filtered(self, mask: Tensor) -> _Piece:
+        """Only the rows where `mask` `[k]` is True; the same object if these are all rows."""
+        if mask.all():
             return self
-        index = kept.nonzero()[:, 0]
-        place = index.to(self.projected[0][0].device)
+        index = mask.nonzero()[:, 0]
+        device_index = index.to(self.projected[0][0].device)
         return _Piece(
             self.row_keys[index],
-            tuple((keys.index_select(1, place), values.index_select(1, place)) for keys, values in self.projected),
-            tuple(norms.index_select(1, place) for norms in self.longest),
+            tuple(
+                (keys.index_select(1, device_index), values.index_select(1, device_index))
+                for keys, values in self.projected
+            ),
+            tuple(norms.index_select(1, device_index) for norms in self.longest),
         )
 
 
 class ProjectedBank:
-    """A memory bank under one aggregation network: a `BankView` whose rows are those of the bank, in its order.
+    """A memory bank under one aggregation network: a `BankView` whose rows are the bank's rows, in their order.
 
-    Keys and values are kept as long as those of the whole bank fit into a budget. Beyond it they are projected chunk
-    by chunk, once per block and batch of questions, so that working memory is one chunk whatever the bank's size. The
-    keys of the document prior are always kept.
+    Keys and values are cached if those of the whole bank fit into a budget. Otherwise they are projected chunk by
+    chunk, once per block and batch of questions, so that working memory is one chunk whatever the bank's size. The
+    keys of the document prior are always cached.
 
-    A view is of one version of the bank: after the bank changed, `refresh` comes first.
+    A view shows one version of the bank: after a change of the bank, call `refresh`.
 
     Args:
-        network: whose weights stay as they are while the view is in use.
+        network: the aggregation network; its weights must not change while the view is in use.
         bank: the bank to follow.
-        device: where the network is, and where keys and values are kept.
-        dtype: of keys and values. They are computed in the network's own.
-        budget_bytes: for all keys and values that are kept.
-        chunk_rows: rows that are projected and attended to at a time.
+        device: device of the network and of cached keys and values.
+        dtype: dtype of keys and values; they are computed in the network's dtype.
+        budget_bytes: maximum bytes of all cached keys and values.
+        chunk_rows: number of rows that are projected and attended to at a time.
+
+    Attributes:
+        cached: True if keys and values are cached.
     """
 
     def __init__(
@@ -88,20 +101,20 @@ class ProjectedBank:
         self.refresh()
 
     def refresh(self) -> None:
-        """Follows the bank: projects the rows that are new and drops those that are gone."""
+        """Follows the bank: projects new rows and drops deleted ones."""
         if self._version == self.bank.version:
             return
         version, row_keys = self.bank.version, self.bank.row_keys
         cached = self._needed_bytes(row_keys) <= self.budget_bytes
-        # New rows stand behind all others, so what is held already is a stretch at the start. A bank that would order
-        # them otherwise, or that has come back under the budget, is projected from there on.
+        # New rows stand behind all others, so the rows that are known already come first. A bank with another order, or
+        # one that fits into the budget again, is projected from the first unknown row on.
         held = torch.isin(row_keys, self._row_keys, assume_unique=True)
         first = int(held.long().cumprod(0).sum()) if self.cached or not cached else 0
         kept = torch.isin(self._row_keys, row_keys[:first], assume_unique=True)
         pieces, prior_keys = [], []
         if cached and self._pieces:
             parts = kept.split([len(piece.row_keys) for piece in self._pieces])
-            pieces = [piece.kept(part) for piece, part in zip(self._pieces, parts) if part.any()]
+            pieces = [piece.filtered(part) for piece, part in zip(self._pieces, parts) if part.any()]
         if self._prior_keys is not None:
             prior_keys.append(self._prior_keys if kept.all() else self._prior_keys[kept.to(self.device)])
         for start in range(first, len(row_keys), self.chunk_rows):
@@ -115,13 +128,13 @@ class ProjectedBank:
                 projected = self._project(phi, self._blocks)
                 longest = tuple(longest_keys(keys) for keys, _ in projected) if self._skips else ()
                 pieces.append(_Piece(row_keys[start:stop], projected, longest))
-        # Nothing above has changed this view, so an error there leaves it as it was.
+        # Nothing above changes this view, so an error leaves it as it was.
         self._prior_keys = torch.cat(prior_keys) if len(prior_keys) > 1 else next(iter(prior_keys), None)
         self._pieces = _joined(pieces, self.chunk_rows)
         self._row_keys, self._version, self.cached = row_keys, version, cached
 
     def _needed_bytes(self, row_keys: Tensor) -> int:
-        """What keys and values of all rows and blocks take."""
+        """Bytes of the keys and values of all rows and blocks."""
         if self.bank.row_shape is None:
             return 0
         width = sum(block.to_key.out_features + block.to_value.out_features for block in self._blocks)
@@ -149,34 +162,34 @@ class ProjectedBank:
 
     @property
     def bytes(self) -> int:
-        """Memory that the kept keys and values take, their norms, and the keys of the document prior."""
-        kept = [tensor for piece in self._pieces for pair in piece.projected for tensor in pair]
-        kept += [norms for piece in self._pieces for norms in piece.longest]
-        kept += [] if self._prior_keys is None else [self._prior_keys]
-        return sum(tensor.nbytes for tensor in kept)
+        """Bytes of the cached keys and values, their norms, and the keys of the document prior."""
+        tensors = [tensor for piece in self._pieces for pair in piece.projected for tensor in pair]
+        tensors += [norms for piece in self._pieces for norms in piece.longest]
+        tensors += [] if self._prior_keys is None else [self._prior_keys]
+        return sum(tensor.nbytes for tensor in tensors)
 
     @property
     def documents(self) -> int:
-        """K, the rows of the bank."""
+        """K, the number of rows of the bank."""
         return len(self._row_keys)
 
     @property
     def row_keys(self) -> Tensor:
-        """What each row is known by in the bank, int64 `[K]`."""
+        """Keys of the bank's rows, int64 `[K]`."""
         return self._row_keys
 
     @property
     def prior_keys(self) -> Tensor | None:
-        """`[K, d_prior]` vectors of the document prior, or None without one."""
+        """Keys of the document prior `[K, d_prior]`; None without a document prior."""
         return self._prior_keys
 
     @property
     def log_counts(self) -> None:
-        """Each row stands for itself."""
+        """None: each row stands for itself only."""
         return None
 
     def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values `[H, k, T, d]` of consecutive rows, as block number `block` sees them.
+        """Keys and values `[H, k, T, d]` of consecutive rows for block number `block`.
 
         Raises:
             BankError: when the bank has changed since the last `refresh`.
@@ -188,16 +201,16 @@ class ProjectedBank:
         for start in range(0, self.documents, self.chunk_rows):
             self._check()
             stop = min(start + self.chunk_rows, self.documents)
-            # Without a name for the rows, they are gone from memory while their keys and values are attended to.
+            # The memory tokens have no name here, so they are freed while their keys and values are attended to.
             (projected,) = self._project(self._read(start, stop), [self._blocks[block]])
             yield projected
 
     def longest(self, block: int) -> Tensor | None:
-        """The largest norm of each row's keys `[H, K]` in a block, where keys are kept and rows may be skipped."""
+        """The largest norm of each row's keys `[H, K]` in a block; None if keys are not cached or no row is skipped."""
         return torch.cat([piece.longest[block] for piece in self._pieces], 1) if self._skips and self._pieces else None
 
     def select(self, index: Tensor) -> SelectedRows:
-        """For each question rows of its own, in the order of `index` `[B, N]`.
+        """A view in which each question sees its own rows, numbered by `index` `[B, N]`, in that order.
 
         Raises:
             BankError: when the bank has changed since the last `refresh`.
@@ -206,7 +219,11 @@ class ProjectedBank:
         return SelectedRows(self, index)
 
     def rows(self, block: int, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[H, n, T, d]` of rows by number, `index` `[n]` on the CPU, as one block sees them.
+        """Keys and values `[H, n, T, d]` of some rows.
+
+        Args:
+            block: number of the block.
+            index: `[n]` on the CPU, row numbers.
 
         Raises:
             BankError: when the bank has changed since the last `refresh`.
@@ -238,10 +255,10 @@ class ProjectedBank:
 
 
 class SelectedRows:
-    """A `BankView` where each question has N rows of its own, gathered or projected when they are attended to.
+    """A `BankView` in which each question has its own N rows, gathered or projected when they are attended to.
 
     Args:
-        bank: the view that they are selected from.
+        bank: the view that the rows are selected from.
         index: `[B, N]`, row numbers.
     """
 
@@ -251,42 +268,42 @@ class SelectedRows:
 
     @property
     def documents(self) -> int:
-        """N, the rows of each question."""
+        """N, the number of rows of each question."""
         return self._index.shape[1]
 
     @property
     def prior_keys(self) -> Tensor | None:
-        """`[B, N, d_prior]`, or None without a document prior."""
+        """Keys of the document prior `[B, N, d_prior]`; None without a document prior."""
         keys = self._bank.prior_keys
         return None if keys is None else keys[self._index.to(keys.device)]
 
     @property
     def log_counts(self) -> None:
-        """Each row stands for itself."""
+        """None: each row stands for itself only."""
         return None
 
     def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values `[B, H, k, T, d]`; one chunk holds as many rows in all as one of the bank."""
+        """Keys and values `[B, H, k, T, d]`; a chunk has as many rows over all questions as one of the bank."""
         questions, rows = self._index.shape
         step = max(1, self._bank.chunk_rows // max(1, questions))
         for start in range(0, rows, step):
             part = self._index[:, start : start + step]
-            # What several questions selected is projected once.
+            # Rows that several questions selected are projected once.
             unique, inverse = part.unique(return_inverse=True)
             keys, values = self._bank.rows(block, unique)
             inverse = inverse.to(keys.device)
             yield keys[:, inverse].transpose(0, 1), values[:, inverse].transpose(0, 1)
 
     def longest(self, block: int) -> None:
-        """Not gathered."""
+        """None: norms are not gathered."""
 
     def select(self, index: Tensor) -> SelectedRows:
-        """For each question some of its own rows, `index` `[B, n]` into the N."""
+        """A view in which each question sees some of its rows; `index` `[B, n]` counts within its N rows."""
         return SelectedRows(self._bank, self._index.gather(1, index.cpu()))
 
 
 def _joined(pieces: Iterable[_Piece], limit: int) -> list[_Piece]:
-    """Neighbours that fit into one piece become one, so that many small changes do not leave many small pieces."""
+    """Joins neighbours that fit into one piece, so that many small changes do not leave many small pieces."""
     joined: list[_Piece] = []
     for piece in pieces:
         if joined and len(joined[-1].row_keys) + len(piece.row_keys) <= limit:

@@ -1,7 +1,7 @@
-"""What recent questions found in a bank, so that a question asked again costs nothing.
+"""A cache of phi* for recent questions.
 
-Response modes of LlamaIndex such as `refine` ask the same question of one node after the other, and an evaluation asks
-it with one retriever after the other; phi* depends on neither.
+LlamaIndex's response mode `refine` asks the same question for one node after the other, and an evaluation asks it with
+one retriever after the other; phi* depends on neither.
 """
 
 from __future__ import annotations
@@ -12,35 +12,41 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-_BYTES = 128 << 20  # of phi* that are kept
-
 
 class RecentQuestions:
-    """Keeps phi* and the discarded prior of the questions asked last, as long as the state they depend on lasts."""
+    """Keeps phi* and the discarded prior of the most recent questions, until the state that they depend on changes.
 
-    def __init__(self) -> None:
+    Args:
+        max_bytes: memory for phi* of all cached questions; the least recently used ones go first.
+    """
+
+    def __init__(self, max_bytes: int = 128 << 20) -> None:
+        self._max_bytes = max_bytes
         self._state: Hashable = None
-        self._found: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
+        self._results: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
 
     def look_up(
         self, questions: Sequence[str], state: Hashable, compute: Callable[[Sequence[str]], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """phi* `[B, T, D]` and discarded prior `[B]` of each question.
+        """Returns cached results, and computes the missing ones.
 
         Args:
-            questions: B texts; of equal ones, one is computed.
-            state: all else that the result depends on.
-            compute: gives both for questions that are new in this state.
+            questions: B texts; equal ones are computed once.
+            state: everything else that the result depends on; a new state empties the cache.
+            compute: called with the questions that are not cached; returns phi* `[n, T, D]` and discarded prior `[n]`.
+
+        Returns:
+            phi* `[B, T, D]` and discarded prior `[B]`.
         """
         if state != self._state:
-            self._found.clear()
+            self._results.clear()
             self._state = state
-        new = [question for question in dict.fromkeys(questions) if question not in self._found]
+        new = [question for question in dict.fromkeys(questions) if question not in self._results]
         if new:
-            self._found.update(zip(new, zip(*compute(new), strict=True), strict=True))
+            self._results.update(zip(new, zip(*compute(new), strict=True), strict=True))
         for question in questions:
-            self._found.move_to_end(question)
-        phi, discarded = zip(*(self._found[question] for question in questions), strict=True)
-        while len(self._found) * phi[0].nbytes > _BYTES:
-            self._found.popitem(last=False)
+            self._results.move_to_end(question)
+        phi, discarded = zip(*(self._results[question] for question in questions), strict=True)
+        while len(self._results) * phi[0].nbytes > self._max_bytes:
+            self._results.popitem(last=False)
         return torch.stack(phi), torch.stack(discarded)

@@ -1,4 +1,4 @@
-"""How a model reads a bank for its questions: one view of it, kept in step, behind every way of attending to it."""
+"""How a model reads a bank for its questions: one view of the bank behind every attention strategy."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from mac_rag.model import MACModel
 
 
-# Questions whose attention mass is computed together.
-_MASS = 8
+# Number of questions whose attention mass is computed together.
+_MASS_BATCH = 8
 
 
 @dataclass(frozen=True)
 class Aggregated:
-    """What questions found in the bank.
+    """The bank aggregated for B questions.
 
     Attributes:
-        phi: phi* of each question `[B, T, D]`.
-        discarded: share of the document prior that lay on documents which were not attended to `[B]`; zero where all
-            were. What it means beyond an exact product is told by `PriorIndex.search`.
+        phi: `[B, T, D]`, phi* of each question.
+        discarded: `[B]`, the share of the document prior on rows that were not attended to; zero if all rows were.
+            `PriorIndex.search` tells when it is exact.
     """
 
     phi: Tensor
@@ -46,12 +46,12 @@ class Aggregated:
 
 
 class BankReader:
-    """A bank as one model reads it.
+    """Reads a bank with one model.
 
     Args:
-        model: whose weights stay as they are while the reader is in use.
-        bank: that the model wrote.
-        config: the way of attending.
+        model: the model that reads; its weights must not change while the reader is in use.
+        bank: a bank that this model wrote.
+        config: attention strategy and cache of keys and values.
 
     Raises:
         ConfigError: for preselection with a model that has no document prior.
@@ -78,7 +78,7 @@ class BankReader:
     ) -> Aggregated:
         """Aggregates the bank for each question (equation 1).
 
-        What recent questions found is kept until the bank changes, so that asking them again costs nothing.
+        Results of recent questions are cached until the bank changes.
 
         Args:
             questions: B texts.
@@ -88,15 +88,16 @@ class BankReader:
         Raises:
             BankError: when the bank is empty or none of its documents is allowed.
         """
-        known = {} if ids is None else dict(zip(questions, ids, strict=True))
-        if allowed is not None or self.config.strategy == "sharded":  # shards must all compute, or none
-            return self._aggregate(questions, allowed, known)
+        known_ids = {} if ids is None else dict(zip(questions, ids, strict=True))
+        # Shards compute together, so none may skip the computation because of its own cache.
+        if allowed is not None or self.config.strategy == "sharded":
+            return self._aggregate(questions, allowed, known_ids)
         network = self.model.aggregation
         state = (self.bank.version, network.use_prior, network.training)
 
         def compute(new: Sequence[str]) -> tuple[Tensor, Tensor]:
-            found = self._aggregate(new, None, known)
-            return found.phi, found.discarded
+            aggregated = self._aggregate(new, None, known_ids)
+            return aggregated.phi, aggregated.discarded
 
         return Aggregated(*self._recent.look_up(questions, state, compute))
 
@@ -123,13 +124,19 @@ class BankReader:
 
     @torch.no_grad()
     def attention_mass(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor:
-        """How much of each question's attention goes to each row of the bank, `[B, K]`; each question's sum to 1.
+        """The share of each question's attention that goes to each row of the bank, in the last block.
 
-        It is that of the last block. Documents that are not attended to have none.
+        Args:
+            questions: B texts.
+            allowed: ids of the documents that may have any influence; None for all.
+
+        Returns:
+            `[B, K]`; each question's shares sum to 1. Rows that are not attended to have 0.
 
         Raises:
-            BankError: as `aggregate`.
-            ConfigError: under algorithm 3, where no attention reaches from a question to all documents, or over shards.
+            BankError: see `aggregate`.
+            ConfigError: for the strategies hierarchical (algorithm 3) and sharded, under which no attention of one
+                question reaches all documents.
         """
         if self.config.strategy in ("hierarchical", "sharded"):
             raise ConfigError(
@@ -137,8 +144,11 @@ class BankReader:
                 "this bank; choose 'streaming' or 'preselect'"
             )
         visible = self._visible(allowed)
-        # A few questions at a time: until a pass over the bank is done, each row has a number for each query token.
-        parts = [self._mass(questions[first : first + _MASS], visible) for first in range(0, len(questions), _MASS)]
+        # A few questions at a time, because a pass over the bank needs one number per row and query token.
+        parts = [
+            self._mass(questions[first : first + _MASS_BATCH], visible)
+            for first in range(0, len(questions), _MASS_BATCH)
+        ]
         return torch.cat(parts)
 
     def document_mass(
@@ -161,8 +171,8 @@ class BankReader:
         if self.config.strategy == "preselect":
             selected, index, _ = self._preselect(question, visible)
             _, mass = network(question, selected, mass=True)
-            found: Tensor = mass.new_zeros(len(questions), len(self.bank.row_keys))
-            return found.scatter_(1, index.to(mass.device), mass)
+            all_rows: Tensor = mass.new_zeros(len(questions), len(self.bank.row_keys))
+            return all_rows.scatter_(1, index.to(mass.device), mass)
         mask = None if visible is None else visible.to(question.tokens.device).expand(len(questions), -1)
         _, mass = network(question, self._projected(), mask=mask, mass=True)
         assert isinstance(mass, Tensor)
@@ -174,7 +184,7 @@ class BankReader:
         return encoded
 
     def _visible(self, allowed: Container[str] | None) -> Tensor | None:
-        """Which rows may be seen `[K]`. One that stands for several documents may only be if all of them may."""
+        """Which rows may be seen, bool `[K]`; a row of several documents only if all are allowed. None for all rows."""
         if not len(self.bank):
             raise BankError("the memory bank is empty; adapt to some documents first")
         if allowed is None:
@@ -185,7 +195,7 @@ class BankReader:
         return visible
 
     def _preselect(self, question: MemoryTokens, visible: Tensor | None) -> tuple[BankView, Tensor, Tensor]:
-        """The rows with the highest prior: a view, their numbers `[B, N]`, and the share of all others `[B]`."""
+        """The rows with the highest prior: a view, their numbers `[B, N]`, and the discarded prior `[B]`."""
         prior = self.model.aggregation.prior
         view = self._projected() if self.bank.codebook is None else self._coded()
         prior_keys = view.prior_keys if isinstance(view, ProjectedBank) else view.row_prior_keys
@@ -217,7 +227,7 @@ class BankReader:
 
     @property
     def _by_codes(self) -> bool:
-        """Whether attention over codes is that over the bank: a document prior tells rows of equal codes apart."""
+        """True if attention over codes equals attention over rows: exact attention without a document prior."""
         network = self.model.aggregation
         exact = self.config.strategy in ("streaming", "sharded")
         return self.bank.codebook is not None and exact and (network.prior is None or not network.use_prior)

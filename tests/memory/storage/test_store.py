@@ -18,7 +18,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.storage.repair import repair, verify
-from tests.memory.store_parts import contents, memory
+from tests.memory.helpers import contents, memory
 
 
 def made(folder: Path, *names: str) -> MemoryBank:

@@ -1,4 +1,4 @@
-"""What tests of banks on disk share: a folder that is fast, memory tokens to recognise, and writers to be killed."""
+"""Helpers of the memory tests: a fast folder, memory tokens that can be recognised, and writers to be killed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from mac_rag.errors import BankError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.storage import store
 from mac_rag.memory.storage.repair import verify
-from tests.memory.store_parts import TOKENS, WIDTH, fast_folder
+from tests.memory.helpers import TOKENS, WIDTH, fast_folder
 
 IDS = ["a", "b", "ü/../c", "", "\ud800", "f"]
 

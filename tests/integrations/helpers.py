@@ -1,4 +1,4 @@
-"""Parts of the LlamaIndex tests: an embedding, an engine that notes what it is asked, a log of events; all offline."""
+"""Helpers of the LlamaIndex tests: an embedding, an engine that records its questions, a log of events; all offline."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from mac_rag.errors import BankError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.storage.repair import repair, verify
 from mac_rag.memory.storage.store import Store
-from tests.memory.store_parts import TOKENS, WIDTH, fast_folder, memory
+from tests.memory.helpers import TOKENS, WIDTH, fast_folder, memory
 
 COPIES = ("manifest.copy.json", "codebook.copy.safetensors")
 

@@ -21,12 +21,12 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.storage.repair import verify
-from tests.memory.store_parts import change, contents, memory, stop_at, update_for_ever, write_for_ever
+from tests.memory.helpers import change, contents, memory, stop_at, update_for_ever, write_for_ever
 
 KILLS = int(os.environ.get("MAC_RAG_KILLS", "30"))
 # Processes are forked from one that has imported everything, so that each starts within milliseconds.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["tests.memory.store_parts"])
+_PROCESSES.set_forkserver_preload(["tests.memory.helpers"])
 
 
 def started(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:

@@ -14,7 +14,6 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.quantizer import fit
-from mac_rag.memory.views import question_cache as module
 from mac_rag.memory.views.codebook import quantize
 from mac_rag.memory.views.question_cache import RecentQuestions
 from mac_rag.memory.views.reader import BankReader
@@ -89,15 +88,14 @@ def test_a_question_asked_again_costs_nothing_until_the_bank_changes(
     torch.testing.assert_close(reader.aggregate(QUESTIONS).phi, tiny_model.aggregate(QUESTIONS, bank.phi))
 
 
-def test_only_so_many_questions_are_kept(tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    recent = RecentQuestions()
+def test_least_recent_questions_leave_a_full_cache() -> None:
+    recent = RecentQuestions(max_bytes=12)  # three of one number each
     asked: list[str] = []
 
     def compute(new: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
         asked.extend(new)
         return torch.tensor([[[float(text)]] for text in new]), torch.zeros(len(new))
 
-    monkeypatch.setattr(module, "_BYTES", 12)  # three of one number each
     for questions in (["1", "2"], ["3"], ["1"], ["4"], ["1", "3", "2"]):
         phi, _ = recent.look_up(questions, None, compute)
         assert phi.flatten().tolist() == [float(text) for text in questions]

@@ -1,0 +1,91 @@
+"""Helpers of the retrieval tests: an encoder that needs no model, small documents, and a real Chroma server."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+from urllib.request import urlopen
+
+import numpy as np
+
+from mac_rag.data.types import Document
+from mac_rag.retrieval.embeddings import Vectors
+
+
+class WordEncoder:
+    """Bags of hashed words: deterministic, and texts that share words are near each other."""
+
+    width = 32
+
+    def __init__(self, name: str = "words", fail_after: int | None = None) -> None:
+        self.fingerprint = name
+        self.encoded: list[str] = []
+        self._left = fail_after
+
+    def documents(self, texts: Sequence[str], advance: Callable[[int], None] | None = None) -> Vectors:
+        if self._left is not None:
+            if not self._left:
+                raise KeyboardInterrupt
+            self._left -= 1
+        self.encoded += texts
+        if advance is not None:
+            advance(len(texts))
+        return self.questions(texts)
+
+    def questions(self, texts: Sequence[str]) -> Vectors:
+        vectors = np.zeros((len(texts), self.width), dtype=np.float32)
+        for row, text in enumerate(texts):
+            for word in text.split():
+                vectors[row, hashlib.sha256(word.encode()).digest()[0] % self.width] += 1
+        return vectors
+
+
+def documents(*texts: str) -> list[Document]:
+    """Documents `d0`, `d1`, ... with these texts, each with its number as metadata."""
+    return [Document(f"d{index}", text, {"place": index}) for index, text in enumerate(texts)]
+
+
+class Server:
+    """A real Chroma server on loopback: `chroma run` on a free port, until the context ends."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = int(free.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = Path(sys.executable).with_name("chroma")
+        self._command = [command, "run", "--path", folder, "--host", "127.0.0.1", "--port", str(self.port)]
+        self.process: subprocess.Popen[bytes]
+
+    def start(self) -> None:
+        """Starts it, and waits until it answers."""
+        self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(600):
+            try:
+                urlopen(f"{self.url}/api/v2/heartbeat").close()
+                return
+            except OSError:
+                assert self.process.poll() is None, "chroma run ended"
+                time.sleep(0.05)
+        raise AssertionError("chroma run does not answer")
+
+    def client(self) -> Any:
+        """One of Chroma's own clients."""
+        import chromadb
+        from chromadb.config import Settings
+
+        return chromadb.HttpClient("127.0.0.1", self.port, settings=Settings(anonymized_telemetry=False))
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
