@@ -6,7 +6,7 @@ python -m benchmarks.aggregation --help
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,9 +15,9 @@ from mac_rag.cli.run import run_command
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from benchmarks.aggregation_cases import Case, Figures
+    from benchmarks.aggregation_cases import Case, Measurement
 
-WAYS = {
+IMPLEMENTATIONS = {
     "published": "published way",
     "kept": "ours, kept",
     "streamed": "ours, streamed",
@@ -80,12 +80,13 @@ def main(
         *(Case("streamed", rows, questions) for rows in _numbers(streamed)),
         *(Case("codebook", rows, questions, codes) for rows in _numbers(codebook)),
     ]
-    figures = {}
+    measurements = {}
     for case in cases:
-        figures[case] = in_child(measured, case, sizes, place, rounds)
-        console.print(f"[dim]{WAYS[case.way]}, {case.documents:,} documents: {figures[case].seconds:.2f} s[/dim]")
-    console.print(_comparison(figures[cases[0]], figures[cases[1]], cases[0], fast, slow))
-    console.print(_scaling(figures, bandwidth))
+        measurements[case] = in_child(measured, case, sizes, place, rounds)
+        name = IMPLEMENTATIONS[case.implementation]
+        console.print(f"[dim]{name}, {case.documents:,} documents: {measurements[case].seconds:.2f} s[/dim]")
+    console.print(_comparison(measurements[cases[0]], measurements[cases[1]], cases[0], fast, slow))
+    console.print(_scaling(measurements, bandwidth))
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         result = {
@@ -95,7 +96,7 @@ def main(
             "torch": torch.__version__,
             "comparison": {"ours_seconds": fast, "published_seconds": slow, "ratio": slow / fast},
             "copy_bytes_per_second": bandwidth,
-            "cases": [asdict(case) | asdict(figure) for case, figure in figures.items()],
+            "cases": [_entry(case, measurement) for case, measurement in measurements.items()],
         }
         output.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -111,21 +112,31 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _comparison(published: Figures, kept: Figures, case: Case, fast: float, slow: float) -> Table:
+def _entry(case: Case, measurement: Measurement) -> dict[str, Any]:
+    """A case and its measurement in the JSON file; `way`, the key of its implementation, is that of earlier files."""
+    from dataclasses import asdict
+
+    sizes = {"documents": case.documents, "questions": case.questions, "codes": case.codes}
+    return {"way": case.implementation, **sizes, **asdict(measurement)}
+
+
+def _comparison(published: Measurement, kept: Measurement, case: Case, fast: float, slow: float) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
 
     title = f"{case.questions} questions of {case.documents:,} documents"
     table = Table("", "seconds", "extra MB", "kept MB", title=title, box=SIMPLE)
-    table.add_row(WAYS["published"], f"{slow:.3f}", f"{published.extra_bytes / _MB:.0f}", "")
-    table.add_row(WAYS["kept"], f"{fast:.3f}", f"{kept.extra_bytes / _MB:.0f}", f"{kept.kept_bytes / _MB:.0f}")
+    table.add_row(IMPLEMENTATIONS["published"], f"{slow:.3f}", f"{published.extra_bytes / _MB:.0f}", "")
+    table.add_row(
+        IMPLEMENTATIONS["kept"], f"{fast:.3f}", f"{kept.extra_bytes / _MB:.0f}", f"{kept.kept_bytes / _MB:.0f}"
+    )
     table.add_row("  and once to project them", f"{kept.kept_seconds:.3f}", "", "")
     share = published.extra_bytes / max(1, kept.extra_bytes)
     table.add_row("ratio", f"{slow / fast:.1f}x", f"{share:.1f}x", "", style="bold")
     return table
 
 
-def _scaling(figures: dict[Case, Figures], bandwidth: float) -> Table:
+def _scaling(measurements: dict[Case, Measurement], bandwidth: float) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
 
@@ -133,15 +144,15 @@ def _scaling(figures: dict[Case, Figures], bandwidth: float) -> Table:
     table.add_column("", no_wrap=True)
     for column in ("documents", "asked", "seconds", "extra MB", "read MB", "GB/s", "of copy"):
         table.add_column(column, justify="right", no_wrap=True)
-    for case, figure in figures.items():
-        achieved = figure.moved_bytes / figure.seconds
+    for case, measurement in measurements.items():
+        achieved = measurement.moved_bytes / measurement.seconds
         table.add_row(
-            WAYS[case.way],
+            IMPLEMENTATIONS[case.implementation],
             f"{case.documents:,}",
             f"{case.questions}",
-            f"{figure.seconds:.3f}",
-            f"{figure.extra_bytes / _MB:.0f}",
-            f"{figure.moved_bytes / _MB:.0f}",
+            f"{measurement.seconds:.3f}",
+            f"{measurement.extra_bytes / _MB:.0f}",
+            f"{measurement.moved_bytes / _MB:.0f}",
             f"{achieved / 1e9:.2f}",
             f"{achieved / bandwidth:.1%}",
         )

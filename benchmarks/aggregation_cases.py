@@ -16,7 +16,7 @@ from mac_rag.memory.views.codebook import CodebookView
 from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.nn.aggregation import AggregationNetwork
 
-Way = Literal["published", "kept", "streamed", "codebook"]
+Implementation = Literal["published", "kept", "streamed", "codebook"]
 
 _PERIOD = 1665  # rows of a generated bank that differ from each other; the paper's largest bank
 _UNLIMITED = 1 << 62
@@ -51,14 +51,14 @@ class Sizes:
 class Case:
     """One way to aggregate one bank for a number of questions; `codes` of a codebook, 0 without."""
 
-    way: Way
+    implementation: Implementation
     documents: int
     questions: int
     codes: int = 0
 
 
 @dataclass(frozen=True)
-class Figures:
+class Measurement:
     """What a case took.
 
     Attributes:
@@ -83,7 +83,7 @@ def compared(sizes: Sizes, documents: int, questions: int, rounds: int, device: 
     return medians(lambda: network(question, view), lambda: published.attend(network, question, phi), rounds)
 
 
-def measured(case: Case, sizes: Sizes, device: torch.device, rounds: int) -> Figures:
+def measured(case: Case, sizes: Sizes, device: torch.device, rounds: int) -> Measurement:
     """What a case takes, in a process that has done nothing else yet.
 
     Raises:
@@ -92,32 +92,34 @@ def measured(case: Case, sizes: Sizes, device: torch.device, rounds: int) -> Fig
     network, question = sizes.network(device), sizes.question(case.questions, device)
     bank = sizes.bank(case.documents, case.codes)
     moved = sizes.blocks * case.documents * sizes.tokens * sizes.width * torch.float32.itemsize
-    if case.way == "published":
+    if case.implementation == "published":
         phi = bank.phi.to(device)
         used, result = usage(lambda: published.attend(network, question, phi), device, rounds)
         _check(result, bank.answer(network, question))
-        return _figures(used, 0, 0, moved)
+        return _measurement(used, 0, 0, moved)
     began = time.perf_counter()
     view: ProjectedBank | CodebookView
-    if case.way == "codebook":
+    if case.implementation == "codebook":
         view = CodebookView(network, bank, device=device)
     else:
-        view = ProjectedBank(network, bank, device=device, budget_bytes=_UNLIMITED if case.way == "kept" else 0)
+        view = ProjectedBank(
+            network, bank, device=device, budget_bytes=_UNLIMITED if case.implementation == "kept" else 0
+        )
     if device.type == "cuda":
         torch.cuda.synchronize()
     prepared = time.perf_counter() - began
     used, result = usage(lambda: network(question, view)[0], device, rounds)
     _check(result, bank.answer(network, question))
-    if case.way == "streamed":
-        return _figures(used, 0, 0, moved)
+    if case.implementation == "streamed":
+        return _measurement(used, 0, 0, moved)
     pairs = [pair for block in range(sizes.blocks) for pair in view.chunks(block)]
     kept = sum(keys.nbytes + values.nbytes for keys, values in pairs)
-    return _figures(used, kept, prepared, kept)
+    return _measurement(used, kept, prepared, kept)
 
 
 def _check(result: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(result, expected, atol=1e-3, rtol=1e-3)
 
 
-def _figures(used: Usage, kept_bytes: int, kept_seconds: float, moved_bytes: int) -> Figures:
-    return Figures(used.seconds, used.extra_bytes, kept_bytes, kept_seconds, moved_bytes)
+def _measurement(used: Usage, kept_bytes: int, kept_seconds: float, moved_bytes: int) -> Measurement:
+    return Measurement(used.seconds, used.extra_bytes, kept_bytes, kept_seconds, moved_bytes)

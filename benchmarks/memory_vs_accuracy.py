@@ -14,7 +14,7 @@ import typer
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
-    from eval.harness.aggregation_methods import Figures
+    from eval.harness.aggregation_methods import Measurement
 
 _MB = 1e6
 
@@ -61,7 +61,7 @@ def main(
     sizes, codebooks = whole_numbers("--subgroups", subgroups), whole_numbers("--codes", codes)
 
     from benchmarks.memory_plots import plot
-    from eval.harness.aggregation_methods import codebook_ways, hierarchical_ways, measure, reduction_ways
+    from eval.harness.aggregation_methods import codebook_methods, hierarchical_methods, measure, reduction_methods
     from mac_rag.data.newswire.generate import generate
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
@@ -70,19 +70,24 @@ def main(
     stream = some_questions(generate("test", documents, seed=seed), questions, seed)
     engine = MACEngine(loaded)
     adapt(engine, stream.documents, progress=True)
-    asked = stream.questions
     codebooks = [size for size in codebooks if size <= engine.bank.phi.flatten(0, 1).shape[0]]
-    rows: list[Figures] = []
-    for ways in (
-        hierarchical_ways(loaded, engine.bank, sizes),
-        reduction_ways(loaded, engine.bank, stream.documents, seed),
-        codebook_ways(loaded, engine.bank, codebooks, preselected, seed),
+    rows: list[Measurement] = []
+    for methods in (
+        hierarchical_methods(loaded, engine.bank, sizes),
+        reduction_methods(loaded, engine.bank, stream.documents, seed),
+        codebook_methods(loaded, engine.bank, codebooks, preselected, seed),
     ):
-        rows += [measure(loaded, way, asked, batch_size)[0] for way in ways]
+        rows += [measure(loaded, method, stream.questions, batch_size)[0] for method in methods]
     report = provenance("memory_vs_accuracy") | {
         "command": shlex.join(["python", "-m", "benchmarks.memory_vs_accuracy", *sys.argv[1:]]),
         "model": {"name": model, "fingerprint": loaded.fingerprint, "device": str(loaded.device)},
-        "data": {"name": "newswire", "split": "test", "documents": documents, "questions": len(asked), "seed": seed},
+        "data": {
+            "name": "newswire",
+            "split": "test",
+            "documents": documents,
+            "questions": len(stream.questions),
+            "seed": seed,
+        },
         "batch_size": batch_size,
         "preselected": preselected,
         "rows": [asdict(row) for row in rows],
@@ -90,13 +95,13 @@ def main(
     git = report.pop("git")
     report["git"] = None if git is None else git.model_dump(mode="json")
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    show(rows, f"{model}, {documents:,} documents, {len(asked):,} questions, {batch_size} at a time")
+    show(rows, f"{model}, {documents:,} documents, {len(stream.questions):,} questions, {batch_size} at a time")
     for drawn in plot(rows, path):
         typer.echo(f"Plot: {drawn}")
     typer.echo(f"Result: {path}")
 
 
-def show(rows: Sequence[Figures], title: str) -> None:
+def show(rows: Sequence[Measurement], title: str) -> None:
     """Prints a table."""
     from rich.console import Console
     from rich.table import Table

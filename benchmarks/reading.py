@@ -27,13 +27,13 @@ def main(
     from unittest.mock import patch
 
     from benchmarks.measure import medians
-    from eval.harness.streams import Setup, open_stream
+    from eval.harness.streams import open_stream
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
     from mac_rag.retrieval.bm25 import BM25Retriever
 
     engine = MACEngine(MACModel.from_pretrained(model, device="cpu"))
-    stream, _ = open_stream(data, "test", Setup(model, documents, questions), seed, scale="tiny")
+    stream, _ = open_stream(data, "test", documents, questions, seed=seed, scale="tiny")
     retriever = BM25Retriever()
     retriever.add(stream.documents)
     asked = [question.question for question in stream.questions]

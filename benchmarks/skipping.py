@@ -38,7 +38,7 @@ def main(
 
     from benchmarks.measure import medians
     from eval.harness.protocol import adapt
-    from eval.harness.streams import Setup, open_stream
+    from eval.harness.streams import open_stream
     from mac_rag.engine import MACEngine
     from mac_rag.errors import ConfigError
     from mac_rag.memory.views.projection import ProjectedBank
@@ -49,7 +49,7 @@ def main(
     network = loaded.aggregation
     if network.prior is None:
         raise ConfigError(f"{model} has no document prior, so that no row is skipped; give --model one that has")
-    stream, _ = open_stream(data, "test", Setup(model, documents, questions), seed, scale="tiny")
+    stream, _ = open_stream(data, "test", documents, questions, seed=seed, scale="tiny")
     engine = MACEngine(loaded)
     adapt(engine, stream.documents, progress=True)
     view = ProjectedBank(network, engine.bank, device="cpu")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.baselines.methods import ADAPTING
-from eval.baselines.options import SETUPS, chosen_methods, open_bench
+from eval.baselines.options import chosen_methods, open_factory
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, open_stream
 from mac_rag.cli.run import run_command
 
@@ -54,20 +55,20 @@ def main(
     from mac_rag.errors import ConfigError
 
     chosen = chosen_methods(methods, ADAPTING)
-    setup = SETUPS[scale].but(model, documents or {"tiny": 200, "paper": _STREAM}[scale], None)
+    setup = SCALES[scale]["adaptation_cost"].override(model=model, documents=documents)
     options = setup.options(context.params)
-    dataset, source = open_stream(data, "test", setup, seed, scale=scale)
-    bench = open_bench(setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size)
+    dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
+    factory = open_factory(setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size)
     rows: list[Row] = []
     not_run: dict[str, str] = {}
     for method in chosen:
         print(method, file=sys.stderr)
         try:
-            system = bench.make(method, learning_rate=bench.setup.retention_rate, trained=False)
+            system = factory.make(method, learning_rate=factory.setup.retention_rate, trained=False)
         except ConfigError as error:
             not_run[method] = str(error)
             continue
-        rows.append(measure(system, dataset.documents, bench.model.device))
+        rows.append(measure(system, dataset.documents, factory.model.device))
     report(
         path,
         experiment="adaptation_cost",
@@ -75,7 +76,7 @@ def main(
         rows=rows,
         dataset=dataset,
         source=source,
-        model=bench.model,
+        model=factory.model,
         not_run=not_run,
     )
 

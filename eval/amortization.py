@@ -8,19 +8,17 @@ from typing import Annotated, Any
 import typer
 
 from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption
+from eval.harness.scales import SCALES
 from eval.harness.streams import (
     DataOption,
     DocumentsOption,
     QuestionsOption,
-    Setup,
     StepsOption,
     TrainedModel,
     TrainingRateOption,
 )
 from mac_rag.cli.run import run_command
 
-# The paper's table is of GPT2-XL on StreamingQA.
-SETUPS = {"tiny": Setup("mac-tiny", 256), "paper": Setup("gpt2-xl", 1665)}
 # None of them quantised: quantising freezes all of an encoder and of a decoder, but only the encoder of a T5.
 PAPER: dict[str, dict[str, Any]] = {
     "encoder-decoder": {"design": "encoder-decoder", "name": "google-t5/t5-large"},
@@ -67,7 +65,7 @@ def main(
     from eval.harness.results import result_path
 
     path = result_path(output, "amortization")
-    setup = SETUPS[scale].but(model, documents, questions)
+    setup = SCALES[scale]["amortization"].override(model=model, documents=documents, questions=questions)
     from eval.harness.variants import Training, Variant, run_variants
 
     training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)

@@ -6,13 +6,14 @@ import random
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
-from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from eval.harness.scales import SCALES
+from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from mac_rag.data.types import QADataset
     from mac_rag.engine import MACEngine
 
-SETUPS = {"tiny": Setup("mac-tiny", 1665, 128), "paper": Setup("runs/llama2-7b/train/best", 1665)}
 
 _NAMES = {"outdated": ("outdated document", "newest document"), "counterfactual": ("false document", "true document")}
 
@@ -50,14 +50,14 @@ def main(
     from eval.harness.results import result_path
 
     path = result_path(output, "conflict")
-    setup = SETUPS[scale].but(model, documents, questions)
+    setup = SCALES[scale]["conflict"].override(model=model, documents=documents, questions=questions)
     if data is None and scale == "tiny":
         from mac_rag.data.newswire.generate import generate
 
         dataset = generate(split, setup.documents, seed=seed, questions_per_document=4)
         source = "generated"
     else:
-        dataset, source = open_stream(data, split, replace(setup, questions=None), seed, scale=scale)
+        dataset, source = open_stream(data, split, setup.documents, seed=seed, scale=scale)
     groups = conflicts(dataset, setup.questions, seed)
 
     from eval.harness.protocol import adapt, samples
@@ -121,7 +121,7 @@ def newest_only(dataset: QADataset) -> set[str]:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Condition:
     """One way of answering: the document in front of the question, and what the memory holds."""
 
     name: str
@@ -129,18 +129,18 @@ class _Way:
     memory: Literal["none", "all", "newest"]
 
 
-def _ways(kind: str) -> Iterator[_Way]:
+def _conditions(kind: str) -> Iterator[_Condition]:
     """All ways, each without the memory before those with it."""
     wrong, right = _NAMES[kind]
     about = ", updated facts" if kind == "outdated" else ""
-    yield _Way(f"LM alone{about}", "none", "none")
-    yield _Way(f"MAC{about}", "none", "all")
-    yield _Way(wrong, "wrong", "none")
-    yield _Way(f"{wrong} + MAC", "wrong", "all")
+    yield _Condition(f"LM alone{about}", "none", "none")
+    yield _Condition(f"MAC{about}", "none", "all")
+    yield _Condition(wrong, "wrong", "none")
+    yield _Condition(f"{wrong} + MAC", "wrong", "all")
     if kind == "outdated":
-        yield _Way(f"{wrong} + MAC of the newest", "wrong", "newest")
-    yield _Way(right, "right", "none")
-    yield _Way(f"{right} + MAC", "right", "all")
+        yield _Condition(f"{wrong} + MAC of the newest", "wrong", "newest")
+    yield _Condition(right, "right", "none")
+    yield _Condition(f"{right} + MAC", "right", "all")
 
 
 def measure(
@@ -152,7 +152,7 @@ def measure(
     seed: int = 0,
     progress: bool = False,
 ) -> list[tuple[Row, list[Verdict]]]:
-    """Asks the questions of conflicts of one kind in every way.
+    """Asks the questions of conflicts of one kind in every condition.
 
     Args:
         engine: has adapted to the whole stream.
@@ -172,15 +172,15 @@ def measure(
     kind = cases[0].kind
     answered: list[tuple[Row, list[Verdict]]] = []
     without: dict[str, dict[str, list[float]]] = {}  # figures of each question by document in front of it
-    for way in _ways(kind):
+    for condition in _conditions(kind):
         if progress:
-            print(way.name, file=sys.stderr)
+            print(condition.name, file=sys.stderr)
         began = time.perf_counter()
         answers = engine.answer(
             [question.question for question in questions],
-            contexts=[_contexts(case, way) for case in cases],
-            use_memory=way.memory != "none",
-            allowed=newest if way.memory == "newest" else None,
+            contexts=[_contexts(case, condition) for case in cases],
+            use_memory=condition.memory != "none",
+            allowed=newest if condition.memory == "newest" else None,
             overflow="truncate",
             batch_size=batch_size,
             progress=progress,
@@ -193,16 +193,20 @@ def measure(
             "wrong": [exact_match(answer.text, case.wrong_answer) for answer, case in zip(answers, cases)],
         }
         measures, gain = {"wrong_share": sum(figures["wrong"]) / len(cases)}, None
-        if way.memory == "none":
-            without[way.document] = figures
+        if condition.memory == "none":
+            without[condition.document] = figures
         else:
-            before = without[way.document]
+            before = without[condition.document]
             em, f1, wrong = (paired_interval(figures[name], before[name], seed=seed) for name in ("em", "f1", "wrong"))
             gain = Gain(em=em, f1=f1)
             measures |= {"wrong_gain": wrong.mean, "wrong_gain_low": wrong.low, "wrong_gain_high": wrong.high}
-        held = len(newest) if way.memory == "newest" else len(engine.bank)
-        row = summarize(way.name, questions, verdicts, held, None, seconds)
-        settings: dict[str, str | int | float] = {"conflict": kind, "document": way.document, "memory": way.memory}
+        held = len(newest) if condition.memory == "newest" else len(engine.bank)
+        row = summarize(condition.name, questions, verdicts, held, None, seconds)
+        settings: dict[str, str | int | float] = {
+            "conflict": kind,
+            "document": condition.document,
+            "memory": condition.memory,
+        }
         answered.append((row.model_copy(update={"gain": gain, "measures": measures, "settings": settings}), verdicts))
     return answered
 
@@ -213,8 +217,8 @@ def _in_short(row: Row) -> Row:
     return row.model_copy(update={"em_prefix": None, "truncated": None, "seconds": None, "measures": measures})
 
 
-def _contexts(case: Conflict, way: _Way) -> list[str]:
-    return {"none": [], "wrong": [case.wrong], "right": [case.right]}[way.document]
+def _contexts(case: Conflict, condition: _Condition) -> list[str]:
+    return {"none": [], "wrong": [case.wrong], "right": [case.right]}[condition.document]
 
 
 if __name__ == "__main__":

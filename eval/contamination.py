@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
-from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from eval.harness.scales import SCALES
+from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from eval.harness.results import Row
     from mac_rag.data.types import QADataset
 
-# The paper's table 10 is of GPT2-XL and LLaMA-2-7B on StreamingQA.
-SETUPS = {"tiny": Setup("mac-tiny", 512, 256), "paper": Setup("runs/gpt2-xl/train/best", 1665)}
 METHODS = ("zero-shot", "few-shot", "mac")
-TRAINING = {"tiny": 5_000, "paper": 1_000_000}  # documents of the training split to look at, at most
 
 
 def main(
@@ -44,18 +42,18 @@ def main(
     from eval.harness.results import result_path
 
     path = result_path(output, "contamination")
-    setup = SETUPS[scale].but(model, documents, questions)
-    test, source = open_stream(data, "test", setup, seed, scale=scale)
-    training = open_stream(data, "train", Setup(setup.model, TRAINING[scale]), seed, scale=scale)[0]
+    setup = SCALES[scale]["contamination"].override(model=model, documents=documents, questions=questions)
+    test, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
+    training = open_stream(data, "train", setup.training_documents, seed=seed, scale=scale)[0]
     shared = overlap_row(training, test, ngram)
-    from eval.baselines.options import open_bench
+    from eval.baselines.options import open_factory
     from eval.harness.protocol import samples
     from eval.harness.systems import ask
 
-    bench = open_bench(setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size)
+    factory = open_factory(setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size)
     rows, verdicts = [shared], {}
     for method in METHODS:
-        system = bench.make(method)
+        system = factory.make(method)
         system.adapt(test.documents)
         row, verdicts[system.name] = ask(system.name, system, test.questions, len(test.documents))
         rows.append(row)
@@ -67,7 +65,7 @@ def main(
         samples=samples(test.questions, verdicts),
         dataset=test,
         source=source,
-        model=bench.model,
+        model=factory.model,
     )
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.harness.command import DeviceOption, OutputOption, ScaleOption, SeedOption, report
-from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from eval.harness.scales import SCALES
+from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from mac_rag.model import MACModel
     from mac_rag.nn.attention import Chunk
 
-# The paper's figure is of GPT2-Large on StreamingQA, the mean over 25 questions.
-SETUPS = {"tiny": Setup("mac-tiny", 512, 25), "paper": Setup("runs/gpt2-large/train/best", 1665, 25)}
 KINDS = ("bm25", "random")
 
 
@@ -46,8 +45,8 @@ def main(
     from eval.harness.results import result_path
 
     path = result_path(output, "cross_attention")
-    setup = SETUPS[scale].but(model, documents, questions)
-    dataset, source = open_stream(data, "test", setup, seed, scale=scale)
+    setup = SCALES[scale]["cross_attention"].override(model=model, documents=documents, questions=questions)
+    dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
     from mac_rag.errors import ConfigError
     from mac_rag.model import MACModel
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption, whole_numbers
+from eval.harness.scales import SCALES
 from eval.harness.streams import (
     DataOption,
     DocumentsOption,
     QuestionsOption,
-    Setup,
     StepsOption,
     TrainedModel,
     TrainingRateOption,
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from mac_rag.model import MACModel
     from mac_rag.model.objective import Batch
 
-# Table 3 is of LLaMA-2-7B, figure 4 of GPT2-XL (--model gpt2-xl), both on StreamingQA.
-SETUPS = {"tiny": Setup("mac-tiny", 256), "paper": Setup("llama2-7b", 1665)}
 SHARES = (0.0, 0.25, 0.5, 0.75)
 MINIMUM = "min"  # the paper's name for: one document has gradients, all others have none
 
@@ -71,13 +69,13 @@ def main(
 
     path = result_path(output, "dropout_memory")
     sizes = whole_numbers("--k", counts)
-    setup = SETUPS[scale].but(model, documents, questions)
+    setup = SCALES[scale]["dropout_memory"].override(model=model, documents=documents, questions=questions)
     from eval.harness.variants import Training, Variant, run_variants
 
     training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)
     table = TABLE[scale] if trainings else {}
     most = max([*sizes, *(count for count, _, _ in table.values())])
-    stream = open_stream(data, "train", Setup(setup.model, most), seed, scale=scale)[0]
+    stream = open_stream(data, "train", most, seed=seed, scale=scale)[0]
     loaded = _to_train(setup.model)
     rows = memory_rows(loaded, stream, sizes, seed)
     variants = []

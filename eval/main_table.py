@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.baselines.methods import METHODS
-from eval.baselines.options import SETUPS, TrainedOption, chosen_methods, open_bench, searched_notes
+from eval.baselines.options import TrainedOption, chosen_methods, open_factory, searched_notes
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
 
@@ -57,9 +58,9 @@ def main(
 
     path = result_path(output, "main_table")
     chosen = chosen_methods(methods)
-    setup = SETUPS[scale].but(model, documents, questions)
+    setup = SCALES[scale]["main_table"].override(model=model, documents=documents, questions=questions)
     options = setup.options(context.params)
-    dataset, source = open_stream(data, "test", setup, seed, scale=scale)
+    dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
     typer.echo(f"{dataset.name}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, {source}")
 
     from eval.baselines.finetuning import AnswerTuning
@@ -67,7 +68,7 @@ def main(
     from eval.harness.systems import ask
     from mac_rag.errors import ConfigError, QuantizationError
 
-    bench = open_bench(
+    factory = open_factory(
         setup,
         path,
         scale=scale,
@@ -85,7 +86,7 @@ def main(
     for method in chosen:
         print(method, file=sys.stderr)
         try:
-            system = bench.make(method, learning_rate=learning_rate)
+            system = factory.make(method, learning_rate=learning_rate)
         except (ConfigError, QuantizationError) as error:
             not_run[method] = str(error)
             continue
@@ -103,9 +104,9 @@ def main(
         samples=samples(dataset.questions, verdicts),
         dataset=dataset,
         source=source,
-        model=bench.model,
+        model=factory.model,
         not_run=not_run,
-        notes=searched_notes(bench),
+        notes=searched_notes(factory),
     )
 
 

@@ -8,15 +8,13 @@ import typer
 
 from eval.baselines.options import RateOption, TrainedOption, chosen_methods
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
-from eval.harness.streams import DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from eval.harness.scales import SCALES
+from eval.harness.streams import DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from eval.harness.results import Row, Sample
     from mac_rag.data.types import QADataset
-
-# The paper's table is of GPT2-XL trained on StreamingQA and adapted to SQuAD and ArchivalQA.
-SETUPS = {"tiny": Setup("mac-tiny", 512, 512), "paper": Setup("runs/gpt2-xl/train/best", 1665)}
 
 
 def main(
@@ -54,23 +52,29 @@ def main(
 
     path = result_path(output, "ood")
     chosen = chosen_methods(methods)
-    setup = SETUPS[scale].but(model, documents, questions)
-    streams = [] if scale == "paper" else [open_stream(None, "test", setup, seed, scale=scale)[0]]
+    setup = SCALES[scale]["ood"].override(model=model, documents=documents, questions=questions)
+    streams = (
+        []
+        if scale == "paper"
+        else [open_stream(None, "test", setup.documents, setup.questions, seed=seed, scale=scale)[0]]
+    )
     names = [None] if data is None else data.split(",")
     if scale == "paper" and trained_on is None:
         raise ConfigError("--scale paper trains on the paper's data sets; give the one of training with --trained-on")
     if data is None and scale == "tiny":
         streams.append(paired(streams[0]))
     else:
-        streams += [open_stream(name, "test", setup, seed, scale=scale)[0] for name in names]
+        streams += [
+            open_stream(name, "test", setup.documents, setup.questions, seed=seed, scale=scale)[0] for name in names
+        ]
     twice = sorted({stream.name for stream in streams if [each.name for each in streams].count(stream.name) > 1})
     if twice:
         raise ConfigError(f"--data names {', '.join(twice)} twice; run them one by one")
-    from eval.baselines.options import open_bench
+    from eval.baselines.options import open_factory
     from eval.harness.protocol import samples
     from eval.harness.systems import ask
 
-    bench = open_bench(
+    factory = open_factory(
         setup, path, scale=scale, data=trained_on, seed=seed, device=device, batch_size=batch_size, trained=trained
     )
     rows: list[Row] = []
@@ -78,7 +82,7 @@ def main(
     for stream in streams:
         verdicts = {}
         for method in chosen:
-            system = bench.make(method, learning_rate=learning_rate or bench.setup.retention_rate)
+            system = factory.make(method, learning_rate=learning_rate or factory.setup.retention_rate)
             system.adapt(stream.documents)
             name = f"{stream.name}: {system.name}"
             row, verdicts[name] = ask(name, system, stream.questions, len(stream.documents))
@@ -90,7 +94,7 @@ def main(
         options=setup.options(context.params),
         rows=rows,
         samples=asked,
-        model=bench.model,
+        model=factory.model,
     )
 
 

@@ -7,10 +7,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eval.harness.scales import Scale
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def main(
     scale: Annotated[
-        Literal["tiny", "paper"],
+        Scale,
         typer.Option(
             help="tiny runs on any machine in half an hour; paper needs GPUs, --data, and models of its recipes."
         ),

@@ -5,19 +5,17 @@ from __future__ import annotations
 import typer
 
 from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption
+from eval.harness.scales import SCALES
 from eval.harness.streams import (
     DataOption,
     DocumentsOption,
     QuestionsOption,
-    Setup,
     StepsOption,
     TrainedModel,
     TrainingRateOption,
 )
 from mac_rag.cli.run import run_command
 
-# The paper's table is of GPT2-XL on StreamingQA, and has no FiLM.
-SETUPS = {"tiny": Setup("mac-tiny", 256), "paper": Setup("gpt2-xl", 1665)}
 KINDS = {"P-tuning v2": "prefix", "LoRA": "lora", "FiLM": "film"}
 NOTE = (
     "Each kind's map from phi* starts anew; all else starts from {model}, whose networks were trained with P-tuning v2."
@@ -44,7 +42,7 @@ def main(
     from eval.harness.results import result_path
 
     path = result_path(output, "peft")
-    setup = SETUPS[scale].but(model, documents, questions)
+    setup = SCALES[scale]["peft"].override(model=model, documents=documents, questions=questions)
     from eval.harness.variants import Training, Variant, run_variants
 
     training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)

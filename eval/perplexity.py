@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.baselines.methods import FINE_TUNING
-from eval.baselines.options import RateOption, TrainedOption, chosen_methods, open_bench
+from eval.baselines.options import RateOption, TrainedOption, chosen_methods, open_factory
 from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption, report
+from eval.harness.scales import SCALES
 from eval.harness.streams import (
     DataOption,
     DocumentsOption,
-    Setup,
     StepsOption,
     TrainedModel,
     named_folder,
@@ -34,11 +34,8 @@ if TYPE_CHECKING:
     from mac_rag.model import MACModel
     from pipelines.tasks.train import TrainConfig
 
-# The paper's table is of GPT2-Large, trained on the documents of StreamingQA.
-SETUPS = {"tiny": Setup("mac-tiny", 256), "paper": Setup("gpt2-large", 1665)}
 BEGINNING = 0.1  # of a document's tokens: what the input encoder sees and the LM goes on from
 STEPS = 150
-DOCUMENTS = {"tiny": 2_500, "paper": 1_000_000}  # of the training split, at most
 # Nothing around a document's beginning and its rest: together they are the document.
 PROMPT = {"document": "{document}\n", "question": "{question}", "answer": " {answer}"}
 NOTE = (
@@ -73,9 +70,8 @@ def main(
 
     path = result_path(output, "perplexity")
     chosen = chosen_methods(baselines, FINE_TUNING) if baselines else []
-    setup = SETUPS[scale].but(model, documents, None)
-    whole = Setup(setup.model, 2 * setup.documents)
-    stream, source = open_stream(data, "test", whole, seed, scale=scale)
+    setup = SCALES[scale]["perplexity"].override(model=model, documents=documents)
+    stream, source = open_stream(data, "test", 2 * setup.documents, seed=seed, scale=scale)
     from eval.baselines.finetuning import FineTuning
     from eval.harness.variants import Training, trained
     from mac_rag.model import MACModel
@@ -85,14 +81,14 @@ def main(
     half = len(stream.documents) // 2
     adapted, unseen = stream.documents[:half], stream.documents[half:]
     models = {} if scale == "paper" else {"MAC, trained on questions": MACModel.from_pretrained(setup.model)}
-    models["MAC"] = trained(language_recipe(training), training.runs)
+    models["MAC"] = trained(language_recipe(training, setup.training_documents), training.runs)
     rows = [perplexity_row("LM alone", models["MAC"], adapted, unseen, batch_size, lm=models["MAC"].base_lm)]
     for name, network in models.items():
         rows.append(perplexity_row(name, network, adapted, unseen, batch_size))
     if chosen:
         checkpoint = setup.model if scale == "tiny" else f"runs/{setup.model}/train/best"
-        bench = open_bench(
-            setup.but(checkpoint, None, None),
+        factory = open_factory(
+            setup.override(model=checkpoint),
             path,
             scale=scale,
             data=data,
@@ -102,10 +98,10 @@ def main(
             trained=networks,
         )
         for method in chosen:
-            system = bench.make(method, learning_rate=learning_rate or bench.setup.retention_rate)
+            system = factory.make(method, learning_rate=learning_rate or factory.setup.retention_rate)
             assert isinstance(system, FineTuning)
             system.adapt(adapted)
-            row = perplexity_row(system.name, bench.model, adapted, unseen, batch_size, lm=system.lm)
+            row = perplexity_row(system.name, factory.model, adapted, unseen, batch_size, lm=system.lm)
             rows.append(row.model_copy(update={"settings": {"method": system.name, **system.settings}}))
     report(
         path,
@@ -192,7 +188,7 @@ def cut(prompts: PromptEncoder, text: str) -> tuple[list[int], list[int]]:
     return ids[:count], ids[count:]
 
 
-def language_recipe(training: Training) -> TrainConfig:
+def language_recipe(training: Training, documents: int) -> TrainConfig:
     """Training on documents of the training split: the first 10 % of words as the question, the rest as the answer.
 
     Raises:
@@ -200,8 +196,8 @@ def language_recipe(training: Training) -> TrainConfig:
     """
     name = "newswire" if training.data is None else named_folder(training.data)[0]
     folder = training.runs / f"language-{name}-{training.seed}"
-    for split, size in (("train", DOCUMENTS[training.scale]), ("val", 32)):
-        stream, _ = open_stream(training.data, split, Setup(training.model, size), training.seed, scale=training.scale)
+    for split, size in (("train", documents), ("val", 32)):
+        stream, _ = open_stream(training.data, split, size, seed=training.seed, scale=training.scale)
         _write_once(continuations(stream), folder / f"{split}.csv")
     data = {"name": "archivalqa", "path": str(folder), "validation_documents": 32}
     return training.recipe(None, {"model": {"prompt": PROMPT}, "data": data})

@@ -7,19 +7,17 @@ from typing import Any
 import typer
 
 from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption
+from eval.harness.scales import SCALES
 from eval.harness.streams import (
     DataOption,
     DocumentsOption,
     QuestionsOption,
-    Setup,
     StepsOption,
     TrainedModel,
     TrainingRateOption,
 )
 from mac_rag.cli.run import run_command
 
-# The paper's table is of LLaMA-2-7B on all three data sets.
-SETUPS = {"tiny": Setup("mac-tiny", 256), "paper": Setup("llama2-7b", 1665)}
 WHOLE = {"quantization": "none", "dtype": "fp32"}
 FROZEN = {"quantization": "none", "dtype": "bf16"}
 NF4 = {"quantization": "nf4", "dtype": "bf16"}
@@ -58,7 +56,7 @@ def main(
     from eval.harness.results import result_path
 
     path = result_path(output, "quantization")
-    setup = SETUPS[scale].but(model, documents, questions)
+    setup = SCALES[scale]["quantization"].override(model=model, documents=documents, questions=questions)
     from eval.harness.variants import Training, Variant, run_variants
     from mac_rag.errors import QuantizationError
     from mac_rag.lm.devices import default_device

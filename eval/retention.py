@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.baselines.methods import ADAPTING, FINE_TUNING
-from eval.baselines.options import SETUPS, TrainedOption, chosen_methods, open_bench
+from eval.baselines.options import TrainedOption, chosen_methods, open_factory
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
 
@@ -49,9 +50,9 @@ def main(
     from mac_rag.errors import ConfigError, DataError
 
     chosen = chosen_methods(methods, ADAPTING)
-    setup = SETUPS[scale].but(model, first + further, None)
+    setup = SCALES[scale]["retention"].override(model=model, documents=first + further)
     options = setup.options(context.params) | {"questions": questions}
-    dataset, source = open_stream(data, "test", setup, seed, scale=scale)
+    dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
     if len(dataset.documents) < first + further:
         raise DataError(
             f"{dataset.name} has only {len(dataset.documents):,} documents, but --first and --further ask for "
@@ -65,18 +66,18 @@ def main(
     asked = some_questions(first_documents(dataset, first), questions, seed)
     if not asked.questions:
         raise DataError(f"there are no questions about the first {first:,} documents; give a larger --first")
-    bench = open_bench(
+    factory = open_factory(
         setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size, trained=trained
     )
-    rate = bench.setup.retention_rate if learning_rate is None else learning_rate
+    rate = factory.setup.retention_rate if learning_rate is None else learning_rate
     rows: list[Row] = []
     verdicts: dict[str, list[Verdict]] = {}
     not_run: dict[str, str] = {}
-    before, _ = ask("before", bench.make("zero-shot"), asked.questions, 0)
+    before, _ = ask("before", factory.make("zero-shot"), asked.questions, 0)
     for method in chosen:
         print(method, file=sys.stderr)
         try:
-            system = bench.make(method, learning_rate=rate)
+            system = factory.make(method, learning_rate=rate)
         except ConfigError as error:
             not_run[method] = str(error)
             continue
@@ -107,7 +108,7 @@ def main(
         samples=samples(asked.questions, verdicts),
         dataset=QADataset(dataset.name, dataset.split, dataset.documents, asked.questions),
         source=source,
-        model=bench.model,
+        model=factory.model,
         not_run=not_run,
     )
 

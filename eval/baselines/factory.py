@@ -13,13 +13,13 @@ from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from eval.baselines.finetuning import AnswerTuning
-    from eval.baselines.setups import BaselineSetup
+    from eval.baselines.scales import BaselineSetup
     from eval.baselines.weighting import TokenWeighting
     from mac_rag.data.types import QADataset
     from mac_rag.model import MACModel
 
 
-class Bench:
+class SystemFactory:
     """Makes systems around one model.
 
     Args:

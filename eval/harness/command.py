@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eval.harness.scales import Scale
 from mac_rag import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ OutputOption = Annotated[
     Path | None, typer.Option(help="The result file.", show_default="results/<experiment>-<time>.json")
 ]
 ScaleOption = Annotated[
-    Literal["tiny", "paper"],
+    Scale,
     typer.Option(help="Sizes and models: tiny runs on any machine in minutes, paper is the paper's and needs --data."),
 ]
 BatchOption = Annotated[int, typer.Option(min=1, help="Questions answered at a time.")]

@@ -6,12 +6,10 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from eval.harness.scales import Scale
 from mac_rag.errors import ConfigError
 
-Scale = Literal["tiny", "paper"]
-SCALES: tuple[Scale, ...] = ("tiny", "paper")
 DATASETS = ("streamingqa", "squad", "archivalqa")
 LARGEST = "runs/llama2-7b/train/best"
 

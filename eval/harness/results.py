@@ -16,13 +16,14 @@ import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from eval.harness.bootstrap import Interval
+from eval.harness.scales import Scale
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
 
@@ -197,7 +198,7 @@ class Result(Config):
 
     schema_version: int = SCHEMA_VERSION
     experiment: str
-    scale: Literal["tiny", "paper"] | None = None
+    scale: Scale | None = None
     created: str
     command: str
     config: dict[str, Any]

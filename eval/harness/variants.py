@@ -21,7 +21,8 @@ from filelock import FileLock
 
 from eval.harness.command import report
 from eval.harness.protocol import judge, samples, summarize
-from eval.harness.streams import Setup, named_folder, open_stream
+from eval.harness.scales import Scale, Setup
+from eval.harness.streams import named_folder, open_stream
 from mac_rag.config import MACConfig
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
@@ -99,7 +100,7 @@ class Training:
     runs: Path
     seed: int
     steps: int | None
-    scale: str
+    scale: Scale
     learning_rate: float | None = None
 
     def __post_init__(self) -> None:
@@ -240,7 +241,9 @@ def run_variants(
     if training.data is None:
         dataset, source = stories("test", setup.documents, training.seed), "generated"
     else:
-        dataset, source = open_stream(training.data, "test", setup, training.seed, scale=training.scale)
+        dataset, source = open_stream(
+            training.data, "test", setup.documents, setup.questions, seed=training.seed, scale=training.scale
+        )
     rows: list[Row] = []
     verdicts: dict[str, list[Verdict]] = {}
     for variant in variants:

@@ -15,6 +15,7 @@ from eval.harness import paper_plan as plan
 from eval.harness.paper_plan import DATASETS, Step, steps
 from eval.harness.paper_steps import StepRecord, read_records, write_records
 from eval.harness.results import Result, checkout
+from eval.harness.scales import SCALES, Scale
 from eval.paper import Fingerprints, finished, run_steps
 from eval.report.catalogue import CATALOGUE
 from mac_rag.errors import ConfigError, DataError
@@ -53,8 +54,8 @@ class TestPlan:
         assert all("--data" in step.arguments for step in planned)
         assert {f"main_table-{name}" for name in DATASETS} <= {step.name for step in planned}
 
-    @pytest.mark.parametrize("scale", plan.SCALES)
-    def test_names_are_unique_and_options_exist(self, tmp_path: Path, scale: plan.Scale) -> None:
+    @pytest.mark.parametrize("scale", SCALES)
+    def test_names_are_unique_and_options_exist(self, tmp_path: Path, scale: Scale) -> None:
         planned = steps(scale, folders(tmp_path, *DATASETS), 3)
         assert len({step.name for step in planned}) == len(planned)
         for step in planned:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.harness.results import Result
+from eval.harness.scales import TINY_SCALE
 from eval.harness.variants import Training
 from eval.perplexity import BEGINNING, continuations, cut, language_recipe, perplexity
 from mac_rag.data.archivalqa import write_archivalqa
@@ -62,7 +64,7 @@ def test_continuations_lose_no_word(texts: list[str]) -> None:
 
 
 def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.perplexity.DOCUMENTS", {"tiny": 40})
+    monkeypatch.setitem(TINY_SCALE, "perplexity", replace(TINY_SCALE["perplexity"], training_documents=40))
     arguments = (
         "--model",
         tiny_checkpoint,
@@ -85,7 +87,7 @@ def test_the_papers_recipe_loads(tmp_path: Path) -> None:
     for split in ("train", "val"):
         write_archivalqa(generate(split, 4), tmp_path / "archivalqa" / f"{split}.csv")
     training = Training("gpt2-large", str(tmp_path / "archivalqa"), tmp_path / "variants", 0, None, "paper")
-    recipe = language_recipe(training)
+    recipe = language_recipe(training, 1_000_000)
     assert recipe.model is not None
     assert recipe.model.prompt.question == "{question}"
     assert len(recipe.data.training_set().documents) == 4

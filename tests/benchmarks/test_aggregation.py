@@ -38,11 +38,13 @@ def test_the_answer_of_a_generated_bank_is_that_of_all_its_rows(rows: int, perio
         assert torch.equal(bank.codebook[bank.codes(0, rows)], bank.phi)
 
 
-@pytest.mark.parametrize("way", ["published", "kept", "streamed", "codebook"])
-def test_each_way_is_measured(way: str) -> None:
+@pytest.mark.parametrize("implementation", ["published", "kept", "streamed", "codebook"])
+def test_each_implementation_is_measured(implementation: str) -> None:
     """`measured` compares the result with that of direct attention itself."""
-    figures = measured(Case(way, 2000, 2, codes=16 if way == "codebook" else 0), SIZES, CPU, rounds=1)
-    assert figures.seconds > 0
+    measurement = measured(
+        Case(implementation, 2000, 2, codes=16 if implementation == "codebook" else 0), SIZES, CPU, rounds=1
+    )
+    assert measurement.seconds > 0
     row = SIZES.tokens * SIZES.width * 4
     keys_and_values = 2 * SIZES.blocks * 2 * 4 * 4  # of a token: two heads of four numbers
     expected = {
@@ -51,4 +53,4 @@ def test_each_way_is_measured(way: str) -> None:
         "kept": (2000 * SIZES.tokens * keys_and_values,) * 2,
         "codebook": (16 * keys_and_values,) * 2,
     }
-    assert (figures.kept_bytes, figures.moved_bytes) == expected[way]
+    assert (measurement.kept_bytes, measurement.moved_bytes) == expected[implementation]
