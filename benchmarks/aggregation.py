@@ -55,14 +55,13 @@ def main(
     that does nothing else, beyond bank, network and what is kept. The bytes to read at least are the keys and values
     that are kept, or the bank once for each block; a plain copy of a large tensor says what the machine can move.
     """
-    import json
     from dataclasses import asdict
 
     import torch
     from rich.console import Console
 
     from benchmarks.aggregation_cases import Case, Sizes, compared, measured
-    from benchmarks.measure import copy_bandwidth, in_child
+    from benchmarks.measure import copy_bandwidth, in_child, write_json
 
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     sizes = Sizes(tokens, width, blocks, heads, head_width)
@@ -88,7 +87,6 @@ def main(
     console.print(_comparison(measurements[cases[0]], measurements[cases[1]], cases[0], fast, slow))
     console.print(_scaling(measurements, bandwidth))
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
         result = {
             "sizes": asdict(sizes),
             "device": str(place),
@@ -98,7 +96,7 @@ def main(
             "copy_bytes_per_second": bandwidth,
             "cases": [_entry(case, measurement) for case, measurement in measurements.items()],
         }
-        output.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(output, result)
 
 
 def _numbers(text: str) -> list[int]:

@@ -26,7 +26,6 @@ def main(
     100 stand for stop words and are left out. All engines get the same terms and rank with the same code; that they
     find the same documents is checked. Milliseconds are medians; rank_bm25 is asked at most 20 of the questions.
     """
-    import json
     import statistics
     import time
 
@@ -34,6 +33,7 @@ def main(
     from rich.console import Console
     from rich.table import Column, Table
 
+    from benchmarks.measure import write_json
     from mac_rag.data.types import Document
     from mac_rag.errors import MACError
     from mac_rag.retrieval.bm25 import BM25Retriever, Engine
@@ -96,8 +96,7 @@ def main(
                 raise MACError(f"{engine} and our index find other documents among {size}")
     Console().print(table)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps({"seed": seed, "k": k, "figures": figures}, indent=2) + "\n")
+        write_json(output, {"seed": seed, "k": k, "figures": figures})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from mac_rag.atomic_files import write_text
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -73,6 +76,12 @@ def copy_bandwidth(device: torch.device) -> float:
     target = torch.empty_like(source)
     fastest = min(_seconds(lambda: target.copy_(source)) for _ in range(7))
     return 2 * source.nbytes / fastest
+
+
+def write_json(path: Path, figures: dict[str, Any]) -> None:
+    """Writes the figures of a benchmark, and makes the folder of the file if it does not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(figures, indent=2) + "\n")
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -62,6 +62,7 @@ def main(
 
     from benchmarks.memory_plots import plot
     from eval.harness.aggregation_methods import codebook_methods, hierarchical_methods, measure, reduction_methods
+    from mac_rag.atomic_files import write_text
     from mac_rag.data.newswire.generate import generate
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
@@ -94,7 +95,7 @@ def main(
     }
     git = report.pop("git")
     report["git"] = None if git is None else git.model_dump(mode="json")
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(report, indent=1) + "\n")
     show(rows, f"{model}, {documents:,} documents, {len(stream.questions):,} questions, {batch_size} at a time")
     for drawn in plot(rows, path):
         typer.echo(f"Plot: {drawn}")

@@ -28,14 +28,13 @@ def main(
     Documents are newswire stories joined to a mean length of about 150 tokens. Both ways compute the same thing with
     the same networks; the memory tokens and the losses are checked to agree before anything is timed.
     """
-    import json
 
     import torch
     from rich.console import Console
     from rich.table import Table
 
     from benchmarks import published
-    from benchmarks.measure import medians
+    from benchmarks.measure import medians, write_json
     from mac_rag.data.newswire.generate import generate
     from mac_rag.model import MACModel
     from mac_rag.model.objective import Batch, LossWeights, mac_loss
@@ -93,8 +92,7 @@ def main(
         figures[name] = {"ours": count / fast, "published": count / slow, "ratio": slow / fast}
     Console().print(table)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(figures, indent=2) + "\n")
+        write_json(output, figures)
 
 
 if __name__ == "__main__":

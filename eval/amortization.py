@@ -138,12 +138,12 @@ def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]
         network = make(t5 if kind == "t5" else sizes)
         with torch.no_grad():
             network.get_input_embeddings().weight.copy_(lm.get_input_embeddings().weight)
-        partial = places[kind].with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
+        unfinished = places[kind].with_suffix(".partial")
+        shutil.rmtree(unfinished, ignore_errors=True)
         with quiet():
-            network.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        partial.rename(places[kind])
+            network.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(places[kind])
     return {
         "encoder-decoder": {"design": "encoder-decoder", "name": str(places["t5"])},
         "encoder-only": {"design": "encoder-only", "name": str(places["t5"])},

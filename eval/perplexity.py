@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +20,7 @@ from eval.harness.streams import (
     TrainedModel,
     named_folder,
     open_stream,
+    write_once,
 )
 from mac_rag.cli.run import run_command
 
@@ -198,7 +199,7 @@ def language_recipe(training: Training, documents: int) -> TrainConfig:
     folder = training.runs / f"language-{name}-{training.seed}"
     for split, size in (("train", documents), ("val", 32)):
         stream, _ = open_stream(training.data, split, size, seed=training.seed, scale=training.scale)
-        _write_once(continuations(stream), folder / f"{split}.csv")
+        write_once(folder / f"{split}.csv", partial(continuations, stream))
     data = {"name": "archivalqa", "path": str(folder), "validation_documents": 32}
     return training.recipe(None, {"model": {"prompt": PROMPT}, "data": data})
 
@@ -217,16 +218,6 @@ def continuations(stream: QADataset) -> QADataset:
         rest = " ".join(words[count:])
         questions.append(Question(f"{document.id}-rest", " ".join(words[:count]), (rest,), document.id))
     return QADataset(stream.name, stream.split, tuple(documents), tuple(questions))
-
-
-def _write_once(dataset: QADataset, path: Path) -> None:
-    from mac_rag.data.archivalqa import write_archivalqa
-
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial.csv")
-        write_archivalqa(dataset, partial)
-        partial.replace(path)
 
 
 if __name__ == "__main__":

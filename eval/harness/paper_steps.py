@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from mac_rag.atomic_files import write_text
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
 
@@ -32,10 +33,8 @@ class StepRecord(Config):
 
 
 def write_records(folder: Path, records: Sequence[StepRecord]) -> None:
-    """Writes the records of a folder of results."""
-    partial = folder / f"{RECORDS}.partial"
-    partial.write_text(json.dumps([record.model_dump() for record in records], indent=1) + "\n", encoding="utf-8")
-    partial.replace(folder / RECORDS)
+    """Writes the records of a folder of results; the file is whole at any time."""
+    write_text(folder / RECORDS, json.dumps([record.model_dump() for record in records], indent=1) + "\n")
 
 
 def read_records(folder: Path) -> list[StepRecord]:

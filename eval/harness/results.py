@@ -24,6 +24,7 @@ from rich.table import Table
 
 from eval.harness.bootstrap import Interval
 from eval.harness.scales import Scale
+from mac_rag.atomic_files import write_text
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
 
@@ -223,12 +224,11 @@ class Result(Config):
         if samples:
             lines = "".join(sample.model_dump_json() + "\n" for sample in samples)
             file = path.with_name(path.name.removesuffix(".json") + ".samples.jsonl")
-            _write(file, lines)
-            digest = hashlib.sha256(lines.encode()).hexdigest()
+            digest = write_text(file, lines)
             written = self.model_copy(
                 update={"samples": SamplesFile(name=file.name, sha256=digest, count=len(samples))}
             )
-        _write(path, written.model_dump_json(indent=1) + "\n")
+        write_text(path, written.model_dump_json(indent=1) + "\n")
         return written
 
     @classmethod
@@ -275,15 +275,6 @@ class Result(Config):
             return tuple(Sample.model_validate_json(line) for line in content.splitlines())
         except ValidationError as error:
             raise DataError(f"{file} holds no samples: {error}") from None
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def provenance(experiment: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,3 +105,23 @@ def open_stream(
     else:
         dataset, source = generated(split, documents, seed), "generated"
     return some_questions(dataset, questions, seed), source
+
+
+def write_once(path: Path, make: Callable[[], QADataset]) -> None:
+    """Writes a data set in the format of ArchivalQA, unless the file exists; the file is whole at any time.
+
+    Args:
+        path: a CSV file; its folder is made if it does not exist.
+        make: makes the data set; called only if the file does not exist.
+
+    Raises:
+        DataError: if the format cannot hold the data set.
+    """
+    from mac_rag.data.archivalqa import write_archivalqa
+
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".partial.csv")
+    write_archivalqa(make(), unfinished)
+    unfinished.replace(path)

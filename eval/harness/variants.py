@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,9 +23,8 @@ from filelock import FileLock
 from eval.harness.command import report
 from eval.harness.protocol import judge, samples, summarize
 from eval.harness.scales import Scale, Setup
-from eval.harness.streams import named_folder, open_stream
+from eval.harness.streams import named_folder, open_stream, write_once
 from mac_rag.config import MACConfig
-from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset
 from mac_rag.engine import MACEngine
@@ -147,11 +147,7 @@ class Training:
             return {"name": name, "path": str(folder), "validation_documents": 32}
         folder = self.runs / f"stories-{self.seed}"
         for split, count in (("train", STORIES), ("val", 32)):
-            if not (folder / f"{split}.csv").exists():
-                folder.mkdir(parents=True, exist_ok=True)
-                partial = folder / f"{split}.partial.csv"
-                write_archivalqa(stories(split, count, self.seed), partial)
-                partial.replace(folder / f"{split}.csv")
+            write_once(folder / f"{split}.csv", partial(stories, split, count, self.seed))
         return {"name": "archivalqa", "path": str(folder), "validation_documents": 32}
 
 
@@ -193,10 +189,10 @@ def grafted(config: MACConfig, trained: Path, fresh: Part | None, folder: Path, 
                 for name, parameter in model.mac_state().items():
                     if not (name.startswith(f"{fresh}.") and parameter.requires_grad):
                         parameter.copy_(kept[name])
-            partial = place.with_suffix(".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            model.save_pretrained(partial)
-            partial.rename(place)
+            unfinished = place.with_suffix(".partial")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            model.save_pretrained(unfinished)
+            unfinished.rename(place)
     return place
 
 

@@ -40,6 +40,7 @@ def write_report(folders: list[Path], path: Path) -> list[Path]:
     from eval.report.collect import collect
     from eval.report.markdown import markdown
     from eval.report.page import page
+    from mac_rag.atomic_files import write_text
     from mac_rag.errors import ConfigError
 
     collection = collect(folders)
@@ -47,7 +48,7 @@ def write_report(folders: list[Path], path: Path) -> list[Path]:
     for file, text in ((path, page(collection)), (path.with_suffix(".md"), markdown(collection))):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
+            write_text(file, text)
         except OSError as error:
             raise ConfigError(f"--output {file} cannot be written: {error.strerror}") from None
         made.append(file)
