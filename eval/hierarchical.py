@@ -18,7 +18,9 @@ def main(
     model: ModelByScale = None,
     data: DataOption = None,
     scale: ScaleOption = "tiny",
-    subgroups: Annotated[str, typer.Option(help="Sizes M of the subgroups, with commas.")] = "4,8,16,32,64,128,256",
+    subgroups: Annotated[
+        str, typer.Option(help="Sizes M of the subgroups, separated by commas.")
+    ] = "4,8,16,32,64,128,256",
     documents: DocumentsOption = None,
     questions: QuestionsOption = None,
     seed: SeedOption = 0,
@@ -26,9 +28,9 @@ def main(
     device: DeviceOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Measure what hierarchical aggregation (algorithm 3) saves in memory and costs in answers, by M.
+    """Measure the memory that hierarchical aggregation (algorithm 3) saves and its cost in accuracy, by subgroup size M.
 
-    Beside it stand the whole bank in one softmax ("full", the paper's comparison) and streaming, which gives the same
+    It is compared with the whole bank in one softmax ("full", as in the paper) and with streaming, which gives the same
     answers at constant memory.
     """
     from eval.harness.results import result_path

@@ -26,22 +26,24 @@ def main(
     scale: ScaleOption = "tiny",
     methods: Annotated[
         str,
-        typer.Option(help="Which to compare, with commas."),
+        typer.Option(help="Methods to compare, separated by commas."),
     ] = ",".join(METHODS),
     documents: DocumentsOption = None,
     questions: QuestionsOption = None,
-    retriever: Annotated[str, typer.Option(help="Of the method retriever: bm25, minilm, hybrid, ...")] = "bm25",
+    retriever: Annotated[
+        str, typer.Option(help="Retriever of the method retriever: bm25, minilm, hybrid, ...")
+    ] = "bm25",
     learning_rate: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Of all fine-tuning.", show_default="searched for each method on validation documents"
+            min=0,
+            help="Learning rate of all fine-tuning.",
+            show_default="searched for each method on validation documents",
         ),
     ] = None,
     tuning_steps: Annotated[
         int,
-        typer.Option(
-            min=0, help="Steps of tuning fine-tuned LMs on training questions, between documents and questions."
-        ),
+        typer.Option(min=0, help="Steps of tuning a fine-tuned LM on training questions, after adaptation."),
     ] = 0,
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
@@ -52,12 +54,12 @@ def main(
     """Compare all systems by the paper's protocol: one pass over a stream of documents, then all questions.
 
     Every system has the same LM, tuned on questions and answers. Fine-tuning takes one step of Adam on each document;
-    its learning rate is searched on a validation stream. CaMeLS and CCM are trained first, and kept for the next time.
+    its learning rate is searched on a validation stream. CaMeLS and CCM are trained first, and cached.
     """
     from eval.harness.results import result_path
 
     path = result_path(output, "main_table")
-    chosen = chosen_methods(methods)
+    names = chosen_methods(methods)
     setup = SCALES[scale]["main_table"].override(model=model, documents=documents, questions=questions)
     options = setup.options(context.params)
     dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
@@ -83,7 +85,7 @@ def main(
     rows: list[Row] = []
     verdicts: dict[str, list[Verdict]] = {}
     not_run: dict[str, str] = {}
-    for method in chosen:
+    for method in names:
         print(method, file=sys.stderr)
         try:
             system = factory.make(method, learning_rate=learning_rate)

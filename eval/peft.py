@@ -1,4 +1,4 @@
-"""How phi* may change the LM: P-tuning v2, LoRA and FiLM (table 4): `python -m eval.peft --help`."""
+"""Kinds of modulation, how phi* changes the LM: P-tuning v2, LoRA and FiLM (table 4): `python -m eval.peft --help`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(
 ) -> None:
     """Train MAC with each kind of modulation on the same budget, and compare their answers from memory alone.
 
-    Trainings are kept beside the result, in variants/, and are not made twice.
+    Trained models stay beside the result, in variants/, and are not trained twice.
     """
     from eval.harness.results import result_path
 

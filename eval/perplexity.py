@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from mac_rag.model import MACModel
     from pipelines.tasks.train import TrainConfig
 
-BEGINNING = 0.1  # of a document's tokens: what the input encoder sees and the LM goes on from
-STEPS = 150
-# Nothing around a document's beginning and its rest: together they are the document.
+BEGINNING = 0.1  # share of a document's tokens that the input encoder reads and the LM continues
+STEPS = 150  # of the training at the tiny scale
+# No text around the beginning and the rest of a document: together they are the document.
 PROMPT = {"document": "{document}\n", "question": "{question}", "answer": " {answer}"}
 NOTE = (
     "The LM of {model} was last trained on answers alone and models other text poorly. Fine-tuning teaches it that as "
@@ -51,7 +51,7 @@ def main(
     data: DataOption = None,
     scale: ScaleOption = "tiny",
     steps: StepsOption = None,
-    baselines: Annotated[str, typer.Option(help="Online fine-tuning to compare with, with commas.")] = ",".join(
+    baselines: Annotated[str, typer.Option(help="Online fine-tuning to compare with, separated by commas.")] = ",".join(
         FINE_TUNING
     ),
     learning_rate: RateOption = None,
@@ -61,16 +61,16 @@ def main(
     batch_size: BatchOption = 32,
     output: OutputOption = None,
 ) -> None:
-    """Adapt to a stream, then measure perplexity on its documents and on as many that were not adapted to.
+    """Adapt to a stream, then measure perplexity on its documents and on as many unseen ones.
 
-    The first 10 % of a document's tokens take the place of the question; perplexity is that of the other 90 %. At both
-    scales MAC is trained for this task first, on documents of the training split; the training is kept beside the
-    result, in variants/. At the tiny scale it goes on from the model, which also has a row as it is.
+    The first 10 % of a document's tokens take the place of the question; perplexity is that of the other 90 %. MAC is
+    trained for this task first, on documents of the training split; the trained model stays beside the result, in
+    variants/. At the tiny scale training starts from --model, which has a row of its own.
     """
     from eval.harness.results import result_path
 
     path = result_path(output, "perplexity")
-    chosen = chosen_methods(baselines, FINE_TUNING) if baselines else []
+    names = chosen_methods(baselines, FINE_TUNING) if baselines else []
     setup = SCALES[scale]["perplexity"].override(model=model, documents=documents)
     stream, source = open_stream(data, "test", 2 * setup.documents, seed=seed, scale=scale)
     from eval.baselines.finetuning import FineTuning
@@ -86,7 +86,7 @@ def main(
     rows = [perplexity_row("LM alone", models["MAC"], adapted, unseen, batch_size, lm=models["MAC"].base_lm)]
     for name, network in models.items():
         rows.append(perplexity_row(name, network, adapted, unseen, batch_size))
-    if chosen:
+    if names:
         checkpoint = setup.model if scale == "tiny" else f"runs/{setup.model}/train/best"
         factory = open_factory(
             setup.override(model=checkpoint),
@@ -98,7 +98,7 @@ def main(
             batch_size=batch_size,
             trained=networks,
         )
-        for method in chosen:
+        for method in names:
             system = factory.make(method, learning_rate=learning_rate or factory.setup.retention_rate)
             assert isinstance(system, FineTuning)
             system.adapt(adapted)
@@ -125,7 +125,16 @@ def perplexity_row(
     *,
     lm: BaseLM | None = None,
 ) -> Row:
-    """Perplexity on both kinds of documents: of the model with a bank of the adapted ones, or of an LM without any."""
+    """Perplexity on adapted and on unseen documents as one row.
+
+    Args:
+        name: name of the row.
+        model: the MAC model.
+        adapted: documents that the bank holds.
+        unseen: documents that it does not hold.
+        batch_size: documents at a time.
+        lm: an LM to measure without memory; None for the model with a bank of the adapted documents.
+    """
     from eval.harness.results import Row
     from mac_rag.engine import MACEngine
 
@@ -148,14 +157,14 @@ def perplexity_row(
 def perplexity(
     model: MACModel, documents: Sequence[Document], phi: Tensor | None, batch_size: int, *, lm: BaseLM | None = None
 ) -> float:
-    """Perplexity of all tokens of documents behind their first 10 %.
+    """Perplexity of the tokens of documents after their first 10 %.
 
     Args:
-        model: whose limits documents are cut to, and whose base LM reads them.
-        documents: of the stream.
-        phi: the bank's memory tokens `[K, T, D]`; None for the LM alone.
+        model: documents are cut to its limit, and its base LM reads them.
+        documents: at least one.
+        phi: memory tokens of the bank `[K, T, D]`; None for the LM alone.
         batch_size: documents at a time.
-        lm: another LM to read them.
+        lm: an LM to read them instead of the model's base LM.
     """
     import torch
 
@@ -172,8 +181,8 @@ def perplexity(
             batch = [halves[i] for i in order[first : first + batch_size]]
             modulation = None
             if bank is not None:
-                asked = [prompts.tokenizer.decode(beginning) for beginning, _ in batch]
-                modulation = model.modulation(model.aggregate(asked, bank))
+                questions = [prompts.tokenizer.decode(beginning) for beginning, _ in batch]
+                modulation = model.modulation(model.aggregate(questions, bank))
             starts = [[*prompts.start, *beginning] for beginning, _ in batch]
             losses = lm.answer_loss(starts, [rest for _, rest in batch], modulation)
             total += float(losses.sum())
@@ -183,14 +192,18 @@ def perplexity(
 
 
 def cut(prompts: PromptEncoder, text: str) -> tuple[list[int], list[int]]:
-    """A document's first 10 % of tokens, at least one, and the others, at least one."""
+    """The ids of a document's first 10 % of tokens, at least one, and of the rest, at least one."""
     ids: list[int] = prompts.tokenizer(text.strip(), add_special_tokens=False).input_ids
     count = min(max(1, round(BEGINNING * len(ids))), len(ids) - 1)
     return ids[:count], ids[count:]
 
 
 def language_recipe(training: Training, documents: int) -> TrainConfig:
-    """Training on documents of the training split: the first 10 % of words as the question, the rest as the answer.
+    """The recipe that trains language modelling: the first 10 % of a document's words are the question, the rest the answer.
+
+    Args:
+        training: where and how to train.
+        documents: at most this many documents of the training split.
 
     Raises:
         DataError: for documents that cannot be written as a data set of questions.
@@ -205,7 +218,7 @@ def language_recipe(training: Training, documents: int) -> TrainConfig:
 
 
 def continuations(stream: QADataset) -> QADataset:
-    """Each document with its beginning as the question and the rest as the answer."""
+    """The documents of at least two words, each with its beginning as the question and its rest as the answer."""
     from mac_rag.data.types import Document, QADataset, Question
 
     documents, questions = [], []

@@ -21,7 +21,7 @@ from mac_rag.cli.run import run_command
 WHOLE = {"quantization": "none", "dtype": "fp32"}
 FROZEN = {"quantization": "none", "dtype": "bf16"}
 NF4 = {"quantization": "nf4", "dtype": "bf16"}
-# What is pretrained is quantised, what is learned from scratch never is.
+# Pretrained networks are quantised; networks that are trained from scratch never are.
 PRECISIONS: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {
         "32bit": {"trainer": {"precision": "fp32"}},
@@ -50,8 +50,8 @@ def main(
 ) -> None:
     """Train MAC around a base LM in each precision on the same budget, and compare answers from memory alone.
 
-    16 bit is mixed precision (bfloat16), 4 bit is NF4 by bitsandbytes. That needs a CUDA GPU to train; elsewhere it is
-    left out, and the result says so. Trainings are kept beside the result, in variants/, and are not made twice.
+    16 bit is mixed precision (bfloat16), 4 bit is NF4 by bitsandbytes. Training in 4 bit needs a CUDA GPU; elsewhere the
+    result lists it as not run. Trained models stay beside the result, in variants/, and are not trained twice.
     """
     from eval.harness.results import result_path
 

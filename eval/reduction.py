@@ -1,4 +1,4 @@
-"""Answers from a bank that is held at a limited size (figure 7): `python -m eval.reduction --help`."""
+"""Answers from a bank of a limited size (figure 7): `python -m eval.reduction --help`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def main(
 ) -> None:
     """Measure answers from banks that keep 75, 50 and 25 % of the stream's documents as entries.
 
-    Random pruning, random averaging and averaging the nearest make room as the documents arrive; the whole bank stands
-    beside them.
+    Random pruning, random averaging and averaging of the nearest entries make room as documents arrive. The whole bank
+    is the comparison.
     """
     from eval.harness.results import result_path
 

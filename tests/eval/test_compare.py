@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ import pytest
 from eval.compare import compare, shared_samples
 from eval.harness.bootstrap import paired_interval
 from eval.harness.results import Data
-from tests.eval.handmade import result, samples
+from tests.eval.helpers import Command, result, samples
 
-Command = Callable[..., tuple[int, str, str]]
 OURS, THEIRS = [1.0, 0.5, 1.0, 0.0], [0.0, 0.5, 1.0, 0.25]
 
 

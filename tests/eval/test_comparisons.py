@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,8 @@ from mac_rag.config import BaseLMConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
+from tests.eval.helpers import Command
 
-Command = Callable[..., tuple[int, str, str]]
 SMALL = BaselineSetup(
     training_documents=8,
     validation_documents=3,

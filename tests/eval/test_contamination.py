@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from hypothesis import given
@@ -11,8 +10,8 @@ from hypothesis import strategies as st
 from eval.contamination import ngrams, overlap_row
 from eval.harness.results import Result
 from mac_rag.data.types import Document, QADataset, Question
+from tests.eval.helpers import Command
 
-Command = Callable[..., tuple[int, str, str]]
 TEXT = st.lists(st.sampled_from("ab bc cd de".split()), max_size=7).map(" ".join)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from eval.harness.results import Result
 from mac_rag.data.newswire.generate import generate
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
+from tests.eval.helpers import Command
 
-Command = Callable[..., tuple[int, str, str]]
 STREAM = some_questions(generate("test", 20, seed=2), 4, 0)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from eval.harness.results import Result
 from eval.ood import paired
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
+from tests.eval.helpers import Command
 
-Command = Callable[..., tuple[int, str, str]]
 SIZES = ("--documents", 5, "--methods", "zero-shot,mac", "--output", "r.json")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +19,8 @@ from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset
 from mac_rag.model import MACModel
+from tests.eval.helpers import Command
 
-Command = Callable[..., tuple[int, str, str]]
 STREAM = generate("test", 6)
 
 

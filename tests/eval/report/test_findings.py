@@ -20,7 +20,7 @@ from eval.report.findings import (
     retrieval_gains,
     verdict,
 )
-from tests.eval.handmade import result, samples, scored
+from tests.eval.helpers import result, samples, scored
 
 
 def found(*rows: Row) -> Found:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,10 +16,9 @@ from eval.report.collect import collect
 from eval.report.page import page
 from eval.report.published import published
 from eval.report.summary import checked
-from tests.eval.handmade import COMMIT, result, scored
-from tests.eval.report.made import every_result
+from tests.eval.helpers import COMMIT, Command, result, scored
+from tests.eval.report.helpers import every_result
 
-Command = Callable[..., tuple[int, str, str]]
 VOID = {"meta", "br", "img"}
 
 

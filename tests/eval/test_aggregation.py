@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from eval.harness.results import Result
+from tests.eval.helpers import Command
 
-Command = Callable[..., tuple[int, str, str]]
 SIZES = ("--documents", 16, "--questions", 6, "--batch-size", 4)
 
 

@@ -1,4 +1,4 @@
-"""What an experiment runs on: data sets by folder, and the sizes of its scale unless the options say otherwise."""
+"""Streams: generated newswire, and data sets by folder."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from eval.harness.scales import PAPER_SCALE, TINY_SCALE, Setup
 from eval.harness.streams import named_folder, open_stream
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, DataError
-
-SETUP = Setup("mac-tiny", 6, 3)
 
 
 def test_a_data_set_is_named_by_its_folder_or_before_a_colon() -> None:
@@ -43,14 +40,3 @@ def test_data_are_read(tmp_path: Path) -> None:
     assert source == str(tmp_path)
     with pytest.raises(DataError):
         open_stream(f"squad:{tmp_path}", "test", 6, 3, seed=0, scale="tiny")
-
-
-def test_options_take_the_place_of_the_setup() -> None:
-    assert SETUP.override() == SETUP
-    assert SETUP.override(model="folder", documents=9, questions=1) == Setup("folder", 9, 1)
-    assert SETUP.options({"model": None, "seed": 4}) == {"model": "mac-tiny", "documents": 6, "questions": 3, "seed": 4}
-
-
-def test_every_experiment_has_both_scales() -> None:
-    assert TINY_SCALE.keys() == PAPER_SCALE.keys()
-    assert {setup.model for setup in TINY_SCALE.values()} == {"mac-tiny"}
