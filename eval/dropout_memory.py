@@ -1,4 +1,4 @@
-"""Memory that back-propagation dropout saves in training (figure 4, table 3): `python -m eval.dropout_memory --help`."""
+"""Training memory saved by back-propagation dropout (figure 4, table 3): `python -m eval.dropout_memory --help`."""
 
 from __future__ import annotations
 

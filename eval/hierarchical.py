@@ -28,7 +28,7 @@ def main(
     device: DeviceOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Measure the memory that hierarchical aggregation (algorithm 3) saves and its cost in accuracy, by subgroup size M.
+    """Measure memory and accuracy of hierarchical aggregation (algorithm 3), by subgroup size M.
 
     It is compared with the whole bank in one softmax ("full", as in the paper) and with streaming, which gives the same
     answers at constant memory.

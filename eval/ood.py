@@ -23,7 +23,8 @@ def main(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Data sets to adapt to, separated by commas: folders named squad, streamingqa or archivalqa, or NAME:FOLDER.",
+            help="Data sets to adapt to, separated by commas: folders named squad, streamingqa or archivalqa, or "
+            "NAME:FOLDER.",
             show_default="newswire that is unlike mac-tiny's training: two stories in each document",
         ),
     ] = None,
@@ -32,7 +33,7 @@ def main(
     questions: QuestionsOption = None,
     trained_on: Annotated[
         str | None,
-        typer.Option(help="The data set of training, named as for --data.", show_default="the generated newswire"),
+        typer.Option(help="The training data set, named as for --data.", show_default="the generated newswire"),
     ] = None,
     methods: Annotated[str, typer.Option(help="Methods to compare, separated by commas.")] = "zero-shot,camels,mac",
     learning_rate: RateOption = None,
@@ -44,8 +45,8 @@ def main(
 ) -> None:
     """Adapt to data sets that no system was trained on, and ask about each.
 
-    CaMeLS, like MAC, is trained on another data set; the learning rate of fine-tuning is not searched. At the tiny scale
-    the first data set is newswire like that of mac-tiny's training, for comparison.
+    CaMeLS, like MAC, is trained on another data set; the learning rate of fine-tuning is not searched. At the tiny
+    scale the first data set is newswire like that of mac-tiny's training, for comparison.
     """
     from eval.harness.results import result_path
     from mac_rag.errors import ConfigError
@@ -99,7 +100,7 @@ def main(
 
 
 def paired(stream: QADataset) -> QADataset:
-    """The same stories and questions, two neighbouring stories a document: twice as long as the documents of training."""
+    """The same stories and questions, with two neighbouring stories in each document: twice as long as in training."""
     from mac_rag.data.types import Document, QADataset, Question
 
     documents = []

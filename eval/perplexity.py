@@ -199,7 +199,7 @@ def cut(prompts: PromptEncoder, text: str) -> tuple[list[int], list[int]]:
 
 
 def language_recipe(training: Training, documents: int) -> TrainConfig:
-    """The recipe that trains language modelling: the first 10 % of a document's words are the question, the rest the answer.
+    """The recipe of language modelling: the first 10 % of a document's words are the question, the rest the answer.
 
     Args:
         training: where and how to train.

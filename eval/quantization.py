@@ -50,8 +50,8 @@ def main(
 ) -> None:
     """Train MAC around a base LM in each precision on the same budget, and compare answers from memory alone.
 
-    16 bit is mixed precision (bfloat16), 4 bit is NF4 by bitsandbytes. Training in 4 bit needs a CUDA GPU; elsewhere the
-    result lists it as not run. Trained models stay beside the result, in variants/, and are not trained twice.
+    16 bit is mixed precision (bfloat16), 4 bit is NF4 by bitsandbytes. Training in 4 bit needs a CUDA GPU; elsewhere
+    the result lists it as not run. Trained models stay beside the result, in variants/, and are not trained twice.
     """
     from eval.harness.results import result_path
 

@@ -1,4 +1,4 @@
-"""What the commands that compare systems share: their options, and the way from options to a factory."""
+"""Options of the commands that compare systems, and the factory of systems that the options describe."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 TrainedOption = Annotated[
     Path | None,
     typer.Option(
-        help="Folder of networks that baselines need trained; those found there are not trained again.",
+        help="Folder of the baselines' trained networks; a network that it holds is not trained again.",
         show_default="trained/ beside the result",
     ),
 ]
 RateOption = Annotated[
     float | None,
-    typer.Option(min=0, help="Of all fine-tuning.", show_default="fixed, as in the paper's experiment on retention"),
+    typer.Option(
+        min=0, help="Learning rate of all fine-tuning.", show_default="fixed, as in the paper's experiment on retention"
+    ),
 ]
 
 
@@ -41,16 +43,17 @@ def open_factory(
     tuning: AnswerTuning | None = None,
     retriever: str = "bm25",
 ) -> SystemFactory:
-    """A factory around the model of a command.
+    """The factory of systems around a command's model.
 
     Args:
-        setup: names the model.
-        path: of the result; networks are kept beside it unless `trained` says where.
-        scale, data, seed, device, batch_size, trained: the command's options.
+        setup: the experiment's setup, which names the model.
+        path: the result file; trained networks are cached in `trained/` beside it.
+        scale, data, seed, device, batch_size: the command's options.
+        trained: another cache of trained networks.
         tuning, retriever: see `SystemFactory`.
 
     Raises:
-        ModelLoadError: when there is no such model.
+        ModelLoadError: if there is no such model.
     """
     from eval.baselines.factory import SystemFactory
     from eval.baselines.scales import SCALES
@@ -76,19 +79,23 @@ def open_factory(
 
 
 def searched_notes(factory: SystemFactory) -> list[str]:
-    """What the search of learning rates found, for the result."""
+    """Notes on the searched learning rates, for the result."""
     return [
         f"{method}: F1 on {len(factory.validation_set.documents):,} validation documents by learning rate: "
-        + ", ".join(f"{rate:g}: {100 * f1:.1f} %" for rate, f1 in found.items())
-        for method, found in factory.searched.items()
+        + ", ".join(f"{rate:g}: {100 * f1:.1f} %" for rate, f1 in f1_by_rate.items())
+        for method, f1_by_rate in factory.searched.items()
     ]
 
 
 def chosen_methods(text: str, among: tuple[str, ...] = METHODS) -> list[str]:
-    """The methods of an option, in the order given.
+    """The distinct methods in the value of an option, in their order.
+
+    Args:
+        text: names of methods, separated by commas.
+        among: the names that the option accepts.
 
     Raises:
-        ConfigError: for an unknown one, or none.
+        ConfigError: for an unknown method, or no method.
     """
     from mac_rag.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""What became of each step of `eval.paper`, kept beside its results."""
+"""Records of the steps of `eval.paper`: the outcome of each, in a file beside its results."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ RECORDS = "steps.json"
 
 
 class StepRecord(Config):
-    """One step.
+    """The outcome of one step.
 
     Attributes:
-        name: unlike that of any other step; its result is `<name>.json`.
-        experiment: the module that it runs, `eval.<experiment>`.
-        reason: why it failed or was not run.
-        seconds: that it took; None where it was not run.
+        name: unique name of the step; its result is `<name>.json`.
+        experiment: name of its module, `eval.<experiment>`.
+        command: its command line.
+        status: `done`, `failed` or `not run`.
+        reason: why it failed or was not run; empty if done.
+        seconds: its time; None if it was not run.
     """
 
     name: str
@@ -38,10 +40,10 @@ def write_records(folder: Path, records: Sequence[StepRecord]) -> None:
 
 
 def read_records(folder: Path) -> list[StepRecord]:
-    """The records of a folder of results; none where `eval.paper` has not run.
+    """Reads the records of a folder of results; none if `eval.paper` has not run there.
 
     Raises:
-        DataError: when their file is damaged.
+        DataError: if their file is damaged.
     """
     path = folder / RECORDS
     if not path.exists():

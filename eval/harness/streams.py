@@ -31,7 +31,7 @@ ModelByScale = Annotated[
 TrainedModel = Annotated[
     str | None,
     typer.Option(
-        help="What the trainings start from: at the tiny scale a MAC model, at the paper's one of its presets.",
+        help="The model that trainings start from: a MAC model at the tiny scale, a preset at the paper's.",
         show_default="mac-tiny; at the paper's scale, the preset that the paper used",
     ),
 ]
@@ -53,10 +53,10 @@ QuestionsOption = Annotated[
 
 
 def named_folder(data: str) -> tuple[str, Path]:
-    """The data set and the folder that `--data` names: `streamingqa:/corpora/sqa`, or `data/streamingqa` for short.
+    """The name and the folder of a data set from `--data`: `streamingqa:/corpora/sqa`, or `data/streamingqa` for short.
 
     Raises:
-        ConfigError: when neither part is the name of a data set.
+        ConfigError: if it names no data set.
     """
     from mac_rag.data import SPLITS
     from mac_rag.errors import ConfigError

@@ -143,8 +143,8 @@ class TestCollection:
             result("peft", [scored("LoRA", f1)], created=created).write(tmp_path / f"{name}.json")
         squad = Data(name="squad", split="dev", source="folder", documents=1, questions=1)
         result("peft", [scored("LoRA", 0.5)], data=squad).write(tmp_path / "c.json")
-        found = collect([tmp_path]).of("peft")
-        assert [entry.path.name for entry in found] == ["a.json", "c.json"]
+        files = collect([tmp_path]).of("peft")
+        assert [file.path.name for file in files] == ["a.json", "c.json"]
 
     def test_results_on_several_data_sets_differ_by_what_was_asked_for(self, tmp_path: Path) -> None:
         for name in ("squad", "archivalqa"):
