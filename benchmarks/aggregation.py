@@ -1,4 +1,4 @@
-"""Aggregation of banks of up to a million documents: time, memory and bandwidth, beside the published way.
+"""Aggregation of banks of up to a million documents: time, memory and bandwidth, against the published method.
 
 python -m benchmarks.aggregation --help
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from benchmarks.aggregation_cases import Case, Measurement
 
 IMPLEMENTATIONS = {
-    "published": "published way",
+    "published": "published",
     "kept": "ours, kept",
     "streamed": "ours, streamed",
     "codebook": "ours, codebook",
@@ -27,14 +27,18 @@ _MB = 1e6
 
 
 def main(
-    documents: Annotated[int, typer.Option(min=1, help="Documents of the comparison with the published way.")] = 1665,
-    questions: Annotated[int, typer.Option(min=1, help="Questions that are asked at once.")] = 16,
-    streamed: Annotated[str, typer.Option(help="Sizes of banks that are projected for each batch.")] = (
-        "1665,10000,100000"
-    ),
-    codebook: Annotated[str, typer.Option(help="Sizes of banks that are kept as codes.")] = "1665,100000,1000000",
-    codes: Annotated[int, typer.Option(min=1, help="Vectors of the codebook.")] = 512,
-    rounds: Annotated[int, typer.Option(min=1, help="Each is timed so often; the median counts.")] = 3,
+    documents: Annotated[
+        int, typer.Option(min=1, help="Documents of the comparison with the published implementation.")
+    ] = 1665,
+    questions: Annotated[int, typer.Option(min=1, help="Questions of one batch.")] = 16,
+    streamed: Annotated[
+        str, typer.Option(help="Sizes of the banks that are projected anew for each batch, separated by commas.")
+    ] = ("1665,10000,100000"),
+    codebook: Annotated[
+        str, typer.Option(help="Sizes of the quantised banks, separated by commas.")
+    ] = "1665,100000,1000000",
+    codes: Annotated[int, typer.Option(min=1, help="Codes of the codebook.")] = 512,
+    rounds: Annotated[int, typer.Option(min=1, help="Timings of each; the median counts.")] = 3,
     tokens: Annotated[int, typer.Option(min=1, help="Memory tokens of a document, and of a question (T).")] = 12,
     width: Annotated[int, typer.Option(min=1, help="Width of a memory token (D).")] = 768,
     blocks: Annotated[int, typer.Option(min=1, help="Cross-attention blocks.")] = 4,
@@ -43,17 +47,17 @@ def main(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
 ) -> None:
-    """Measure aggregation over a memory bank, and compare it with a plain re-statement of the published way.
+    """Measure aggregation over a memory bank, and compare it with a re-implementation of the published method.
 
-    The published way repeats the bank for each question, and each block computes its normalisation, keys and values
-    anew. Ours keeps keys and values, or streams the bank where they would not fit: projects it chunk by chunk, once for
-    all questions. Either way attention is exact. A codebook's attention is over its codes, with their counts. Every way
-    is checked to give the result of direct attention.
+    The published implementation repeats the bank for each question, and each block computes its normalisation, keys and
+    values anew. Ours caches keys and values. Where they would not fit, it streams the bank: it projects the bank chunk
+    by chunk, once for all questions. Both are exact. Attention to a codebook is over its codes, weighted by their
+    counts. The result of every implementation is checked against direct attention.
 
-    Networks and banks are random, without a document prior, in float32. Rows repeat after 1,665 and are generated as
-    they are read, so that a bank of any size takes no memory of its own. Extra memory is that at the peak of a process
-    that does nothing else, beyond bank, network and what is kept. The bytes to read at least are the keys and values
-    that are kept, or the bank once for each block; a plain copy of a large tensor says what the machine can move.
+    Networks and banks are random float32 tensors without a document prior. Rows repeat after 1,665 and are generated
+    when they are read, so a bank of any size takes no memory. Extra memory is the peak of a process of its own, beyond
+    bank, network and cache. The minimum of bytes to read is the cached keys and values, or the bank once for each
+    block; the bandwidth of the machine is that of a plain copy of a large tensor.
     """
     from dataclasses import asdict
 
@@ -100,7 +104,7 @@ def main(
 
 
 def _numbers(text: str) -> list[int]:
-    """`"10,20"` as numbers."""
+    """The numbers of a text like "10,20"."""
     try:
         numbers = [int(number) for number in text.split(",") if number.strip()]
     except ValueError:

@@ -1,4 +1,4 @@
-"""What `benchmarks.aggregation` measures: ways to aggregate a bank, each checked against direct attention."""
+"""The cases of `benchmarks.aggregation`: implementations of aggregation, each checked against direct attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ _UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the aggregation network and of what goes into it."""
+    """Sizes of the aggregation network and of its inputs.
+
+    Attributes:
+        tokens: memory tokens T of a document, and of a question.
+        width: width D of a memory token.
+        blocks: cross-attention blocks.
+        heads: attention heads.
+        head_width: width of a head.
+    """
 
     tokens: int
     width: int
@@ -33,23 +41,31 @@ class Sizes:
     head_width: int
 
     def network(self, device: torch.device) -> AggregationNetwork:
-        """Random weights, without a document prior as in the paper."""
+        """A network with random weights, without a document prior, as in the paper."""
         torch.manual_seed(0)
         network = AggregationNetwork(self.width, blocks=self.blocks, heads=self.heads, head_width=self.head_width)
         return network.requires_grad_(False).to(device)
 
     def question(self, questions: int, device: torch.device) -> Tensor:
-        """`[B, T, D]`."""
+        """Random encoded questions `[B, T, D]`."""
         generator = torch.Generator().manual_seed(1)
         return torch.randn(questions, self.tokens, self.width, generator=generator).to(device)
 
     def bank(self, documents: int, codes: int) -> GeneratedBank:
+        """A generated bank; 0 codes for a bank without a codebook."""
         return GeneratedBank(documents, (self.tokens, self.width), period=_PERIOD, codes=codes)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to aggregate one bank for a number of questions; `codes` of a codebook, 0 without."""
+    """One implementation on one bank.
+
+    Attributes:
+        implementation: the implementation to measure.
+        documents: number of documents in the bank.
+        questions: questions of the batch.
+        codes: codes of the bank's codebook; 0 for a bank without one.
+    """
 
     implementation: Implementation
     documents: int
@@ -59,12 +75,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a case took.
+    """Time and memory of a case.
 
     Attributes:
-        seconds, extra_bytes: for all questions together, beyond bank, network and what is kept.
-        kept_bytes, kept_seconds: of the keys and values that are kept, and what it took to project them.
-        moved_bytes: what must be read at least: the kept keys and values, or the bank once for each block.
+        seconds: time of the whole batch.
+        extra_bytes: peak memory beyond bank, network and cached keys and values.
+        kept_bytes: size of the cached keys and values.
+        kept_seconds: time of projecting them.
+        moved_bytes: minimum of bytes to read: the cached keys and values, or the bank once for each block.
     """
 
     seconds: float
@@ -75,7 +93,11 @@ class Measurement:
 
 
 def compared(sizes: Sizes, documents: int, questions: int, rounds: int, device: torch.device) -> tuple[float, float]:
-    """Median seconds with keys and values kept, and of the published way, in turns; equal results first."""
+    """Median seconds with cached keys and values, and of the published implementation, timed in turns.
+
+    Raises:
+        AssertionError: if their results differ.
+    """
     network, question, bank = sizes.network(device), sizes.question(questions, device), sizes.bank(documents, 0)
     view = ProjectedBank(network, bank, device=device, budget_bytes=_UNLIMITED)
     phi = bank.phi.to(device)
@@ -84,10 +106,10 @@ def compared(sizes: Sizes, documents: int, questions: int, rounds: int, device: 
 
 
 def measured(case: Case, sizes: Sizes, device: torch.device, rounds: int) -> Measurement:
-    """What a case takes, in a process that has done nothing else yet.
+    """Measures a case, in a process that has done nothing else yet.
 
     Raises:
-        AssertionError: when its result is not that of direct attention.
+        AssertionError: if its result differs from direct attention.
     """
     network, question = sizes.network(device), sizes.question(case.questions, device)
     bank = sizes.bank(case.documents, case.codes)

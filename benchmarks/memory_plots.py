@@ -1,4 +1,4 @@
-"""The figures of `benchmarks.memory_vs_accuracy`."""
+"""The plots of `benchmarks.memory_vs_accuracy`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Value = Callable[["Measurement"], float]
 
 
 def plot(rows: Sequence[Measurement], path: Path) -> list[Path]:
-    """Draws one PNG for each group of rows beside the JSON file, and returns where they lie."""
+    """Draws one PNG for each group of rows beside the JSON file `path`, and returns their paths."""
     drawn = []
     for group, draw in {"hierarchical": _hierarchical, "reduction": _reduction, "codebook": _codebook}.items():
         figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -50,13 +50,13 @@ def _bank(row: Measurement) -> float:
 
 
 def _of(rows: Sequence[Measurement], group: str) -> tuple[list[Measurement], list[Measurement]]:
-    """The rows of a group: those with a parameter, and those without."""
+    """The rows of a group: first those with a parameter, then those without."""
     group_rows = [row for row in rows if row.group == group]
     return [row for row in group_rows if row.parameter is not None], [row for row in group_rows if not row.parameter]
 
 
 def _hierarchical(axes: Any, rows: Sequence[Measurement]) -> None:
-    """Figure 5 of the paper: F1 and memory against the subgroup's size M."""
+    """Figure 5 of the paper: F1 and peak memory by subgroup size M."""
     sized, whole = _of(rows, "hierarchical")
     axes[1].set_yscale("log")
     for axis, label, value in ((axes[0], "F1 %", _f1), (axes[1], "peak memory of aggregation, MB", _peak)):
@@ -68,7 +68,7 @@ def _hierarchical(axes: Any, rows: Sequence[Measurement]) -> None:
 
 
 def _reduction(axes: Any, rows: Sequence[Measurement]) -> None:
-    """Figure 7 of the paper: F1 and EM against the size that the bank is held at."""
+    """Figure 7 of the paper: F1 and EM by the number of entries in the bank."""
     reduced = _of(rows, "reduction")[0]
     whole = next(row for row in rows if row.method == "streaming")
     for axis, label, value in ((axes[0], "F1 %", _f1), (axes[1], "EM %", _em)):
@@ -79,7 +79,7 @@ def _reduction(axes: Any, rows: Sequence[Measurement]) -> None:
 
 
 def _codebook(axes: Any, rows: Sequence[Measurement]) -> None:
-    """F1 and EM against what the bank takes as it is stored: codes and codebook, or the tokens themselves."""
+    """F1 and EM by the size of the stored bank: codes and codebook, or the memory tokens."""
     coded, whole = _of(rows, "codebook")
     for axis, label, value in ((axes[0], "F1 %", _f1), (axes[1], "EM %", _em)):
         axis.set_xscale("log")

@@ -1,4 +1,4 @@
-"""What hierarchical aggregation, bounded banks and codebooks save in memory, and what they cost in answers.
+"""Memory and accuracy of hierarchical aggregation, bounded banks and codebooks.
 
 python -m benchmarks.memory_vs_accuracy --help
 """
@@ -23,27 +23,32 @@ def main(
     model: Annotated[str, typer.Option(help="A MAC model: a name or a folder.")] = "mac-tiny",
     documents: Annotated[int, typer.Option(min=4, help="Documents of the stream, newswire's test split.")] = 1665,
     questions: Annotated[
-        int | None, typer.Option(min=1, help="Ask at most so many questions, drawn from all.", show_default="all")
+        int | None, typer.Option(min=1, help="At most this many questions, drawn from all.", show_default="all")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Questions that are aggregated at once.")] = 16,
     subgroups: Annotated[str, typer.Option(help="Sizes M of hierarchical aggregation.")] = "4,8,16,32,64,128,256",
     codes: Annotated[str, typer.Option(help="Sizes of codebooks, as far as there are tokens.")] = "256,1024,4096,16384",
-    preselected: Annotated[int, typer.Option(min=1, help="Documents of a codebook bank that are expanded.")] = 32,
-    seed: Annotated[int, typer.Option(help="Of the stream, the questions, the reductions and the codebooks.")] = 0,
+    preselected: Annotated[
+        int, typer.Option(min=1, help="Documents of a codebook bank that the document prior preselects.")
+    ] = 32,
+    seed: Annotated[
+        int, typer.Option(help="Random seed of the stream, the questions, the reductions and the codebooks.")
+    ] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     output: Annotated[
-        Path | None, typer.Option(help="The JSON file; plots lie beside it.", show_default="results/<benchmark>-<time>")
+        Path | None,
+        typer.Option(help="The JSON file; the plots are beside it.", show_default="results/<benchmark>-<time>"),
     ] = None,
 ) -> None:
     """Measure answers from memory alone against the memory of the bank and of its aggregation.
 
     Hierarchical aggregation (figure 5 of the paper) is compared with the whole bank in one softmax and with streaming.
-    Reductions (figure 7) keep 75, 50 and 25 % of the stream's documents as entries. Codebooks answer without the
-    document prior from all codes, and with it from preselected documents.
+    Reductions (figure 7) keep 75, 50 and 25 % of the stream's documents as entries. Quantised banks answer from all
+    codes without the document prior, and from preselected documents with it.
 
-    Keys and values are not kept: each aggregation projects what it needs. Its memory is the peak of all tensors that
-    it allocates for one batch of questions, as PyTorch's own allocator records it, beyond the bank as it is stored; a
-    codebook's view keeps keys and values of its codes besides. Encoding of questions and the LM are left out.
+    Keys and values are not cached: each aggregation projects the rows that it needs. Memory is the peak of all tensors
+    that it allocates for one batch of questions, as PyTorch's allocator records it, beyond the stored bank. The view of
+    a codebook also caches keys and values of its codes. The encoding of questions and the LM are not included.
     """
     import json
     import os
@@ -103,7 +108,7 @@ def main(
 
 
 def show(rows: Sequence[Measurement], title: str) -> None:
-    """Prints a table."""
+    """Prints the measurements as a table, one section for each group."""
     from rich.console import Console
     from rich.table import Table
 

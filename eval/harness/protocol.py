@@ -53,8 +53,8 @@ def run_protocol(
         dataset: the stream.
         retrievers: empty retrievers by the name that their rows get.
         ks: numbers of documents to retrieve.
-        memory_weights: values of lambda (see `mac_rag.lm.max_rule`); each is a row with retriever and memory. None
-            given: one such row with the engine's memory weight.
+        memory_weights: values of lambda (see `mac_rag.lm.max_rule`), each for a row with retriever and memory. Empty
+            for one such row with the engine's memory weight.
         kept: answers of this model and stream so far; new answers are added. None: answers are kept for this call only.
         batch_size: questions of one generation.
         seed: random seed of the bootstrap.
@@ -148,13 +148,13 @@ class _Table:
     def _row(self, name: str, queries: Sequence[_Query], k: int | None, weight: float | None) -> Row:
         """The row of these queries with this memory weight, or without memory for None; all are answered by now."""
         questions = self.dataset.questions
-        kept = [answer for query in queries if (answer := self.kept.find(query.prompt, weight))]
+        generated = [answer for query in queries if (answer := self.kept.find(query.prompt, weight))]
         answers = [
             Answer(answer.text, query.prompt[1], query.document_ids, query.truncated)
-            for answer, query in zip(kept, queries, strict=True)
+            for answer, query in zip(generated, queries, strict=True)
         ]
         self.verdicts[name] = judge(questions, answers)
-        seconds = sum(answer.seconds for answer in kept)
+        seconds = sum(answer.seconds for answer in generated)
         return summarize(name, questions, self.verdicts[name], len(self.dataset.documents), k, seconds)
 
     def _answer(self, prompts: Sequence[Prompt], weights: Sequence[float | None]) -> None:

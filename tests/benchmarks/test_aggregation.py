@@ -1,4 +1,4 @@
-"""The ways of aggregation that the benchmark compares give the same result, or their times would say nothing."""
+"""The implementations that the benchmark of aggregation compares give equal results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("prior_width", [0, 4])
-def test_the_published_way_is_direct_attention(prior_width: int) -> None:
+def test_the_published_implementation_is_direct_attention(prior_width: int) -> None:
     torch.manual_seed(0)
     network = AggregationNetwork(8, blocks=2, heads=2, head_width=4, prior_width=prior_width).double()
     question, phi = torch.randn(4, 3, 8, dtype=torch.float64), torch.randn(9, 3, 8, dtype=torch.float64)
@@ -28,7 +28,7 @@ def test_the_published_way_is_direct_attention(prior_width: int) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(rows=st.integers(1, 20), period=st.integers(1, 8), codes=st.sampled_from([0, 5]))
-def test_the_answer_of_a_generated_bank_is_that_of_all_its_rows(rows: int, period: int, codes: int) -> None:
+def test_the_answer_of_a_generated_bank_attends_to_all_its_rows(rows: int, period: int, codes: int) -> None:
     bank = GeneratedBank(rows, (3, 8), period=period, codes=codes)
     network, question = SIZES.network(CPU), SIZES.question(2, CPU)
     expected, _ = network(question, network.project(bank.phi), attention=direct_attention)

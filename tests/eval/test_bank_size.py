@@ -38,7 +38,7 @@ def test_every_question_meets_one_bank_with_its_document(questions: int, more: i
 
 
 @pytest.mark.parametrize("size", [5, 12])
-def test_answers_are_those_of_a_bank_of_that_size(tiny_model: MACModel, size: int) -> None:
+def test_answers_equal_those_of_a_bank_of_that_size(tiny_model: MACModel, size: int) -> None:
     whole = MACEngine(tiny_model)
     whole.adapt(STREAM.documents)
     row, verdicts = measure("row", whole, STREAM, size, False, batch_size=3)
@@ -53,7 +53,7 @@ def test_answers_are_those_of_a_bank_of_that_size(tiny_model: MACModel, size: in
     assert (row.documents, row.questions) == (size, 12)
 
 
-def test_the_prior_is_off_where_it_should_be_and_on_again_after(tiny_model: MACModel) -> None:
+def test_the_prior_is_switched_off_only_while_it_is_measured(tiny_model: MACModel) -> None:
     with torch.no_grad():
         for block in tiny_model.aggregation.blocks:
             block.prior_scale.fill_(50.0)  # strong enough to change untrained answers

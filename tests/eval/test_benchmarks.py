@@ -18,7 +18,7 @@ def samples(path: Path) -> tuple[Sample, ...]:
 
 
 @pytest.mark.parametrize("benchmark", ["archivalqa", "streamingqa", "squad"])
-def test_runs_on_the_embedded_sample_and_says_so(
+def test_without_data_it_runs_on_the_embedded_sample(
     command: Command, tiny_checkpoint: Path, tmp_path: Path, benchmark: str
 ) -> None:
     code, shown, progress = command(

@@ -21,7 +21,7 @@ from tests.eval.helpers import Command
 STREAM = generate("test", 60, seed=3, questions_per_document=4, update_rate=0.5)
 
 
-def test_rows_count_what_was_answered(tiny_model: MACModel) -> None:
+def test_rows_have_the_figures_of_their_answers(tiny_model: MACModel) -> None:
     engine = MACEngine(tiny_model)
     engine.adapt(STREAM.documents)
     newest = newest_only(STREAM)
@@ -30,21 +30,21 @@ def test_rows_count_what_was_answered(tiny_model: MACModel) -> None:
     for group, expected in zip(groups, (7, 6)):
         answered = measure(engine, group, newest)
         assert len(answered) == expected
-        by_way = {(row.settings["document"], row.settings["memory"]): (row, given) for row, given in answered}
-        for (document, memory), (row, verdicts) in by_way.items():
+        by_condition = {(row.settings["document"], row.settings["memory"]): (row, given) for row, given in answered}
+        for (document, memory), (row, verdicts) in by_condition.items():
             wrong = [exact_match(v.prediction, case.wrong_answer) for v, case in zip(verdicts, group)]
             assert row.measures["wrong_share"] == sum(wrong) / 5
             assert row.documents == (len(newest) if memory == "newest" else 60)
             assert (row.gain is None) == (memory == "none")
             if row.gain is not None:
-                before = by_way[document, "none"][1]
+                before = by_condition[document, "none"][1]
                 assert row.gain.f1 == paired_interval([v.f1 for v in verdicts], [v.f1 for v in before])
         texts = [case.wrong for case in group]
         plain = tiny_model.generate([case.question.question for case in group], [[text] for text in texts])
-        assert [v.prediction for v in by_way["wrong", "none"][1]] == plain
+        assert [v.prediction for v in by_condition["wrong", "none"][1]] == plain
 
 
-def test_a_memory_of_the_newest_alone_is_a_bank_without_the_others(tiny_model: MACModel) -> None:
+def test_a_memory_of_the_newest_equals_a_bank_without_older_documents(tiny_model: MACModel) -> None:
     newest = newest_only(STREAM)
     [group, _] = conflicts(STREAM, 4, 0)
     whole, alone = MACEngine(tiny_model), MACEngine(tiny_model)
@@ -68,7 +68,9 @@ def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> Non
     assert "false document + MAC" in shown
 
 
-def test_data_from_a_folder_have_counterfactuals_alone(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_data_set_from_a_folder_has_only_counterfactual_conflicts(
+    command: Command, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     write_archivalqa(generate("test", 9, seed=4), tmp_path / "data" / "test.csv")
     data = ("--data", f"archivalqa:{tmp_path / 'data'}")
     common = ("--model", tiny_checkpoint, *data, "--documents", 9, "--questions", 2, "--output", "r.json")

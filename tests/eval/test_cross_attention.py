@@ -36,7 +36,7 @@ def test_distractors_are_distinct_others_and_repeatable(kind: str) -> None:
 
 
 @pytest.mark.parametrize("prior", [True, False])
-def test_the_map_sums_to_the_models_own_attention(tiny_model: MACModel, prior: bool) -> None:
+def test_the_map_sums_to_the_attention_of_the_model(tiny_model: MACModel, prior: bool) -> None:
     tiny_model.aggregation.use_prior = prior
     others = distracting(STREAM, "random", 3, 0)
     maps = attention_map(tiny_model, STREAM, others)

@@ -31,7 +31,7 @@ def test_memory_falls_with_p_and_grows_with_k(tiny_model: MACModel) -> None:
     assert all(row["saved_mb"] <= row["peak_mb"] for row in rows.values())
 
 
-def test_what_is_saved_is_counted_once_and_without_the_weights(tiny_model: MACModel) -> None:
+def test_saved_tensors_are_counted_once_and_without_the_weights(tiny_model: MACModel) -> None:
     batch = first_batch(tiny_model, STREAM, 2)
     weights = {p.untyped_storage().data_ptr() for p in tiny_model.parameters()}
     held: list[torch.Tensor] = []

@@ -24,7 +24,7 @@ def on(checkpoint: Path) -> Step:
 
 
 class TestRun:
-    def test_goes_on_after_failures_and_repeats_nothing_that_is_done(
+    def test_continues_after_failures_and_repeats_no_finished_step(
         self, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         planned = [
@@ -51,7 +51,7 @@ class TestRun:
         assert (tmp_path / "bank_size.json").stat().st_mtime_ns == written
         assert "[2/2] bank_size: done before" in capsys.readouterr().out
 
-    def test_a_result_of_another_command_commit_or_model_is_not_this_one(
+    def test_a_result_of_another_command_commit_or_model_does_not_count(
         self, tiny_checkpoint: Path, tiny_model: MACModel, tmp_path: Path
     ) -> None:
         step, commit, prints = on(tiny_checkpoint), checkout(), Fingerprints()
@@ -82,7 +82,7 @@ class TestRun:
 
 
 class TestCommand:
-    def test_ends_with_the_report_and_a_code_that_tells_of_failures(
+    def test_ends_with_the_report_and_a_failure_code(
         self, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def planned(scale: str, data: Path | None, seed: int) -> list[Step]:
@@ -109,7 +109,7 @@ class TestCommand:
         assert "cannot be a folder" in errors
 
 
-def test_time_is_estimated_from_what_a_step_took_before(tmp_path: Path) -> None:
+def test_time_is_estimated_from_the_last_run_of_a_step(tmp_path: Path) -> None:
     step = Step("peft", "peft", (), minutes=4)
     took = StepRecord(name="peft", experiment="peft", command="c", status="done", seconds=90)
     assert paper.minutes_of(step, {}) == 4

@@ -24,7 +24,7 @@ from tests.eval.helpers import Command
 STREAM = generate("test", 6)
 
 
-def test_a_document_is_cut_behind_its_first_tenth(tiny_model: MACModel) -> None:
+def test_a_document_is_cut_after_its_first_tenth(tiny_model: MACModel) -> None:
     prompts = tiny_model.base_lm.prompts
     for text in (STREAM.documents[0].text, "Two words", "Rain"):
         beginning, rest = cut(prompts, text)
@@ -36,7 +36,7 @@ def test_a_document_is_cut_behind_its_first_tenth(tiny_model: MACModel) -> None:
 
 
 @pytest.mark.parametrize("memory", [True, False])
-def test_perplexity_is_that_of_a_plain_loop(tiny_model: MACModel, memory: bool) -> None:
+def test_perplexity_equals_a_plain_loop(tiny_model: MACModel, memory: bool) -> None:
     lm, prompts = tiny_model.base_lm, tiny_model.base_lm.prompts
     bank = tiny_model.amortize([document.text for document in STREAM.documents[:3]]) if memory else None
     total, tokens = 0.0, 0
@@ -54,7 +54,7 @@ def test_perplexity_is_that_of_a_plain_loop(tiny_model: MACModel, memory: bool) 
 
 
 @given(st.lists(st.text("ab ", min_size=1).filter(str.strip), min_size=1, max_size=5))
-def test_continuations_lose_no_word(texts: list[str]) -> None:
+def test_continuations_keep_every_word(texts: list[str]) -> None:
     documents = tuple(Document(str(i), text) for i, text in enumerate(texts))
     made = continuations(QADataset("set", "train", documents, ()))
     assert [document.text for document in made.documents] == [text for text in texts if len(text.split()) > 1]

@@ -45,7 +45,9 @@ def test_peft(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypat
     assert [row.measures["answer_loss"] for row in Result.read(tmp_path / "r.json").rows] == losses
 
 
-def test_quantization_says_what_it_did_not_run(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_quantization_lists_4_bit_as_not_run_without_a_gpu(
+    command: Command, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     code, shown, _ = command("eval.quantization", "--model", tiny_checkpoint, *SMALL)
     assert code == 0
     result = Result.read(tmp_path / "r.json")
@@ -66,7 +68,7 @@ def test_amortization(command: Command, tiny_checkpoint: Path, tmp_path: Path) -
     ]  # fmt: skip
 
 
-def test_designs_start_from_what_they_are_given(
+def test_designs_start_from_the_models_of_the_options(
     command: Command, tiny_checkpoint: Path, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     starts = {"--t5": model_folder("t5"), "--decoder": model_folder("gpt2")}

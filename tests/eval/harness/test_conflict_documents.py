@@ -15,7 +15,7 @@ from mac_rag.data.newswire.generate import generate
 STREAM = generate("test", 60, seed=3, questions_per_document=4, update_rate=0.5)
 
 
-def test_an_outdated_document_is_the_one_that_was_updated() -> None:
+def test_the_outdated_document_is_the_one_that_the_newest_updates() -> None:
     found = outdated(STREAM)
     texts = {document.id: document for document in STREAM.documents}
     assert len(found) == 4 * len(superseded(STREAM)) > 0
@@ -27,7 +27,7 @@ def test_an_outdated_document_is_the_one_that_was_updated() -> None:
         assert case.wrong_answer != case.question.answers[0]
 
 
-def test_a_counterfactual_document_has_another_answer_of_the_kind() -> None:
+def test_a_counterfactual_document_has_another_answer_of_the_same_kind() -> None:
     found = counterfactual(STREAM, 0)
     assert found == counterfactual(STREAM, 0) != counterfactual(STREAM, 1)
     stories = superseded(STREAM) | {d.id for d in STREAM.documents if "updates" in d.metadata}
@@ -44,7 +44,7 @@ def test_a_counterfactual_document_has_another_answer_of_the_kind() -> None:
 @given(
     st.text(alphabet="ab AB.1", max_size=30), st.lists(st.text(alphabet="abAB1", min_size=1, max_size=3), min_size=1)
 )
-def test_a_replaced_answer_is_gone_and_nothing_else_changes(text: str, answers: list[str]) -> None:
+def test_a_replacement_removes_the_answer_and_changes_nothing_else(text: str, answers: list[str]) -> None:
     changed = replaced(text, tuple(answers), "Zwolle")
     if changed is None:
         return
@@ -67,11 +67,13 @@ def test_a_replaced_answer_is_gone_and_nothing_else_changes(text: str, answers: 
         ("Rome fell.", ("Rome",), "Rome II", None),
     ],
 )
-def test_replaced(text: str, answers: tuple[str, ...], wrong: str, expected: str | None) -> None:
+def test_whole_words_are_replaced_or_the_text_is_refused(
+    text: str, answers: tuple[str, ...], wrong: str, expected: str | None
+) -> None:
     assert replaced(text, answers, wrong) == expected
 
 
-def test_shapes() -> None:
+def test_answers_of_one_kind_have_one_shape() -> None:
     assert shape("Denver Broncos") == shape("Santa Clara, ")[:1] == shape("XXXIII") == "A"
     assert shape("$1.2 million") == shape("$769 million") == "$9 a"
     assert shape("in 1994") == "a 9"

@@ -30,7 +30,7 @@ def test_the_tiny_scale_needs_no_data_for_any_experiment_but_those_of_a_data_set
     assert sum(step.minutes or 0 for step in planned if not step.missing) <= 45
 
 
-def test_data_sets_that_are_given_are_added(tmp_path: Path) -> None:
+def test_data_sets_in_the_folder_add_their_steps(tmp_path: Path) -> None:
     ready = [step for step in steps("tiny", folders(tmp_path, "squad"), 0) if not step.missing]
     added = {step.name for step in ready} - {step.name for step in steps("tiny", None, 0) if not step.missing}
     assert added == {"squad", "main_table-squad", "retention-squad", "ood-squad"}
@@ -38,7 +38,7 @@ def test_data_sets_that_are_given_are_added(tmp_path: Path) -> None:
         assert (str(tmp_path / "squad") in step.arguments) == (step.name in added)
 
 
-def test_the_paper_s_scale_runs_on_its_data_sets_alone(tmp_path: Path) -> None:
+def test_the_papers_scale_runs_on_its_data_sets_only(tmp_path: Path) -> None:
     assert all(step.missing for step in steps("paper", None, 0))
     planned = steps("paper", folders(tmp_path, *DATASETS), 0)
     assert not any(step.missing for step in planned)

@@ -18,7 +18,7 @@ def test_a_data_set_is_named_by_its_folder_or_before_a_colon() -> None:
 
 
 @pytest.mark.parametrize("data", ["corpora", "newswire", "nyt:folder", ""])
-def test_anything_else_is_refused(data: str) -> None:
+def test_an_unknown_data_set_is_refused(data: str) -> None:
     with pytest.raises(ConfigError, match=r"names no data set; give a folder of the name squad, streamingqa or archiv"):
         named_folder(data)
 
@@ -32,7 +32,7 @@ def test_without_data_the_newswire_is_generated_at_the_tiny_scale_only() -> None
         open_stream(None, "test", 6, 3, seed=5, scale="paper")
 
 
-def test_data_are_read(tmp_path: Path) -> None:
+def test_a_data_set_is_read_from_its_folder(tmp_path: Path) -> None:
     stream = generate("test", 8)
     write_archivalqa(stream, tmp_path / "test.csv")
     dataset, source = open_stream(f"archivalqa:{tmp_path}", "test", 6, seed=0, scale="paper")

@@ -16,7 +16,7 @@ from mac_rag.model import MACModel
 from mac_rag.model.checkpoint import read_config
 
 
-def test_stories_are_one_sentence_with_its_question() -> None:
+def test_each_story_is_one_sentence_with_one_question() -> None:
     dataset = stories("test", 30, 0)
     assert [question.document_id for question in dataset.questions] == [document.id for document in dataset.documents]
     for document, question in zip(dataset.documents, dataset.questions):
@@ -46,7 +46,7 @@ def test_a_graft_keeps_all_but_the_fresh_part(tiny_checkpoint: Path, tmp_path: P
     assert (place / "model.safetensors").stat().st_mtime_ns == again
 
 
-def test_the_answer_loss_is_that_of_a_plain_loop(tiny_model: MACModel) -> None:
+def test_the_answer_loss_equals_a_plain_loop(tiny_model: MACModel) -> None:
     dataset = stories("test", 7, 1)
     row, verdicts = evaluate("row", tiny_model, dataset, 3)
     engine = MACEngine(tiny_model)

@@ -39,7 +39,7 @@ def test_ahead_of_every_other(mac: float, holds: bool) -> None:
     assert f"MAC {100 * mac:.1f}, best other a row 30.0" in check.numbers
 
 
-def test_equal_is_enough_where_ties_count() -> None:
+def test_a_tie_holds_only_where_ties_are_allowed() -> None:
     rows = result_file(scored("P-tuning v2", 0.3), scored("LoRA", 0.3))
     assert ahead(("P-tuning v2",), ("LoRA",), ties=True)(rows).held
     assert not ahead(("P-tuning v2",), ("LoRA",))(rows).held
@@ -51,7 +51,7 @@ def test_less_is_better_for_perplexity() -> None:
     assert not ahead(("Uniform",), ("MAC",), "perplexity", less=True)(result_file(*rows)).held
 
 
-def test_a_difference_comes_with_its_interval_where_questions_were_kept(tmp_path: Path) -> None:
+def test_a_difference_has_its_interval_if_the_samples_are_there(tmp_path: Path) -> None:
     ours, theirs = [1.0, 0.5, 1.0, 0.0], [0.0, 0.5, 1.0, 0.25]
     rows = (scored("MAC", 0.625), scored("Uniform", 0.4375))
     written = result("main_table", rows).write(tmp_path / "r.json", samples({"MAC": ours, "Uniform": theirs}))
@@ -84,7 +84,7 @@ def test_memory_falls_with_p(peaks: tuple[float, ...], holds: bool) -> None:
     assert verdict([falling(result_file(*rows, *single))]) == ("yes" if holds else "no")
 
 
-def test_rows_that_name_no_data_set_are_of_the_result_s() -> None:
+def test_rows_without_a_data_set_belong_to_that_of_the_result() -> None:
     whole = result_file(measured("one", {"dataset": "squad"}, peak_mb=1.0), measured("all", {}, peak_mb=2.0))
     assert [part.where for part in whole.by_dataset()] == ["squad", "newswire"]
 
@@ -117,12 +117,12 @@ def test_every_retriever_gains(together: float, expected: str) -> None:
 @pytest.mark.parametrize(
     "check", [ahead(("MAC",), FINE_TUNING), retained, falling, most_kept, nearest_best, retrieval_gains]
 )
-def test_nothing_is_claimed_without_the_rows(check) -> None:  # type: ignore[no-untyped-def]
+def test_a_check_without_its_rows_makes_no_comparison(check) -> None:  # type: ignore[no-untyped-def]
     assert check(result_file()).of == 0
     assert check(result_file(scored("MAC", 0.9))).of == 0
 
 
-def test_verdicts() -> None:
+def test_the_verdict_counts_the_comparisons_that_hold() -> None:
     yes, no, some = Check(2, 2, "", ""), Check(0, 1, "", ""), Check(1, 2, "", "")
     assert [verdict(checks) for checks in ([], [yes, yes], [no], [yes, no], [some])] == [
         "not run",
