@@ -29,7 +29,7 @@ ScaleOption = Annotated[
     Scale,
     typer.Option(help="Sizes and models: tiny runs on any machine in minutes, paper is the paper's and needs --data."),
 ]
-BatchOption = Annotated[int, typer.Option(min=1, help="Questions answered at a time.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Questions of one batch.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="a GPU if there is one")]
 
 
@@ -75,7 +75,7 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
         split: Annotated[str, typer.Option(help="Split of the data set to stream.")] = "test",
         documents: Annotated[int, typer.Option(min=1, help="Documents of the stream, from its beginning.")] = 1665,
         questions: Annotated[
-            int | None, typer.Option(min=1, help="Ask at most so many questions.", show_default="all")
+            int | None, typer.Option(min=1, help="At most this many questions, drawn by --seed.", show_default="all")
         ] = None,
         seed: SeedOption = 0,
         batch_size: BatchOption = 32,

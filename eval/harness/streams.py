@@ -48,7 +48,7 @@ DocumentsOption = Annotated[
     int | None, typer.Option(min=2, help="Documents of the stream, from its beginning.", show_default="by scale")
 ]
 QuestionsOption = Annotated[
-    int | None, typer.Option(min=1, help="Ask at most so many questions.", show_default="by scale")
+    int | None, typer.Option(min=1, help="At most this many questions, drawn by --seed.", show_default="by scale")
 ]
 
 
