@@ -1,1 +1,1 @@
-"""Timings and memory, each beside a plain way of doing the same, as ratios within one run."""
+"""Benchmarks of time and memory, each against a plain implementation in the same run."""

@@ -1,4 +1,4 @@
-"""What `benchmarks.aggregation` measures: ways to aggregate a bank, each checked against direct attention."""
+"""The cases of `benchmarks.aggregation`: implementations of aggregation, each checked against direct attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.memory_tokens import MemoryTokens
 
-Way = Literal["published", "kept", "streamed", "codebook"]
+Implementation = Literal["published", "kept", "streamed", "codebook"]
 
 _PERIOD = 1665  # rows of a generated bank that differ from each other; the paper's largest bank
 _UNLIMITED = 1 << 62
@@ -25,7 +25,15 @@ _UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the aggregation network and of what goes into it."""
+    """Sizes of the aggregation network and of its inputs.
+
+    Attributes:
+        tokens: memory tokens T of a document, and of a question.
+        width: width D of a memory token.
+        blocks: cross-attention blocks.
+        heads: attention heads.
+        head_width: width of a head.
+    """
 
     tokens: int
     width: int
@@ -34,38 +42,48 @@ class Sizes:
     head_width: int
 
     def network(self, device: torch.device) -> AggregationNetwork:
-        """Random weights, without a document prior as in the paper."""
+        """A network with random weights, without a document prior, as in the paper."""
         torch.manual_seed(0)
         network = AggregationNetwork(self.width, blocks=self.blocks, heads=self.heads, head_width=self.head_width)
         return network.requires_grad_(False).to(device)
 
     def question(self, questions: int, device: torch.device) -> MemoryTokens:
-        """So many random questions."""
+        """Random encoded questions `[B, T, D]`."""
         generator = torch.Generator().manual_seed(1)
         return MemoryTokens(torch.randn(questions, self.tokens, self.width, generator=generator).to(device))
 
     def bank(self, documents: int, codes: int) -> GeneratedBank:
+        """A generated bank; 0 codes for a bank without a codebook."""
         return GeneratedBank(documents, (self.tokens, self.width), period=_PERIOD, codes=codes)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to aggregate one bank for a number of questions; `codes` of a codebook, 0 without."""
+    """One implementation on one bank.
 
-    way: Way
+    Attributes:
+        implementation: the implementation to measure.
+        documents: number of documents in the bank.
+        questions: questions of the batch.
+        codes: codes of the bank's codebook; 0 for a bank without one.
+    """
+
+    implementation: Implementation
     documents: int
     questions: int
     codes: int = 0
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What a case took.
+class Measurement:
+    """Time and memory of a case.
 
     Attributes:
-        seconds, extra_bytes: for all questions together, beyond bank, network and what is kept.
-        kept_bytes, kept_seconds: of the keys and values that are kept, and what it took to project them.
-        moved_bytes: what must be read at least: the kept keys and values, or the bank once for each block.
+        seconds: time of the whole batch.
+        extra_bytes: peak memory beyond bank, network and cached keys and values.
+        kept_bytes: size of the cached keys and values.
+        kept_seconds: time of projecting them.
+        moved_bytes: minimum of bytes to read: the cached keys and values, or the bank once for each block.
     """
 
     seconds: float
@@ -76,7 +94,11 @@ class Figures:
 
 
 def compared(sizes: Sizes, documents: int, questions: int, rounds: int, device: torch.device) -> tuple[float, float]:
-    """Median seconds with keys and values kept, and of the published way, in turns; equal results first."""
+    """Median seconds with cached keys and values, and of the published implementation, timed in turns.
+
+    Raises:
+        AssertionError: if their results differ.
+    """
     network, question, bank = sizes.network(device), sizes.question(questions, device), sizes.bank(documents, 0)
     view = ProjectedBank(network, bank, device=device, budget_bytes=_UNLIMITED)
     phi = MemoryTokens(bank.phi.to(device))
@@ -84,41 +106,43 @@ def compared(sizes: Sizes, documents: int, questions: int, rounds: int, device: 
     return medians(lambda: network(question, view), lambda: published.attend(network, question, phi), rounds)
 
 
-def measured(case: Case, sizes: Sizes, device: torch.device, rounds: int) -> Figures:
-    """What a case takes, in a process that has done nothing else yet.
+def measured(case: Case, sizes: Sizes, device: torch.device, rounds: int) -> Measurement:
+    """Measures a case, in a process that has done nothing else yet.
 
     Raises:
-        AssertionError: when its result is not that of direct attention.
+        AssertionError: if its result differs from direct attention.
     """
     network, question = sizes.network(device), sizes.question(case.questions, device)
     bank = sizes.bank(case.documents, case.codes)
     moved = sizes.blocks * case.documents * sizes.tokens * sizes.width * torch.float32.itemsize
-    if case.way == "published":
+    if case.implementation == "published":
         phi = MemoryTokens(bank.phi.to(device))
         used, result = usage(lambda: published.attend(network, question, phi), device, rounds)
         _check(result, bank.answer(network, question))
-        return _figures(used, 0, 0, moved)
+        return _measurement(used, 0, 0, moved)
     began = time.perf_counter()
     view: ProjectedBank | CodebookView
-    if case.way == "codebook":
+    if case.implementation == "codebook":
         view = CodebookView(network, bank, device=device)
     else:
-        view = ProjectedBank(network, bank, device=device, budget_bytes=_UNLIMITED if case.way == "kept" else 0)
+        view = ProjectedBank(
+            network, bank, device=device, budget_bytes=_UNLIMITED if case.implementation == "kept" else 0
+        )
     if device.type == "cuda":
         torch.cuda.synchronize()
     prepared = time.perf_counter() - began
     used, result = usage(lambda: network(question, view)[0], device, rounds)
     _check(result, bank.answer(network, question))
-    if case.way == "streamed":
-        return _figures(used, 0, 0, moved)
+    if case.implementation == "streamed":
+        return _measurement(used, 0, 0, moved)
     pairs = [pair for block in range(sizes.blocks) for pair in view.chunks(block)]
     kept = sum(keys.nbytes + values.nbytes for keys, values in pairs)
-    return _figures(used, kept, prepared, kept)
+    return _measurement(used, kept, prepared, kept)
 
 
 def _check(result: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(result, expected, atol=1e-3, rtol=1e-3)
 
 
-def _figures(used: Usage, kept_bytes: int, kept_seconds: float, moved_bytes: int) -> Figures:
-    return Figures(used.seconds, used.extra_bytes, kept_bytes, kept_seconds, moved_bytes)
+def _measurement(used: Usage, kept_bytes: int, kept_seconds: float, moved_bytes: int) -> Measurement:
+    return Measurement(used.seconds, used.extra_bytes, kept_bytes, kept_seconds, moved_bytes)

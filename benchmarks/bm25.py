@@ -1,4 +1,4 @@
-"""BM25: questions and changes, ours and the libraries', in one run.
+"""BM25: time of questions and changes, ours against two libraries, in one run.
 
 python -m benchmarks.bm25 --help
 """
@@ -17,16 +17,15 @@ def main(
     documents: Annotated[list[int] | None, typer.Option(min=10, help="Corpus sizes.")] = None,
     questions: Annotated[int, typer.Option(min=1, help="Questions for each size.")] = 50,
     k: Annotated[int, typer.Option(min=1, help="Documents for each question.")] = 10,
-    seed: Annotated[int, typer.Option(help="Draws corpus and questions.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of corpus and questions.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
 ) -> None:
-    """Time our incremental BM25 beside bm25s and rank_bm25, each asked one question at a time.
+    """Time our incremental BM25 against bm25s and rank_bm25, one question at a time.
 
-    Documents have 60 words on average and questions 8, drawn by Zipf's law from 50,000 words, of which the commonest
-    100 stand for stop words and are left out. All engines get the same terms and rank with the same code; that they
-    find the same documents is checked. Milliseconds are medians; rank_bm25 is asked at most 20 of the questions.
+    Documents have 60 words on average and questions 8, drawn by Zipf's law from 50,000 words, without the 100 most
+    frequent words, which stand for stop words. All engines get the same terms and rank with the same code; the
+    documents that they retrieve are checked to be equal. Milliseconds are medians; rank_bm25 gets at most 20 questions.
     """
-    import json
     import statistics
     import time
 
@@ -34,6 +33,7 @@ def main(
     from rich.console import Console
     from rich.table import Column, Table
 
+    from benchmarks.measure import write_json
     from mac_rag.data.types import Document
     from mac_rag.errors import MACError
     from mac_rag.retrieval.bm25 import BM25Retriever, Engine
@@ -52,26 +52,26 @@ def main(
     table = Table("documents", Column("engine", no_wrap=True), "first question / s", "question / ms", "change / ms", "")
     for size in documents or [1_000, 10_000, 100_000]:
         corpus = [Document(f"d{i}", text(length)) for i, length in enumerate(generator.poisson(60, size))]
-        asked = [text(8) for _ in range(questions)]
-        found: dict[str, list[list[str]]] = {}
+        texts = [text(8) for _ in range(questions)]
+        retrieved: dict[str, list[list[str]]] = {}
         rows: dict[str, dict[str, Any]] = {}
         for engine in engines:
             retriever = BM25Retriever(engine, tokenizer=plain)
             began = time.perf_counter()
             retriever.add(corpus)
-            retriever.retrieve(asked[:1], k)
+            retriever.retrieve(texts[:1], k)
             first = time.perf_counter() - began
             times = []
-            found[engine] = []
-            for question in asked[: 20 if engine == "rank_bm25" else None]:
+            retrieved[engine] = []
+            for question in texts[: 20 if engine == "rank_bm25" else None]:
                 began = time.perf_counter()
                 [hits] = retriever.retrieve([question], k)
                 times.append(time.perf_counter() - began)
-                found[engine].append([hit.document_id for hit in hits])
+                retrieved[engine].append([hit.document_id for hit in hits])
             began = time.perf_counter()
             retriever.delete("d0")
             retriever.add([Document("new", corpus[0].text)])
-            retriever.retrieve(asked[:1], k)
+            retriever.retrieve(texts[:1], k)
             change = time.perf_counter() - began
             rows[engine] = {
                 "documents": size,
@@ -92,12 +92,11 @@ def main(
             )
         figures.extend(rows.values())
         for engine in ("bm25s", "rank_bm25"):
-            if found[engine] != found["incremental"][: len(found[engine])]:
-                raise MACError(f"{engine} and our index find other documents among {size}")
+            if retrieved[engine] != retrieved["incremental"][: len(retrieved[engine])]:
+                raise MACError(f"{engine} and our index retrieve different documents among {size}")
     Console().print(table)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps({"seed": seed, "k": k, "figures": figures}, indent=2) + "\n")
+        write_json(output, {"seed": seed, "k": k, "figures": figures})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Banks of any size that take no memory, and whose answers are known."""
+"""Banks of any size that take no memory and whose aggregation has a known result."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 
 
 class GeneratedBank(MemoryBank):
-    """Some random rows over and over.
+    """A bank that repeats a few random rows.
 
-    Softmax attention over a row that occurs n times is attention over one with log n added to its logits, so the answer
-    from the whole bank follows from that few rows (`answer`).
+    Softmax attention to n copies of a row equals attention to one row with log n added to its logits. So `answer`
+    computes the aggregation of the whole bank from the distinct rows.
 
     Args:
-        rows: K.
+        rows: number K of rows.
         shape: T and D of a row.
-        period: rows that differ from each other.
-        codes: C of a codebook that their tokens are drawn from; 0 for a bank without one.
+        period: number of distinct rows.
+        codes: number C of codes of a codebook that the tokens are drawn from; 0 for a bank without one.
     """
 
     def __init__(self, rows: int, shape: tuple[int, int], *, period: int, codes: int = 0) -> None:
@@ -62,7 +62,7 @@ class GeneratedBank(MemoryBank):
 
     @torch.no_grad()
     def answer(self, network: AggregationNetwork, question: MemoryTokens) -> Tensor:
-        """phi* `[B, T, D]` by direct attention over the rows that differ, each with the count of its copies."""
+        """phi* `[B, T, D]` by direct attention to the distinct rows, each weighted by the count of its copies."""
         distinct = len(self._distinct)
         counts = self._count // distinct + (torch.arange(distinct) < self._count % distinct).long()
         rows = network.project(MemoryTokens(self.read(0, distinct).to(question.tokens.device)))

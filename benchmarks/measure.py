@@ -1,7 +1,8 @@
-"""Time and memory, measured so that two ways of doing the same can be compared."""
+"""Measurement of time and memory, for comparisons of two implementations."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import time
@@ -12,10 +13,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from mac_rag.atomic_files import write_text
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-# A run that takes longer than this is not run again for its time alone.
+# A longer run is not repeated only to measure its time.
 _LONG_SECONDS = 10.0
 # Far beyond any processor's caches.
 _COPIED_BYTES = 1 << 28
@@ -23,30 +26,36 @@ _COPIED_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Usage:
-    """What a run took: its seconds, and the memory at its peak beyond what was in use before."""
+    """Time of a run in seconds, and its peak memory in bytes beyond the memory in use before."""
 
     seconds: float
     extra_bytes: int
 
 
 def medians(ours: Callable[[], Any], theirs: Callable[[], Any], rounds: int) -> tuple[float, float]:
-    """Median seconds of both, measured in turns after one warm-up each, so that a slow spell hits both."""
+    """Median seconds of two functions, timed in turns after one warm-up each, so that a slow phase affects both."""
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 1):
-        for kept, run in zip(times, (ours, theirs), strict=True):
+        for seconds_of_run, run in zip(times, (ours, theirs), strict=True):
             seconds = _seconds(run)
-            if turn:
-                kept.append(seconds)
+            if turn > 0:
+                seconds_of_run.append(seconds)
     return statistics.median(times[0]), statistics.median(times[1])
 
 
 def usage(run: Callable[[], _Result], device: torch.device, rounds: int) -> tuple[Usage, _Result]:
-    """Memory of the first run, and the median time of those after it; of the first itself if that was long.
+    """Measures the memory of the first call of a function, and the median time of further calls.
 
-    The first run's result comes along, so that a long run need not be made again to look at it.
+    If the first call takes longer than 10 seconds, its time counts, and there is no further call. On a GPU the peak is
+    that of torch's allocator. On a CPU it is the peak of the whole process, so call this in a new process (`in_child`).
 
-    On a GPU torch's allocator tells the peak. Elsewhere it is that of the whole process, so this takes a process of its
-    own (`in_child`).
+    Args:
+        run: the function.
+        device: the device that it runs on.
+        rounds: number of timed calls.
+
+    Returns:
+        The usage, and the result of the first call.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -59,7 +68,7 @@ def usage(run: Callable[[], _Result], device: torch.device, rounds: int) -> tupl
 
 
 def in_child(function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-    """Calls a function in a new process, whose memory has no history."""
+    """Calls a function in a new process, whose memory peak no earlier work has raised."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
@@ -68,11 +77,17 @@ def in_child(function: Callable[_Arguments, _Result], *args: _Arguments.args, **
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes that a plain copy of a large tensor reads and writes in a second."""
+    """Bytes a second that a plain copy of a large tensor reads and writes."""
     source = torch.ones(_COPIED_BYTES // 4, device=device)
     target = torch.empty_like(source)
     fastest = min(_seconds(lambda: target.copy_(source)) for _ in range(7))
     return 2 * source.nbytes / fastest
+
+
+def write_json(path: Path, figures: dict[str, Any]) -> None:
+    """Writes the figures of a benchmark, and makes the folder of the file if it does not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(figures, indent=2) + "\n")
 
 
 def _seconds(run: Callable[[], Any]) -> float:
@@ -84,9 +99,9 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def _memory(field: str) -> int:
-    """Bytes of this process: `VmRSS` now, `VmHWM` at the peak; the peak for both where there is no /proc.
+    """Memory of this process in bytes: `VmRSS` now, `VmHWM` at the peak; without /proc always the peak.
 
-    Linux hands the `ru_maxrss` of a parent down to a process that it starts, so that says nothing of the child.
+    On Linux a child process inherits the `ru_maxrss` of its parent, so it cannot be used there.
     """
     status = Path("/proc/self/status")
     if status.exists():

@@ -1,4 +1,4 @@
-"""The figures of `benchmarks.memory_vs_accuracy`."""
+"""The plots of `benchmarks.memory_vs_accuracy`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from matplotlib.figure import Figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from eval.harness.aggregation_methods import Figures
+    from eval.harness.aggregation_methods import Measurement
 
-_Value = Callable[["Figures"], float]
+_Value = Callable[["Measurement"], float]
 
 
-def plot(rows: Sequence[Figures], path: Path) -> list[Path]:
-    """Draws one PNG for each group of rows beside the JSON file, and returns where they lie."""
+def plot(rows: Sequence[Measurement], path: Path) -> list[Path]:
+    """Draws one PNG for each group of rows beside the JSON file `path`, and returns their paths."""
     drawn = []
     for group, draw in {"hierarchical": _hierarchical, "reduction": _reduction, "codebook": _codebook}.items():
         figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -29,34 +29,34 @@ def plot(rows: Sequence[Figures], path: Path) -> list[Path]:
     return drawn
 
 
-def _parameter(row: Figures) -> float:
+def _parameter(row: Measurement) -> float:
     return row.parameter or 0
 
 
-def _f1(row: Figures) -> float:
+def _f1(row: Measurement) -> float:
     return 100 * row.f1
 
 
-def _em(row: Figures) -> float:
+def _em(row: Measurement) -> float:
     return 100 * row.em
 
 
-def _peak(row: Figures) -> float:
+def _peak(row: Measurement) -> float:
     return row.peak_bytes / 1e6
 
 
-def _bank(row: Figures) -> float:
+def _bank(row: Measurement) -> float:
     return row.bank_bytes / 1e6
 
 
-def _of(rows: Sequence[Figures], group: str) -> tuple[list[Figures], list[Figures]]:
-    """The rows of a group: those with a parameter, and those without."""
+def _of(rows: Sequence[Measurement], group: str) -> tuple[list[Measurement], list[Measurement]]:
+    """The rows of a group: first those with a parameter, then those without."""
     group_rows = [row for row in rows if row.group == group]
     return [row for row in group_rows if row.parameter is not None], [row for row in group_rows if not row.parameter]
 
 
-def _hierarchical(axes: Any, rows: Sequence[Figures]) -> None:
-    """Figure 5 of the paper: F1 and memory against the subgroup's size M."""
+def _hierarchical(axes: Any, rows: Sequence[Measurement]) -> None:
+    """Figure 5 of the paper: F1 and peak memory by subgroup size M."""
     sized, whole = _of(rows, "hierarchical")
     axes[1].set_yscale("log")
     for axis, label, value in ((axes[0], "F1 %", _f1), (axes[1], "peak memory of aggregation, MB", _peak)):
@@ -67,8 +67,8 @@ def _hierarchical(axes: Any, rows: Sequence[Figures]) -> None:
         _finish(axis, "subgroup size M", label)
 
 
-def _reduction(axes: Any, rows: Sequence[Figures]) -> None:
-    """Figure 7 of the paper: F1 and EM against the size that the bank is held at."""
+def _reduction(axes: Any, rows: Sequence[Measurement]) -> None:
+    """Figure 7 of the paper: F1 and EM by the number of entries in the bank."""
     reduced = _of(rows, "reduction")[0]
     whole = next(row for row in rows if row.method == "streaming")
     for axis, label, value in ((axes[0], "F1 %", _f1), (axes[1], "EM %", _em)):
@@ -78,8 +78,8 @@ def _reduction(axes: Any, rows: Sequence[Figures]) -> None:
         _finish(axis, "entries of the bank", label)
 
 
-def _codebook(axes: Any, rows: Sequence[Figures]) -> None:
-    """F1 and EM against what the bank takes as it is stored: codes and codebook, or the tokens themselves."""
+def _codebook(axes: Any, rows: Sequence[Measurement]) -> None:
+    """F1 and EM by the size of the stored bank: codes and codebook, or the memory tokens."""
     coded, whole = _of(rows, "codebook")
     for axis, label, value in ((axes[0], "F1 %", _f1), (axes[1], "EM %", _em)):
         axis.set_xscale("log")
@@ -90,7 +90,7 @@ def _codebook(axes: Any, rows: Sequence[Figures]) -> None:
         _finish(axis, "bank as stored, MB", label)
 
 
-def _line(axis: Axes, rows: Sequence[Figures], x: _Value, y: _Value, label: str) -> None:
+def _line(axis: Axes, rows: Sequence[Measurement], x: _Value, y: _Value, label: str) -> None:
     axis.plot([x(row) for row in rows], [y(row) for row in rows], "o-", label=label)
 
 

@@ -1,4 +1,4 @@
-"""What hierarchical aggregation, bounded banks and codebooks save in memory, and what they cost in answers.
+"""Memory and accuracy of hierarchical aggregation, bounded banks and codebooks.
 
 python -m benchmarks.memory_vs_accuracy --help
 """
@@ -14,7 +14,7 @@ import typer
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
-    from eval.harness.aggregation_methods import Figures
+    from eval.harness.aggregation_methods import Measurement
 
 _MB = 1e6
 
@@ -23,27 +23,32 @@ def main(
     model: Annotated[str, typer.Option(help="A MAC model: a name or a folder.")] = "mac-tiny",
     documents: Annotated[int, typer.Option(min=4, help="Documents of the stream, newswire's test split.")] = 1665,
     questions: Annotated[
-        int | None, typer.Option(min=1, help="Ask at most so many questions, drawn from all.", show_default="all")
+        int | None, typer.Option(min=1, help="At most this many questions, drawn from all.", show_default="all")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Questions that are aggregated at once.")] = 16,
     subgroups: Annotated[str, typer.Option(help="Sizes M of hierarchical aggregation.")] = "4,8,16,32,64,128,256",
     codes: Annotated[str, typer.Option(help="Sizes of codebooks, as far as there are tokens.")] = "256,1024,4096,16384",
-    preselected: Annotated[int, typer.Option(min=1, help="Documents of a codebook bank that are expanded.")] = 32,
-    seed: Annotated[int, typer.Option(help="Of the stream, the questions, the reductions and the codebooks.")] = 0,
+    preselected: Annotated[
+        int, typer.Option(min=1, help="Documents of a codebook bank that the document prior preselects.")
+    ] = 32,
+    seed: Annotated[
+        int, typer.Option(help="Random seed of the stream, the questions, the reductions and the codebooks.")
+    ] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     output: Annotated[
-        Path | None, typer.Option(help="The JSON file; plots lie beside it.", show_default="results/<benchmark>-<time>")
+        Path | None,
+        typer.Option(help="The JSON file; the plots are beside it.", show_default="results/<benchmark>-<time>"),
     ] = None,
 ) -> None:
     """Measure answers from memory alone against the memory of the bank and of its aggregation.
 
     Hierarchical aggregation (figure 5 of the paper) is compared with the whole bank in one softmax and with streaming.
-    Reductions (figure 7) keep 75, 50 and 25 % of the stream's documents as entries. Codebooks answer without the
-    document prior from all codes, and with it from preselected documents.
+    Reductions (figure 7) keep 75, 50 and 25 % of the stream's documents as entries. Quantised banks answer from all
+    codes without the document prior, and from preselected documents with it.
 
-    Keys and values are not kept: each aggregation projects what it needs. Its memory is the peak of all tensors that
-    it allocates for one batch of questions, as PyTorch's own allocator records it, beyond the bank as it is stored; a
-    codebook's view keeps keys and values of its codes besides. Encoding of questions and the LM are left out.
+    Keys and values are not cached: each aggregation projects the rows that it needs. Memory is the peak of all tensors
+    that it allocates for one batch of questions, as PyTorch's allocator records it, beyond the stored bank. The view of
+    a codebook also caches keys and values of its codes. The encoding of questions and the LM are not included.
     """
     import json
     import os
@@ -61,7 +66,8 @@ def main(
     sizes, codebooks = whole_numbers("--subgroups", subgroups), whole_numbers("--codes", codes)
 
     from benchmarks.memory_plots import plot
-    from eval.harness.aggregation_methods import codebook_ways, hierarchical_ways, measure, reduction_ways
+    from eval.harness.aggregation_methods import codebook_methods, hierarchical_methods, measure, reduction_methods
+    from mac_rag.atomic_files import write_text
     from mac_rag.data.newswire.generate import generate
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
@@ -70,34 +76,39 @@ def main(
     stream = some_questions(generate("test", documents, seed=seed), questions, seed)
     engine = MACEngine(loaded)
     adapt(engine, stream.documents, progress=True)
-    asked = stream.questions
     codebooks = [size for size in codebooks if size <= engine.bank.phi.flatten(0, 1).shape[0]]
-    rows: list[Figures] = []
-    for ways in (
-        hierarchical_ways(loaded, engine.bank, sizes),
-        reduction_ways(loaded, engine.bank, stream.documents, seed),
-        codebook_ways(loaded, engine.bank, codebooks, preselected, seed),
+    rows: list[Measurement] = []
+    for methods in (
+        hierarchical_methods(loaded, engine.bank, sizes),
+        reduction_methods(loaded, engine.bank, stream.documents, seed),
+        codebook_methods(loaded, engine.bank, codebooks, preselected, seed),
     ):
-        rows += [measure(loaded, way, asked, batch_size)[0] for way in ways]
+        rows += [measure(loaded, method, stream.questions, batch_size)[0] for method in methods]
     report = provenance("memory_vs_accuracy") | {
         "command": shlex.join(["python", "-m", "benchmarks.memory_vs_accuracy", *sys.argv[1:]]),
         "model": {"name": model, "fingerprint": loaded.fingerprint, "device": str(loaded.device)},
-        "data": {"name": "newswire", "split": "test", "documents": documents, "questions": len(asked), "seed": seed},
+        "data": {
+            "name": "newswire",
+            "split": "test",
+            "documents": documents,
+            "questions": len(stream.questions),
+            "seed": seed,
+        },
         "batch_size": batch_size,
         "preselected": preselected,
         "rows": [asdict(row) for row in rows],
     }
     git = report.pop("git")
     report["git"] = None if git is None else git.model_dump(mode="json")
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    show(rows, f"{model}, {documents:,} documents, {len(asked):,} questions, {batch_size} at a time")
+    write_text(path, json.dumps(report, indent=1) + "\n")
+    show(rows, f"{model}, {documents:,} documents, {len(stream.questions):,} questions, {batch_size} at a time")
     for drawn in plot(rows, path):
         typer.echo(f"Plot: {drawn}")
     typer.echo(f"Result: {path}")
 
 
-def show(rows: Sequence[Figures], title: str) -> None:
-    """Prints a table."""
+def show(rows: Sequence[Measurement], title: str) -> None:
+    """Prints the measurements as a table, one section for each group."""
     from rich.console import Console
     from rich.table import Table
 

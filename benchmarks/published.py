@@ -1,8 +1,8 @@
-"""The published implementation's way of working, re-stated over our own networks to be measured against.
+"""The published implementation, rewritten for our networks as the baseline of benchmarks.
 
-What it does differently, and nothing else: every document is padded to 1,024 tokens; for every question the bank is
-repeated and its normalisation, keys and values are computed anew; the LM generates without a key-value cache; and each
-training step makes three more LM passes that serve only its log. Results are the same as ours up to rounding.
+It differs from ours in four things only. It pads every document to 1,024 tokens. It repeats the bank for every
+question, and computes normalisation, keys and values anew. Its LM generates without a key-value cache. Each training
+step makes three more LM passes, only for its log. The results equal ours up to rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PADDED = 1024
 
 
 def encode(encoder: TextEncoder, texts: Sequence[str]) -> MemoryTokens:
-    """Memory tokens of texts that are all padded to 1,024 tokens."""
+    """Memory tokens `[K, T, D]` of K texts, each padded to 1,024 tokens."""
     ids = torch.zeros(len(texts), PADDED, dtype=torch.long, device=encoder.device)
     mask = torch.zeros_like(ids)
     for row, text in enumerate(texts):
@@ -35,7 +35,7 @@ def encode(encoder: TextEncoder, texts: Sequence[str]) -> MemoryTokens:
 
 @torch.no_grad()
 def adapt(model: MACModel, documents: Sequence[str], batch_size: int) -> Tensor:
-    """Amortizes documents in the order in which they come."""
+    """Memory tokens `[K, T, D]` of documents, encoded in batches in their given order."""
     parts = [
         encode(model.amortization, documents[first : first + batch_size])
         for first in range(0, len(documents), batch_size)
@@ -84,7 +84,7 @@ def attend(network: AggregationNetwork, question: MemoryTokens, phi: MemoryToken
 
 @torch.no_grad()
 def answer(model: MACModel, questions: Sequence[str], phi: Tensor) -> list[str]:
-    """Greedy answers, the whole sequence computed again for every new token."""
+    """Greedy answers; every new token needs a pass over the whole sequence."""
     modulation = model.modulation(aggregate(model, questions, phi))
     lm = model.base_lm
     tokenizer = lm.tokenizer
@@ -118,7 +118,7 @@ def _next(lm: torch.nn.Module, ids: Tensor, mask: Tensor, modulation: Modulation
 
 
 def loss(model: MACModel, batch: Batch) -> Tensor:
-    """The loss of equation 2, and three LM passes without gradients for the log."""
+    """The loss of equation 2, after three LM passes without gradients for the log."""
     phi = encode(model.amortization, batch.documents).stacked()
     modulation = model.modulation(aggregate(model, batch.questions, phi))
     lm = model.base_lm

@@ -1,4 +1,4 @@
-"""What attention to a bank saves by skipping rows that the document prior rules out.
+"""Time that attention to a bank saves by skipping rows that the document prior rules out.
 
 python -m benchmarks.skipping --help
 """
@@ -25,20 +25,20 @@ def main(
     model: Annotated[str, typer.Option(help="A MAC model with a document prior: a name or a folder.")] = "mac-small",
     data: DataOption = None,
     documents: Annotated[int, typer.Option(min=2, help="Documents of the test stream, from its beginning.")] = 1665,
-    questions: Annotated[int, typer.Option(min=1, help="Questions that are asked at once, drawn from all.")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="Each is timed so often, in turns; the median counts.")] = 3,
+    questions: Annotated[int, typer.Option(min=1, help="Questions of one batch, drawn from all.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Timings of each, in turns; the median counts.")] = 3,
     seed: SeedOption = 0,
 ) -> None:
-    """Time the aggregation of a bank on a CPU, with rows skipped that cannot matter, and with all rows.
+    """Time the aggregation of a bank on a CPU, with all rows and without the rows that cannot matter.
 
-    Keys and values are projected before. Questions and documents are those of the data set, for what can be skipped
-    depends on how sure the document prior is.
+    Keys and values are projected before. Questions and documents come from a data set, because the skipped rows depend
+    on the confidence of the document prior.
     """
     import torch
 
     from benchmarks.measure import medians
     from eval.harness.protocol import adapt
-    from eval.harness.streams import Setup, open_stream
+    from eval.harness.streams import open_stream
     from mac_rag.engine import MACEngine
     from mac_rag.errors import ConfigError
     from mac_rag.memory.views.projection import ProjectedBank
@@ -49,11 +49,11 @@ def main(
     network = loaded.aggregation
     if network.prior is None:
         raise ConfigError(f"{model} has no document prior, so that no row is skipped; give --model one that has")
-    stream, _ = open_stream(data, "test", Setup(model, documents, questions), seed, scale="tiny")
+    stream, _ = open_stream(data, "test", documents, questions, seed=seed, scale="tiny")
     engine = MACEngine(loaded)
     adapt(engine, stream.documents, progress=True)
     view = ProjectedBank(network, engine.bank, device="cpu")
-    question = loaded.input_encoder([loaded.input_encoder.ids(asked.question) for asked in stream.questions])
+    question = loaded.input_encoder([loaded.input_encoder.ids(each.question) for each in stream.questions])
 
     def all_rows(
         query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False

@@ -1,4 +1,4 @@
-"""Documents adapted, questions answered and training steps a second, ours and the published way, in one run.
+"""Documents, questions and training steps a second, ours and the published implementation, in one run.
 
 python -m benchmarks.throughput --help
 """
@@ -17,25 +17,24 @@ from mac_rag.cli.run import run_command
 def main(
     model: Annotated[str, typer.Option(help="A MAC model: a name or a folder.")] = "mac-tiny",
     documents: Annotated[int, typer.Option(min=8, help="Documents to adapt to.")] = 128,
-    bank: Annotated[int, typer.Option(min=8, help="Documents in the bank that questions are asked of.")] = 512,
+    bank: Annotated[int, typer.Option(min=8, help="Documents in the bank for the questions.")] = 512,
     questions: Annotated[int, typer.Option(min=1, help="Questions to answer.")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="Each is timed so often, in turns; the median counts.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Timings of each, in turns; the median counts.")] = 5,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
 ) -> None:
-    """Compare throughput with a plain re-statement of the published implementation.
+    """Compare throughput with a re-implementation of the published code.
 
-    Documents are newswire stories joined to a mean length of about 150 tokens. Both ways compute the same thing with
-    the same networks; the memory tokens and the losses are checked to agree before anything is timed.
+    Documents are newswire stories joined to a mean length of about 150 tokens. Both implementations compute the same
+    with the same networks; their memory tokens and losses are checked to be equal before anything is timed.
     """
-    import json
 
     import torch
     from rich.console import Console
     from rich.table import Table
 
     from benchmarks import published
-    from benchmarks.measure import medians
+    from benchmarks.measure import medians, write_json
     from mac_rag.data.newswire.generate import generate
     from mac_rag.model import MACModel
     from mac_rag.model.objective import Batch, LossWeights, mac_loss
@@ -43,12 +42,17 @@ def main(
     mac = MACModel.from_pretrained(model, device=device)
     stream = generate("test", 3 * max(documents, bank))
     texts = [" ".join(d.text for d in stream.documents[i : i + 3]) for i in range(0, len(stream.documents), 3)]
-    asked = [question.question for question in stream.questions[:questions]]
+    question_texts = [question.question for question in stream.questions[:questions]]
     length = sum(len(mac.amortization.ids(text)) for text in texts[:documents]) / documents
     phi = mac.amortize(texts[:bank])
     projection = mac.project(phi)
-    short = 8
-    batch = Batch(texts[:short], asked[:short], [q.answers[0] for q in stream.questions[:short]], range(short))
+    batch_size = 8
+    batch = Batch(
+        texts[:batch_size],
+        question_texts[:batch_size],
+        [question.answers[0] for question in stream.questions[:batch_size]],
+        range(batch_size),
+    )
 
     ours_phi, theirs_phi = mac.amortize(texts[:8]), published.adapt(mac, texts[:8], 8)
     torch.testing.assert_close(ours_phi, theirs_phi, atol=1e-3, rtol=1e-3)
@@ -73,8 +77,8 @@ def main(
         (
             "questions answered / s",
             questions,
-            lambda: mac.generate(asked, modulation=mac.aggregate(asked, projection)),
-            lambda: published.answer(mac, asked, phi),
+            lambda: mac.generate(question_texts, modulation=mac.aggregate(question_texts, projection)),
+            lambda: published.answer(mac, question_texts, phi),
         ),
         (
             "training steps / s",
@@ -83,9 +87,7 @@ def main(
             step(lambda: published.loss(mac, batch)),
         ),
     ]
-    table = Table(
-        "", "ours", "published way", "ratio", title=f"{model}, mean document {length:.0f} tokens, {mac.device}"
-    )
+    table = Table("", "ours", "published", "ratio", title=f"{model}, mean document {length:.0f} tokens, {mac.device}")
     figures: dict[str, Any] = {"model": model, "mean_document_tokens": length, "device": str(mac.device)}
     for name, count, ours, theirs in compared:
         fast, slow = medians(ours, theirs, rounds)
@@ -93,8 +95,7 @@ def main(
         figures[name] = {"ours": count / fast, "published": count / slow, "ratio": slow / fast}
     Console().print(table)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(figures, indent=2) + "\n")
+        write_json(output, figures)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What measures: the paper's protocol, one thin module for each benchmark, and the results they write."""
+"""Evaluations: one command for each benchmark and experiment of the paper, and the results that they write."""

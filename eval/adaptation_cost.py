@@ -1,4 +1,4 @@
-"""Time and memory that adaptation takes, for each system (figure 2): `python -m eval.adaptation_cost --help`."""
+"""Time and memory of adaptation, for each system (figure 2): `python -m eval.adaptation_cost --help`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.baselines.methods import ADAPTING
-from eval.baselines.options import SETUPS, chosen_methods, open_bench
+from eval.baselines.options import chosen_methods, open_factory
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, open_stream
 from mac_rag.cli.run import run_command
 
@@ -31,7 +32,7 @@ def main(
     model: ModelByScale = None,
     data: DataOption = None,
     scale: ScaleOption = "tiny",
-    methods: Annotated[str, typer.Option(help="Which to compare, with commas.")] = ",".join(ADAPTING),
+    methods: Annotated[str, typer.Option(help="Methods to compare, separated by commas.")] = ",".join(ADAPTING),
     documents: DocumentsOption = None,
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
@@ -40,10 +41,10 @@ def main(
 ) -> None:
     """Measure the time and peak memory of adapting to documents.
 
-    The memory is that of adapting to one document, the networks that take part included: the LM and the state of its
-    optimiser for fine-tuning, the amortization network for MAC. The time is that of a stream, document by document for
-    fine-tuning, in batches for the others, and is given for 1,665 documents. Neither depends on what networks have
-    learned, so CaMeLS and CCM are not trained for this.
+    Memory is the peak of adapting to one document, including the networks: the LM and the state of its optimiser for
+    fine-tuning, the amortization network for MAC. Time is measured on a stream, document by document for fine-tuning
+    and in batches for the others, and scaled to 1,665 documents. Neither depends on the weights, so CaMeLS and CCM are
+    not trained for this.
     """
     import os
 
@@ -53,21 +54,21 @@ def main(
     path = result_path(output, "adaptation_cost")
     from mac_rag.errors import ConfigError
 
-    chosen = chosen_methods(methods, ADAPTING)
-    setup = SETUPS[scale].but(model, documents or {"tiny": 200, "paper": _STREAM}[scale], None)
+    names = chosen_methods(methods, ADAPTING)
+    setup = SCALES[scale]["adaptation_cost"].override(model=model, documents=documents)
     options = setup.options(context.params)
-    dataset, source = open_stream(data, "test", setup, seed, scale=scale)
-    bench = open_bench(setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size)
+    dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
+    factory = open_factory(setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size)
     rows: list[Row] = []
     not_run: dict[str, str] = {}
-    for method in chosen:
+    for method in names:
         print(method, file=sys.stderr)
         try:
-            system = bench.make(method, learning_rate=bench.setup.retention_rate, trained=False)
+            system = factory.make(method, learning_rate=factory.setup.retention_rate, trained=False)
         except ConfigError as error:
             not_run[method] = str(error)
             continue
-        rows.append(measure(system, dataset.documents, bench.model.device))
+        rows.append(measure(system, dataset.documents, factory.model.device))
     report(
         path,
         experiment="adaptation_cost",
@@ -75,18 +76,21 @@ def main(
         rows=rows,
         dataset=dataset,
         source=source,
-        model=bench.model,
+        model=factory.model,
         not_run=not_run,
     )
 
 
 def measure(system: System, documents: Sequence[Document], device: torch.device) -> Row:
-    """Adapts a system to a stream.
+    """Measures the memory and the time of adapting a system to a stream.
 
     Args:
-        system: a new one.
-        documents: the first is for memory, and warms up; the others are for time.
-        device: that it runs on.
+        system: a system that has seen no document.
+        documents: at least two. The first measures memory and warms up, the others measure time.
+        device: the device that the system runs on.
+
+    Returns:
+        A row with peak and network memory in megabytes, seconds per document, and minutes for 1,665 documents.
     """
     import torch
 

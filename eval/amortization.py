@@ -8,20 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption
+from eval.harness.scales import SCALES
 from eval.harness.streams import (
     DataOption,
     DocumentsOption,
     QuestionsOption,
-    Setup,
     StepsOption,
     TrainedModel,
     TrainingRateOption,
 )
 from mac_rag.cli.run import run_command
 
-# The paper's table is of GPT2-XL on StreamingQA.
-SETUPS = {"tiny": Setup("mac-tiny", 256), "paper": Setup("gpt2-xl", 1665)}
-# None of them quantised: quantising freezes all of an encoder and of a decoder, but only the encoder of a T5.
+# No backbone is quantised: that would freeze a whole encoder or decoder, but only the encoder of a T5.
 PAPER: dict[str, dict[str, Any]] = {
     "encoder-decoder": {"design": "encoder-decoder", "name": "google-t5/t5-large"},
     "encoder-only": {"design": "encoder-only", "name": "google-t5/t5-large"},
@@ -31,7 +29,7 @@ T5Option = Annotated[
     str | None,
     typer.Option(
         "--t5",
-        help="Name or folder of a T5 that encoder-decoder and encoder-only start from; pipelines.pretrain makes such.",
+        help="Name or folder of a T5 that encoder-decoder and encoder-only start from; pipelines.pretrain makes one.",
         show_default="random layers; at the paper's scale, t5-large",
     ),
 ]
@@ -62,18 +60,18 @@ def main(
 ) -> None:
     """Train MAC with each design of the amortization network on the same budget, and compare answers from memory alone.
 
-    Trainings are kept beside the result, in variants/, and are not made twice.
+    Trained models stay beside the result, in variants/, and are not trained twice.
     """
     from eval.harness.results import result_path
 
     path = result_path(output, "amortization")
-    setup = SETUPS[scale].but(model, documents, questions)
+    setup = SCALES[scale]["amortization"].override(model=model, documents=documents, questions=questions)
     from eval.harness.variants import Training, Variant, run_variants
 
     training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)
     designs = PAPER if scale == "paper" else tiny_designs(setup.model, training.runs, seed)
-    given = {"encoder-decoder": t5, "encoder-only": t5, "decoder-only": decoder}
-    designs = {name: {**design, "name": given.get(name) or design["name"]} for name, design in designs.items()}
+    pretrained = {"encoder-decoder": t5, "encoder-only": t5, "decoder-only": decoder}
+    designs = {name: {**design, "name": pretrained.get(name) or design["name"]} for name, design in designs.items()}
     plain = {"quantization": "none", "dtype": "fp32", "revision": None, "embeddings": "own", "layers": None}
     variants = [
         Variant(name, training.recipe("amortization", {"model": {"amortization": {**plain, **design}}}))
@@ -87,21 +85,35 @@ def main(
         path,
         batch_size=batch_size,
         options=setup.options(context.params),
-        notes=[starts(setup.model, given)] if scale == "tiny" else [],
+        notes=[describe_starts(setup.model, pretrained)] if scale == "tiny" else [],
     )
 
 
-def starts(model: str, given: dict[str, str | None]) -> str:
-    """Says what each design starts from at the tiny scale."""
-    named = [f"{name} starts from {place}" for name, place in given.items() if place is not None]
-    randoms = [name for name, place in given.items() if place is None]
+def describe_starts(model: str, pretrained: dict[str, str | None]) -> str:
+    """A note on the initial weights of each design at the tiny scale.
+
+    Args:
+        model: the MAC model that all other networks come from.
+        pretrained: the pretrained backbone of each design; None for random layers.
+    """
+    clauses = [f"{name} starts from {place}" for name, place in pretrained.items() if place is not None]
+    randoms = [name for name, place in pretrained.items() if place is None]
     if randoms:
-        named.append(f"random layers and the base LM's embeddings are the start of {', '.join(randoms)}")
-    return f"{'; '.join(named)}; the last row starts from the base LM's layers, and all else from {model}."
+        clauses.append(f"random layers and the base LM's embeddings are the start of {', '.join(randoms)}")
+    return f"{'; '.join(clauses)}; the last row starts from the base LM's layers, and all else from {model}."
 
 
 def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]:
-    """Backbones of each design as large as the base LM of a MAC model, saved where the variants are."""
+    """Backbones of each design, as large as the base LM of a MAC model, saved under `runs`.
+
+    Args:
+        model: name or folder of the MAC model.
+        runs: folder of the variants; backbones that it holds are not made again.
+        seed: random seed of the new layers.
+
+    Returns:
+        For each design the values of its encoder's configuration; the last one has the base LM's own layers.
+    """
     import shutil
 
     import torch
@@ -140,12 +152,12 @@ def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]
         network = make(t5 if kind == "t5" else sizes)
         with torch.no_grad():
             network.get_input_embeddings().weight.copy_(lm.get_input_embeddings().weight)
-        partial = places[kind].with_suffix(".partial")
-        shutil.rmtree(partial, ignore_errors=True)
+        unfinished = places[kind].with_suffix(".partial")
+        shutil.rmtree(unfinished, ignore_errors=True)
         with quiet():
-            network.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        partial.rename(places[kind])
+            network.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        unfinished.rename(places[kind])
     return {
         "encoder-decoder": {"design": "encoder-decoder", "name": str(places["t5"])},
         "encoder-only": {"design": "encoder-only", "name": str(places["t5"])},

@@ -1,4 +1,4 @@
-"""How answers from memory alone hold as the bank grows: `python -m eval.bank_size --help`."""
+"""Answers from memory alone as the bank grows: `python -m eval.bank_size --help`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main(
     model: ModelOption = "mac-tiny",
     sizes: Annotated[str, typer.Option(help="Documents in the bank, separated by commas.")] = "32,256,1665,5000,20000",
     prior: Annotated[
-        Literal["on", "off", "both"], typer.Option(help="With the document prior, without it, or both.")
+        Literal["on", "off", "both"], typer.Option(help="Measure with the document prior, without it, or both.")
     ] = "both",
     questions: Annotated[int, typer.Option(min=1, help="Questions to ask at every size.")] = 1665,
     split: Annotated[str, typer.Option(help="Split of the newswire: train, val or test.")] = "test",
@@ -45,9 +45,9 @@ def main(
 ) -> None:
     """Measure answers from memory alone against the size of the bank, on the generated newswire.
 
-    The same questions, one about each of the first documents, are asked at every size. A bank larger than their
-    documents holds later ones beside them, as distractors; for a smaller one they are asked group by group, each of a
-    bank that holds just its group.
+    The questions are the same at every size: one about each of the first documents. A larger bank holds later
+    documents as distractors. For a smaller bank the questions are split into groups, and each group is asked of a bank
+    that holds the documents of this group.
     """
     from eval.harness.results import result_path
 
@@ -91,15 +91,18 @@ def main(
 def measure(
     name: str, whole: MACEngine, dataset: QADataset, size: int, without_prior: bool, batch_size: int
 ) -> tuple[Row, list[Verdict]]:
-    """Asks all questions of banks of one size.
+    """Answers all questions from banks of one size.
 
     Args:
-        name: of the row.
+        name: name of the row.
         whole: an engine that has adapted to all documents of the stream.
-        dataset: the stream, its i-th question being about its i-th document.
-        size: documents of one bank.
+        dataset: the stream; its i-th question is about its i-th document.
+        size: number of documents in a bank.
         without_prior: switches the model's document prior off.
         batch_size: questions of one generation.
+
+    Returns:
+        The row, and the verdict on each answer.
     """
     from eval.harness.protocol import judge, summarize
     from mac_rag.engine import Answer, MACEngine
@@ -114,18 +117,18 @@ def measure(
             began = time.perf_counter()
             with model.without_document_prior() if without_prior else nullcontext():
                 while len(answers) < min(group.stop, len(questions)):
-                    asked = questions[len(answers) : min(len(answers) + batch_size, group.stop)]
-                    answers += engine.answer([question.question for question in asked], batch_size=batch_size)
-                    bar.advance(len(asked))
+                    batch = questions[len(answers) : min(len(answers) + batch_size, group.stop)]
+                    answers += engine.answer([question.question for question in batch], batch_size=batch_size)
+                    bar.advance(len(batch))
             seconds += time.perf_counter() - began
     verdicts = judge(questions, answers)
     return summarize(name, questions, verdicts, size, None, seconds), verdicts
 
 
 def groups(questions: int, documents: int, size: int) -> Iterator[range]:
-    """Stretches of the stream, each `size` documents long, that hold the documents of all questions in order.
+    """Consecutive ranges of `size` documents that together cover the documents of all questions, in order.
 
-    The last one starts earlier where the stream has no further documents to fill it.
+    Where the stream ends before the last range is full, that range starts earlier.
     """
     for first in range(0, questions, size):
         stop = min(first + size, documents)
@@ -133,7 +136,7 @@ def groups(questions: int, documents: int, size: int) -> Iterator[range]:
 
 
 def part_of(bank: MemoryBank, documents: Sequence[Document]) -> MemoryBank:
-    """A bank with some of another's documents, without encoding them again."""
+    """A new bank with some documents of another bank; their memory tokens are copied, not encoded again."""
     import torch
 
     from mac_rag.memory.bank import MemoryBank

@@ -20,7 +20,15 @@ FIGURES = ("em", "f1", "em_prefix")
 
 @dataclass(frozen=True)
 class Difference:
-    """One figure of a row of A and a row of B over the same questions, 0 to 1, and A less B."""
+    """One figure of a row of A and of a row of B over the same questions.
+
+    Attributes:
+        row: name of the row of A.
+        against: name of the row of B.
+        figure: `em`, `f1` or `em_prefix`.
+        ours, theirs: the means of A and of B, 0 to 1.
+        interval: mean and 95 % interval of A less B.
+    """
 
     row: str
     against: str
@@ -35,16 +43,16 @@ def main(
     b: Annotated[Path, typer.Argument(help="The result file of B.")],
     row: Annotated[
         list[str] | None,
-        typer.Option(help="A row of A; may be given several times.", show_default="all that B has too"),
+        typer.Option(help="A row of A; may be given several times.", show_default="all rows that B has too"),
     ] = None,
     against: Annotated[
-        str | None, typer.Option(help="The row of B to compare with.", show_default="the one of the same name")
+        str | None, typer.Option(help="The row of B to compare with.", show_default="the row of the same name")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the bootstrap.")] = 0,
 ) -> None:
-    """Compare two results over the questions that both asked: each row's figures, and A less B with 95 % intervals.
+    """Compare two results over the questions that both asked: figures of each row, and A less B with 95 % intervals.
 
-    Both must be of the same data set and split. To compare two rows of one result, give its file twice.
+    Both results must be of the same data set and split. To compare two rows of one result, give its file twice.
     """
     from eval.harness.results import Result
 
@@ -62,10 +70,10 @@ def main(
 
 
 def check_data(ours: Result, theirs: Result, a: Path, b: Path) -> None:
-    """Refuses results that asked nothing, or that asked about different data.
+    """Refuses results without questions, and results of different data.
 
     Raises:
-        DataError: naming the files.
+        DataError: with the names of the files.
     """
     from mac_rag.errors import DataError
 
@@ -81,10 +89,10 @@ def check_data(ours: Result, theirs: Result, a: Path, b: Path) -> None:
 def shared_samples(
     ours: Sequence[Sample], theirs: Sequence[Sample], a: Path, b: Path
 ) -> list[tuple[dict[str, Verdict], dict[str, Verdict]]]:
-    """What A and B answered to each question that both asked, in the order of A.
+    """The verdicts of A and of B, by row, on each question that both asked, in the order of A.
 
     Raises:
-        DataError: when they have no question in common, or one id stands for different questions.
+        DataError: if they have no question in common, or one id stands for different questions.
     """
     from mac_rag.errors import DataError
 
@@ -115,21 +123,21 @@ def chosen_rows(
     """The rows of A to compare, each with its row of B.
 
     Raises:
-        ConfigError: for a row that a result does not have, naming those that it has.
+        ConfigError: for a row that a result does not have; the message names the rows that it has.
     """
     from mac_rag.errors import ConfigError
 
     names, others = ([name for name in pairs[0][side] if all(name in pair[side] for pair in pairs)] for side in (0, 1))
-    wanted = list(rows) or (names if against else [name for name in names if name in others])
-    if not wanted:
+    selected = list(rows) or (names if against else [name for name in names if name in others])
+    if not selected:
         raise ConfigError(f"no row has the same name in both; choose --row from {names} and --against from {others}")
-    chosen = [(name, against or name) for name in wanted]
-    for name, other in chosen:
+    row_pairs = [(name, against or name) for name in selected]
+    for name, other in row_pairs:
         if name not in names:
             raise ConfigError(f"{a} has no answers of row {name!r}; it has {names}")
         if other not in others:
             raise ConfigError(f"{b} has no answers of row {other!r}; it has {others}")
-    return chosen
+    return row_pairs
 
 
 def compare(
@@ -138,9 +146,9 @@ def compare(
     """The figures of each pair of rows and their differences, A less B.
 
     Args:
-        pairs: what A and B answered to each question.
-        rows: a row of A and the row of B to compare it with.
-        seed: of the bootstrap.
+        pairs: the verdicts of A and of B, by row, on each question.
+        rows: pairs of a row of A and the row of B to compare it with.
+        seed: random seed of the bootstrap.
     """
     from eval.harness.bootstrap import paired_interval
 
@@ -166,7 +174,7 @@ def _show(differences: Sequence[Difference], a: Path, b: Path, questions: int) -
     for header in ("figure", "A", "B", "A - B (95 %)", ""):
         table.add_column(header, justify="left" if header == "figure" else "right")
     for index, entry in enumerate(differences):
-        found = entry.interval
+        interval = entry.interval
         if index and index % len(FIGURES) == 0:
             table.add_section()
         names = entry.row if entry.row == entry.against else f"{entry.row} / {entry.against}"
@@ -175,8 +183,8 @@ def _show(differences: Sequence[Difference], a: Path, b: Path, questions: int) -
             {"em": "EM", "f1": "F1", "em_prefix": "prefix"}[entry.figure],
             f"{100 * entry.ours:.1f}",
             f"{100 * entry.theirs:.1f}",
-            f"{100 * found.mean:+.1f} ({100 * found.low:+.1f}, {100 * found.high:+.1f})",
-            "*" if found.low > 0 or found.high < 0 else "",
+            f"{100 * interval.mean:+.1f} ({100 * interval.low:+.1f}, {100 * interval.high:+.1f})",
+            "*" if interval.low > 0 or interval.high < 0 else "",
         )
     Console().print(table)
 

@@ -1,4 +1,4 @@
-"""What is answered where the retrieved document contradicts the memory: `python -m eval.conflict --help`."""
+"""Answers where the retrieved document contradicts the memory: `python -m eval.conflict --help`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import random
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
-from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from eval.harness.scales import SCALES
+from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from mac_rag.data.types import QADataset
     from mac_rag.engine import MACEngine
 
-SETUPS = {"tiny": Setup("mac-tiny", 1665, 128), "paper": Setup("runs/llama2-7b/train/best", 1665)}
 
 _NAMES = {"outdated": ("outdated document", "newest document"), "counterfactual": ("false document", "true document")}
 
@@ -31,7 +31,7 @@ def main(
     model: ModelByScale = None,
     data: DataOption = None,
     scale: ScaleOption = "tiny",
-    split: Annotated[Literal["train", "val", "test"], typer.Option(help="Which split to stream.")] = "test",
+    split: Annotated[Literal["train", "val", "test"], typer.Option(help="Split of the data set to stream.")] = "test",
     documents: DocumentsOption = None,
     questions: QuestionsOption = None,
     seed: SeedOption = 0,
@@ -39,25 +39,25 @@ def main(
     device: DeviceOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Measure answers from one retrieved document that is wrong, alone and with a memory that knows better.
+    """Measure answers behind a retrieved document that is wrong, without memory and with a memory that knows better.
 
-    Outdated, on the generated newswire: the document is superseded by a later one; the memory holds both, or the later
-    one alone. Counterfactual, also on data sets with --data: the answer in the document is replaced by another of its
-    kind; the memory holds the true document. `wrong_share` is the share of answers that are the wrong document's, and
-    `wrong_gain` what the memory adds to it, with its 95 % interval; the right document stands beside for comparison.
-    --questions limits each of the two.
+    There are two kinds of conflict. Outdated, on the generated newswire: a later document supersedes the retrieved one,
+    and the memory holds both or the later one alone. Counterfactual, on every data set: the answer in the retrieved
+    document is replaced by another of its kind, and the memory holds the true document. `wrong_share` is the share of
+    answers that repeat the wrong document; `wrong_gain` is the change of this share by the memory, with its 95 %
+    interval. The right document is retrieved for comparison. --questions limits the questions of each kind.
     """
     from eval.harness.results import result_path
 
     path = result_path(output, "conflict")
-    setup = SETUPS[scale].but(model, documents, questions)
+    setup = SCALES[scale]["conflict"].override(model=model, documents=documents, questions=questions)
     if data is None and scale == "tiny":
         from mac_rag.data.newswire.generate import generate
 
         dataset = generate(split, setup.documents, seed=seed, questions_per_document=4)
         source = "generated"
     else:
-        dataset, source = open_stream(data, split, replace(setup, questions=None), seed, scale=scale)
+        dataset, source = open_stream(data, split, setup.documents, seed=seed, scale=scale)
     groups = conflicts(dataset, setup.questions, seed)
 
     from eval.harness.protocol import adapt, samples
@@ -71,10 +71,10 @@ def main(
     rows: list[Row] = []
     sampled: list[Sample] = []
     for group in groups:
-        answered = measure(engine, group, newest_only(dataset), batch_size=batch_size, seed=seed, progress=True)
-        rows += [row for row, _ in answered]
-        sampled += samples([case.question for case in group], {row.name: verdicts for row, verdicts in answered})
-    asked = tuple(case.question for group in groups for case in group)
+        measured = measure(engine, group, newest_only(dataset), batch_size=batch_size, seed=seed, progress=True)
+        rows += [row for row, _ in measured]
+        sampled += samples([case.question for case in group], {row.name: verdicts for row, verdicts in measured})
+    conflict_questions = tuple(case.question for group in groups for case in group)
     report(
         path,
         experiment="conflict",
@@ -82,19 +82,27 @@ def main(
         rows=rows,
         samples=sampled,
         adaptation=adaptation,
-        dataset=QADataset(dataset.name, dataset.split, dataset.documents, asked),
+        dataset=QADataset(dataset.name, dataset.split, dataset.documents, conflict_questions),
         source=source,
         model=loaded,
-        table=[_in_short(row) for row in rows],
+        table=[_shortened(row) for row in rows],
         not_run={} if source == "generated" else {"outdated documents": "only newswire tells which ones update others"},
     )
 
 
 def conflicts(dataset: QADataset, questions: int | None, seed: int) -> list[list[Conflict]]:
-    """At most so many conflicts of each kind, drawn by the seed, as far as the data set has any.
+    """Conflicts of each kind that the data set has.
+
+    Args:
+        dataset: newswire for both kinds; any other data set has counterfactual conflicts alone.
+        questions: at most this many of each kind, drawn by the seed; None for all.
+        seed: random seed of the draw and of the wrong answers.
+
+    Returns:
+        One list for each kind, none of them empty.
 
     Raises:
-        DataError: where it has none at all.
+        DataError: if the data set has no conflict at all.
     """
     from eval.harness.conflict_documents import counterfactual, outdated
     from mac_rag.errors import DataError
@@ -114,33 +122,33 @@ def conflicts(dataset: QADataset, questions: int | None, seed: int) -> list[list
 
 
 def newest_only(dataset: QADataset) -> set[str]:
-    """The ids of the documents that no later one updates."""
+    """The ids of the documents that no later document updates."""
     from eval.harness.conflict_documents import superseded
 
     return {document.id for document in dataset.documents} - superseded(dataset)
 
 
 @dataclass(frozen=True)
-class _Way:
-    """One way of answering: the document in front of the question, and what the memory holds."""
+class _Condition:
+    """One experimental condition: the document in front of the question, and the documents in the memory."""
 
     name: str
     document: Literal["none", "wrong", "right"]
     memory: Literal["none", "all", "newest"]
 
 
-def _ways(kind: str) -> Iterator[_Way]:
-    """All ways, each without the memory before those with it."""
+def _conditions(kind: str) -> Iterator[_Condition]:
+    """All conditions; of each document, the one without memory comes first."""
     wrong, right = _NAMES[kind]
     about = ", updated facts" if kind == "outdated" else ""
-    yield _Way(f"LM alone{about}", "none", "none")
-    yield _Way(f"MAC{about}", "none", "all")
-    yield _Way(wrong, "wrong", "none")
-    yield _Way(f"{wrong} + MAC", "wrong", "all")
+    yield _Condition(f"LM alone{about}", "none", "none")
+    yield _Condition(f"MAC{about}", "none", "all")
+    yield _Condition(wrong, "wrong", "none")
+    yield _Condition(f"{wrong} + MAC", "wrong", "all")
     if kind == "outdated":
-        yield _Way(f"{wrong} + MAC of the newest", "wrong", "newest")
-    yield _Way(right, "right", "none")
-    yield _Way(f"{right} + MAC", "right", "all")
+        yield _Condition(f"{wrong} + MAC of the newest", "wrong", "newest")
+    yield _Condition(right, "right", "none")
+    yield _Condition(f"{right} + MAC", "right", "all")
 
 
 def measure(
@@ -152,16 +160,19 @@ def measure(
     seed: int = 0,
     progress: bool = False,
 ) -> list[tuple[Row, list[Verdict]]]:
-    """Asks the questions of conflicts of one kind in every way.
+    """Answers the questions of conflicts of one kind under every condition.
 
     Args:
-        engine: has adapted to the whole stream.
-        cases: at least one.
-        newest: ids of the documents that a memory of the newest alone consists of.
-        seed: of the bootstrap.
+        engine: an engine that has adapted to the whole stream.
+        cases: at least one conflict, all of one kind.
+        newest: ids of the documents in the memory of the newest alone.
+        batch_size: questions of one generation.
+        seed: random seed of the bootstrap.
+        progress: shows progress bars.
 
     Returns:
-        A row for each way, with what it answered. The gain of a way with the memory is over the same prompts without.
+        A row for each condition, with the verdicts on its answers. The gain of a condition with memory is over the same
+        prompts without memory.
     """
     from eval.harness.bootstrap import paired_interval
     from eval.harness.protocol import judge, summarize
@@ -170,17 +181,17 @@ def measure(
 
     questions = [case.question for case in cases]
     kind = cases[0].kind
-    answered: list[tuple[Row, list[Verdict]]] = []
-    without: dict[str, dict[str, list[float]]] = {}  # figures of each question by document in front of it
-    for way in _ways(kind):
+    measured: list[tuple[Row, list[Verdict]]] = []
+    without: dict[str, dict[str, list[float]]] = {}  # figures of each question, by the document in front of it
+    for condition in _conditions(kind):
         if progress:
-            print(way.name, file=sys.stderr)
+            print(condition.name, file=sys.stderr)
         began = time.perf_counter()
         answers = engine.answer(
             [question.question for question in questions],
-            contexts=[_contexts(case, way) for case in cases],
-            use_memory=way.memory != "none",
-            allowed=newest if way.memory == "newest" else None,
+            contexts=[_contexts(case, condition) for case in cases],
+            use_memory=condition.memory != "none",
+            allowed=newest if condition.memory == "newest" else None,
             overflow="truncate",
             batch_size=batch_size,
             progress=progress,
@@ -192,29 +203,34 @@ def measure(
             "f1": [verdict.f1 for verdict in verdicts],
             "wrong": [exact_match(answer.text, case.wrong_answer) for answer, case in zip(answers, cases)],
         }
-        measures, gain = {"wrong_share": sum(figures["wrong"]) / len(cases)}, None
-        if way.memory == "none":
-            without[way.document] = figures
+        measures = {"wrong_share": sum(figures["wrong"]) / len(cases)}
+        gain = None
+        if condition.memory == "none":
+            without[condition.document] = figures
         else:
-            before = without[way.document]
+            before = without[condition.document]
             em, f1, wrong = (paired_interval(figures[name], before[name], seed=seed) for name in ("em", "f1", "wrong"))
             gain = Gain(em=em, f1=f1)
             measures |= {"wrong_gain": wrong.mean, "wrong_gain_low": wrong.low, "wrong_gain_high": wrong.high}
-        held = len(newest) if way.memory == "newest" else len(engine.bank)
-        row = summarize(way.name, questions, verdicts, held, None, seconds)
-        settings: dict[str, str | int | float] = {"conflict": kind, "document": way.document, "memory": way.memory}
-        answered.append((row.model_copy(update={"gain": gain, "measures": measures, "settings": settings}), verdicts))
-    return answered
+        documents = len(newest) if condition.memory == "newest" else len(engine.bank)
+        row = summarize(condition.name, questions, verdicts, documents, None, seconds)
+        settings: dict[str, str | int | float] = {
+            "conflict": kind,
+            "document": condition.document,
+            "memory": condition.memory,
+        }
+        measured.append((row.model_copy(update={"gain": gain, "measures": measures, "settings": settings}), verdicts))
+    return measured
 
 
-def _in_short(row: Row) -> Row:
-    """What of a row fits on a screen."""
+def _shortened(row: Row) -> Row:
+    """The row with the figures that fit on a screen."""
     measures = {name: row.measures[name] for name in ("wrong_share", "wrong_gain") if name in row.measures}
     return row.model_copy(update={"em_prefix": None, "truncated": None, "seconds": None, "measures": measures})
 
 
-def _contexts(case: Conflict, way: _Way) -> list[str]:
-    return {"none": [], "wrong": [case.wrong], "right": [case.right]}[way.document]
+def _contexts(case: Conflict, condition: _Condition) -> list[str]:
+    return {"none": [], "wrong": [case.wrong], "right": [case.right]}[condition.document]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the last cross-attention looks among six documents (figure 6): `python -m eval.cross_attention --help`."""
+"""The last block's cross-attention over six documents (figure 6): `python -m eval.cross_attention --help`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.harness.command import DeviceOption, OutputOption, ScaleOption, SeedOption, report
-from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from eval.harness.scales import SCALES
+from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from mac_rag.model import MACModel
     from mac_rag.nn.attention import Chunk
 
-# The paper's figure is of GPT2-Large on StreamingQA, the mean over 25 questions.
-SETUPS = {"tiny": Setup("mac-tiny", 512, 25), "paper": Setup("runs/gpt2-large/train/best", 1665, 25)}
 KINDS = ("bm25", "random")
 
 
@@ -30,24 +29,26 @@ def main(
     model: ModelByScale = None,
     data: DataOption = None,
     scale: ScaleOption = "tiny",
-    distractors: Annotated[int, typer.Option(min=1, help="Documents beside the one that holds the answer.")] = 5,
+    distractors: Annotated[
+        int, typer.Option(min=1, help="Documents beside the gold document, which holds the answer.")
+    ] = 5,
     documents: DocumentsOption = None,
     questions: QuestionsOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Map the last block's cross-attention over the gold document and distractors: BM25's best others, or random ones.
+    """Map the last block's cross-attention over the gold document and distractors: the best others by BM25, or random.
 
-    Each kind of distractors has a row with the mass on the gold document, and the map, one row for each memory token of
-    each document: the attention to it, a mean over questions, their tokens and heads. A model with a document prior is
-    also measured without it.
+    Each kind of distractors has a row with the attention mass on the gold document, and a map with one row for each
+    memory token of each document: its attention, a mean over questions, question tokens and heads. A model with a
+    document prior is measured without the prior, too.
     """
     from eval.harness.results import result_path
 
     path = result_path(output, "cross_attention")
-    setup = SETUPS[scale].but(model, documents, questions)
-    dataset, source = open_stream(data, "test", setup, seed, scale=scale)
+    setup = SCALES[scale]["cross_attention"].override(model=model, documents=documents, questions=questions)
+    dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
     from mac_rag.errors import ConfigError
     from mac_rag.model import MACModel
 
@@ -77,34 +78,39 @@ def main(
 
 
 def distracting(dataset: QADataset, kind: str, count: int, seed: int) -> list[list[Document]]:
-    """`count` documents for each question beside the one that holds its answer.
+    """`count` distractors for each question: documents other than its gold document.
 
     Args:
-        kind: `bm25` for those that BM25 ranks first, filled up with random ones where it finds fewer; or `random`.
+        dataset: the stream with its questions.
+        kind: `bm25` for the documents that BM25 ranks first, filled up with random ones where it finds fewer; or
+            `random`.
+        count: number of distractors, below the number of documents.
+        seed: random seed of the random distractors.
     """
     from mac_rag.retrieval.bm25 import BM25Retriever
 
     rng = random.Random(seed)
     by_id = {document.id: document for document in dataset.documents}
-    found: list[list[str]] = [[] for _ in dataset.questions]
+    ranked: list[list[str]] = [[] for _ in dataset.questions]
     if kind == "bm25":
         retriever = BM25Retriever()
         retriever.add(dataset.documents)
         hits = retriever.retrieve([question.question for question in dataset.questions], count + 1)
-        found = [[hit.document_id for hit in row] for row in hits]
+        ranked = [[hit.document_id for hit in row] for row in hits]
 
     def beside(question: Question, ids: Sequence[str]) -> list[Document]:
-        chosen = [i for i in ids if i != question.document_id][:count]
-        others = [i for i in by_id if i != question.document_id and i not in chosen]
-        return [by_id[i] for i in [*chosen, *rng.sample(others, count - len(chosen))]]
+        best = [i for i in ids if i != question.document_id][:count]
+        others = [i for i in by_id if i != question.document_id and i not in best]
+        return [by_id[i] for i in [*best, *rng.sample(others, count - len(best))]]
 
-    return [beside(question, ids) for question, ids in zip(dataset.questions, found, strict=True)]
+    return [beside(question, ids) for question, ids in zip(dataset.questions, ranked, strict=True)]
 
 
 def attention_map(model: MACModel, dataset: QADataset, distractors: Sequence[Sequence[Document]]) -> Tensor:
     """The last block's attention `[N, T, documents, T]` of N questions, over the gold document and its distractors.
 
-    Of a document in several chunks, the first stands for it. A mean over heads; each question's token sums to 1.
+    The attention is a mean over heads and sums to 1 for each question token. A document in several chunks is cut to the
+    first.
     """
     import torch
 
@@ -129,10 +135,10 @@ class _Recorder:
     def __call__(
         self, query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """As `mac_rag.nn.attention.BankAttention`, for rows that all questions share."""
+        """Implements `mac_rag.nn.attention.BankAttention` for rows that all questions share."""
         import torch
 
-        del floor  # a map shows the rows that do not matter, too
+        del floor  # the map shows the rows below it, too
         parts = list(chunks)
         keys, values = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("keys", "values"))
         logits = torch.einsum("bhsd,hktd->bhskt", query, keys)
@@ -144,10 +150,12 @@ class _Recorder:
 
 
 def summary(name: str, kind: str, maps: Tensor) -> Row:
-    """The attention mass on documents as one row.
+    """A row with the mean attention mass on the gold document and on the strongest distractor.
 
     Args:
-        maps: `[N, T, documents, T]`, the gold document first.
+        name: name of the row.
+        kind: kind of the distractors.
+        maps: attention `[N, T, documents, T]`, the gold document first.
     """
     from eval.harness.results import Row
 
@@ -166,7 +174,7 @@ def summary(name: str, kind: str, maps: Tensor) -> Row:
 
 
 def map_rows(kind: str, maps: Tensor) -> list[Row]:
-    """The mean map, a row for each memory token of each document; all their masses together are 1."""
+    """The mean map as rows, one for each memory token of each document; their masses sum to 1."""
     from eval.harness.results import Row
 
     return [

@@ -1,4 +1,4 @@
-"""What back-propagation dropout saves in training (figure 4, table 3): `python -m eval.dropout_memory --help`."""
+"""Training memory saved by back-propagation dropout (figure 4, table 3): `python -m eval.dropout_memory --help`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption, whole_numbers
+from eval.harness.scales import SCALES
 from eval.harness.streams import (
     DataOption,
     DocumentsOption,
     QuestionsOption,
-    Setup,
     StepsOption,
     TrainedModel,
     TrainingRateOption,
@@ -27,13 +27,11 @@ if TYPE_CHECKING:
     from mac_rag.model import MACModel
     from mac_rag.model.objective import Batch
 
-# Table 3 is of LLaMA-2-7B, figure 4 of GPT2-XL (--model gpt2-xl), both on StreamingQA.
-SETUPS = {"tiny": Setup("mac-tiny", 256), "paper": Setup("llama2-7b", 1665)}
 SHARES = (0.0, 0.25, 0.5, 0.75)
-MINIMUM = "min"  # the paper's name for: one document has gradients, all others have none
+MINIMUM = "min"  # the paper's name of the ratio at which only one document has gradients
 
-# The rows with equally many documents under gradients need about the same memory: that is the comparison of table 3.
-TABLE: dict[str, dict[str, tuple[int, int, float]]] = {  # name -> K, passes that are accumulated, p
+# Table 3 compares rows with equally many documents under gradients, which need about the same memory.
+TABLE: dict[str, dict[str, tuple[int, int, float]]] = {  # name -> K, accumulated passes, dropout ratio p
     "tiny": {
         "No backprop.": (4, 1, 0.0),
         "MAC, p = 0.75": (16, 1, 0.75),
@@ -49,8 +47,10 @@ def main(
     model: TrainedModel = None,
     data: DataOption = None,
     scale: ScaleOption = "tiny",
-    counts: Annotated[str, typer.Option("--k", help="Documents K of a training batch, with commas.")] = "1,2,4,8,16,32",
-    trainings: Annotated[bool, typer.Option(help="Train as well, for the table of answers by p.")] = True,
+    counts: Annotated[
+        str, typer.Option("--k", help="Documents K of a training batch, separated by commas.")
+    ] = "1,2,4,8,16,32",
+    trainings: Annotated[bool, typer.Option(help="Also train, for the table of answers by p.")] = True,
     steps: StepsOption = None,
     learning_rate: TrainingRateOption = None,
     documents: DocumentsOption = None,
@@ -61,23 +61,23 @@ def main(
 ) -> None:
     """Measure the memory of a training step by K and the dropout ratio p, and what p does to answers.
 
-    `peak_mb` is the most that forward and backward pass of one step hold at once, beyond the weights and their
-    gradients: on a GPU as torch.cuda tells it, on a CPU from the allocations that torch's profiler records. `saved_mb`
-    are the tensors that the forward pass keeps for the backward pass, each once, without the weights.
+    `peak_mb` is the peak memory of the forward and backward pass of one step, beyond the weights and their gradients,
+    as torch.cuda reports it on a GPU and from the allocations that torch's profiler records on a CPU. `saved_mb` is the
+    size of the tensors that the forward pass saves for the backward pass, each counted once, without the weights.
 
-    The trainings are kept beside the result, in variants/, and are not made twice.
+    Trained models stay beside the result, in variants/, and are not trained twice.
     """
     from eval.harness.results import result_path
 
     path = result_path(output, "dropout_memory")
     sizes = whole_numbers("--k", counts)
-    setup = SETUPS[scale].but(model, documents, questions)
+    setup = SCALES[scale]["dropout_memory"].override(model=model, documents=documents, questions=questions)
     from eval.harness.variants import Training, Variant, run_variants
 
     training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)
     table = TABLE[scale] if trainings else {}
-    most = max([*sizes, *(count for count, _, _ in table.values())])
-    stream = open_stream(data, "train", Setup(setup.model, most), seed, scale=scale)[0]
+    longest = max([*sizes, *(count for count, _, _ in table.values())])
+    stream = open_stream(data, "train", longest, seed=seed, scale=scale)[0]
     loaded = _to_train(setup.model)
     rows = memory_rows(loaded, stream, sizes, seed)
     variants = []
@@ -100,7 +100,11 @@ def main(
 
 
 def memory_rows(model: MACModel, stream: QADataset, counts: list[int], seed: int) -> list[Row]:
-    """A row for each K and each p."""
+    """A row with peak and saved memory for each K and each dropout ratio p.
+
+    Raises:
+        ConfigError: if the stream has too few documents with questions.
+    """
     from eval.harness.results import Row
 
     rows = []
@@ -123,18 +127,18 @@ def first_batch(model: MACModel, stream: QADataset, count: int) -> Batch:
     """The first documents of a stream, cut to the model's limit, with one question on each.
 
     Raises:
-        ConfigError: when the stream has too few documents with questions.
+        ConfigError: if the stream has too few documents with questions.
     """
     from mac_rag.errors import ConfigError
     from mac_rag.model.objective import Batch
 
-    asked = {question.document_id: question for question in reversed(stream.questions)}
-    chosen = [document for document in stream.documents if document.id in asked][:count]
-    if len(chosen) < count:
-        raise ConfigError(f"K is {count}, but the stream has only {len(chosen)} documents with questions")
-    questions = [asked[document.id] for document in chosen]
+    first_question = {question.document_id: question for question in reversed(stream.questions)}
+    documents = [document for document in stream.documents if document.id in first_question][:count]
+    if len(documents) < count:
+        raise ConfigError(f"K is {count}, but the stream has only {len(documents)} documents with questions")
+    questions = [first_question[document.id] for document in documents]
     return Batch(
-        documents=[model.amortization.split(document.text)[0] for document in chosen],
+        documents=[model.amortization.split(document.text)[0] for document in documents],
         questions=[question.question for question in questions],
         answers=[question.answers[0] for question in questions],
         gold=range(count),
@@ -142,9 +146,18 @@ def first_batch(model: MACModel, stream: QADataset, count: int) -> Batch:
 
 
 def step_memory(model: MACModel, batch: Batch, dropout: float, seed: int) -> tuple[int, int]:
-    """Bytes at the peak of one training step (equation 2), and bytes that its forward pass saves for the backward one.
+    """The memory of one training step (equation 2), beyond weights and gradients.
 
-    The weights' gradients are there before, as in any step but the first.
+    The gradients are allocated before, as in every step but the first.
+
+    Args:
+        model: the model to train; it is in evaluation mode afterwards, without gradients.
+        batch: K documents with one question each.
+        dropout: back-propagation dropout ratio p.
+        seed: random seed of the dropped documents.
+
+    Returns:
+        Bytes at the peak, and bytes of the tensors that the forward pass saves for the backward pass.
     """
     import torch
     from torch.autograd.graph import saved_tensors_hooks
@@ -173,8 +186,8 @@ def step_memory(model: MACModel, batch: Batch, dropout: float, seed: int) -> tup
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        kept = loss()  # alive, so that no address is used twice
-    del kept
+        graph = loss()  # keeps the saved tensors alive, so that no address is used twice
+    del graph
     peak = allocated_peak(step, model.device)[1]
     model.zero_grad(set_to_none=True)
     model.eval()

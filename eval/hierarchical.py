@@ -6,13 +6,11 @@ from typing import Annotated
 
 import typer
 
-from eval.harness.aggregation_table import measure_ways
+from eval.harness.aggregation_table import measure_methods
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, whole_numbers
-from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from eval.harness.scales import SCALES
+from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
-
-# The paper's figure is of GPT2-XL on ArchivalQA-Seq.
-SETUPS = {"tiny": Setup("mac-tiny", 512, 128), "paper": Setup("runs/gpt2-xl/train/best", 1665)}
 
 
 def main(
@@ -20,7 +18,9 @@ def main(
     model: ModelByScale = None,
     data: DataOption = None,
     scale: ScaleOption = "tiny",
-    subgroups: Annotated[str, typer.Option(help="Sizes M of the subgroups, with commas.")] = "4,8,16,32,64,128,256",
+    subgroups: Annotated[
+        str, typer.Option(help="Sizes M of the subgroups, separated by commas.")
+    ] = "4,8,16,32,64,128,256",
     documents: DocumentsOption = None,
     questions: QuestionsOption = None,
     seed: SeedOption = 0,
@@ -28,9 +28,9 @@ def main(
     device: DeviceOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Measure what hierarchical aggregation (algorithm 3) saves in memory and costs in answers, by M.
+    """Measure memory and accuracy of hierarchical aggregation (algorithm 3), by subgroup size M.
 
-    Beside it stand the whole bank in one softmax ("full", the paper's comparison) and streaming, which gives the same
+    It is compared with the whole bank in one softmax ("full", as in the paper) and with streaming, which gives the same
     answers at constant memory.
     """
     from eval.harness.results import result_path
@@ -40,14 +40,14 @@ def main(
     sizes = whole_numbers("--subgroups", subgroups)
     if sizes[0] < 2:
         raise ConfigError(f"--subgroups must be at least 2, got {subgroups!r}: groups of one never become fewer")
-    setup = SETUPS[scale].but(model, documents, questions)
-    dataset, source = open_stream(data, "test", setup, seed, scale=scale)
-    from eval.harness.aggregation_methods import hierarchical_ways
+    setup = SCALES[scale]["hierarchical"].override(model=model, documents=documents, questions=questions)
+    dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
+    from eval.harness.aggregation_methods import hierarchical_methods
     from mac_rag.model import MACModel
 
-    measure_ways(
+    measure_methods(
         "hierarchical",
-        lambda network, bank, _: hierarchical_ways(network, bank, sizes),
+        lambda network, bank, _: hierarchical_methods(network, bank, sizes),
         path,
         MACModel.from_pretrained(setup.model, device=device),
         dataset,

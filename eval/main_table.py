@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.baselines.methods import METHODS
-from eval.baselines.options import SETUPS, TrainedOption, chosen_methods, open_bench, searched_notes
+from eval.baselines.options import TrainedOption, chosen_methods, open_factory, searched_notes
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
 
@@ -25,22 +26,24 @@ def main(
     scale: ScaleOption = "tiny",
     methods: Annotated[
         str,
-        typer.Option(help="Which to compare, with commas."),
+        typer.Option(help="Methods to compare, separated by commas."),
     ] = ",".join(METHODS),
     documents: DocumentsOption = None,
     questions: QuestionsOption = None,
-    retriever: Annotated[str, typer.Option(help="Of the method retriever: bm25, minilm, hybrid, ...")] = "bm25",
+    retriever: Annotated[
+        str, typer.Option(help="Retriever of the method retriever: bm25, minilm, hybrid, ...")
+    ] = "bm25",
     learning_rate: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Of all fine-tuning.", show_default="searched for each method on validation documents"
+            min=0,
+            help="Learning rate of all fine-tuning.",
+            show_default="searched for each method on validation documents",
         ),
     ] = None,
     tuning_steps: Annotated[
         int,
-        typer.Option(
-            min=0, help="Steps of tuning fine-tuned LMs on training questions, between documents and questions."
-        ),
+        typer.Option(min=0, help="Steps of tuning a fine-tuned LM on training questions, after adaptation."),
     ] = 0,
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
@@ -51,15 +54,15 @@ def main(
     """Compare all systems by the paper's protocol: one pass over a stream of documents, then all questions.
 
     Every system has the same LM, tuned on questions and answers. Fine-tuning takes one step of Adam on each document;
-    its learning rate is searched on a validation stream. CaMeLS and CCM are trained first, and kept for the next time.
+    its learning rate is searched on a validation stream. CaMeLS and CCM are trained first, and cached.
     """
     from eval.harness.results import result_path
 
     path = result_path(output, "main_table")
-    chosen = chosen_methods(methods)
-    setup = SETUPS[scale].but(model, documents, questions)
+    names = chosen_methods(methods)
+    setup = SCALES[scale]["main_table"].override(model=model, documents=documents, questions=questions)
     options = setup.options(context.params)
-    dataset, source = open_stream(data, "test", setup, seed, scale=scale)
+    dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
     typer.echo(f"{dataset.name}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, {source}")
 
     from eval.baselines.finetuning import AnswerTuning
@@ -67,7 +70,7 @@ def main(
     from eval.harness.systems import ask
     from mac_rag.errors import ConfigError, QuantizationError
 
-    bench = open_bench(
+    factory = open_factory(
         setup,
         path,
         scale=scale,
@@ -82,10 +85,10 @@ def main(
     rows: list[Row] = []
     verdicts: dict[str, list[Verdict]] = {}
     not_run: dict[str, str] = {}
-    for method in chosen:
+    for method in names:
         print(method, file=sys.stderr)
         try:
-            system = bench.make(method, learning_rate=learning_rate)
+            system = factory.make(method, learning_rate=learning_rate)
         except (ConfigError, QuantizationError) as error:
             not_run[method] = str(error)
             continue
@@ -103,9 +106,9 @@ def main(
         samples=samples(dataset.questions, verdicts),
         dataset=dataset,
         source=source,
-        model=bench.model,
+        model=factory.model,
         not_run=not_run,
-        notes=searched_notes(bench),
+        notes=searched_notes(factory),
     )
 
 

@@ -8,15 +8,13 @@ import typer
 
 from eval.baselines.options import RateOption, TrainedOption, chosen_methods
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
-from eval.harness.streams import DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from eval.harness.scales import SCALES
+from eval.harness.streams import DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from eval.harness.results import Row, Sample
     from mac_rag.data.types import QADataset
-
-# The paper's table is of GPT2-XL trained on StreamingQA and adapted to SQuAD and ArchivalQA.
-SETUPS = {"tiny": Setup("mac-tiny", 512, 512), "paper": Setup("runs/gpt2-xl/train/best", 1665)}
 
 
 def main(
@@ -25,7 +23,8 @@ def main(
     data: Annotated[
         str | None,
         typer.Option(
-            help="The sets to adapt to, with commas: folders named squad, streamingqa or archivalqa, or NAME:FOLDER.",
+            help="Data sets to adapt to, separated by commas: folders named squad, streamingqa or archivalqa, or "
+            "NAME:FOLDER.",
             show_default="newswire that is unlike mac-tiny's training: two stories in each document",
         ),
     ] = None,
@@ -34,9 +33,9 @@ def main(
     questions: QuestionsOption = None,
     trained_on: Annotated[
         str | None,
-        typer.Option(help="The data set of training, as --data names one.", show_default="the generated newswire"),
+        typer.Option(help="The training data set, named as for --data.", show_default="the generated newswire"),
     ] = None,
-    methods: Annotated[str, typer.Option(help="Which to compare, with commas.")] = "zero-shot,camels,mac",
+    methods: Annotated[str, typer.Option(help="Methods to compare, separated by commas.")] = "zero-shot,camels,mac",
     learning_rate: RateOption = None,
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
@@ -44,67 +43,74 @@ def main(
     trained: TrainedOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Adapt to sets that nothing was trained on, and ask about each.
+    """Adapt to data sets that no system was trained on, and ask about each.
 
-    CaMeLS, like MAC, is trained on another set; the learning rate of fine-tuning is not searched. At the tiny scale
-    newswire like that of mac-tiny's training stands first, to be held against.
+    CaMeLS, like MAC, is trained on another data set; the learning rate of fine-tuning is not searched. At the tiny
+    scale the first data set is newswire like that of mac-tiny's training, for comparison.
     """
     from eval.harness.results import result_path
     from mac_rag.errors import ConfigError
 
     path = result_path(output, "ood")
-    chosen = chosen_methods(methods)
-    setup = SETUPS[scale].but(model, documents, questions)
-    streams = [] if scale == "paper" else [open_stream(None, "test", setup, seed, scale=scale)[0]]
+    method_names = chosen_methods(methods)
+    setup = SCALES[scale]["ood"].override(model=model, documents=documents, questions=questions)
+    streams = (
+        []
+        if scale == "paper"
+        else [open_stream(None, "test", setup.documents, setup.questions, seed=seed, scale=scale)[0]]
+    )
     names = [None] if data is None else data.split(",")
     if scale == "paper" and trained_on is None:
         raise ConfigError("--scale paper trains on the paper's data sets; give the one of training with --trained-on")
     if data is None and scale == "tiny":
         streams.append(paired(streams[0]))
     else:
-        streams += [open_stream(name, "test", setup, seed, scale=scale)[0] for name in names]
+        streams += [
+            open_stream(name, "test", setup.documents, setup.questions, seed=seed, scale=scale)[0] for name in names
+        ]
     twice = sorted({stream.name for stream in streams if [each.name for each in streams].count(stream.name) > 1})
     if twice:
         raise ConfigError(f"--data names {', '.join(twice)} twice; run them one by one")
-    from eval.baselines.options import open_bench
+    from eval.baselines.options import open_factory
     from eval.harness.protocol import samples
     from eval.harness.systems import ask
 
-    bench = open_bench(
+    factory = open_factory(
         setup, path, scale=scale, data=trained_on, seed=seed, device=device, batch_size=batch_size, trained=trained
     )
     rows: list[Row] = []
-    asked: list[Sample] = []
+    sampled: list[Sample] = []
     for stream in streams:
         verdicts = {}
-        for method in chosen:
-            system = bench.make(method, learning_rate=learning_rate or bench.setup.retention_rate)
+        for method in method_names:
+            system = factory.make(method, learning_rate=learning_rate or factory.setup.retention_rate)
             system.adapt(stream.documents)
             name = f"{stream.name}: {system.name}"
             row, verdicts[name] = ask(name, system, stream.questions, len(stream.documents))
             rows.append(row.model_copy(update={"settings": {**row.settings, "dataset": stream.name}}))
-        asked += samples(stream.questions, verdicts)
+        sampled += samples(stream.questions, verdicts)
     report(
         path,
         experiment="ood",
         options=setup.options(context.params),
         rows=rows,
-        samples=asked,
-        model=bench.model,
+        samples=sampled,
+        model=factory.model,
     )
 
 
 def paired(stream: QADataset) -> QADataset:
-    """The same stories and questions, each two neighbours in one document: twice as long as any of training."""
+    """The same stories and questions, with two neighbouring stories in each document: twice as long as in training."""
     from mac_rag.data.types import Document, QADataset, Question
 
-    documents, home = [], dict[str, str]()
+    documents = []
+    pair_of: dict[str, str] = {}  # id of a story -> id of the document that holds it
     for first in range(0, len(stream.documents), 2):
-        together = stream.documents[first : first + 2]
-        documents.append(Document(together[0].id, " ".join(document.text for document in together)))
-        home |= {document.id: together[0].id for document in together}
+        pair = stream.documents[first : first + 2]
+        documents.append(Document(pair[0].id, " ".join(document.text for document in pair)))
+        pair_of |= {document.id: pair[0].id for document in pair}
     questions = [
-        Question(f"{question.id}-paired", question.question, question.answers, home[question.document_id])
+        Question(f"{question.id}-paired", question.question, question.answers, pair_of[question.document_id])
         for question in stream.questions
     ]
     return QADataset(f"{stream.name}, two stories", stream.split, tuple(documents), tuple(questions))

@@ -1,4 +1,4 @@
-"""Every experiment of the paper, one after the other, and the report at the end: `python -m eval.paper --help`."""
+"""Every experiment of the paper, one after another, and then the report: `python -m eval.paper --help`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eval.harness.scales import Scale
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def main(
     scale: Annotated[
-        Literal["tiny", "paper"],
+        Scale,
         typer.Option(
             help="tiny runs on any machine in half an hour; paper needs GPUs, --data, and models of its recipes."
         ),
@@ -33,13 +34,13 @@ def main(
             show_default="the generated newswire alone",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of every experiment.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of every experiment.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for results, logs and the report.")] = Path("results/paper"),
 ) -> None:
     """Run every experiment of the paper, step by step, and make the report.
 
-    A step whose result is there already, of the same command, commit and model, is not repeated; so a run that was
-    interrupted goes on where it stopped. A step that fails is reported, and the others go on.
+    A step is not repeated if its result exists and comes from the same command, commit and model. An interrupted run
+    therefore continues where it stopped. A step that fails is reported, and the other steps run.
     """
     from eval.harness.paper_plan import steps
     from eval.report.__main__ import write_report
@@ -57,8 +58,8 @@ def main(
     for record in failed:
         typer.echo(f"failed: {record.name}: {record.reason}; see {output / record.name}.log", err=True)
     try:
-        for made in write_report([output], output / "report.html"):
-            typer.echo(f"Report: {made}")
+        for file in write_report([output], output / "report.html"):
+            typer.echo(f"Report: {file}")
     except DataError as error:
         typer.echo(f"No report: {error}", err=True)
     if failed:
@@ -68,8 +69,12 @@ def main(
 def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
     """Runs steps in subprocesses, in order, each with a log beside its result.
 
+    Args:
+        planned: the steps.
+        output: folder of results, logs and records, which exists.
+
     Returns:
-        what became of each; also kept in the folder, after every step.
+        The outcome of each step. The folder's file of records is updated after every step.
     """
     from eval.harness.paper_steps import StepRecord, read_records, write_records
     from eval.harness.results import checkout
@@ -106,29 +111,29 @@ def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
 
 
 def run_step(step: Step, output: Path) -> str:
-    """Runs one step; what it prints is in its log.
+    """Runs one step; its log holds everything that it prints.
 
     Returns:
-        why it failed; empty when it did not.
+        The reason of its failure; empty if it succeeded.
     """
     log, result = output / f"{step.name}.log", step.result(output)
-    # What an earlier run left must not pass for this one's result.
+    # The result of an earlier run must not pass for the result of this one.
     before = result.stat().st_mtime_ns if result.exists() else None
     with log.open("w", encoding="utf-8") as file:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", *step.command(output)], stdin=subprocess.DEVNULL, stdout=file, stderr=file
         )
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    if done.returncode:
+    if process.returncode:
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return (errors or lines or [f"exit code {done.returncode}"])[-1]
+        return (errors or lines or [f"exit code {process.returncode}"])[-1]
     if not result.exists() or result.stat().st_mtime_ns == before:
         return f"it wrote no {result}"
     return ""
 
 
 class Fingerprints:
-    """Fingerprints of models by name, each model loaded once; None for one that cannot be loaded."""
+    """Fingerprints of models by name; loads each model once. A model that cannot be loaded has None."""
 
     def __init__(self) -> None:
         self._known: dict[str, str | None] = {}
@@ -146,7 +151,7 @@ class Fingerprints:
 
 
 def finished(step: Step, output: Path, commit: Commit | None, fingerprints: Fingerprints) -> bool:
-    """Whether a step's result is there, made by the same command and commit with a model of the same weights."""
+    """True if the result of a step exists and comes from the same command, commit and model weights."""
     from eval.harness.results import Result
     from mac_rag.errors import DataError
 
@@ -160,7 +165,7 @@ def finished(step: Step, output: Path, commit: Commit | None, fingerprints: Fing
 
 
 def minutes_of(step: Step, before: dict[str, StepRecord]) -> float | None:
-    """How long a step should take: what it took before, if it ran here."""
+    """The expected minutes of a step: those of its last run here, or else the planned ones; None if unknown."""
     known = before.get(step.name)
     if known is not None and known.status == "done" and known.seconds is not None:
         return known.seconds / 60

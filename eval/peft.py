@@ -1,23 +1,21 @@
-"""How phi* may change the LM: P-tuning v2, LoRA and FiLM (table 4): `python -m eval.peft --help`."""
+"""Kinds of modulation, how phi* changes the LM: P-tuning v2, LoRA and FiLM (table 4): `python -m eval.peft --help`."""
 
 from __future__ import annotations
 
 import typer
 
 from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption
+from eval.harness.scales import SCALES
 from eval.harness.streams import (
     DataOption,
     DocumentsOption,
     QuestionsOption,
-    Setup,
     StepsOption,
     TrainedModel,
     TrainingRateOption,
 )
 from mac_rag.cli.run import run_command
 
-# The paper's table is of GPT2-XL on StreamingQA, and has no FiLM.
-SETUPS = {"tiny": Setup("mac-tiny", 256), "paper": Setup("gpt2-xl", 1665)}
 KINDS = {"P-tuning v2": "prefix", "LoRA": "lora", "FiLM": "film"}
 NOTE = (
     "Each kind's map from phi* starts anew; all else starts from {model}, whose networks were trained with P-tuning v2."
@@ -39,12 +37,12 @@ def main(
 ) -> None:
     """Train MAC with each kind of modulation on the same budget, and compare their answers from memory alone.
 
-    Trainings are kept beside the result, in variants/, and are not made twice.
+    Trained models stay beside the result, in variants/, and are not trained twice.
     """
     from eval.harness.results import result_path
 
     path = result_path(output, "peft")
-    setup = SETUPS[scale].but(model, documents, questions)
+    setup = SCALES[scale]["peft"].override(model=model, documents=documents, questions=questions)
     from eval.harness.variants import Training, Variant, run_variants
 
     training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)

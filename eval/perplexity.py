@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from eval.baselines.methods import FINE_TUNING
-from eval.baselines.options import RateOption, TrainedOption, chosen_methods, open_bench
+from eval.baselines.options import RateOption, TrainedOption, chosen_methods, open_factory
 from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption, report
+from eval.harness.scales import SCALES
 from eval.harness.streams import (
     DataOption,
     DocumentsOption,
-    Setup,
     StepsOption,
     TrainedModel,
     named_folder,
     open_stream,
+    write_once,
 )
 from mac_rag.cli.run import run_command
 
@@ -34,12 +35,9 @@ if TYPE_CHECKING:
     from mac_rag.model import MACModel
     from pipelines.tasks.train import TrainConfig
 
-# The paper's table is of GPT2-Large, trained on the documents of StreamingQA.
-SETUPS = {"tiny": Setup("mac-tiny", 256), "paper": Setup("gpt2-large", 1665)}
-BEGINNING = 0.1  # of a document's tokens: what the input encoder sees and the LM goes on from
-STEPS = 150
-DOCUMENTS = {"tiny": 2_500, "paper": 1_000_000}  # of the training split, at most
-# Nothing around a document's beginning and its rest: together they are the document.
+BEGINNING = 0.1  # share of a document's tokens that the input encoder reads and the LM continues
+STEPS = 150  # of the training at the tiny scale
+# No text around the beginning and the rest of a document: together they are the document.
 PROMPT = {"document": "{document}\n", "question": "{question}", "answer": " {answer}"}
 NOTE = (
     "The LM of {model} was last trained on answers alone and models other text poorly. Fine-tuning teaches it that as "
@@ -53,7 +51,7 @@ def main(
     data: DataOption = None,
     scale: ScaleOption = "tiny",
     steps: StepsOption = None,
-    baselines: Annotated[str, typer.Option(help="Online fine-tuning to compare with, with commas.")] = ",".join(
+    baselines: Annotated[str, typer.Option(help="Online fine-tuning to compare with, separated by commas.")] = ",".join(
         FINE_TUNING
     ),
     learning_rate: RateOption = None,
@@ -63,19 +61,18 @@ def main(
     batch_size: BatchOption = 32,
     output: OutputOption = None,
 ) -> None:
-    """Adapt to a stream, then measure perplexity on its documents and on as many that were not adapted to.
+    """Adapt to a stream, then measure perplexity on its documents and on as many unseen ones.
 
-    The first 10 % of a document's tokens take the place of the question; perplexity is that of the other 90 %. At both
-    scales MAC is trained for this task first, on documents of the training split; the training is kept beside the
-    result, in variants/. At the tiny scale it goes on from the model, which also has a row as it is.
+    The first 10 % of a document's tokens take the place of the question; perplexity is that of the other 90 %. MAC is
+    trained for this task first, on documents of the training split; the trained model stays beside the result, in
+    variants/. At the tiny scale training starts from --model, which has a row of its own.
     """
     from eval.harness.results import result_path
 
     path = result_path(output, "perplexity")
-    chosen = chosen_methods(baselines, FINE_TUNING) if baselines else []
-    setup = SETUPS[scale].but(model, documents, None)
-    whole = Setup(setup.model, 2 * setup.documents)
-    stream, source = open_stream(data, "test", whole, seed, scale=scale)
+    names = chosen_methods(baselines, FINE_TUNING) if baselines else []
+    setup = SCALES[scale]["perplexity"].override(model=model, documents=documents)
+    stream, source = open_stream(data, "test", 2 * setup.documents, seed=seed, scale=scale)
     from eval.baselines.finetuning import FineTuning
     from eval.harness.variants import Training, trained
     from mac_rag.model import MACModel
@@ -85,14 +82,14 @@ def main(
     half = len(stream.documents) // 2
     adapted, unseen = stream.documents[:half], stream.documents[half:]
     models = {} if scale == "paper" else {"MAC, trained on questions": MACModel.from_pretrained(setup.model)}
-    models["MAC"] = trained(language_recipe(training), training.runs)
+    models["MAC"] = trained(language_recipe(training, setup.training_documents), training.runs)
     rows = [perplexity_row("LM alone", models["MAC"], adapted, unseen, batch_size, lm=models["MAC"].base_lm)]
     for name, network in models.items():
         rows.append(perplexity_row(name, network, adapted, unseen, batch_size))
-    if chosen:
+    if names:
         checkpoint = setup.model if scale == "tiny" else f"runs/{setup.model}/train/best"
-        bench = open_bench(
-            setup.but(checkpoint, None, None),
+        factory = open_factory(
+            setup.override(model=checkpoint),
             path,
             scale=scale,
             data=data,
@@ -101,11 +98,11 @@ def main(
             batch_size=batch_size,
             trained=networks,
         )
-        for method in chosen:
-            system = bench.make(method, learning_rate=learning_rate or bench.setup.retention_rate)
+        for method in names:
+            system = factory.make(method, learning_rate=learning_rate or factory.setup.retention_rate)
             assert isinstance(system, FineTuning)
             system.adapt(adapted)
-            row = perplexity_row(system.name, bench.model, adapted, unseen, batch_size, lm=system.lm)
+            row = perplexity_row(system.name, factory.model, adapted, unseen, batch_size, lm=system.lm)
             rows.append(row.model_copy(update={"settings": {"method": system.name, **system.settings}}))
     report(
         path,
@@ -128,7 +125,16 @@ def perplexity_row(
     *,
     lm: BaseLM | None = None,
 ) -> Row:
-    """Perplexity on both kinds of documents: of the model with a bank of the adapted ones, or of an LM without any."""
+    """Perplexity on adapted and on unseen documents as one row.
+
+    Args:
+        name: name of the row.
+        model: the MAC model.
+        adapted: documents that the bank holds.
+        unseen: documents that it does not hold.
+        batch_size: documents at a time.
+        lm: an LM to measure without memory; None for the model with a bank of the adapted documents.
+    """
     from eval.harness.results import Row
     from mac_rag.engine import MACEngine
 
@@ -151,14 +157,14 @@ def perplexity_row(
 def perplexity(
     model: MACModel, documents: Sequence[Document], phi: Tensor | None, batch_size: int, *, lm: BaseLM | None = None
 ) -> float:
-    """Perplexity of all tokens of documents behind their first 10 %.
+    """Perplexity of the tokens of documents after their first 10 %.
 
     Args:
-        model: whose limits documents are cut to, and whose base LM reads them.
-        documents: of the stream.
-        phi: the bank's memory tokens `[K, T, D]`; None for the LM alone.
+        model: documents are cut to its limit, and its base LM reads them.
+        documents: at least one.
+        phi: memory tokens of the bank `[K, T, D]`; None for the LM alone.
         batch_size: documents at a time.
-        lm: another LM to read them.
+        lm: an LM to read them instead of the model's base LM.
     """
     import torch
 
@@ -175,8 +181,8 @@ def perplexity(
             batch = [halves[i] for i in order[first : first + batch_size]]
             modulation = None
             if bank is not None:
-                asked = [prompts.tokenizer.decode(beginning) for beginning, _ in batch]
-                modulation = model.modulation(model.aggregate(asked, bank))
+                questions = [prompts.tokenizer.decode(beginning) for beginning, _ in batch]
+                modulation = model.modulation(model.aggregate(questions, bank))
             starts = [[*prompts.start, *beginning] for beginning, _ in batch]
             losses = lm.answer_loss(starts, [rest for _, rest in batch], modulation)
             total += float(losses.sum())
@@ -186,29 +192,33 @@ def perplexity(
 
 
 def cut(prompts: PromptEncoder, text: str) -> tuple[list[int], list[int]]:
-    """A document's first 10 % of tokens, at least one, and the others, at least one."""
+    """The ids of a document's first 10 % of tokens, at least one, and of the rest, at least one."""
     ids: list[int] = prompts.tokenizer(text.strip(), add_special_tokens=False).input_ids
     count = min(max(1, round(BEGINNING * len(ids))), len(ids) - 1)
     return ids[:count], ids[count:]
 
 
-def language_recipe(training: Training) -> TrainConfig:
-    """Training on documents of the training split: the first 10 % of words as the question, the rest as the answer.
+def language_recipe(training: Training, documents: int) -> TrainConfig:
+    """The recipe of language modelling: the first 10 % of a document's words are the question, the rest the answer.
+
+    Args:
+        training: where and how to train.
+        documents: at most this many documents of the training split.
 
     Raises:
         DataError: for documents that cannot be written as a data set of questions.
     """
     name = "newswire" if training.data is None else named_folder(training.data)[0]
     folder = training.runs / f"language-{name}-{training.seed}"
-    for split, size in (("train", DOCUMENTS[training.scale]), ("val", 32)):
-        stream, _ = open_stream(training.data, split, Setup(training.model, size), training.seed, scale=training.scale)
-        _write_once(continuations(stream), folder / f"{split}.csv")
+    for split, size in (("train", documents), ("val", 32)):
+        stream, _ = open_stream(training.data, split, size, seed=training.seed, scale=training.scale)
+        write_once(folder / f"{split}.csv", partial(continuations, stream))
     data = {"name": "archivalqa", "path": str(folder), "validation_documents": 32}
     return training.recipe(None, {"model": {"prompt": PROMPT}, "data": data})
 
 
 def continuations(stream: QADataset) -> QADataset:
-    """Each document with its beginning as the question and the rest as the answer."""
+    """The documents of at least two words, each with its beginning as the question and its rest as the answer."""
     from mac_rag.data.types import Document, QADataset, Question
 
     documents, questions = [], []
@@ -221,16 +231,6 @@ def continuations(stream: QADataset) -> QADataset:
         rest = " ".join(words[count:])
         questions.append(Question(f"{document.id}-rest", " ".join(words[:count]), (rest,), document.id))
     return QADataset(stream.name, stream.split, tuple(documents), tuple(questions))
-
-
-def _write_once(dataset: QADataset, path: Path) -> None:
-    from mac_rag.data.archivalqa import write_archivalqa
-
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial.csv")
-        write_archivalqa(dataset, partial)
-        partial.replace(path)
 
 
 if __name__ == "__main__":

@@ -7,23 +7,21 @@ from typing import Any
 import typer
 
 from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption
+from eval.harness.scales import SCALES
 from eval.harness.streams import (
     DataOption,
     DocumentsOption,
     QuestionsOption,
-    Setup,
     StepsOption,
     TrainedModel,
     TrainingRateOption,
 )
 from mac_rag.cli.run import run_command
 
-# The paper's table is of LLaMA-2-7B on all three data sets.
-SETUPS = {"tiny": Setup("mac-tiny", 256), "paper": Setup("llama2-7b", 1665)}
 WHOLE = {"quantization": "none", "dtype": "fp32"}
 FROZEN = {"quantization": "none", "dtype": "bf16"}
 NF4 = {"quantization": "nf4", "dtype": "bf16"}
-# What is pretrained is quantised, what is learned from scratch never is.
+# Pretrained networks are quantised; networks that are trained from scratch never are.
 PRECISIONS: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {
         "32bit": {"trainer": {"precision": "fp32"}},
@@ -52,13 +50,13 @@ def main(
 ) -> None:
     """Train MAC around a base LM in each precision on the same budget, and compare answers from memory alone.
 
-    16 bit is mixed precision (bfloat16), 4 bit is NF4 by bitsandbytes. That needs a CUDA GPU to train; elsewhere it is
-    left out, and the result says so. Trainings are kept beside the result, in variants/, and are not made twice.
+    16 bit is mixed precision (bfloat16), 4 bit is NF4 by bitsandbytes. Training in 4 bit needs a CUDA GPU; elsewhere
+    the result lists it as not run. Trained models stay beside the result, in variants/, and are not trained twice.
     """
     from eval.harness.results import result_path
 
     path = result_path(output, "quantization")
-    setup = SETUPS[scale].but(model, documents, questions)
+    setup = SCALES[scale]["quantization"].override(model=model, documents=documents, questions=questions)
     from eval.harness.variants import Training, Variant, run_variants
     from mac_rag.errors import QuantizationError
     from mac_rag.lm.devices import default_device

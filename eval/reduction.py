@@ -1,4 +1,4 @@
-"""Answers from a bank that is held at a limited size (figure 7): `python -m eval.reduction --help`."""
+"""Answers from a bank of a limited size (figure 7): `python -m eval.reduction --help`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from eval.harness.aggregation_table import measure_ways
+from eval.harness.aggregation_table import measure_methods
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption
-from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, Setup, open_stream
+from eval.harness.scales import SCALES
+from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
     from mac_rag.data.types import QADataset
     from mac_rag.memory.bank import MemoryBank
-
-# The paper's figure is of LLaMA-2-7B on StreamingQA; 75 % of its stream are the paper's 1,250 entries.
-SETUPS = {"tiny": Setup("mac-tiny", 512, 256), "paper": Setup("runs/llama2-7b/train/best", 1665)}
 
 
 def main(
@@ -34,25 +32,27 @@ def main(
 ) -> None:
     """Measure answers from banks that keep 75, 50 and 25 % of the stream's documents as entries.
 
-    Random pruning, random averaging and averaging the nearest make room as the documents arrive; the whole bank stands
-    beside them.
+    Random pruning, random averaging and averaging of the nearest entries make room as documents arrive. The whole bank
+    is the comparison.
     """
     from eval.harness.results import result_path
 
     path = result_path(output, "reduction")
-    setup = SETUPS[scale].but(model, documents, questions)
-    dataset, source = open_stream(data, "test", setup, seed, scale=scale)
-    from eval.harness.aggregation_methods import Way, attending, bank_bytes, projected, reduction_ways
+    setup = SCALES[scale]["reduction"].override(model=model, documents=documents, questions=questions)
+    dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
+    from eval.harness.aggregation_methods import AggregationMethod, attending, bank_bytes, projected, reduction_methods
     from mac_rag.model import MACModel
 
-    def ways(network: MACModel, bank: MemoryBank, stream: QADataset) -> Iterator[Way]:
+    def methods(network: MACModel, bank: MemoryBank, stream: QADataset) -> Iterator[AggregationMethod]:
         whole = attending(network, projected(network, bank))
-        yield Way("reduction", "whole bank", "whole bank", None, len(bank.phi), bank_bytes(bank), True, whole)
-        yield from reduction_ways(network, bank, stream.documents, seed)
+        yield AggregationMethod(
+            "reduction", "whole bank", "whole bank", None, len(bank.phi), bank_bytes(bank), True, whole
+        )
+        yield from reduction_methods(network, bank, stream.documents, seed)
 
-    measure_ways(
+    measure_methods(
         "reduction",
-        ways,
+        methods,
         path,
         MACModel.from_pretrained(setup.model, device=device),
         dataset,

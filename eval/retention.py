@@ -1,4 +1,4 @@
-"""How much of what was learned first is left as the stream goes on (figure 3): `python -m eval.retention --help`."""
+"""Retention of the first documents while the stream goes on (figure 3): `python -m eval.retention --help`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.baselines.methods import ADAPTING, FINE_TUNING
-from eval.baselines.options import SETUPS, TrainedOption, chosen_methods, open_bench
+from eval.baselines.options import TrainedOption, chosen_methods, open_factory
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
+from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
 
@@ -22,15 +23,16 @@ def main(
     model: ModelByScale = None,
     data: DataOption = None,
     scale: ScaleOption = "tiny",
-    methods: Annotated[str, typer.Option(help=f"Which to compare, with commas: {', '.join(ADAPTING)}.")] = ",".join(
-        (*FINE_TUNING, "mac")
-    ),
-    first: Annotated[int, typer.Option(min=1, help="Documents whose questions are asked.")] = 200,
-    further: Annotated[int, typer.Option(min=1, help="Documents that follow them.")] = 1400,
-    step: Annotated[int, typer.Option(min=1, help="Ask again after so many.")] = 200,
+    methods: Annotated[
+        str, typer.Option(help=f"Methods to compare, separated by commas: {', '.join(ADAPTING)}.")
+    ] = ",".join((*FINE_TUNING, "mac")),
+    first: Annotated[int, typer.Option(min=1, help="Documents that the questions are about.")] = 200,
+    further: Annotated[int, typer.Option(min=1, help="Documents that follow the first ones.")] = 1400,
+    step: Annotated[int, typer.Option(min=1, help="Ask again after this many further documents.")] = 200,
     questions: QuestionsOption = None,
     learning_rate: Annotated[
-        float | None, typer.Option(min=0, help="Of all fine-tuning.", show_default="by scale, fixed as in the paper")
+        float | None,
+        typer.Option(min=0, help="Learning rate of all fine-tuning.", show_default="by scale, fixed as in the paper"),
     ] = None,
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
@@ -38,20 +40,20 @@ def main(
     trained: TrainedOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Ask about the first documents of a stream again and again while further ones follow.
+    """Ask about the first documents of a stream again and again while further documents follow.
 
-    Retention is the F1 as a share of that right after the first documents. An LM that learned nothing from them keeps
-    all of it, so what the LM answered before it had read anything stands beside it.
+    Retention is the F1 in percent of the F1 right after the first documents. A system that learned nothing from them
+    retains everything, so each row also has the F1 of the LM before any document.
     """
     from eval.harness.results import result_path
 
     path = result_path(output, "retention")
     from mac_rag.errors import ConfigError, DataError
 
-    chosen = chosen_methods(methods, ADAPTING)
-    setup = SETUPS[scale].but(model, first + further, None)
+    names = chosen_methods(methods, ADAPTING)
+    setup = SCALES[scale]["retention"].override(model=model, documents=first + further)
     options = setup.options(context.params) | {"questions": questions}
-    dataset, source = open_stream(data, "test", setup, seed, scale=scale)
+    dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
     if len(dataset.documents) < first + further:
         raise DataError(
             f"{dataset.name} has only {len(dataset.documents):,} documents, but --first and --further ask for "
@@ -62,33 +64,35 @@ def main(
     from mac_rag.data.protocol import first_documents
     from mac_rag.data.types import QADataset
 
-    asked = some_questions(first_documents(dataset, first), questions, seed)
-    if not asked.questions:
+    about_first = some_questions(first_documents(dataset, first), questions, seed)
+    if not about_first.questions:
         raise DataError(f"there are no questions about the first {first:,} documents; give a larger --first")
-    bench = open_bench(
+    factory = open_factory(
         setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size, trained=trained
     )
-    rate = bench.setup.retention_rate if learning_rate is None else learning_rate
+    rate = factory.setup.retention_rate if learning_rate is None else learning_rate
     rows: list[Row] = []
     verdicts: dict[str, list[Verdict]] = {}
     not_run: dict[str, str] = {}
-    before, _ = ask("before", bench.make("zero-shot"), asked.questions, 0)
-    for method in chosen:
+    before, _ = ask("before", factory.make("zero-shot"), about_first.questions, 0)
+    for method in names:
         print(method, file=sys.stderr)
         try:
-            system = bench.make(method, learning_rate=rate)
+            system = factory.make(method, learning_rate=rate)
         except ConfigError as error:
             not_run[method] = str(error)
             continue
-        done, at_first = 0, 0.0
+        adapted = 0
+        f1_at_first = 0.0
         for added in [*range(0, further, step), further]:
-            system.adapt(dataset.documents[done : first + added])
-            done = first + added
+            system.adapt(dataset.documents[adapted : first + added])
+            adapted = first + added
             name = f"{system.name}, +{added:,}"
-            row, verdicts[name] = ask(name, system, asked.questions, done)
+            row, verdicts[name] = ask(name, system, about_first.questions, adapted)
             f1 = row.f1 or 0.0
-            at_first = at_first if added else f1
-            measures = {"retention": 100 * f1 / at_first} if at_first else {}
+            if added == 0:
+                f1_at_first = f1
+            measures = {"retention": 100 * f1 / f1_at_first} if f1_at_first else {}
             rows.append(
                 row.model_copy(
                     update={
@@ -97,17 +101,17 @@ def main(
                     }
                 )
             )
-        if not at_first:
+        if not f1_at_first:
             not_run[f"retention of {method}"] = "its F1 was 0 from the beginning, and has no share"
     report(
         path,
         experiment="retention",
         options=options,
         rows=rows,
-        samples=samples(asked.questions, verdicts),
-        dataset=QADataset(dataset.name, dataset.split, dataset.documents, asked.questions),
+        samples=samples(about_first.questions, verdicts),
+        dataset=QADataset(dataset.name, dataset.split, dataset.documents, about_first.questions),
         source=source,
-        model=bench.model,
+        model=factory.model,
         not_run=not_run,
     )
 

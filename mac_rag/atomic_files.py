@@ -31,6 +31,17 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
     return digest.hexdigest()
 
 
+def write_text(path: Path, text: str) -> str:
+    """Writes a text as UTF-8, so that after a crash the file is whole, old or new, and syncs its folder.
+
+    Returns:
+        The sha256 of its bytes.
+    """
+    digest = write_file(path, [text.encode()])
+    sync_folder(path.parent)
+    return digest
+
+
 def sync_folder(folder: Path) -> None:
     """Makes the names in a folder last, where the system can."""
     if os.name != "posix":

@@ -1,8 +1,8 @@
 """CaMeLS (Hu et al., 2023): token weights meta-learned so that an LM, updated by them, answers questions.
 
 A weighting network reads a document and gives each token a weight. The LM takes one step of gradient descent on the
-weighted loss; how well it then answers questions about the document, and how little it has changed elsewhere, is
-differentiated through that step, second derivatives included, to train the weighting network.
+weighted loss. The network's loss is the updated LM's loss on questions about the document, plus a penalty for its
+change on other texts. Its gradient goes through the LM's step, with second derivatives.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INNER_WIDTH = 128
 
 
 class WeightingNetwork(nn.Module):
-    """A proxy LM and a small head on its last hidden states; starts with equal weights for all tokens.
+    """A proxy LM with a small head on its last hidden states. A new network gives all tokens equal weights.
 
     Args:
         backbone: a transformers model without a language-modelling head.
@@ -45,14 +45,14 @@ class WeightingNetwork(nn.Module):
         nn.init.zeros_(self.outer.bias)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids `[L]` -> weights `[L]`, positive."""
+        """Positive weights `[L]` of token ids `[L]`."""
         states = self.backbone(input_ids=ids[None], use_cache=False).last_hidden_state[0]
         raw = self.outer(functional.gelu(self.inner(states.to(self.inner.weight.dtype))))
         return functional.softplus(raw[:, 0], beta=3)
 
 
 class CamelsWeights(TokenWeighting):
-    """The weights of a trained network; for any LM of the same tokenizer as its proxy."""
+    """Token weights by a trained network, for any LM with the tokenizer of its proxy LM."""
 
     name = "CaMeLS"
 
@@ -68,11 +68,11 @@ class CamelsWeights(TokenWeighting):
 
 @dataclass(frozen=True)
 class Lesson:
-    """One document to learn from, as token ids.
+    """One document to train on, as token ids.
 
     Attributes:
-        document: `[L]`.
-        questions: prompts, each with its answer, about the document.
+        document: ids of the document, `[L]`.
+        questions: pairs of prompt ids and answer ids, about the document.
     """
 
     document: Tensor
@@ -80,7 +80,7 @@ class Lesson:
 
 
 def new_network(proxy: BaseLM, *, seed: int = 0) -> WeightingNetwork:
-    """A network on a copy of the proxy LM's weights, all of which it trains; the seed draws its head."""
+    """A new network on a copy of the proxy LM, all of it trainable; the seed initializes its head."""
     backbone = copy.deepcopy(proxy.model.base_model).float().requires_grad_(True)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -88,10 +88,10 @@ def new_network(proxy: BaseLM, *, seed: int = 0) -> WeightingNetwork:
 
 
 def check_proxy(proxy: BaseLM, base_lm: BaseLM) -> None:
-    """Refuses a proxy LM whose tokens are not those of the LM that is to be updated.
+    """Refuses a proxy LM with another tokenizer than the LM that it stands for.
 
     Raises:
-        ConfigError: naming both.
+        ConfigError: with the names of both LMs.
     """
     if proxy.tokenizer.get_vocab() != base_lm.tokenizer.get_vocab():
         names = [lm.model.config.name_or_path or lm.model.config.model_type for lm in (proxy, base_lm)]
@@ -102,7 +102,7 @@ def check_proxy(proxy: BaseLM, base_lm: BaseLM) -> None:
 
 
 def parameters(lm: nn.Module) -> Weights:
-    """The LM's weights by name, detached."""
+    """The detached weights of an LM, by name."""
     return {name: weight.detach() for name, weight in lm.named_parameters()}
 
 
@@ -110,11 +110,11 @@ def inner_update(lm: nn.Module, theta: Weights, ids: Tensor, weights: Tensor, ra
     """One step of gradient descent on the weighted loss of a document, differentiable in `theta` and `weights`.
 
     Args:
-        lm: a causal LM; its own weights are not looked at.
-        theta: its weights before the step.
-        ids: the document `[L]`.
-        weights: of its tokens, `[L]`.
-        rate: of descent.
+        lm: a causal LM; its own weights are not used.
+        theta: the LM's weights before the step.
+        ids: token ids of the document, `[L]`.
+        weights: weights of the tokens, `[L]`.
+        rate: learning rate of the step.
 
     Returns:
         The weights after the step.
@@ -129,12 +129,18 @@ def inner_update(lm: nn.Module, theta: Weights, ids: Tensor, weights: Tensor, ra
 
 
 def answer_loss(lm: nn.Module, theta: Weights, questions: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """Mean negative log-likelihood of the answers' tokens."""
+    """Mean negative log-likelihood of the answers' tokens, in nats.
+
+    Args:
+        lm: a causal LM; its own weights are not used.
+        theta: the weights to use.
+        questions: pairs of prompt ids and answer ids; at least one.
+    """
     length = max(len(prompt) + len(answer) for prompt, answer in questions)
     device = next(iter(theta.values())).device
     ids = torch.zeros(len(questions), length, dtype=torch.long, device=device)
     labels = torch.full_like(ids, -100)
-    # Padding on the right needs no mask in a causal LM: nothing that counts looks at it.
+    # Right padding needs no mask in a causal LM: no labelled position attends to it.
     for row, label, (prompt, answer) in zip(ids, labels, questions, strict=True):
         row[: len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
         label[len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
@@ -143,7 +149,7 @@ def answer_loss(lm: nn.Module, theta: Weights, questions: Sequence[tuple[Sequenc
 
 
 def drift(lm: nn.Module, before: Weights, after: Weights, ids: Tensor) -> Tensor:
-    """KL divergence, mean over the tokens of an unrelated text `[L]`, of the updated LM from the one before."""
+    """KL divergence of the updated LM from the LM before, a mean over the tokens `[L]` of an unrelated text."""
     with torch.no_grad():
         old = at_least_single(_logits(lm, before, ids[None])[0]).log_softmax(-1)
     new = at_least_single(_logits(lm, after, ids[None])[0]).log_softmax(-1)
@@ -161,17 +167,17 @@ def meta_loss(
     locality: float,
     norm: float,
 ) -> tuple[Tensor, Weights]:
-    """What the network is trained by: updates on some documents, one after the other, and then their questions.
+    """The loss of the network: the LM's loss on questions after updates on their documents, and locality terms.
 
     Args:
-        lm: the LM that is updated.
-        network: gives the weights.
-        theta: the LM's weights before.
-        lessons: at least one.
-        unrelated: token ids of another text `[L]`.
-        rate: of the updates.
-        locality: weight of the divergence on the unrelated text.
-        norm: weight of the root mean square of the token weights' distance from 1, an l2 locality term.
+        lm: the LM to update.
+        network: the weighting network.
+        theta: the LM's weights before the updates.
+        lessons: at least one document with questions; the LM is updated on them one after another.
+        unrelated: token ids of another text, `[L]`.
+        rate: learning rate of the updates.
+        locality: weight of the KL divergence on the unrelated text.
+        norm: weight of an l2 locality term, the root mean square distance of the token weights from 1.
 
     Returns:
         The loss, and the LM's weights after the updates.
@@ -191,7 +197,7 @@ def meta_loss(
 
 
 def twice_differentiable() -> AbstractContextManager[None]:
-    """The attention of torch that has second derivatives; the fused kernels have none."""
+    """Selects torch's plain attention; the fused kernels have no second derivatives."""
     context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
     return context
 

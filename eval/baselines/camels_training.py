@@ -1,4 +1,4 @@
-"""Meta-training of CaMeLS' weighting network, once for each LM and recipe."""
+"""Meta-training of the weighting network of CaMeLS, once for each LM and recipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from pydantic import Field
 
-from eval.baselines import weights_cache as trained
+from eval.baselines import weights_cache
 from eval.baselines.camels import Lesson, WeightingNetwork, meta_loss, new_network, parameters, twice_differentiable
 from eval.baselines.weighting import passages
 from mac_rag.config import BaseLMConfig, Config
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 class CamelsConfig(Config):
-    """How to meta-train; the defaults are those published.
+    """The recipe of meta-training; the defaults are the published ones.
 
     Attributes:
-        proxy: a smaller LM of the same tokenizer that takes the place of the base LM; None for the base LM itself.
-        steps: of Adam on the weighting network.
+        proxy: a smaller LM with the same tokenizer that stands for the base LM; None for the base LM itself.
+        steps: steps of Adam on the weighting network.
         batch_size: documents that the LM is updated on, one by one, before their questions are asked.
-        accumulate: batches for each step.
-        inner_rate: of the LM's gradient descent.
-        learning_rate: of Adam on the weighting network.
+        accumulate: batches in each step of Adam.
+        inner_rate: learning rate of the LM's gradient descent.
+        learning_rate: learning rate of Adam.
         locality: weight of the KL divergence on an unrelated text.
         norm: weight of the l2 distance of the token weights from 1.
-        reset_every: batches after which the LM starts again from its own weights.
-        clip: largest gradient norm.
+        reset_every: batches after which the LM returns to its own weights.
+        clip: maximum gradient norm.
     """
 
     proxy: BaseLMConfig | None = None
@@ -52,20 +52,23 @@ class CamelsConfig(Config):
 def trained_network(
     proxy: BaseLM, dataset: QADataset, config: CamelsConfig, *, seed: int = 0, folder: Path | None = None
 ) -> WeightingNetwork:
-    """A trained weighting network: from `folder`, if it was trained there before on the same, or trained now.
+    """A trained weighting network, from the cache or trained now.
 
     Args:
-        proxy: the LM that is updated in training, and that the network starts from.
+        proxy: the LM that meta-training updates, and that the network is initialized from.
         dataset: training documents with their questions.
-        config: of the training.
-        seed: of the order of documents.
-        folder: keeps the trained network; None to keep none.
+        config: recipe of the training.
+        seed: random seed of the network's head and of the order of documents.
+        folder: the cache; None for no cache.
+
+    Raises:
+        ModelLoadError: if the cached file is damaged.
     """
     network = new_network(proxy, seed=seed)
-    key = trained.key("camels", proxy.model, dataset, config, seed)
-    if not trained.load(network, folder, key):
+    key = weights_cache.key("camels", proxy.model, dataset, config, seed)
+    if not weights_cache.load(network, folder, key):
         meta_train(network, proxy, dataset, config, seed=seed)
-        trained.save(network, folder, key)
+        weights_cache.save(network, folder, key)
     return network.eval().requires_grad_(False)
 
 
@@ -104,13 +107,13 @@ def meta_train(
 
 
 def _lessons(lm: BaseLM, dataset: QADataset) -> Sequence[Lesson]:
-    """Documents that questions are asked about, long ones by their beginning."""
-    asked = dataset.questions_by_document()
+    """The documents with questions; a document longer than the LM's window is cut to its first passage."""
+    questions = dataset.questions_by_document()
     return [
         Lesson(
             next(passages(lm.prompts, document.text, lm.context_window, lm.device)).ids,
-            [(lm.prompts.prompt(q.question), lm.prompts.answer(q.answers[0])) for q in asked[document.id]],
+            [(lm.prompts.prompt(q.question), lm.prompts.answer(q.answers[0])) for q in questions[document.id]],
         )
         for document in dataset.documents
-        if asked[document.id]
+        if questions[document.id]
     ]

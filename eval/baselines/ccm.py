@@ -1,8 +1,8 @@
 """Compressed contexts with a trained retriever (appendix, "Comparison with memory augmented LMs").
 
-After Kim et al. (2024, CCM): the frozen LM reads a document and behind it C learned vectors, on which alone a low-rank
-update of its attention is in force; the keys and values of those C positions are the compressed document. An encoder,
-trained beside it, finds the compressed document that belongs to a question, and the LM answers behind it.
+After Kim et al. (2024, CCM): the frozen LM reads a document, followed by C learned vectors. A low-rank update of its
+attention applies to these vectors only. The keys and values of their C positions are the compressed document. An
+encoder, trained with it, retrieves the compressed document for a question, and the LM answers behind it.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ class Compressed:
 
     Attributes:
         keys_values: `[K, layers, 2, kv_heads, C, head_width]`.
-        lengths: tokens of each document `[K]`: the question goes on where the compressed tokens stood.
+        lengths: tokens of each document `[K]`; the positions of a question follow those of the compressed tokens.
     """
 
     keys_values: Tensor
     lengths: Tensor
 
     def __getitem__(self, rows: Tensor) -> Compressed:
+        """The documents of some rows, given as indices `[N]`."""
         return Compressed(self.keys_values[rows], self.lengths[rows])
 
 
 class Compressor(nn.Module):
-    """The learned vectors and the conditional low-rank update; the LM itself is no part of it.
+    """The learned vectors and the conditional low-rank update, without the LM.
 
     Args:
-        base_lm: frozen.
-        tokens: C.
-        rank: of the update.
+        base_lm: the frozen LM.
+        tokens: number C of learned vectors.
+        rank: rank of the update.
 
     Raises:
-        ConfigError: when the LM's attention has no linear layers of known names.
+        ConfigError: if the LM's attention has no linear layers of known names.
     """
 
     def __init__(self, base_lm: BaseLM, *, tokens: int, rank: int) -> None:
@@ -71,7 +72,7 @@ class Compressor(nn.Module):
         self.to(base_lm.device)
 
     def forward(self, base_lm: BaseLM, documents: Sequence[Sequence[int]]) -> Compressed:
-        """Compresses K documents, given as token ids."""
+        """Compresses K documents, given as token ids, in one batch."""
         ids, mask = _left_padded(documents, base_lm)
         embedded = base_lm.model.get_input_embeddings()(ids)
         vectors = self.vectors.to(embedded.dtype).expand(len(ids), -1, -1)
@@ -85,25 +86,25 @@ class Compressor(nn.Module):
                 use_cache=True,
                 logits_to_keep=1,
             )
-        kept = len(self.vectors)
+        count = len(self.vectors)
         layers = [
-            torch.stack([layer.keys[:, :, -kept:], layer.values[:, :, -kept:]], 1)
+            torch.stack([layer.keys[:, :, -count:], layer.values[:, :, -count:]], 1)
             for layer in output.past_key_values.layers
         ]
-        return Compressed(torch.stack(layers, 1), mask.sum(1) - kept)
+        return Compressed(torch.stack(layers, 1), mask.sum(1) - count)
 
     def _change(self, down: Tensor, up: Tensor) -> Change:
         count = len(self.vectors)
 
         def change(inputs: Tensor, output: Tensor) -> Tensor:
-            added = inputs[:, -count:].to(down.dtype) @ down @ up  # only where the vectors stand
+            added = inputs[:, -count:].to(down.dtype) @ down @ up  # only at the positions of the vectors
             return torch.cat([output[:, :-count], output[:, -count:] + added.to(output.dtype)], 1)
 
         return change
 
 
 class EncoderRetriever(nn.Module):
-    """One encoder for questions and documents: mean over its last states, a linear map, cosine.
+    """One encoder of questions and documents: mean over the last states, a linear map, cosine similarity.
 
     Args:
         backbone: a transformers model without a language-modelling head.
@@ -118,7 +119,7 @@ class EncoderRetriever(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(20.0).log())
 
     def forward(self, texts: Sequence[str]) -> Tensor:
-        """Texts, read up to 512 tokens -> unit vectors `[B, width]`."""
+        """Unit vectors `[B, width]` of B texts, which are cut to 512 tokens."""
         encoded = self.tokenizer(
             [text.strip() for text in texts], padding=True, truncation=True, max_length=512, return_tensors="pt"
         ).to(self.map.weight.device)
@@ -129,13 +130,16 @@ class EncoderRetriever(nn.Module):
 
 
 class CCM(nn.Module):
-    """What is trained: the compressor and the retriever around a frozen LM.
+    """The trained parts of CCM: the compressor and the retriever around a frozen LM.
 
     Args:
-        base_lm: the LM.
-        tokens: C.
-        rank: of the low-rank update.
-        encoder: the retriever's pretrained encoder (T5's in the paper); None for one that starts from the LM itself.
+        base_lm: the frozen LM.
+        tokens: number C of compressed tokens.
+        rank: rank of the low-rank update.
+        encoder: the retriever's pretrained encoder (T5's in the paper); None for a copy of the LM.
+
+    Raises:
+        ConfigError: if the LM's attention has no linear layers of known names.
     """
 
     def __init__(self, base_lm: BaseLM, *, tokens: int, rank: int, encoder: EncoderConfig | None = None) -> None:
@@ -157,7 +161,7 @@ class CCM(nn.Module):
         prompts: Sequence[list[int]],
         answers: Sequence[list[int]],
     ) -> Tensor:
-        """Mean negative log-likelihood of the answers' tokens, each behind its own compressed document."""
+        """Mean negative log-likelihood of the answers' tokens, each prompt behind its own compressed document."""
         compressed = self.compressor(base_lm, documents)
         rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         ids, mask = _left_padded(rows, base_lm)
@@ -168,13 +172,13 @@ class CCM(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
 
     def retrieval_loss(self, questions: Sequence[str], documents: Sequence[str]) -> Tensor:
-        """Cross-entropy of each question's own document among those of the batch."""
+        """Cross-entropy of each question's own document among the documents of the batch."""
         scores = self.retriever.log_scale.exp() * self.retriever(questions) @ self.retriever(documents).T
         return functional.cross_entropy(scores, torch.arange(len(questions), device=scores.device))
 
     @torch.no_grad()
     def compress(self, base_lm: BaseLM, documents: Sequence[Sequence[int]]) -> Compressed:
-        """Compresses any number of documents, those of similar length together."""
+        """Compresses any number of documents, given as token ids, in batches of similar length."""
         order: list[int] = []
         parts = []
         for bucket in length_buckets([len(document) for document in documents], _BATCH_TOKENS):
@@ -188,7 +192,14 @@ class CCM(nn.Module):
 def generate_behind(
     base_lm: BaseLM, compressed: Compressed, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
 ) -> list[str]:
-    """Greedy answers, each prompt behind its own compressed document."""
+    """Greedy answers to prompts, each behind its own compressed document.
+
+    Args:
+        base_lm: the LM.
+        compressed: one document for each prompt.
+        prompts: token ids of each prompt.
+        max_new_tokens: limit of an answer's tokens.
+    """
     ids, mask = _left_padded(prompts, base_lm)
     eos = base_lm.tokenizer.eos_token_id
     output = _behind(base_lm, compressed, ids, mask)
@@ -213,7 +224,7 @@ def generate_behind(
 
 
 def _behind(base_lm: BaseLM, compressed: Compressed, ids: Tensor, mask: Tensor) -> Any:
-    """The LM's output for prompts `[B, L]` behind compressed documents, at the positions of an uncompressed one."""
+    """The LM's output for prompts `[B, L]` behind compressed documents, at the positions behind uncompressed ones."""
     count = compressed.keys_values.shape[4]
     positions = (mask.cumsum(1) - 1).clamp(min=0) + (compressed.lengths + count)[:, None]
     return base_lm.model(

@@ -1,4 +1,4 @@
-"""CCM as a system: trained once for each LM and recipe, then documents are compressed and found again."""
+"""CCM as a system: trained once for each LM and recipe; it compresses documents and retrieves one for a question."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from eval.baselines import weights_cache as trained
+from eval.baselines import weights_cache
 from eval.baselines.ccm import CCM, Compressed, generate_behind
 from eval.baselines.weighting import passages
 from eval.harness.systems import System
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 class CCMConfig(Config):
-    """How to train CCM and its retriever.
+    """The recipe of CCM and its retriever.
 
     Attributes:
-        tokens: C, compressed tokens of a document.
-        rank: of the conditional low-rank update.
-        encoder: of the retriever; None for one that starts from the LM.
-        steps: of Adam.
-        batch_size: documents with one question each; also what a question's document is told from.
-        learning_rate: constant.
+        tokens: number C of compressed tokens of a document.
+        rank: rank of the conditional low-rank update.
+        encoder: pretrained encoder of the retriever; None for a copy of the LM.
+        steps: steps of Adam.
+        batch_size: documents of a step, with one question each; the retriever contrasts them.
+        learning_rate: learning rate of Adam, constant.
     """
 
     tokens: int = Field(16, ge=1)
@@ -45,12 +45,12 @@ class CCMConfig(Config):
 
 
 class CCMSystem(System):
-    """The LM behind the compressed document that the retriever finds first.
+    """The LM behind the compressed document that the retriever ranks first.
 
     Args:
         base_lm: the frozen LM.
-        ccm: trained for it.
-        max_new_tokens: longest answer.
+        ccm: compressor and retriever, trained for this LM.
+        max_new_tokens: limit of an answer's tokens.
         batch_size: questions of one generation.
     """
 
@@ -88,16 +88,16 @@ class CCMSystem(System):
         answers = []
         with progress_bar("answer", len(questions)) as bar:
             for first in range(0, len(questions), self._batch_size):
-                asked = questions[first : first + self._batch_size]
-                found = (self._ccm.retriever(asked) @ embedded.T).argmax(1)
-                prompts = [self._base_lm.prompts.question(question) for question in asked]
-                answers += generate_behind(self._base_lm, bank[found], prompts, max_new_tokens=self._max_new_tokens)
-                bar.advance(len(asked))
+                batch = questions[first : first + self._batch_size]
+                best = (self._ccm.retriever(batch) @ embedded.T).argmax(1)
+                prompts = [self._base_lm.prompts.question(question) for question in batch]
+                answers += generate_behind(self._base_lm, bank[best], prompts, max_new_tokens=self._max_new_tokens)
+                bar.advance(len(batch))
         return answers
 
 
 def compressible(base_lm: BaseLM, text: str) -> list[tuple[list[int], str]]:
-    """A document in parts that leave half of the LM's window free: the token ids of each, and its text."""
+    """The parts of a document that each fill at most half of the LM's window: their token ids and their text."""
     parts = []
     for passage in passages(base_lm.prompts, text, base_lm.context_window // 2):
         covered = [span for span in passage.spans if span[1] > span[0]]
@@ -108,32 +108,44 @@ def compressible(base_lm: BaseLM, text: str) -> list[tuple[list[int], str]]:
 def trained_ccm(
     base_lm: BaseLM, dataset: QADataset, config: CCMConfig, *, seed: int = 0, folder: Path | None = None
 ) -> CCM:
-    """A trained CCM: from `folder`, if it was trained there before on the same, or trained now."""
+    """A trained CCM, from the cache or trained now.
+
+    Args:
+        base_lm: the frozen LM.
+        dataset: training documents with their questions.
+        config: recipe of the training.
+        seed: random seed of initial weights and of the batches.
+        folder: the cache; None for no cache.
+
+    Raises:
+        ModelLoadError: if the cached file is damaged.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         ccm = CCM(base_lm, tokens=config.tokens, rank=config.rank, encoder=config.encoder)
-    key = trained.key("ccm", base_lm.model, dataset, config, seed)
-    if not trained.load(ccm, folder, key):
+    key = weights_cache.key("ccm", base_lm.model, dataset, config, seed)
+    if not weights_cache.load(ccm, folder, key):
         train(ccm, base_lm, dataset, config, seed=seed)
-        trained.save(ccm, folder, key)
+        weights_cache.save(ccm, folder, key)
     return ccm.eval().requires_grad_(False)
 
 
 def train(ccm: CCM, base_lm: BaseLM, dataset: QADataset, config: CCMConfig, *, seed: int = 0) -> list[float]:
-    """Trains the compressor by answers and the retriever by matching; returns the loss of each step."""
+    """Trains compressor and retriever in place, by answers and by contrast; returns the loss of each step."""
     documents = {document.id: document.text for document in dataset.documents}
-    by_document = [asked for asked in dataset.questions_by_document().values() if asked]
+    by_document = [questions for questions in dataset.questions_by_document().values() if questions]
     rng = random.Random(seed)
     optimizer = torch.optim.Adam(ccm.parameters(), lr=config.learning_rate)
     losses = []
     with progress_bar("train CCM", config.steps) as bar:
         for _ in range(config.steps):
-            batch = [rng.choice(asked) for asked in rng.sample(by_document, min(config.batch_size, len(by_document)))]
-            read = [compressible(base_lm, documents[question.document_id])[0] for question in batch]
+            drawn = rng.sample(by_document, min(config.batch_size, len(by_document)))
+            batch = [rng.choice(questions) for questions in drawn]
+            parts = [compressible(base_lm, documents[question.document_id])[0] for question in batch]
             prompts = [base_lm.prompts.question(question.question) for question in batch]
             answers = [base_lm.prompts.answer(question.answers[0]) for question in batch]
-            loss = ccm.answer_loss(base_lm, [ids for ids, _ in read], prompts, answers)
-            loss = loss + ccm.retrieval_loss([q.question for q in batch], [text for _, text in read])
+            loss = ccm.answer_loss(base_lm, [ids for ids, _ in parts], prompts, answers)
+            loss = loss + ccm.retrieval_loss([q.question for q in batch], [text for _, text in parts])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(ccm.parameters(), 1.0)

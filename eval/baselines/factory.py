@@ -1,4 +1,4 @@
-"""Makes every system of the comparison, by name; what it needs trained is trained, what it needs searched, searched."""
+"""The factory of all compared systems: makes one by its name, after the training and the search that it needs."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from eval.baselines.finetuning import AnswerTuning
-    from eval.baselines.setups import BaselineSetup
+    from eval.baselines.scales import BaselineSetup
     from eval.baselines.weighting import TokenWeighting
     from mac_rag.data.types import QADataset
     from mac_rag.model import MACModel
 
 
-class Bench:
-    """Makes systems around one model.
+class SystemFactory:
+    """Makes the systems of a comparison around one model.
 
     Args:
-        model: MAC; its base LM is that of every other system.
-        setup: of the baselines.
-        training_set, validation_set: give the data, which only some systems need.
-        folder: keeps networks that were trained; None to keep none.
-        tuning: of fine-tuned LMs on questions and answers before they are asked.
-        retriever: for the system that has nothing else.
+        model: the MAC model; all systems share its base LM.
+        setup: training and search of the baselines.
+        training_set: loads the training data; called when a system needs it.
+        validation_set: loads the validation stream; called when a learning rate is searched.
+        folder: cache of the trained networks; None for no cache.
+        tuning: tuning of fine-tuned LMs on questions and answers, before they are asked; None for none.
+        retriever: name of the retriever of the method `retriever`.
         batch_size: questions of one generation.
-        seed: of all training.
+        seed: random seed of all training.
+
+    Attributes:
+        searched: F1 by learning rate, for each method whose learning rate was searched.
     """
 
     def __init__(
@@ -70,20 +74,19 @@ class Bench:
 
         Args:
             method: one of `METHODS`.
-            learning_rate: of fine-tuning; None to search it on the validation set, once for each method. What was found
-                is in `searched`.
-            trained: False leaves networks of CaMeLS and CCM as they start, where only the cost of running them matters.
+            learning_rate: learning rate of fine-tuning; None to search it on the validation stream, once a method.
+            trained: False leaves the networks of CaMeLS and CCM untrained, where only the cost of running them matters.
 
         Raises:
-            ConfigError: for an unknown method, or one that does not work with this model.
+            ConfigError: for an unknown method, or a method that does not work with this model.
         """
         if method in FINE_TUNING:
             return self._fine_tuning(method, learning_rate, trained)
         if method in ("zero-shot", "few-shot"):
             from eval.baselines.prompting import FewShot, drawn_examples
 
-            wanted = self.setup.examples if method == "few-shot" else 0
-            examples = drawn_examples(self.training_set.questions, wanted, self._seed) if wanted else []
+            count = self.setup.examples if method == "few-shot" else 0
+            examples = drawn_examples(self.training_set.questions, count, self._seed) if count else []
             return FewShot(self.model, examples, batch_size=self._batch_size)
         if method == "retriever":
             from eval.baselines.prompting import RetrieverOnly
@@ -122,8 +125,8 @@ class Bench:
                 _, self.searched[method] = search_learning_rate(
                     make, self.setup.rates, stream.documents, stream.questions
                 )
-            found = self.searched[method]
-            learning_rate = max(found, key=lambda rate: found[rate])
+            f1_by_rate = self.searched[method]
+            learning_rate = max(f1_by_rate, key=lambda rate: f1_by_rate[rate])
         return make(learning_rate)
 
     def _weighting(self, method: str, trained: bool) -> TokenWeighting:

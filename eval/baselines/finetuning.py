@@ -1,4 +1,4 @@
-"""Online fine-tuning: the LM is updated on the stream, document by document, and then asked."""
+"""Online fine-tuning: the LM is updated on the stream, document by document, and then answers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class AnswerTuning(Config):
-    """Tuning on questions and answers of the training set, after adaptation and before the questions of the stream.
+    """Tuning on questions and answers of the training split, after adaptation and before the questions of the stream.
 
     Attributes:
-        steps: of Adam; 0 for none.
+        steps: steps of Adam; 0 for no tuning.
         batch_size: questions of one step.
-        learning_rate: constant.
+        learning_rate: learning rate of Adam, constant.
     """
 
     steps: int = Field(0, ge=0)
@@ -37,19 +37,19 @@ class AnswerTuning(Config):
 
 
 class FineTuning(System):
-    """An LM of its own that takes one step of Adam on each document, in the order of the stream.
+    """A copy of the LM that takes one step of Adam on each document, in the order of the stream.
 
-    Nothing is dropped out, so equal streams give equal LMs.
+    There is no dropout, so equal streams give equal LMs.
 
     Args:
-        base_lm: tuned on questions and answers; it stays as it is.
-        weighting: of the tokens in the loss.
-        learning_rate: of Adam, constant.
-        max_new_tokens: longest answer.
+        base_lm: an LM tuned on questions and answers; it is copied and stays as it is.
+        weighting: weights of the tokens in the loss.
+        learning_rate: learning rate of Adam, constant.
+        max_new_tokens: limit of an answer's tokens.
         batch_size: questions of one generation.
-        tuning: on questions and answers, each time before the system is asked.
-        training_questions: what that tunes on.
-        seed: of their order.
+        tuning: tuning on questions and answers, of a copy, before the first answer after an adaptation; None for none.
+        training_questions: questions of the tuning.
+        seed: random seed of their order.
 
     Raises:
         ConfigError: for a quantised LM, whose weights cannot be updated.
@@ -80,10 +80,10 @@ class FineTuning(System):
         self._tuning = tuning or AnswerTuning()
         self._training_questions = training_questions
         self._seed = seed
-        self._asked: BaseLM | None = None
+        self._answering: BaseLM | None = None
 
     def adapt(self, documents: Sequence[Document]) -> None:
-        self._asked = None
+        self._answering = None
         window, device = self.lm.context_window, self.lm.device
         with progress_bar(self.name, len(documents)) as bar:
             for document in documents:
@@ -96,17 +96,17 @@ class FineTuning(System):
                 bar.advance()
 
     def answer(self, questions: Sequence[str]) -> list[str]:
-        if self._asked is None:
-            self._asked = self.lm
+        if self._answering is None:
+            self._answering = self.lm
             if self._tuning.steps:
-                self._asked = trainable_copy(self.lm)
-                tune_answers(self._asked, self._training_questions, self._tuning, seed=self._seed)
-        prompts = [self._asked.prompts.prompt(question) for question in questions]
-        return generate(self._asked, prompts, max_new_tokens=self._max_new_tokens, batch_size=self._batch_size)
+                self._answering = trainable_copy(self.lm)
+                tune_answers(self._answering, self._training_questions, self._tuning, seed=self._seed)
+        prompts = [self._answering.prompts.prompt(question) for question in questions]
+        return generate(self._answering, prompts, max_new_tokens=self._max_new_tokens, batch_size=self._batch_size)
 
 
 def trainable_copy(base_lm: BaseLM) -> BaseLM:
-    """The LM with all of its weights copied and ready for training.
+    """A copy of an LM with all weights trainable.
 
     Raises:
         ConfigError: for a quantised LM.
@@ -117,7 +117,14 @@ def trainable_copy(base_lm: BaseLM) -> BaseLM:
 
 
 def tune_answers(base_lm: BaseLM, questions: Sequence[Question], tuning: AnswerTuning, *, seed: int = 0) -> None:
-    """Trains an LM on answers to questions without any document, round after round in one order drawn by the seed."""
+    """Trains an LM in place on answers to questions without documents.
+
+    Args:
+        base_lm: a trainable LM.
+        questions: at least one; repeated in one order, which the seed draws.
+        tuning: the recipe.
+        seed: random seed of the order.
+    """
     order = cycle(random.Random(seed).sample(range(len(questions)), len(questions)))
     optimizer = torch.optim.Adam(base_lm.parameters(), lr=tuning.learning_rate)
     with progress_bar("tune answers", tuning.steps) as bar:
@@ -137,23 +144,23 @@ def search_learning_rate(
     documents: Sequence[Document],
     questions: Sequence[Question],
 ) -> tuple[float, dict[float, float]]:
-    """Tries learning rates on a validation stream: adapt, then ask (appendix A).
+    """Searches the learning rate on a validation stream: adapt, then ask (appendix A).
 
     Args:
-        make: a new system of one learning rate.
-        rates: to try.
-        documents, questions: of the validation stream.
+        make: makes a new system with a learning rate.
+        rates: learning rates to try.
+        documents, questions: the validation stream.
 
     Returns:
-        The rate of the highest mean F1, the smallest of equals; and the F1 of each.
+        The rate with the highest mean F1, the smallest of equals, and the F1 of each rate.
     """
     from mac_rag.data.metrics import best_over, f1
 
-    found = {}
+    f1_by_rate = {}
     for rate in sorted(rates):
         system = make(rate)
         system.adapt(documents)
         answers = system.answer([question.question for question in questions])
         scores = [best_over(f1, text, question.answers) for text, question in zip(answers, questions, strict=True)]
-        found[rate] = sum(scores) / len(scores)
-    return max(found, key=lambda rate: found[rate]), found
+        f1_by_rate[rate] = sum(scores) / len(scores)
+    return max(f1_by_rate, key=lambda rate: f1_by_rate[rate]), f1_by_rate

@@ -1,4 +1,4 @@
-"""The names of the methods that the experiments compare."""
+"""The names of the compared methods, as options accept them."""
 
 from __future__ import annotations
 

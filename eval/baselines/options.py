@@ -1,4 +1,4 @@
-"""What the commands that compare systems share: their options, and the way from options to a bench."""
+"""Options of the commands that compare systems, and the factory of systems that the options describe."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.baselines.methods import METHODS
-from eval.harness.streams import Setup, open_stream
+from eval.harness.scales import Scale, Setup
+from eval.harness.streams import open_stream
 
 if TYPE_CHECKING:
-    from eval.baselines.factory import Bench
+    from eval.baselines.factory import SystemFactory
     from eval.baselines.finetuning import AnswerTuning
 
 TrainedOption = Annotated[
     Path | None,
     typer.Option(
-        help="Folder of networks that baselines need trained; those found there are not trained again.",
+        help="Folder of the baselines' trained networks; a network that it holds is not trained again.",
         show_default="trained/ beside the result",
     ),
 ]
 RateOption = Annotated[
     float | None,
-    typer.Option(min=0, help="Of all fine-tuning.", show_default="fixed, as in the paper's experiment on retention"),
+    typer.Option(
+        min=0, help="Learning rate of all fine-tuning.", show_default="fixed, as in the paper's experiment on retention"
+    ),
 ]
-# The paper's sizes and model of tables 1 and 9, and of figures 2 and 3.
-SETUPS = {"tiny": Setup("mac-tiny", 1665), "paper": Setup("runs/gpt2-xl/train/best", 1665)}
 
 
-def open_bench(
+def open_factory(
     setup: Setup,
     path: Path,
     *,
-    scale: str,
+    scale: Scale,
     data: str | None,
     seed: int,
     device: str | None,
@@ -41,35 +42,34 @@ def open_bench(
     trained: Path | None = None,
     tuning: AnswerTuning | None = None,
     retriever: str = "bm25",
-) -> Bench:
-    """A bench around the model of a command.
+) -> SystemFactory:
+    """The factory of systems around a command's model.
 
     Args:
-        setup: names the model.
-        path: of the result; networks are kept beside it unless `trained` says where.
-        scale, data, seed, device, batch_size, trained: the command's options.
-        tuning, retriever: see `Bench`.
+        setup: the experiment's setup, which names the model.
+        path: the result file; trained networks are cached in `trained/` beside it.
+        scale, data, seed, device, batch_size: the command's options.
+        trained: another cache of trained networks.
+        tuning, retriever: see `SystemFactory`.
 
     Raises:
-        ModelLoadError: when there is no such model.
+        ModelLoadError: if there is no such model.
     """
-    from eval.baselines.factory import Bench
-    from eval.baselines.setups import SETUPS as BASELINES
+    from eval.baselines.factory import SystemFactory
+    from eval.baselines.scales import SCALES
     from mac_rag.data.types import QADataset
     from mac_rag.model import MACModel
 
-    baselines = BASELINES[scale]
-    wanted = {"train": baselines.training_documents, "val": baselines.validation_documents}
+    baselines = SCALES[scale]
 
-    def dataset(split: str) -> QADataset:
-        sizes = Setup(setup.model, wanted[split])
-        return open_stream(data, split, sizes, seed, scale=scale)[0]
+    def dataset(split: str, documents: int) -> QADataset:
+        return open_stream(data, split, documents, seed=seed, scale=scale)[0]
 
-    return Bench(
+    return SystemFactory(
         MACModel.from_pretrained(setup.model, device=device),
         baselines,
-        lambda: dataset("train"),
-        lambda: dataset("val"),
+        lambda: dataset("train", baselines.training_documents),
+        lambda: dataset("val", baselines.validation_documents),
         folder=trained or path.parent / "trained",
         tuning=tuning,
         retriever=retriever,
@@ -78,20 +78,24 @@ def open_bench(
     )
 
 
-def searched_notes(bench: Bench) -> list[str]:
-    """What the search of learning rates found, for the result."""
+def searched_notes(factory: SystemFactory) -> list[str]:
+    """Notes on the searched learning rates, for the result."""
     return [
-        f"{method}: F1 on {len(bench.validation_set.documents):,} validation documents by learning rate: "
-        + ", ".join(f"{rate:g}: {100 * f1:.1f} %" for rate, f1 in found.items())
-        for method, found in bench.searched.items()
+        f"{method}: F1 on {len(factory.validation_set.documents):,} validation documents by learning rate: "
+        + ", ".join(f"{rate:g}: {100 * f1:.1f} %" for rate, f1 in f1_by_rate.items())
+        for method, f1_by_rate in factory.searched.items()
     ]
 
 
 def chosen_methods(text: str, among: tuple[str, ...] = METHODS) -> list[str]:
-    """The methods of an option, in the order given.
+    """The distinct methods in the value of an option, in their order.
+
+    Args:
+        text: names of methods, separated by commas.
+        among: the names that the option accepts.
 
     Raises:
-        ConfigError: for an unknown one, or none.
+        ConfigError: for an unknown method, or no method.
     """
     from mac_rag.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Baselines that never change the LM: questions alone, examples in front of them, or retrieved documents."""
+"""Baselines that leave the LM as it is: zero-shot, few-shot and retrieval-augmented prompts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class FewShot(System):
-    """The LM behind the same examples for every question, as it was tuned: each answer closed by the end token.
+    """Few-shot prompting: the same examples in front of every question, each answer closed by the end token.
 
     Args:
-        model: its base LM answers.
-        examples: training questions with their answers; none for zero-shot.
+        model: a MAC model, whose base LM answers.
+        examples: training questions with their answers; empty for zero-shot.
         batch_size: questions of one generation.
     """
 
@@ -31,27 +31,28 @@ class FewShot(System):
         self._model = model
         self._batch_size = batch_size
         prompts = model.base_lm.prompts
-        self._shown = list(prompts.start)
+        self._prefix = list(prompts.start)
         for example in examples:
-            self._shown += prompts.question(example.question) + prompts.answer(example.answers[0])
+            self._prefix += prompts.question(example.question) + prompts.answer(example.answers[0])
 
     def adapt(self, documents: Sequence[Document]) -> None:
-        """Leaves everything as it is."""
+        """Does nothing: the prompts do not depend on documents."""
 
     def answer(self, questions: Sequence[str]) -> list[str]:
-        lm, longest = self._model.base_lm, self._model.config.max_new_tokens
-        asked = [self._shown + lm.prompts.question(question) for question in questions]
-        return generate(lm, asked, max_new_tokens=longest, batch_size=self._batch_size)
+        lm = self._model.base_lm
+        prompts = [self._prefix + lm.prompts.question(question) for question in questions]
+        limit = self._model.config.max_new_tokens
+        return generate(lm, prompts, max_new_tokens=limit, batch_size=self._batch_size)
 
 
 class RetrieverOnly(System):
-    """The LM behind documents that a retriever finds, without any memory.
+    """The LM behind retrieved documents, without memory.
 
     Args:
-        model: its base LM answers.
-        retriever: an empty one.
-        name: of the retriever.
-        k: documents in front of each question.
+        model: a MAC model, whose base LM answers.
+        retriever: an empty retriever.
+        name: name of the retriever.
+        k: number of documents in front of each question.
         batch_size: questions of one generation.
     """
 
@@ -67,18 +68,23 @@ class RetrieverOnly(System):
         self._retriever.add(documents)
 
     def answer(self, questions: Sequence[str]) -> list[str]:
-        found = [[hit.text for hit in hits] for hits in self._retriever.retrieve(questions, self._k)]
+        contexts = [[hit.text for hit in hits] for hits in self._retriever.retrieve(questions, self._k)]
         answers = self._engine.answer(
-            questions, contexts=found, use_memory=False, overflow="truncate", batch_size=self._batch_size, progress=True
+            questions,
+            contexts=contexts,
+            use_memory=False,
+            overflow="truncate",
+            batch_size=self._batch_size,
+            progress=True,
         )
         return [answer.text for answer in answers]
 
 
 def drawn_examples(questions: Sequence[Question], count: int, seed: int) -> list[Question]:
-    """Examples for `FewShot`.
+    """`count` examples for `FewShot`, drawn from training questions by the seed.
 
     Raises:
-        ConfigError: when there are fewer questions.
+        ConfigError: if there are fewer questions.
     """
     if count > len(questions):
         raise ConfigError(f"{count} examples are wanted, but the training set has {len(questions)} questions")

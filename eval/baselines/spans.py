@@ -19,7 +19,7 @@ _DATE = re.compile(
     r"(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day)\b"
 )
 _NUMBER = re.compile(r"[$€£]?\b\d[\d,.]*\d(?:st|nd|rd|th|%)?|[$€£]?\b\d(?:st|nd|rd|th|%)?")
-# Capitalised words in a row, joined by what stands small or marked inside names.
+# Consecutive capitalised words, also joined by a lower-case particle or an ampersand.
 _WORD = r"[^\W\d_a-zß-öø-ÿ][\w'’.-]*\w|[^\W\d_a-zß-öø-ÿ]"
 _NAME = re.compile(rf"(?<!\w)(?:{_WORD})(?:(?: | of | de | van | von | & )(?:{_WORD}))*")
 _SENTENCE = re.compile(r"(?:^|[.!?:]['\"”’)]*\s+|\n)['\"“‘(]*$")
@@ -33,9 +33,9 @@ _COMMON = frozenset(
 
 
 def rule_spans(text: str) -> list[Span]:
-    """Names, dates and numbers, as far as capitals and digits show them.
+    """Names, dates and numbers, recognized by capitals and digits.
 
-    A capitalised word that stands alone at the beginning of a sentence is taken for an ordinary one.
+    A single capitalised word at the beginning of a sentence is taken for an ordinary word.
     """
     spans = [match.span() for pattern in (_DATE, _NUMBER) for match in pattern.finditer(text)]
     for match in _NAME.finditer(text):
@@ -53,12 +53,12 @@ def rule_spans(text: str) -> list[Span]:
 
 
 def spacy_spans(pipeline: Language) -> Callable[[str], Sequence[Span]]:
-    """Finds the named entities of a spaCy pipeline."""
+    """A function that finds the named entities of a text by a spaCy pipeline."""
     return lambda text: [(entity.start_char, entity.end_char) for entity in pipeline(text).ents]
 
 
 def salient_spans() -> SalientSpanWeights:
-    """Weights by spaCy where an English pipeline is installed, and else by the rules; the settings say which."""
+    """Weights by an installed English spaCy pipeline, or else by the rules; the setting `spans` names the finder."""
     name = _pipeline()
     if name is None:
         return SalientSpanWeights(rule_spans, RULES)
@@ -68,6 +68,6 @@ def salient_spans() -> SalientSpanWeights:
 
 
 def _pipeline() -> str | None:
-    """The installed English pipeline to use: the small one, as published, or another."""
+    """The name of an installed English pipeline: the published small one if it is there; None without any."""
     english = sorted(point.name for point in entry_points(group="spacy_models") if point.name.startswith("en_"))
     return "en_core_web_sm" if "en_core_web_sm" in english else next(iter(english), None)

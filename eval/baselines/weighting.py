@@ -1,4 +1,4 @@
-"""Token weights of online fine-tuning: what each token of a document counts in the loss that the LM is updated by."""
+"""Token weights of online fine-tuning: the weight of each token of a document in the loss that updates the LM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mac_rag.errors import DocumentError
 if TYPE_CHECKING:
     from mac_rag.lm.prompt import PromptEncoder
 
-Span = tuple[int, int]  # first character, and the one behind the last
+Span = tuple[int, int]  # index of the first character, and of the one after the last
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Passage:
     """A document, or a part of one, as the LM reads it.
 
     Attributes:
-        ids: token ids `[L]`, what the tokenizer puts in front of a text included.
-        text: what the tokens stand for.
-        spans: the characters of `text` that each token covers; an empty span for what is not text.
+        ids: token ids `[L]`, with the tokens that the tokenizer puts in front of a text.
+        text: the text of the whole document.
+        spans: the characters of `text` that each token covers; an empty span for a token that is not text.
     """
 
     ids: Tensor
@@ -35,7 +35,13 @@ class Passage:
 
 
 def passages(prompts: PromptEncoder, text: str, window: int, device: torch.device | str = "cpu") -> Iterator[Passage]:
-    """A document as the LM is to be updated on it: in one part, or as many as the window asks for.
+    """A document as one passage, or as several where it is longer than the window.
+
+    Args:
+        prompts: writes and tokenizes the document.
+        text: the document.
+        window: maximum tokens of a passage.
+        device: device of the token ids.
 
     Raises:
         DocumentError: for an empty document.
@@ -52,12 +58,12 @@ def passages(prompts: PromptEncoder, text: str, window: int, device: torch.devic
 
 
 class TokenWeighting(ABC):
-    """Weights the tokens of a document.
+    """Weights of the tokens of a document.
 
     Attributes:
-        name: of the fine-tuning that uses these weights.
-        settings: what the result says about them.
-        networks: what they come from.
+        name: name of the fine-tuning that uses these weights.
+        settings: settings of the weights in the result.
+        networks: networks that compute them.
     """
 
     name: str
@@ -66,11 +72,11 @@ class TokenWeighting(ABC):
 
     @abstractmethod
     def weights(self, passage: Passage) -> Tensor:
-        """A weight for each token, `[L]`."""
+        """The weights of a passage's tokens, `[L]`."""
 
 
 class UniformWeights(TokenWeighting):
-    """All tokens count alike."""
+    """All tokens have weight 1."""
 
     name = "Uniform"
 
@@ -79,11 +85,11 @@ class UniformWeights(TokenWeighting):
 
 
 class SalientSpanWeights(TokenWeighting):
-    """Tokens of names, dates and numbers count, others do not (Guu et al., 2020).
+    """Weight 1 for the tokens of names, dates and numbers, and 0 for others (Guu et al., 2020).
 
     Args:
-        find: gives the salient spans of a text.
-        finder: what finds them, for the result.
+        find: finds the salient spans of a text.
+        finder: description of `find` in the result.
     """
 
     name = "Salient Spans"
@@ -101,17 +107,17 @@ class SalientSpanWeights(TokenWeighting):
 
 
 def weighted_loss(logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """The mean over all predicted tokens of weight times negative log-likelihood.
+    """The mean of weight times negative log-likelihood, in nats, over all predicted tokens.
 
     Args:
-        logits: `[L, vocabulary]`, the prediction behind each token.
-        ids: `[L]`.
-        weights: `[L]`; the first one has nothing to weigh.
+        logits: predictions of the next token, `[L, vocabulary]`.
+        ids: token ids, `[L]`.
+        weights: token weights, `[L]`; the first token is not predicted, so its weight is not used.
     """
     losses = functional.cross_entropy(at_least_single(logits[:-1]), ids[1:], reduction="none")
     return (weights[1:] * losses).mean()
 
 
 def at_least_single(values: Tensor) -> Tensor:
-    """The values in single precision, or double where they are: half is not enough for a loss."""
+    """The values in single precision, or in double if they are double; half precision is not enough for a loss."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -1,19 +1,22 @@
-"""Networks that a baseline needs and that take minutes to train: kept beside the results, found by what they are.
+"""A cache of the networks that baselines train for minutes, beside the results.
 
-A file is named by a digest of all that determines the weights: a changed recipe, LM or data set never meets old ones.
+The name of a file is a digest of everything that determines the weights. A changed recipe, LM or data set has another
+name, so an outdated network is never loaded.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from filelock import FileLock
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialize
 from torch import nn
 
+from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -22,7 +25,15 @@ if TYPE_CHECKING:
 
 
 def key(kind: str, lm: nn.Module, dataset: QADataset, config: Config, seed: int) -> str:
-    """The name of a network of this kind, trained for an LM on a data set."""
+    """The key of a trained network: its kind and a digest of seed, recipe, LM and data set.
+
+    Args:
+        kind: what the network is, such as `camels`.
+        lm: the LM that the network is trained for, or starts from.
+        dataset: the training documents and questions.
+        config: the recipe of the training.
+        seed: random seed of the training.
+    """
     digest = hashlib.sha256(f"{seed}\n{config.model_dump_json()}\n".encode())
     for name, weight in lm.state_dict().items():
         digest.update(name.encode() + weight.detach().float().cpu().contiguous().numpy().tobytes())
@@ -34,10 +45,13 @@ def key(kind: str, lm: nn.Module, dataset: QADataset, config: Config, seed: int)
 
 
 def load(network: nn.Module, folder: Path | None, name: str) -> bool:
-    """Fills a network from a folder; False where it is not there.
+    """Loads the weights of a network from a folder.
+
+    Returns:
+        False if the folder does not hold the network.
 
     Raises:
-        ModelLoadError: for a file that is damaged.
+        ModelLoadError: if the file is damaged.
     """
     if folder is None or not (path := folder / f"{name}.safetensors").exists():
         return False
@@ -49,11 +63,18 @@ def load(network: nn.Module, folder: Path | None, name: str) -> bool:
 
 
 def save(network: nn.Module, folder: Path | None, name: str) -> None:
-    """Keeps a network in a folder; the file is either whole or not there."""
+    """Writes the weights of a network into a folder; None writes nothing. The file is whole at any time.
+
+    Args:
+        network: the trained network.
+        folder: the cache; made if it does not exist.
+        name: the key of the network.
+    """
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.safetensors"
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    save_file({name: weight.detach().cpu().contiguous() for name, weight in network.state_dict().items()}, partial)
-    partial.replace(path)
+    weights = {name: weight.detach().cpu().contiguous() for name, weight in network.state_dict().items()}
+    # Two experiments that run side by side may train the same network, and must not write one file at once.
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        write_file(folder / f"{name}.safetensors", [serialize(weights)])
+        sync_folder(folder)

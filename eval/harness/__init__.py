@@ -1,1 +1,1 @@
-"""What the evaluation commands are made of: options, protocol, results, streams, systems and variants."""
+"""Parts of the evaluation commands: options, scales, streams, systems, variants, the protocol and the results."""

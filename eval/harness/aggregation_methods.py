@@ -1,4 +1,4 @@
-"""The ways of aggregation that `benchmarks.memory_vs_accuracy` compares: what each answers, and the memory it takes."""
+"""Aggregation methods compared by memory and accuracy: full attention, subgroups, bounded banks and codebooks."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ WITHOUT_PRIOR = "no prior"
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to get from questions and a bank to phi*.
+class AggregationMethod:
+    """A method that aggregates a bank into phi* for each question.
 
     Attributes:
-        group: the figure that it belongs to.
-        name: what the table calls it.
-        method: what it has in common with others of its group.
-        parameter: what it differs in: M, entries of the bank, or codes; None where there is no such number.
-        entries: of the bank.
-        bank_bytes: of what is stored: memory tokens, or codes and their codebook.
-        with_prior: whether the model's document prior takes part.
-        aggregate: the way itself.
+        group: the experiment that the method belongs to.
+        name: name of its row in the table, unique.
+        family: name shared by the methods that differ only in `parameter`.
+        parameter: subgroup size M, entries of the bank, or codes of the codebook; None if the method has none.
+        entries: number of entries of the bank.
+        bank_bytes: size of the stored memory tokens, or of the codes and their codebook.
+        with_prior: True if the model's document prior is on.
+        aggregate: maps encoded questions `[B, T, D]` to phi* `[B, T, D]`.
     """
 
     group: Group
     name: str
-    method: str
+    family: str
     parameter: int | None
     entries: int
     bank_bytes: int
@@ -61,13 +61,15 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What a way gives: see `Way`, and
+class Measurement:
+    """Accuracy, memory and time of one aggregation method.
 
     Attributes:
+        group, name, parameter, entries, bank_bytes: as in `AggregationMethod`.
+        method: its family.
         em, f1, em_prefix: means over the questions, 0 to 1.
-        peak_bytes: most that one batch of questions holds during aggregation, beyond the bank as it is stored.
-        aggregation_seconds: for all questions.
+        peak_bytes: peak memory of aggregating one batch of questions, beyond the stored bank.
+        aggregation_seconds: time of aggregation for all questions together.
     """
 
     group: str
@@ -84,42 +86,66 @@ class Figures:
 
 
 @torch.no_grad()
-def measure(model: MACModel, way: Way, questions: Sequence[Question], batch_size: int) -> tuple[Figures, list[Verdict]]:
-    """Asks all questions in one way; memory is that of the first, full batch."""
+def measure(
+    model: MACModel, method: AggregationMethod, questions: Sequence[Question], batch_size: int
+) -> tuple[Measurement, list[Verdict]]:
+    """Answers all questions with one aggregation method.
+
+    Args:
+        model: the model that encodes the questions and answers them.
+        method: maps the encoded questions to phi*.
+        questions: at least one.
+        batch_size: questions of one batch; the peak memory is that of the first batch.
+
+    Returns:
+        The measurement, and the verdict on each answer.
+    """
     answers: list[Answer] = []
     peak, seconds = 0, 0.0
     with (
-        progress_bar(way.name, len(questions)) as bar,
-        nullcontext() if way.with_prior or model.aggregation.prior is None else model.without_document_prior(),
+        progress_bar(method.name, len(questions)) as bar,
+        nullcontext() if method.with_prior or model.aggregation.prior is None else model.without_document_prior(),
     ):
         for first in range(0, len(questions), batch_size):
-            asked = [question.question for question in questions[first : first + batch_size]]
-            encoded = model.input_encoder([model.input_encoder.ids(text) for text in asked])
+            texts = [question.question for question in questions[first : first + batch_size]]
+            encoded = model.input_encoder([model.input_encoder.ids(text) for text in texts])
             if not answers:
-                peak = allocated_peak(lambda: way.aggregate(encoded), model.device)[1]  # noqa: B023
+                peak = allocated_peak(lambda: method.aggregate(encoded), model.device)[1]  # noqa: B023
             began = time.perf_counter()
-            phi = way.aggregate(encoded)
+            phi = method.aggregate(encoded)
             if model.device.type == "cuda":
                 torch.cuda.synchronize(model.device)
             seconds += time.perf_counter() - began
-            answers += [Answer(text, (), (), False) for text in model.generate(asked, modulation=phi)]
-            bar.advance(len(asked))
+            answers += [Answer(text, (), (), False) for text in model.generate(texts, modulation=phi)]
+            bar.advance(len(texts))
     verdicts = judge(questions, answers)
     em, f1, em_prefix = (
         sum(getattr(verdict, metric) for verdict in verdicts) / len(verdicts) for metric in ("em", "f1", "em_prefix")
     )
-    figures = Figures(
-        way.group, way.name, way.method, way.parameter, way.entries, way.bank_bytes, em, f1, em_prefix, peak, seconds
+    measurement = Measurement(
+        method.group,
+        method.name,
+        method.family,
+        method.parameter,
+        method.entries,
+        method.bank_bytes,
+        em,
+        f1,
+        em_prefix,
+        peak,
+        seconds,
     )
-    return figures, verdicts
+    return measurement, verdicts
 
 
-def hierarchical_ways(model: MACModel, bank: MemoryBank, subgroups: Sequence[int]) -> Iterator[Way]:
-    """Figure 5 of the paper: the whole bank in one softmax, streamed, and in subgroups of M."""
+def hierarchical_methods(model: MACModel, bank: MemoryBank, subgroups: Sequence[int]) -> Iterator[AggregationMethod]:
+    """Figure 5 of the paper: attention to the whole bank in one softmax, streamed, and in subgroups of size M."""
     network, view = model.aggregation, projected(model, bank)
 
-    def way(name: str, parameter: int | None, aggregate: Aggregate) -> Way:
-        return Way("hierarchical", name, name, parameter, len(view.row_keys), bank_bytes(bank), True, aggregate)
+    def method(name: str, parameter: int | None, aggregate: Aggregate) -> AggregationMethod:
+        return AggregationMethod(
+            "hierarchical", name, name, parameter, len(view.row_keys), bank_bytes(bank), True, aggregate
+        )
 
     def full(question: MemoryTokens) -> Tensor:
         phi: Tensor = network(question, model.project(bank.phi), attention=direct_attention)[0]
@@ -128,14 +154,16 @@ def hierarchical_ways(model: MACModel, bank: MemoryBank, subgroups: Sequence[int
     def grouped(subgroup: int) -> Aggregate:
         return lambda question: hierarchical(network, question, view, subgroup)
 
-    yield way("full", None, full)
-    yield way("streaming", None, attending(model, view))
+    yield method("full", None, full)
+    yield method("streaming", None, attending(model, view))
     for size in subgroups:
-        yield way(f"hierarchical, M = {size}", size, grouped(size))
+        yield method(f"hierarchical, M = {size}", size, grouped(size))
 
 
-def reduction_ways(model: MACModel, bank: MemoryBank, documents: Sequence[Document], seed: int) -> Iterator[Way]:
-    """Figure 7 of the paper: banks of a limited number of entries, each filled with the stream from its beginning."""
+def reduction_methods(
+    model: MACModel, bank: MemoryBank, documents: Sequence[Document], seed: int
+) -> Iterator[AggregationMethod]:
+    """Figure 7 of the paper: banks of 75, 50 and 25 % of the stream's documents, filled from its beginning."""
     phi = torch.cat([bank[document.id].phi for document in documents])
     rows = [len(bank[document.id].phi) for document in documents]
     for method in get_args(ReductionMethod):
@@ -143,7 +171,7 @@ def reduction_ways(model: MACModel, bank: MemoryBank, documents: Sequence[Docume
             maximum = max(1, round(share * len(documents)))
             bounded = BoundedBank(MemoryBank(model.fingerprint), maximum, method, seed=seed)
             bounded.put(documents, phi, rows)
-            yield Way(
+            yield AggregationMethod(
                 "reduction",
                 f"{method.replace('-', ' ')}, {round(100 * share)} %",
                 method.replace("-", " "),
@@ -155,32 +183,48 @@ def reduction_ways(model: MACModel, bank: MemoryBank, documents: Sequence[Docume
             )
 
 
-def codebook_ways(
+def codebook_methods(
     model: MACModel, bank: MemoryBank, sizes: Sequence[int], preselected: int, seed: int
-) -> Iterator[Way]:
-    """Quantised banks, and the one that they come from: all of it without the prior, preselected documents with it."""
+) -> Iterator[AggregationMethod]:
+    """Quantised banks beside the original bank: attention to all rows without the prior, to preselected rows with it.
+
+    Args:
+        model: the model that wrote the bank.
+        bank: the bank to quantise.
+        sizes: numbers of codes, one codebook each.
+        preselected: rows that the document prior selects for each question.
+        seed: random seed of the codebooks' fit.
+    """
     network, whole = model.aggregation, projected(model, bank)
     rows = len(whole.row_keys)
 
-    def way(name: str, method: str, codes: int | None, stored: MemoryBank, aggregate: Aggregate) -> Way:
-        with_prior = method != WITHOUT_PRIOR
-        return Way("codebook", f"{name}, {method}", method, codes, rows, bank_bytes(stored), with_prior, aggregate)
+    def method(
+        name: str, family: str, codes: int | None, stored: MemoryBank, aggregate: Aggregate
+    ) -> AggregationMethod:
+        with_prior = family != WITHOUT_PRIOR
+        return AggregationMethod(
+            "codebook", f"{name}, {family}", family, codes, rows, bank_bytes(stored), with_prior, aggregate
+        )
 
-    chosen = f"prior, {preselected} preselected"
-    yield way("not quantised", WITHOUT_PRIOR, None, bank, attending(model, whole))
+    with_preselection = f"prior, {preselected} preselected"
+    yield method("not quantised", WITHOUT_PRIOR, None, bank, attending(model, whole))
     if network.prior is not None:
-        yield way("not quantised", chosen, None, bank, preselecting(model, whole, whole.prior_keys, preselected))
+        yield method(
+            "not quantised", with_preselection, None, bank, preselecting(model, whole, whole.prior_keys, preselected)
+        )
     for size in sizes:
         quantized = quantize(bank, fit(bank.phi, size, seed=seed))
         view = CodebookView(network, quantized, device=model.device)
         name = f"{size:,} codes"
-        yield way(name, WITHOUT_PRIOR, size, quantized, attending(model, view))
+        yield method(name, WITHOUT_PRIOR, size, quantized, attending(model, view))
         if network.prior is not None:
-            yield way(name, chosen, size, quantized, preselecting(model, view, view.row_prior_keys, preselected))
+            yield method(
+                name, with_preselection, size, quantized, preselecting(model, view, view.row_prior_keys, preselected)
+            )
 
 
 def attending(model: MACModel, view: BankView) -> Aggregate:
-    """Exact attention over all rows of a view."""
+    """Exact attention over all rows of a view, streamed in chunks."""
 
     def aggregate(question: MemoryTokens) -> Tensor:
         phi: Tensor = model.aggregation(question, view)[0]
@@ -192,7 +236,7 @@ def attending(model: MACModel, view: BankView) -> Aggregate:
 def preselecting(
     model: MACModel, view: ProjectedBank | CodebookView, prior_keys: Tensor | None, preselected: int
 ) -> Aggregate:
-    """Attention over the rows with the highest prior."""
+    """Attention over the `preselected` rows of a view with the highest document prior, for each question."""
     prior = model.aggregation.prior
     assert prior is not None
     assert prior_keys is not None
@@ -200,20 +244,20 @@ def preselecting(
     index.refresh(view.row_keys, prior_keys)
 
     def aggregate(question: MemoryTokens) -> Tensor:
-        chosen, _ = index.search(prior.queries(question), prior.log_scale.exp(), preselected)
-        phi: Tensor = model.aggregation(question, view.select(chosen))[0]
+        rows, _ = index.search(prior.queries(question), prior.log_scale.exp(), preselected)
+        phi: Tensor = model.aggregation(question, view.select(rows))[0]
         return phi
 
     return aggregate
 
 
 def projected(model: MACModel, bank: MemoryBank) -> ProjectedBank:
-    """The bank with no keys and values kept, so that aggregation pays for all that it needs."""
+    """A view that caches no keys and values, so that the peak of aggregation includes projecting them."""
     return ProjectedBank(model.aggregation, bank, device=model.device, budget_bytes=0, chunk_rows=64)
 
 
 def bank_bytes(bank: MemoryBank) -> int:
-    """What the bank stores of its memory tokens."""
+    """Bytes of the stored memory tokens: float tokens, or int32 codes and their codebook."""
     if bank.codebook is None:
         return bank.phi.nbytes
     return bank.codes(0, len(bank.row_keys)).numel() * torch.int32.itemsize + bank.codebook.nbytes

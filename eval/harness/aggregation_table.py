@@ -1,4 +1,4 @@
-"""What `eval.hierarchical` and `eval.reduction` share: ways of aggregation, measured and written as one result."""
+"""Measures aggregation methods and writes one result; shared by `eval.hierarchical` and `eval.reduction`."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 from eval.harness.command import report
 
 if TYPE_CHECKING:
-    from eval.harness.aggregation_methods import Figures, Way
+    from eval.harness.aggregation_methods import AggregationMethod, Measurement
     from eval.harness.results import Row
     from mac_rag.data.types import QADataset
     from mac_rag.memory.bank import MemoryBank
     from mac_rag.model import MACModel
 
-Ways = Callable[["MACModel", "MemoryBank", "QADataset"], Iterable["Way"]]
+MethodFactory = Callable[["MACModel", "MemoryBank", "QADataset"], Iterable["AggregationMethod"]]
 
 
-def measure_ways(
+def measure_methods(
     experiment: str,
-    ways: Ways,
+    make_methods: MethodFactory,
     path: Path,
     model: MACModel,
     dataset: QADataset,
@@ -29,16 +29,18 @@ def measure_ways(
     options: dict[str, Any],
     source: str,
 ) -> None:
-    """Adapts to a stream, asks its questions in every way, and writes what each answered and the memory it took.
+    """Adapts to a stream, answers its questions with every method, and writes answers and memory.
 
-    Memory is the peak of all tensors that aggregating one batch of questions allocates, beyond the bank as it is
-    stored (`eval.harness.allocations`); encoding the questions and the LM are left out, as in the paper.
+    Memory is the peak of all tensors that aggregating one batch of questions allocates, beyond the stored bank
+    (`eval.harness.allocations`). It excludes the encoding of the questions and the LM, as in the paper.
 
     Args:
-        experiment: name of the module.
-        ways: makes them from the model, its bank and the stream; others are held against the first, the whole bank.
-        path: of the result.
-        model, dataset: what to measure on.
+        experiment: name of the module, `eval.<experiment>`.
+        make_methods: makes the methods from the model, its bank and the stream. The first one attends to the whole
+            bank; the others are compared with it.
+        path: the result file.
+        model: the model to measure.
+        dataset: the stream to adapt to, with its questions.
         batch_size: questions that are aggregated at once.
         options, source: see `eval.harness.command.report`.
     """
@@ -53,11 +55,12 @@ def measure_ways(
     adaptation = adapt(engine, dataset.documents, progress=True)
     rows: list[Row] = []
     verdicts = {}
-    whole: Figures | None = None
-    for way in ways(model, engine.bank, dataset):
-        figures, verdicts[way.name] = measure(model, way, dataset.questions, batch_size)
-        whole = whole or figures
-        rows.append(row(figures, whole, len(dataset.documents), len(dataset.questions)))
+    whole: Measurement | None = None
+    for method in make_methods(model, engine.bank, dataset):
+        measurement, verdicts[method.name] = measure(model, method, dataset.questions, batch_size)
+        if whole is None:
+            whole = measurement
+        rows.append(row(measurement, whole, len(dataset.documents), len(dataset.questions)))
     report(
         path,
         experiment=experiment,
@@ -71,30 +74,31 @@ def measure_ways(
     )
 
 
-def row(figures: Figures, whole: Figures, documents: int, questions: int) -> Row:
-    """The figures of one way as a row; `M` is the size of hierarchical aggregation's subgroups.
+def row(measurement: Measurement, whole: Measurement, documents: int, questions: int) -> Row:
+    """One measurement as a row of the result.
 
-    `memory_kept` and `f1_kept` are percentages of the whole bank's.
+    The setting `M` is the subgroup size of hierarchical aggregation. `memory_kept` and `f1_kept` are percentages of
+    the whole bank's peak memory and F1.
     """
     from eval.harness.results import Row
 
-    settings: dict[str, str | int | float] = {"method": figures.method, "entries": figures.entries}
-    if figures.group == "hierarchical" and figures.parameter is not None:
-        settings |= {"method": "hierarchical", "M": figures.parameter}
-    kept = {} if whole.f1 == 0 else {"f1_kept": 100 * figures.f1 / whole.f1}
+    settings: dict[str, str | int | float] = {"method": measurement.method, "entries": measurement.entries}
+    if measurement.group == "hierarchical" and measurement.parameter is not None:
+        settings |= {"method": "hierarchical", "M": measurement.parameter}
+    f1_kept = {} if whole.f1 == 0 else {"f1_kept": 100 * measurement.f1 / whole.f1}
     return Row(
-        name=figures.name,
+        name=measurement.name,
         settings=settings,
         measures={
-            "peak_mb": figures.peak_bytes / 1e6,
-            "memory_kept": 100 * figures.peak_bytes / whole.peak_bytes,
-            **kept,
-            "bank_mb": figures.bank_bytes / 1e6,
-            "aggregation_seconds": figures.aggregation_seconds,
+            "peak_mb": measurement.peak_bytes / 1e6,
+            "memory_kept": 100 * measurement.peak_bytes / whole.peak_bytes,
+            **f1_kept,
+            "bank_mb": measurement.bank_bytes / 1e6,
+            "aggregation_seconds": measurement.aggregation_seconds,
         },
         documents=documents,
         questions=questions,
-        em=figures.em,
-        f1=figures.f1,
-        em_prefix=figures.em_prefix,
+        em=measurement.em,
+        f1=measurement.f1,
+        em_prefix=measurement.em_prefix,
     )

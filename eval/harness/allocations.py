@@ -1,4 +1,4 @@
-"""The memory that a piece of work takes, to the byte."""
+"""The peak memory of a call, to the byte."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ _Result = TypeVar("_Result")
 
 
 def allocated_peak(run: Callable[[], _Result], device: torch.device) -> tuple[_Result, int]:
-    """What a run returns, and the most bytes of tensors that it held at once beyond those that were there before.
+    """Calls a function and measures the peak of its tensor memory beyond the memory allocated before.
 
-    On the CPU these are all allocations and releases of PyTorch's allocator in the order in which torch.profiler
-    records them, what kernels allocate for themselves included; not what libraries below PyTorch keep (the packed
-    matrices of a BLAS). On a GPU it is `torch.cuda.max_memory_allocated` less what was allocated before.
+    On a CPU the peak comes from all allocations and releases of PyTorch's allocator, in the order in which
+    torch.profiler records them. It includes the scratch memory of PyTorch's kernels, but not that of libraries below
+    PyTorch (the packed matrices of a BLAS). On a GPU it is the growth of `torch.cuda.max_memory_allocated`.
+
+    Args:
+        run: the function.
+        device: the device that it runs on.
+
+    Returns:
+        The function's result, and the peak in bytes.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Paired bootstrap: how sure a difference between two ways of answering the same questions is."""
+"""Paired bootstrap: the confidence interval of a difference between two systems on the same questions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RESAMPLES = 10_000
 
 
 class Interval(Config):
-    """A mean and its 95 % interval."""
+    """A mean and its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -18,18 +18,18 @@ class Interval(Config):
 
 
 def paired_interval(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Interval:
-    """The mean of `ours - theirs` over the questions, with the percentile interval of 10,000 resamples of them.
+    """The mean of `ours - theirs`, with the percentile interval of 10,000 resamples of the questions.
 
     Args:
-        ours, theirs: the figure of each question, in the same order; at least one.
-        seed: of the resampling.
+        ours, theirs: one figure for each question, in the same order; at least one.
+        seed: random seed of the resampling.
     """
     import numpy as np
 
     differences = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
     generator = np.random.default_rng(seed)
     count = len(differences)
-    # How often each question is drawn; some at a time, for all of them would not fit into memory.
+    # The counts of each question in 500 resamples at a time; the counts of all resamples would not fit into memory.
     means = np.concatenate(
         [
             generator.multinomial(count, np.full(count, 1 / count), size=RESAMPLES // 20) @ differences / count

@@ -1,31 +1,35 @@
-"""What the evaluation commands share: their options, and the way from options to a table and a result file."""
+"""Options of the evaluation commands, the commands of the benchmarks, and the report of a result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eval.harness.scales import Scale
 from mac_rag import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from eval.harness.results import Adaptation, Row, Sample
     from mac_rag.data.types import QADataset
     from mac_rag.model import MACModel
+    from mac_rag.retrieval.base import Retriever
 
 MODEL_HELP = "A MAC model: a shipped one, a folder, or a repository on the Hub."
 ModelOption = Annotated[str, typer.Option(help=MODEL_HELP)]
-SeedOption = Annotated[int, typer.Option(help="Draws the generated stream, and the questions of --questions.")]
+SeedOption = Annotated[
+    int, typer.Option(help="Random seed of the generated stream and of the questions that --questions draws.")
+]
 OutputOption = Annotated[
     Path | None, typer.Option(help="The result file.", show_default="results/<experiment>-<time>.json")
 ]
 ScaleOption = Annotated[
-    Literal["tiny", "paper"],
+    Scale,
     typer.Option(help="Sizes and models: tiny runs on any machine in minutes, paper is the paper's and needs --data."),
 ]
-BatchOption = Annotated[int, typer.Option(min=1, help="Questions answered at a time.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Questions of one batch.")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="a GPU if there is one")]
 
 
@@ -33,8 +37,8 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
     """The command of one benchmark: `python -m eval.<benchmark>`.
 
     Args:
-        benchmark: name of the data set, as `mac_rag.data.load_dataset` knows it.
-        title: how to call it in messages.
+        benchmark: name of the data set in `mac_rag.data.load_dataset`.
+        title: name of the data set in messages.
     """
 
     def main(
@@ -59,8 +63,8 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
         memory_weight: Annotated[
             str | None,
             typer.Option(
-                help="What memory weighs against the LM alone behind retrieved documents: numbers above 0 and at most "
-                "1, separated by commas; 1 is the paper's.",
+                help="Weights of the memory against the LM alone behind retrieved documents (lambda): numbers above 0 "
+                "and at most 1, separated by commas; 1 is the paper's.",
                 show_default="the model's own",
             ),
         ] = None,
@@ -68,10 +72,10 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
             Path | None,
             typer.Option(help="Folder of the data set's files.", show_default="the embedded newswire sample"),
         ] = None,
-        split: Annotated[str, typer.Option(help="Which split to stream.")] = "test",
+        split: Annotated[str, typer.Option(help="Split of the data set to stream.")] = "test",
         documents: Annotated[int, typer.Option(min=1, help="Documents of the stream, from its beginning.")] = 1665,
         questions: Annotated[
-            int | None, typer.Option(min=1, help="Ask at most so many questions.", show_default="all")
+            int | None, typer.Option(min=1, help="At most this many questions, drawn by --seed.", show_default="all")
         ] = None,
         seed: SeedOption = 0,
         batch_size: BatchOption = 32,
@@ -79,8 +83,8 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
         answers: Annotated[
             Path | None,
             typer.Option(
-                help="Keeps each answer in this file, and asks only for those that it lacks: an interrupted run goes "
-                "on, and further questions and rows ask nothing twice."
+                help="Keep each answer in this file and generate only the answers that it lacks: an interrupted run "
+                "continues, and further questions and rows generate nothing twice."
             ),
         ] = None,
         output: OutputOption = None,
@@ -95,14 +99,17 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
         names = list(dict.fromkeys(name.strip() for name in retriever.split(",") if name.strip() != "none"))
         from mac_rag.retrieval.registry import make_retriever
 
-        made = {name: make_retriever(name, progress=True) for name in names}
+        retrievers: dict[str, Retriever] = {}
+        for name in names:
+            made = make_retriever(name, progress=True)
+            if made is not None:
+                retrievers[name] = made
         dataset, source = _load(benchmark, title, data, split, documents, questions, seed)
         from eval.harness.kept_answers import KeptAnswers, answer_source
         from eval.harness.protocol import run_protocol
         from mac_rag.engine import MACEngine
         from mac_rag.model import MACModel
 
-        retrievers = {name: found for name, found in made.items() if found is not None}
         loaded = MACModel.from_pretrained(model, device=device)
         outcome = run_protocol(
             MACEngine(loaded),
@@ -138,7 +145,7 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
 def _load(
     benchmark: str, title: str, data: Path | None, split: str, documents: int, questions: int | None, seed: int
 ) -> tuple[QADataset, str]:
-    """The stream and where it came from; says so in the first line of the output."""
+    """The stream and its source; prints both as the first line of the output."""
     from eval.harness.protocol import some_questions
     from mac_rag.data import load_dataset
 
@@ -154,10 +161,15 @@ def _load(
 
 
 def generated(split: str, documents: int, seed: int) -> QADataset:
-    """A stream of the embedded newswire.
+    """A stream of generated newswire with one question for each document.
+
+    Args:
+        split: `train`, `val` or `test`.
+        documents: number of documents.
+        seed: random seed of the stream.
 
     Raises:
-        ConfigError: for a split that it does not have.
+        ConfigError: for another split.
     """
     from mac_rag.data import SPLITS
     from mac_rag.data.newswire.generate import generate
@@ -171,7 +183,11 @@ def generated(split: str, documents: int, seed: int) -> QADataset:
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """The numbers of an option that takes several, ascending.
+    """The value of an option that takes several whole numbers: its distinct numbers, ascending.
+
+    Args:
+        option: name of the option, for messages.
+        text: numbers separated by commas.
 
     Raises:
         ConfigError: for anything but whole numbers of at least 1.
@@ -188,7 +204,7 @@ def whole_numbers(option: str, text: str) -> list[int]:
 
 
 def _memory_weights(text: str | None) -> list[float]:
-    """The numbers of --memory-weight, in this order; none where it is not given.
+    """The distinct numbers of --memory-weight, in their order; none without the option.
 
     Raises:
         ConfigError: for anything but numbers above 0 and at most 1.
@@ -221,15 +237,20 @@ def report(
     notes: Sequence[str] = (),
     table: Sequence[Row] | None = None,
 ) -> None:
-    """Writes the result file and prints the table.
+    """Writes the result file and prints its table.
 
     Args:
-        path: as `result_path` gave it.
-        options: all options of the command; `seed`, and `model` where there is one, are among them.
+        path: the result file, as `result_path` returned it.
+        experiment: name of the module, `eval.<experiment>`.
+        options: all options of the command; `seed` is among them, and `model` if there is a model.
+        rows: the rows of the result.
+        samples: the answers to each question; empty if no questions were asked.
+        adaptation: size and time of the adaptation; None if no single one is measured.
+        dataset: the stream; None if the rows are of several streams.
         source: folder of the data set, or "generated".
-        model: the one that was evaluated; None where the rows have different ones.
+        model: the evaluated model; None if the rows are of several models.
         not_run, notes: see `eval.harness.results.Result`.
-        table: the rows to print, where there are too many to read; None for all.
+        table: the rows to print; None for all.
     """
     from eval.harness.results import Data, Model, Result, provenance, show
 

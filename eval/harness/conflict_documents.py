@@ -1,4 +1,4 @@
-"""Documents that contradict what is known: older than the news, or with an answer that was put into them."""
+"""Documents that contradict the memory: outdated ones, and ones whose answer is replaced by a wrong one."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from mac_rag.data.types import Document, QADataset, Question
 
 Kind = Literal["outdated", "counterfactual"]
 
-_DRAWS = 20  # wrong answers tried for one question
+_DRAWS = 20  # wrong answers to try for one question
 
 
 @dataclass(frozen=True)
 class Conflict:
-    """A question, the document that answers it, and one that answers it wrongly.
+    """A question, a document that answers it, and a document that answers it wrongly.
 
     Attributes:
         kind: `outdated` (the wrong document was right once) or `counterfactual`.
-        question: with the right answers.
-        right: text of the document that holds the right answer.
-        wrong: text of the other.
-        wrong_answer: what that one says.
+        question: the question with its right answers.
+        right: text of the document with the right answer.
+        wrong: text of the document with the wrong answer.
+        wrong_answer: the answer that the wrong document gives.
     """
 
     kind: Kind
@@ -35,38 +35,39 @@ class Conflict:
 
 
 def outdated(dataset: QADataset) -> list[Conflict]:
-    """Questions about what a later document of the newswire tells anew; the wrong document is the earlier one.
+    """Questions about facts that a later document of the newswire updates; the wrong document is the earlier one.
 
     Args:
-        dataset: newswire with four questions for each document, so that the earlier answer to each is known.
+        dataset: newswire with four questions for each document, so that the earlier answer to each question is known.
     """
     documents = {document.id: document for document in dataset.documents}
     answers = {question.id: question.answers[0] for question in dataset.questions}
-    found = []
+    conflicts = []
     for question in dataset.questions:
         newest = documents[question.document_id]
         if "updates" in newest.metadata:
             earlier = documents[newest.metadata["updates"]]
             wrong = answers[f"{earlier.id}-{_fact(question)}"]
-            found.append(Conflict("outdated", question, newest.text, earlier.text, wrong))
-    return found
+            conflicts.append(Conflict("outdated", question, newest.text, earlier.text, wrong))
+    return conflicts
 
 
 def superseded(dataset: QADataset) -> set[str]:
-    """The ids of the documents that a later one updates."""
+    """The ids of the documents that a later document updates."""
     return {document.metadata["updates"] for document in dataset.documents if "updates" in document.metadata}
 
 
 def counterfactual(dataset: QADataset, seed: int) -> list[Conflict]:
-    """Questions whose document has its answer replaced, wherever it stands, by that of another question of its kind.
+    """Questions with a copy of their document in which the answer of another question of the same kind replaces theirs.
 
-    Left out are questions whose answer does not stand in their document as it is, or still does after it was replaced
-    (in other case, say); those that no other answer fits; and documents that update others or are updated.
+    A question is left out if its document does not contain the answer verbatim, if the answer is still there after the
+    replacement (in another case, for example), or if no other answer fits. Documents that update others, or that others
+    update, are left out too.
 
     Args:
-        dataset: any; answers are of a kind in newswire if they are to the same question about other subjects, elsewhere
-            if they are alike in words, names, numbers and signs, and of some that are drawn the one of like length.
-        seed: draws the wrong answers.
+        dataset: any data set. In newswire, answers to the same question about other subjects are of one kind.
+            Elsewhere answers of the same shape are (see `shape`); the drawn answer closest in length is taken.
+        seed: random seed of the wrong answers.
     """
     documents = {document.id: document for document in dataset.documents}
     stories = superseded(dataset) | {name for name, document in documents.items() if "updates" in document.metadata}
@@ -74,7 +75,7 @@ def counterfactual(dataset: QADataset, seed: int) -> list[Conflict]:
     for question in dataset.questions:
         kinds.setdefault(_kind(dataset, question, documents[question.document_id]), {})[question.answers[0]] = None
     pools = {kind: list(answers) for kind, answers in kinds.items()}
-    found = []
+    conflicts = []
     for question in dataset.questions:
         document = documents[question.document_id]
         if document.id in stories:
@@ -86,13 +87,13 @@ def counterfactual(dataset: QADataset, seed: int) -> list[Conflict]:
         for wrong in sorted(drawn, key=lambda answer: abs(len(answer.split()) - words)):
             text = replaced(document.text, question.answers, wrong)
             if text is not None:
-                found.append(Conflict("counterfactual", question, document.text, text, wrong))
+                conflicts.append(Conflict("counterfactual", question, document.text, text, wrong))
                 break
-    return found
+    return conflicts
 
 
 def replaced(text: str, answers: tuple[str, ...], wrong: str) -> str | None:
-    """A text with another answer in place of all accepted ones; None where that does not make it contradict them."""
+    """A text with a wrong answer in place of all accepted ones; None if the result does not contradict them."""
     if _holds(text, wrong) or any(_holds(answer, wrong) or _holds(wrong, answer) for answer in answers):
         return None
     longest_first = sorted(answers, key=len, reverse=True)
@@ -102,9 +103,9 @@ def replaced(text: str, answers: tuple[str, ...], wrong: str) -> str | None:
 
 
 def shape(answer: str) -> str:
-    """What an answer looks like: `A` for names, `a` for other words, `9` for numbers, and its signs.
+    """The shape of an answer: `A` for a name, `a` for another word, `9` for a number, and its signs.
 
-    Runs of the same count once: "Denver Broncos" and "Santa Clara" are both `A`, "$1.2 million" is `$9 a`.
+    A run of equal parts counts once: "Denver Broncos" and "Santa Clara" are both `A`, "$1.2 million" is `$9 a`.
     """
     signs = re.sub(r"\d[\d,.]*", "9", answer)
     words = re.sub(r"[^\W\d_]+", lambda word: "A" if word[0][0].isupper() else "a", signs)
@@ -112,7 +113,7 @@ def shape(answer: str) -> str:
 
 
 def _holds(text: str, answer: str) -> bool:
-    """Whether an answer stands in a text, as answers are compared: without case, signs and articles."""
+    """True if a text contains an answer, both normalised as for exact match: without case, signs and articles."""
     return f" {normalize(answer)} " in f" {normalize(text)} "
 
 
@@ -123,5 +124,5 @@ def _kind(dataset: QADataset, question: Question, document: Document) -> str:
 
 
 def _fact(question: Question) -> str:
-    """Which of its document's facts a newswire question asks about."""
+    """The number of the fact in its document that a newswire question asks about."""
     return question.id.rpartition("-")[2]

@@ -1,8 +1,9 @@
-"""Answers that are kept as they are given, so that nothing is asked twice.
+"""A cache of answers, so that no answer is generated twice.
 
-Retrievers often find the same documents for a question, or more than fit, and then their rows have the same prompt; an
-interrupted run has most of its answers already. What was asked of what is in the key of an answer, so answers of other
-weights, another stream or other code are never found, and one file may hold those of several runs.
+Rows often have equal prompts: retrievers find the same documents, or more than fit into the window. An interrupted run
+has most of its answers already. The key of an answer is a digest of the prompt, the memory weight and everything else
+that determines it. Answers of other weights, another stream or other code are therefore never found, and one file may
+hold the answers of several runs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class KeptAnswer(Config):
 
     Attributes:
         text: the answer.
-        seconds: its share of the time that it was generated in.
+        seconds: generation time of its batch, divided by the answers of the batch.
     """
 
     text: str
@@ -52,12 +53,12 @@ class KeptAnswers:
     """The answers of one model after one stream.
 
     Args:
-        path: JSON Lines, read now and appended to; None keeps answers only while this lives.
-        source: what they come from, see `answer_source`.
+        path: a file of JSON Lines to read and to append to; None keeps the answers in memory only.
+        source: digest of the model and the stream, from `answer_source`.
 
     Raises:
-        ConfigError: when the file cannot be written.
-        DataError: when it holds something else.
+        ConfigError: if the file cannot be written.
+        DataError: if the file holds anything but kept answers.
     """
 
     def __init__(self, path: Path | None = None, source: str = "") -> None:
@@ -68,16 +69,21 @@ class KeptAnswers:
             self._read(path)
 
     def find(self, prompt: Prompt, weight: float | None) -> KeptAnswer | None:
-        """The answer to a prompt, if there is one already.
+        """The kept answer to a prompt; None if there is none.
 
         Args:
             prompt: the question and its documents.
-            weight: lambda, of what is said with memory (see `mac_rag.lm.max_rule`); None without memory.
+            weight: memory weight lambda (see `mac_rag.lm.max_rule`); None for an answer without memory.
         """
         return self._answers.get(self._key(prompt, weight))
 
     def add(self, answers: Mapping[Prompt, KeptAnswer], weight: float | None) -> None:
-        """Keeps answers that were given with this weight of memory."""
+        """Keeps answers, and appends them to the file before it returns.
+
+        Args:
+            answers: the answer to each prompt.
+            weight: their memory weight lambda; None for answers without memory.
+        """
         keyed = {self._key(prompt, weight): answer for prompt, answer in answers.items()}
         self._answers.update(keyed)
         if self._path is not None:
@@ -116,7 +122,12 @@ def _line(key: str, answer: KeptAnswer) -> bytes:
 
 
 def answer_source(model: MACModel, documents: Iterable[Document]) -> str:
-    """A digest of all that answers come from: weights, configuration, the stream, and the code of `mac_rag`."""
+    """A digest of everything that determines answers: weights, configuration, device, stream, code of `mac_rag`.
+
+    Args:
+        model: the model that answers.
+        documents: the stream in the order of adaptation.
+    """
     from mac_rag.retrieval.encoders import weights_hash
 
     digest = hashlib.sha256(f"{weights_hash(model)} {model.config.model_dump_json()} {model.device}".encode())

@@ -1,4 +1,4 @@
-"""The steps of `eval.paper`: every experiment, on what data, with which arguments, and how long it takes."""
+"""The steps of `eval.paper`: every experiment with its data sets, arguments and expected time."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from eval.harness.scales import Scale
 from mac_rag.errors import ConfigError
 
-Scale = Literal["tiny", "paper"]
-SCALES: tuple[Scale, ...] = ("tiny", "paper")
 DATASETS = ("streamingqa", "squad", "archivalqa")
 LARGEST = "runs/llama2-7b/train/best"
 
@@ -21,14 +19,15 @@ class Plan:
     """One experiment.
 
     Attributes:
-        experiment: the module, `eval.<experiment>`.
-        minutes: that it takes at the tiny scale on two CPU cores.
-        paper: data sets that it runs on at the paper's scale.
-        also: data sets that it runs on at the tiny scale too, where they were given.
-        newswire: whether the tiny scale runs on newswire.
-        scaled: whether the module has --scale.
-        tiny_arguments, also_arguments, paper_arguments: further ones: on newswire, on the data sets in `also`, whose
-            documents are longer than newswire's, and at the paper's scale.
+        experiment: name of the module, `eval.<experiment>`.
+        minutes: expected time at the tiny scale on two CPU cores.
+        paper: data sets of the paper's scale.
+        also: data sets of the tiny scale beside newswire, where `--data` has them.
+        newswire: True if the tiny scale runs on newswire.
+        scaled: True if the module has the option --scale.
+        tiny_arguments: further arguments on newswire.
+        also_arguments: further arguments on the data sets in `also`, whose documents are longer than newswire's.
+        paper_arguments: further arguments at the paper's scale.
     """
 
     experiment: str
@@ -47,10 +46,11 @@ class Step:
     """One run of one experiment.
 
     Attributes:
-        name: the experiment, and the data set if it is not the newswire.
-        arguments: of the module, but --output.
-        missing: why it cannot be run; empty where it can.
-        minutes: that it should take; None where nobody knows.
+        name: name of the experiment, and of the data set unless it is newswire; unique among the steps.
+        experiment: name of the module, `eval.<experiment>`.
+        arguments: arguments of the module, without --output.
+        missing: the reason why the step cannot run; empty if it can.
+        minutes: expected time; None if unknown.
     """
 
     name: str
@@ -60,19 +60,20 @@ class Step:
     minutes: float | None = None
 
     def command(self, output: Path) -> tuple[str, ...]:
-        """The module and its arguments, as Python's -m takes them."""
+        """The module and its arguments, for `python -m`."""
         return (f"eval.{self.experiment}", *self.arguments, "--output", str(self.result(output)))
 
     def shown(self, output: Path) -> str:
-        """The command as its result names it."""
+        """The command line that the result file records."""
         return shlex.join(["python", "-m", *self.command(output)])
 
     def result(self, output: Path) -> Path:
+        """The result file in the folder of results."""
         return output / f"{self.name}.json"
 
 
 def _retrieval(dataset: str, *, newswire: bool = False) -> Plan:
-    """Table 2 on one data set. On newswire all three would be the same, so one of them runs there."""
+    """Table 2 on one data set. On newswire all three modules would do the same, so only one of them runs there."""
     few = ("--retriever", "bm25", "--k", "1,3,5", "--documents", "512", "--questions", "256")
     return Plan(
         dataset,
@@ -135,26 +136,29 @@ PLANS = (
 
 
 def steps(scale: Scale, data: Path | None, seed: int) -> list[Step]:
-    """Every step of one scale; at the tiny scale those on newswire come first.
+    """All steps of one scale; at the tiny scale the steps on newswire come first.
 
     Args:
-        data: the folder that holds a folder for each data set.
-        seed: of all steps.
+        scale: `tiny` or `paper`.
+        data: a folder with a folder for each data set, or for some of them; None for newswire alone.
+        seed: random seed of all steps.
 
     Raises:
-        ConfigError: when that folder has none of them.
+        ConfigError: if the folder has none of the data sets.
     """
-    given = {name: data / name for name in DATASETS if data is not None and (data / name).is_dir()}
-    if data is not None and not given:
+    folders = {name: data / name for name in DATASETS if data is not None and (data / name).is_dir()}
+    if data is not None and not folders:
         raise ConfigError(f"--data {data} has none of the folders {', '.join(DATASETS)}")
     if scale == "paper":
-        return [step for plan in PLANS for step in _on_data(plan, scale, plan.paper, plan.paper_arguments, given, seed)]
+        return [
+            step for plan in PLANS for step in _on_data(plan, scale, plan.paper, plan.paper_arguments, folders, seed)
+        ]
     newswire = [
         Step(plan.experiment, plan.experiment, (*_common(plan, scale, seed), *plan.tiny_arguments), "", plan.minutes)
         for plan in PLANS
         if plan.newswire
     ]
-    others = [step for plan in PLANS for step in _on_data(plan, scale, plan.also, plan.also_arguments, given, seed)]
+    others = [step for plan in PLANS for step in _on_data(plan, scale, plan.also, plan.also_arguments, folders, seed)]
     return [*newswire, *others]
 
 
@@ -163,11 +167,11 @@ def _common(plan: Plan, scale: Scale, seed: int) -> tuple[str, ...]:
 
 
 def _on_data(
-    plan: Plan, scale: Scale, datasets: tuple[str, ...], arguments: tuple[str, ...], given: dict[str, Path], seed: int
+    plan: Plan, scale: Scale, datasets: tuple[str, ...], arguments: tuple[str, ...], folders: dict[str, Path], seed: int
 ) -> Iterator[Step]:
     for dataset in datasets:
         name = plan.experiment if plan.experiment == dataset else f"{plan.experiment}-{dataset}"
-        folder = given.get(dataset)
+        folder = folders.get(dataset)
         source = ("--data", str(folder or f"DATA/{dataset}"))
         missing = "" if folder else f"no folder {dataset} in --data"
         minutes = plan.minutes if scale == "tiny" else None

@@ -1,4 +1,4 @@
-"""What became of each step of `eval.paper`, kept beside its results."""
+"""Records of the steps of `eval.paper`: the outcome of each, in a file beside its results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from mac_rag.atomic_files import write_text
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
 
@@ -14,13 +15,15 @@ RECORDS = "steps.json"
 
 
 class StepRecord(Config):
-    """One step.
+    """The outcome of one step.
 
     Attributes:
-        name: unlike that of any other step; its result is `<name>.json`.
-        experiment: the module that it runs, `eval.<experiment>`.
-        reason: why it failed or was not run.
-        seconds: that it took; None where it was not run.
+        name: unique name of the step; its result is `<name>.json`.
+        experiment: name of its module, `eval.<experiment>`.
+        command: its command line.
+        status: `done`, `failed` or `not run`.
+        reason: why it failed or was not run; empty if done.
+        seconds: its time; None if it was not run.
     """
 
     name: str
@@ -32,17 +35,15 @@ class StepRecord(Config):
 
 
 def write_records(folder: Path, records: Sequence[StepRecord]) -> None:
-    """Writes the records of a folder of results."""
-    partial = folder / f"{RECORDS}.partial"
-    partial.write_text(json.dumps([record.model_dump() for record in records], indent=1) + "\n", encoding="utf-8")
-    partial.replace(folder / RECORDS)
+    """Writes the records of a folder of results; the file is whole at any time."""
+    write_text(folder / RECORDS, json.dumps([record.model_dump() for record in records], indent=1) + "\n")
 
 
 def read_records(folder: Path) -> list[StepRecord]:
-    """The records of a folder of results; none where `eval.paper` has not run.
+    """Reads the records of a folder of results; none if `eval.paper` has not run there.
 
     Raises:
-        DataError: when their file is damaged.
+        DataError: if their file is damaged.
     """
     path = folder / RECORDS
     if not path.exists():

@@ -1,4 +1,4 @@
-"""The paper's protocol: adapt to a stream of documents, then ask about all of them."""
+"""The paper's protocol: adapt to a stream of documents, then ask all its questions."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from eval.harness.results import Adaptation, Gain, Row, Sample, Verdict
 from mac_rag.data.metrics import best_over, exact_match, f1, prefix_match, recall_at_k
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import Answer, MACEngine
+from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import Hit, Retriever
 
-# Batches that are answered between two writes of kept answers: few enough to lose little.
+# Batches that are generated between two writes of kept answers: few enough to lose little.
 _GROUP = 4
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the protocol gives; see `eval.harness.results`."""
+    """Everything that the protocol measures; see `eval.harness.results`."""
 
     adaptation: Adaptation
     rows: tuple[Row, ...]
@@ -42,22 +43,22 @@ def run_protocol(
     seed: int = 0,
     progress: bool = False,
 ) -> Outcome:
-    """Adapts an engine to a stream and asks its questions in every way.
+    """Adapts an engine to a stream and asks its questions with and without memory and retrieved documents.
 
-    The rows are the LM alone and MAC (the LM under the memory alone); for each retriever and k also the retriever (its
-    documents in front of the question, no memory) and both together. Prompts beyond the LM's window have their
-    documents shortened, and are counted.
+    The rows are the LM alone and MAC (the LM with memory alone). For each retriever and k follow the retriever (its
+    documents in front of the question, no memory) and both together. Documents that do not fit into the LM's window are
+    shortened, and the row counts such prompts.
 
     Args:
-        engine: with an empty bank and no retriever.
+        engine: an engine with an empty bank and no retriever.
         dataset: the stream.
-        retrievers: empty ones, by the name that the rows give them.
+        retrievers: empty retrievers by the name that their rows get.
         ks: numbers of documents to retrieve.
-        memory_weights: values of lambda (see `mac_rag.lm.max_rule`), each a row with retriever and memory; none for
-            one row of the engine's.
-        kept: answers of this model and stream that there are already; takes those that are given now. None for none.
+        memory_weights: values of lambda (see `mac_rag.lm.max_rule`), each for a row with retriever and memory. Empty
+            for one such row with the engine's memory weight.
+        kept: answers of this model and stream so far; new answers are added. None: answers are kept for this call only.
         batch_size: questions of one generation.
-        seed: of the bootstrap.
+        seed: random seed of the bootstrap.
         progress: shows progress bars.
 
     Raises:
@@ -68,23 +69,23 @@ def run_protocol(
     table.ask("LM alone", {"MAC": engine.memory_weight})
     for name, retriever in (retrievers or {}).items():
         retriever.add(dataset.documents)
-        engine.retriever = retriever
-        for engine.k in ks:
-            without = f"{name} top-{engine.k}"
-            rows = {f"{without} + MAC, lambda {value:g}": value for value in memory_weights}
-            table.ask(without, rows or {f"{without} + MAC": engine.memory_weight})
-    engine.retriever = None
+        for k in ks:
+            without = f"{name} top-{k}"
+            with_memory: dict[str, float | None] = {
+                f"{without} + MAC, lambda {value:g}": value for value in memory_weights
+            }
+            table.ask(without, with_memory or {f"{without} + MAC": engine.memory_weight}, retriever, k)
     return Outcome(adaptation, tuple(table.rows), samples(dataset.questions, table.verdicts))
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """One question as it is asked.
+class _Query:
+    """A question with the documents in front of it.
 
     Attributes:
-        prompt: the question and the documents in front of it.
-        document_ids: of all that were retrieved.
-        truncated: whether less of them is in front.
+        prompt: the question and the documents as they fit into the LM's window.
+        document_ids: ids of all retrieved documents, best first.
+        truncated: True if the prompt lacks a part of them.
     """
 
     prompt: Prompt
@@ -93,7 +94,7 @@ class _Asked:
 
 
 class _Table:
-    """The rows so far, and what each answered."""
+    """The rows so far, and the verdicts on the answers of each."""
 
     def __init__(
         self, engine: MACEngine, dataset: QADataset, kept: KeptAnswers, batch_size: int, seed: int, progress: bool
@@ -106,100 +107,111 @@ class _Table:
         self.progress = progress
         self.rows: list[Row] = []
         self.verdicts: dict[str, list[Verdict]] = {}
+        self._fitted: dict[Prompt, FittedPrompt] = {}
 
-    def ask(self, without: str, with_memory: Mapping[str, float | None]) -> None:
-        """Adds rows: the same prompts without the memory, and with it at each weight, by the row's name."""
-        asked = self._asked()
+    def ask(
+        self,
+        without: str,
+        with_memory: Mapping[str, float | None],
+        retriever: Retriever | None = None,
+        k: int | None = None,
+    ) -> None:
+        """Adds the row without memory, and a row with memory for each weight, all of the same prompts.
+
+        Args:
+            without: name of the row without memory.
+            with_memory: name of each row with memory, and its memory weight; None for the model's own.
+            retriever: finds k documents for each question; None for questions alone.
+            k: number of documents; None without a retriever.
+        """
+        queries = self._queries(retriever, k)
         configured = self.engine.model.config.memory_weight
         weights = {name: configured if weight is None else weight for name, weight in with_memory.items()}
         if self.progress:
             print(", ".join([without, *weights]), file=sys.stderr)
-        self._answer([each.prompt for each in asked], [None, *weights.values()])
-        self.rows.append(self._row(without, asked, None))
+        self._answer([query.prompt for query in queries], [None, *weights.values()])
+        self.rows.append(self._row(without, queries, k, None))
         for name, weight in weights.items():
-            row = self._row(name, asked, weight)
+            row = self._row(name, queries, k, weight)
             self.rows.append(row.model_copy(update={"gain": self._gain(name, without)}))
 
-    def _asked(self) -> list[_Asked]:
-        """Each question behind what is retrieved for it, as far as that fits; what fits is often the same."""
+    def _queries(self, retriever: Retriever | None, k: int | None) -> list[_Query]:
+        """Each question behind its retrieved documents, as far as they fit; equal prompts are common."""
         questions = [question.question for question in self.dataset.questions]
-        retriever = self.engine.retriever
-        found: list[list[Hit]] = [[] for _ in questions]
-        if retriever is not None:
-            found = retriever.retrieve(questions, self.engine.k)
-        asked = []
-        for question, hits in zip(questions, found, strict=True):
-            fitted = self.engine.model.fit_to_window(question, [hit.text for hit in hits], overflow="truncate")
-            ids = tuple(hit.document_id for hit in hits)
-            asked.append(_Asked((question, fitted.contexts), ids, fitted.truncated))
-        return asked
+        hits: list[list[Hit]] = [[] for _ in questions]
+        if retriever is not None and k is not None:
+            hits = retriever.retrieve(questions, k)
+        queries = []
+        for question, row in zip(questions, hits, strict=True):
+            fitted = self.engine.model.fit_to_window(question, [hit.text for hit in row], overflow="truncate")
+            prompt = (question, fitted.contexts)
+            self._fitted[prompt] = fitted
+            queries.append(_Query(prompt, tuple(hit.document_id for hit in row), fitted.truncated))
+        return queries
 
-    def _row(self, name: str, asked: Sequence[_Asked], weight: float | None) -> Row:
-        """One row: the retrieved documents in front, memory with this lambda, or no memory for None."""
+    def _row(self, name: str, queries: Sequence[_Query], k: int | None, weight: float | None) -> Row:
+        """The row of these queries with this memory weight, or without memory for None; all are answered by now."""
         questions = self.dataset.questions
-        given = [answer for each in asked if (answer := self.kept.find(each.prompt, weight))]
+        generated = [answer for query in queries if (answer := self.kept.find(query.prompt, weight))]
         answers = [
-            Answer(answer.text, each.prompt[1], each.document_ids, each.truncated)
-            for answer, each in zip(given, asked, strict=True)
+            Answer(answer.text, query.prompt[1], query.document_ids, query.truncated)
+            for answer, query in zip(generated, queries, strict=True)
         ]
         self.verdicts[name] = judge(questions, answers)
-        k = None if self.engine.retriever is None else self.engine.k
-        seconds = sum(answer.seconds for answer in given)
+        seconds = sum(answer.seconds for answer in generated)
         return summarize(name, questions, self.verdicts[name], len(self.dataset.documents), k, seconds)
 
     def _answer(self, prompts: Sequence[Prompt], weights: Sequence[float | None]) -> None:
-        """Asks for the answers to prompts that are not there yet, with each weight of memory; keeps them by groups."""
-        lacking: dict[tuple[float | None, ...], list[Prompt]] = {}
+        """Generates the answers that are not kept yet, for each prompt with each memory weight, and keeps them."""
+        missing: dict[tuple[float | None, ...], list[Prompt]] = {}
         for prompt in dict.fromkeys(prompts):
-            lacks = tuple(weight for weight in dict.fromkeys(weights) if self.kept.find(prompt, weight) is None)
-            # Documents are read once for all weights; without any there is nothing that is read twice.
-            for together in [lacks] if prompt[1] else [(weight,) for weight in lacks]:
-                lacking.setdefault(together, []).append(prompt)
-        lacking.pop((), None)
-        with progress_bar("answer", sum(map(len, lacking.values())), disable=not self.progress) as bar:
-            for together, new in lacking.items():
-                new.sort(key=lambda prompt: len(prompt[0]) + sum(map(len, prompt[1])))  # as batches have to be
-                for first in range(0, len(new), _GROUP * self.batch_size):
-                    group = new[first : first + _GROUP * self.batch_size]
+            lacking = tuple(weight for weight in dict.fromkeys(weights) if self.kept.find(prompt, weight) is None)
+            # The LM reads documents once for all weights. A prompt without documents shares nothing between weights.
+            for together in [lacking] if prompt[1] else [(weight,) for weight in lacking]:
+                missing.setdefault(together, []).append(prompt)
+        missing.pop((), None)
+        with progress_bar("answer", sum(map(len, missing.values())), disable=not self.progress) as bar:
+            for together, pending in missing.items():
+                pending.sort(key=lambda prompt: len(prompt[0]) + sum(map(len, prompt[1])))  # batches of similar length
+                for first in range(0, len(pending), _GROUP * self.batch_size):
+                    group = pending[first : first + _GROUP * self.batch_size]
                     began = time.perf_counter()
-                    answers = self._generated(group, together)
+                    answers = self._generate(group, together)
                     seconds = (time.perf_counter() - began) / len(group) / len(together)
                     for weight, texts in zip(together, answers, strict=True):
-                        kept = [KeptAnswer(text=text, seconds=seconds) for text in texts]
-                        self.kept.add(dict(zip(group, kept, strict=True)), weight)
+                        new = [KeptAnswer(text=text, seconds=seconds) for text in texts]
+                        self.kept.add(dict(zip(group, new, strict=True)), weight)
                     bar.advance(len(group))
 
-    def _generated(self, prompts: Sequence[Prompt], weights: Sequence[float | None]) -> list[list[str]]:
-        """For each weight the answers to prompts, which are in the order of their lengths."""
+    def _generate(self, prompts: Sequence[Prompt], weights: Sequence[float | None]) -> list[list[str]]:
+        """For each weight the answers to the prompts, which are sorted by length."""
         if len(weights) == 1:
-            return [self._at(prompts, weights[0])]
+            return [self._generate_at(prompts, weights[0])]
         values = [0.0 if weight is None else weight for weight in weights]
         answers: list[list[str]] = [[] for _ in values]
         for first in range(0, len(prompts), self.batch_size):
-            questions, contexts = zip(*prompts[first : first + self.batch_size], strict=True)
-            phi = self.engine.aggregate(questions)
-            fitted = [self.engine.model.fit_to_window(q, c) for q, c in zip(questions, contexts)]
-            for given, texts in zip(answers, self.engine.model.generate_each(fitted, phi, values)):
-                given += texts
+            fitted = [self._fitted[prompt] for prompt in prompts[first : first + self.batch_size]]
+            phi = self.engine.aggregate([prompt.question for prompt in fitted])
+            batch = self.engine.model.generate_each(fitted, phi, values)
+            for texts, batch_texts in zip(answers, batch, strict=True):
+                texts += batch_texts
         return answers
 
-    def _at(self, prompts: Sequence[Prompt], weight: float | None) -> list[str]:
-        """The answers to prompts with one weight of memory, or without memory."""
-        before, self.engine.memory_weight = self.engine.memory_weight, weight
+    def _generate_at(self, prompts: Sequence[Prompt], weight: float | None) -> list[str]:
+        """The answers to the prompts with one memory weight, or without memory for None."""
         answers = self.engine.answer(
-            [question for question, _ in prompts],
-            contexts=[contexts for _, contexts in prompts],
+            [self._fitted[prompt] for prompt in prompts],
             use_memory=weight is not None,
+            memory_weight=weight,
             batch_size=self.batch_size,
         )
-        self.engine.memory_weight = before
         return [answer.text for answer in answers]
 
-    def _gain(self, ours: str, theirs: str) -> Gain:
+    def _gain(self, row: str, baseline: str) -> Gain:
         intervals = {
             figure: paired_interval(
-                [getattr(verdict, figure) for verdict in self.verdicts[ours]],
-                [getattr(verdict, figure) for verdict in self.verdicts[theirs]],
+                [getattr(verdict, figure) for verdict in self.verdicts[row]],
+                [getattr(verdict, figure) for verdict in self.verdicts[baseline]],
                 seed=self.seed,
             )
             for figure in ("em", "f1")
@@ -208,7 +220,11 @@ class _Table:
 
 
 def adapt(engine: MACEngine, documents: Sequence[Document], *, progress: bool = False) -> Adaptation:
-    """Adapts an engine to documents and times it; documents beyond the model's limit are chunked and counted."""
+    """Adapts an engine to documents, in chunks where one is beyond the model's limit, and times it.
+
+    Raises:
+        DocumentError: for an empty document.
+    """
     began = time.perf_counter()
     report = engine.adapt(documents, on_long="chunk", progress=progress)
     seconds = time.perf_counter() - began
@@ -217,7 +233,7 @@ def adapt(engine: MACEngine, documents: Sequence[Document], *, progress: bool = 
 
 
 def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Verdict]:
-    """Scores each answer against whichever accepted answer fits best."""
+    """Scores each answer against the accepted answer that fits it best."""
     return [
         Verdict(
             prediction=answer.text,
@@ -234,16 +250,20 @@ def judge(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Verd
 def summarize(
     name: str, questions: Sequence[Question], verdicts: Sequence[Verdict], documents: int, k: int | None, seconds: float
 ) -> Row:
-    """One row of the table.
+    """The row of a table: the means of the verdicts on each question.
 
     Args:
-        documents: size of the stream.
-        k: how many documents were retrieved for each question; None without a retriever.
+        name: name of the row.
+        questions: at least one.
+        verdicts: one for each question.
+        documents: number of documents in the stream.
+        k: number of documents retrieved for each question; None without a retriever.
+        seconds: time of answering all questions.
     """
     recall = None
     if k is not None:
-        wanted = [question.document_id for question in questions]
-        recall = recall_at_k([verdict.retrieved for verdict in verdicts], wanted, k)
+        gold = [question.document_id for question in questions]
+        recall = recall_at_k([verdict.retrieved for verdict in verdicts], gold, k)
     count = len(questions)
     return Row(
         name=name,
@@ -260,15 +280,15 @@ def summarize(
 
 
 def samples(questions: Sequence[Question], verdicts: dict[str, list[Verdict]]) -> tuple[Sample, ...]:
-    """Each question with what every row answered to it."""
+    """Each question with the verdicts of all rows, by the name of the row."""
     return tuple(
-        Sample.of(question, {name: given[index] for name, given in verdicts.items()})
+        Sample.of(question, {name: column[index] for name, column in verdicts.items()})
         for index, question in enumerate(questions)
     )
 
 
 def some_questions(dataset: QADataset, count: int | None, seed: int) -> QADataset:
-    """The data set with at most `count` of its questions, drawn by the seed and kept in stream order."""
+    """The data set with at most `count` of its questions, drawn by the seed, in the order of the stream."""
     if count is None or count >= len(dataset.questions):
         return dataset
     drawn = sorted(random.Random(seed).sample(range(len(dataset.questions)), count))

@@ -1,7 +1,7 @@
-"""The result of an evaluation: what was run, on what, and what came out of it, down to each sample.
+"""The result file of an evaluation: the run, its data and its figures, down to the answer to each question.
 
-Every experiment writes two files: `<name>.json`, one `Result`, and beside it, where questions were asked,
-`<name>.samples.jsonl`, one `Sample` a line. Both have the same schema for all experiments.
+Every experiment writes `<name>.json`, one `Result`. If it asks questions, it also writes `<name>.samples.jsonl` beside
+it, with one `Sample` a line. Both files have the same schema for all experiments.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from eval.harness.bootstrap import Interval
+from eval.harness.scales import Scale
+from mac_rag.atomic_files import write_text
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
 
@@ -46,12 +48,13 @@ PACKAGES = (
 
 
 class Verdict(Config):
-    """What one row answered to one question, and how good that was.
+    """The answer of one row to one question, and its scores.
 
     Attributes:
-        em, f1, em_prefix: against whichever accepted answer fits best.
-        retrieved: ids of the retrieved documents, the best first.
-        truncated: whether documents were shortened to fit the LM's window.
+        prediction: the answer.
+        em, f1, em_prefix: scores against the accepted answer that fits best, 0 to 1.
+        retrieved: ids of the retrieved documents, best first.
+        truncated: True if documents were shortened to fit into the LM's window.
     """
 
     prediction: str
@@ -63,7 +66,13 @@ class Verdict(Config):
 
 
 class Sample(Config):
-    """One question and what each row, by name, answered to it; `hash` is the sha256 of all the rest."""
+    """One question with the answers of all rows.
+
+    Attributes:
+        id, question, answers, document_id: the question, its accepted answers, and the id of its document.
+        rows: the verdict on the answer of each row, by the row's name.
+        hash: sha256 of all other fields.
+    """
 
     id: str
     question: str
@@ -74,6 +83,7 @@ class Sample(Config):
 
     @classmethod
     def of(cls, question: Question, rows: dict[str, Verdict]) -> Sample:
+        """The sample of a question, with its hash."""
         content = {
             "id": question.id,
             "question": question.question,
@@ -86,28 +96,28 @@ class Sample(Config):
 
 
 class Gain(Config):
-    """What the memory adds: the difference to the same prompts without it, with paired bootstrap intervals."""
+    """The gain of the memory over the same prompts without memory, with paired bootstrap intervals."""
 
     em: Interval
     f1: Interval
 
 
 class Row(Config):
-    """One line of the table, or one point of a figure. Everything but its name is left out where it has no meaning.
+    """One row of a table, or one point of a figure. A field without meaning for the row is None or empty.
 
     Attributes:
-        name: unlike that of any other row of the result.
-        settings: what sets the row apart from the others, by short names: method, M, p, K, retriever ...
-        measures: its figures other than those below, by names that end in their unit where they have one:
-            `peak_mb`, `seconds_per_document`, `perplexity_seen`, ...
-        k: documents retrieved for each question.
-        documents: size of the stream that the answers were drawn from.
-        questions: how many were asked.
+        name: unique name of the row in its result.
+        settings: the settings that distinguish the row, by short names: method, M, p, K, retriever ...
+        measures: further figures, by names that end in their unit if they have one: `peak_mb`,
+            `seconds_per_document`, `perplexity_unseen`, ...
+        k: number of documents retrieved for each question.
+        documents: number of documents in the stream.
+        questions: number of questions.
         em, f1, em_prefix: means over the questions, 0 to 1.
-        recall_at_k: share of questions whose document was retrieved.
-        gain: over the row of the same prompts without the memory.
-        truncated: prompts whose documents were shortened to fit the LM's window.
-        seconds: of answering, each answer counted as it was generated, though other rows may have given it too.
+        recall_at_k: share of the questions whose document was retrieved, 0 to 1.
+        gain: gain over the row of the same prompts without memory.
+        truncated: number of prompts whose documents were shortened to fit into the LM's window.
+        seconds: generation time of its answers, also of those that it shares with other rows.
     """
 
     # A perplexity may be infinite; JSON has no such number.
@@ -129,12 +139,13 @@ class Row(Config):
 
 
 class Adaptation(Config):
-    """Adapting to the stream.
+    """Size and time of the adaptation to the stream.
 
     Attributes:
-        rows: rows of memory tokens written; a document has one, or several if it was chunked.
-        chunked: documents that were longer than the model's limit.
-        seconds: of encoding the documents and giving them to the retriever.
+        documents: number of documents.
+        rows: number of rows of memory tokens written: one for each chunk of a document.
+        chunked: number of documents longer than the model's limit, which were chunked.
+        seconds: time of encoding the documents and writing them.
     """
 
     documents: int
@@ -144,7 +155,7 @@ class Adaptation(Config):
 
 
 class Data(Config):
-    """Where documents and questions came from; `source` is a path, or `generated`."""
+    """The data set and its size; `source` is a path, or `generated`."""
 
     name: str
     split: str
@@ -154,7 +165,7 @@ class Data(Config):
 
 
 class Model(Config):
-    """The model: its name or path, the fingerprint of its weights, its configuration, where it ran."""
+    """The model: its name or path, the fingerprint of its weights, the device that it ran on, its configuration."""
 
     name: str
     fingerprint: str
@@ -163,14 +174,14 @@ class Model(Config):
 
 
 class Commit(Config):
-    """The commit of the checkout, and whether files differed from it."""
+    """The commit of the checkout; `dirty` is True if files differed from it."""
 
     commit: str
     dirty: bool
 
 
 class SamplesFile(Config):
-    """The file of samples, in the same folder as the result: its name, the sha256 of its content, its lines."""
+    """The file of samples beside the result: its name, the sha256 of its content, its number of lines."""
 
     name: str
     sha256: str
@@ -181,23 +192,27 @@ class Result(Config):
     """The whole result file.
 
     Attributes:
-        experiment: the module's name: archivalqa, retention, peft, ...
-        scale: whether sizes and models are those for any machine or the paper's; None where there is no choice.
-        created: UTC, ISO 8601.
+        schema_version: version of this schema.
+        experiment: name of the module: archivalqa, retention, peft, ...
+        scale: scale of sizes and models; None if the experiment has only one.
+        created: time of the run, UTC, ISO 8601.
+        command: the command line.
         config: every option of the command.
-        versions: of Python, the platform and the libraries that take part.
-        git: None outside a checkout.
-        model, data, adaptation: None where the experiment has no one of them.
-        not_run: what belongs to the experiment but was not run, and why.
-        notes: what a reader of the figures must know about how they came about.
-        samples: None where no questions were asked.
+        seed: random seed of the run.
+        versions: versions of Python, of the platform and of the libraries.
+        git: commit of the code; None outside a checkout.
+        model, data, adaptation: None if the experiment has no single one.
+        rows: the table.
+        not_run: parts of the experiment that were not run, each with its reason.
+        notes: facts that a reader of the figures must know.
+        samples: the file of samples; None if no questions were asked.
     """
 
     model_config = ConfigDict(ser_json_inf_nan="strings")
 
     schema_version: int = SCHEMA_VERSION
     experiment: str
-    scale: Literal["tiny", "paper"] | None = None
+    scale: Scale | None = None
     created: str
     command: str
     config: dict[str, Any]
@@ -213,21 +228,20 @@ class Result(Config):
     samples: SamplesFile | None = None
 
     def write(self, path: Path, samples: Sequence[Sample] = ()) -> Result:
-        """Writes the result as JSON and its samples beside it; each file is either whole or not there.
+        """Writes the result as JSON and its samples beside it; each file is whole at any time.
 
         Returns:
-            the result as written, which names the file of samples.
+            The result as written, with the name of the file of samples.
         """
         written = self
         if samples:
             lines = "".join(sample.model_dump_json() + "\n" for sample in samples)
             file = path.with_name(path.name.removesuffix(".json") + ".samples.jsonl")
-            _write(file, lines)
-            digest = hashlib.sha256(lines.encode()).hexdigest()
+            digest = write_text(file, lines)
             written = self.model_copy(
                 update={"samples": SamplesFile(name=file.name, sha256=digest, count=len(samples))}
             )
-        _write(path, written.model_dump_json(indent=1) + "\n")
+        write_text(path, written.model_dump_json(indent=1) + "\n")
         return written
 
     @classmethod
@@ -235,7 +249,7 @@ class Result(Config):
         """Reads a result file.
 
         Raises:
-            DataError: when it cannot be read, is no result, or has another schema version.
+            DataError: if it cannot be read, is no result, or has another schema version.
         """
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -243,12 +257,13 @@ class Result(Config):
             raise DataError(f"{path} cannot be read: {error.strerror}") from None
         except ValueError as error:
             raise DataError(f"{path} is not JSON: {error}") from None
-        found = values.get("schema_version") if isinstance(values, dict) else None
-        if found is None:
+        schema_version = values.get("schema_version") if isinstance(values, dict) else None
+        if schema_version is None:
             raise DataError(f"{path} is no result of an evaluation: it has no schema_version")
-        if found != SCHEMA_VERSION:
+        if schema_version != SCHEMA_VERSION:
             raise DataError(
-                f"{path} has schema version {found}, but this version reads {SCHEMA_VERSION}; run the experiment again"
+                f"{path} has schema version {schema_version}, but this version reads {SCHEMA_VERSION}; "
+                "run the experiment again"
             )
         try:
             return cls.parse(values, path)
@@ -256,10 +271,10 @@ class Result(Config):
             raise DataError(str(error)) from None
 
     def read_samples(self, path: Path) -> tuple[Sample, ...]:
-        """Reads the samples of this result, which was read from `path`; none where no questions were asked.
+        """Reads the samples of this result, which was read from `path`; none if no questions were asked.
 
         Raises:
-            DataError: when their file is missing or is not the one that was written with the result.
+            DataError: if their file is missing, or is not the file that was written with the result.
         """
         if self.samples is None:
             return ()
@@ -276,17 +291,8 @@ class Result(Config):
             raise DataError(f"{file} holds no samples: {error}") from None
 
 
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
 def provenance(experiment: str) -> dict[str, Any]:
-    """What every result says about the run itself: time, command, versions and commit."""
+    """The fields of a `Result` about the run itself: experiment, time, command, versions and commit."""
     return {
         "experiment": experiment,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -297,10 +303,14 @@ def provenance(experiment: str) -> dict[str, Any]:
 
 
 def result_path(output: Path | None, experiment: str) -> Path:
-    """Where a result will be written; called before the work, so that no hour of it is lost to a bad path.
+    """The path of the result file. Commands call it before the work, so that a bad path loses no hours.
+
+    Args:
+        output: the value of --output; None for `results/<experiment>-<time>.json`.
+        experiment: name of the module.
 
     Raises:
-        ConfigError: when the path cannot be a file.
+        ConfigError: if no file can be written there.
     """
     path = output or Path("results") / f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}.json"
     if path.is_dir():
@@ -315,7 +325,7 @@ def result_path(output: Path | None, experiment: str) -> Path:
 
 
 def show(rows: Sequence[Row], *, title: str) -> None:
-    """Prints the rows as a table, with those columns that any row has a figure for."""
+    """Prints the rows as a table; a column is left out if no row has its figure."""
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
     columns = _columns(rows)
@@ -323,12 +333,12 @@ def show(rows: Sequence[Row], *, title: str) -> None:
         table.add_column(header, justify="right", overflow="fold")
     for index, row in enumerate(rows):
         table.add_row(row.name, *(cells[index] for cells in columns.values()))
-    # Away from a terminal no width is known, and eighty columns would cut figures in two.
+    # Without a terminal the width is unknown, and the default of 80 columns would break figures.
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """The cells of the table by their headers; "-" for a figure that a row does not have."""
+    """The cells of each column by its header; "-" for a figure that a row does not have."""
     measures = dict.fromkeys(name for row in rows for name in row.measures)
     columns = {
         "EM %": [_percent(row.em) for row in rows],
@@ -353,17 +363,17 @@ def _gain(gain: Interval | None) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "platform": platform.platform()}
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions[package] = "not installed"
+    return versions
 
 
 def checkout() -> Commit | None:
-    """The commit of the checkout this very file belongs to; an installed copy inside another project's has none."""
+    """The commit of the checkout that tracks this file; None for an installed copy, even inside another checkout."""
     try:
         _git("ls-files", "--error-unmatch", Path(__file__).name)
         return Commit(commit=_git("rev-parse", "HEAD").strip(), dirty=bool(_git("status", "--porcelain").strip()))

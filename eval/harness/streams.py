@@ -1,15 +1,15 @@
-"""What an experiment runs on: its model and sizes at each scale, and the newswire or a data set from a folder."""
+"""The stream of an experiment, generated newswire or a data set from a folder, and the options that choose it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from eval.harness.command import MODEL_HELP, generated
+from eval.harness.scales import Scale
 
 if TYPE_CHECKING:
     from mac_rag.data.types import QADataset
@@ -31,7 +31,7 @@ ModelByScale = Annotated[
 TrainedModel = Annotated[
     str | None,
     typer.Option(
-        help="What the trainings start from: at the tiny scale a MAC model, at the paper's one of its presets.",
+        help="The model that trainings start from: a MAC model at the tiny scale, a preset at the paper's.",
         show_default="mac-tiny; at the paper's scale, the preset that the paper used",
     ),
 ]
@@ -48,43 +48,15 @@ DocumentsOption = Annotated[
     int | None, typer.Option(min=2, help="Documents of the stream, from its beginning.", show_default="by scale")
 ]
 QuestionsOption = Annotated[
-    int | None, typer.Option(min=1, help="Ask at most so many questions.", show_default="by scale")
+    int | None, typer.Option(min=1, help="At most this many questions, drawn by --seed.", show_default="by scale")
 ]
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What an experiment runs on at one scale, where its options do not say otherwise.
-
-    Attributes:
-        model: name or folder of a MAC model. There are no published checkpoints of the paper's models; those named here
-            are what `python -m pipelines.train --config <preset>/train --output runs/<preset>/train` leaves.
-        documents: of the stream.
-        questions: at most so many; None for all.
-    """
-
-    model: str
-    documents: int
-    questions: int | None = None
-
-    def but(self, model: str | None, documents: int | None, questions: int | None) -> Setup:
-        """The same with what the options say."""
-        return Setup(
-            self.model if model is None else model,
-            self.documents if documents is None else documents,
-            self.questions if questions is None else questions,
-        )
-
-    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a command with these in their places, for its result."""
-        return {**given, **asdict(self)}
-
-
 def named_folder(data: str) -> tuple[str, Path]:
-    """The data set and the folder that `--data` names: `streamingqa:/corpora/sqa`, or `data/streamingqa` for short.
+    """The name and the folder of a data set from `--data`: `streamingqa:/corpora/sqa`, or `data/streamingqa` for short.
 
     Raises:
-        ConfigError: when neither part is the name of a data set.
+        ConfigError: if it names no data set.
     """
     from mac_rag.data import SPLITS
     from mac_rag.errors import ConfigError
@@ -101,19 +73,25 @@ def named_folder(data: str) -> tuple[str, Path]:
     return name, Path(folder)
 
 
-def open_stream(data: str | None, split: str, setup: Setup, seed: int, *, scale: str) -> tuple[QADataset, str]:
-    """The first documents of a stream with their questions, and where they came from.
+def open_stream(
+    data: str | None, split: str, documents: int, questions: int | None = None, *, seed: int, scale: Scale
+) -> tuple[QADataset, str]:
+    """The first documents of a stream with their questions.
 
     Args:
-        data: as `--data` gives it; None for generated newswire.
-        split: `train`, `val` or `test`, which all data sets have.
-        setup: how many documents, and of how many of their questions a sample is drawn.
-        seed: of the generated stream, and of drawing questions.
-        scale: at the paper's, the data must be given.
+        data: the value of `--data`; None for generated newswire.
+        split: `train`, `val` or `test`; every data set has all three.
+        documents: number of documents, from the beginning of the stream.
+        questions: at most this many of their questions, drawn by the seed; None for all.
+        seed: random seed of the generated stream and of the drawn questions.
+        scale: the paper's scale needs `data`.
+
+    Returns:
+        The stream, and where it comes from: a folder, or "generated".
 
     Raises:
-        ConfigError: for a name that is no data set, or none at the paper's scale.
-        DataError: for files that are missing or malformed.
+        ConfigError: if `data` names no data set, or is None at the paper's scale.
+        DataError: if files are missing or malformed.
     """
     from eval.harness.protocol import some_questions
     from mac_rag.data import load_dataset
@@ -121,9 +99,29 @@ def open_stream(data: str | None, split: str, setup: Setup, seed: int, *, scale:
 
     if data is not None:
         name, folder = named_folder(data)
-        dataset, source = load_dataset(name, split, folder, documents=setup.documents), str(folder)
+        dataset, source = load_dataset(name, split, folder, documents=documents), str(folder)
     elif scale == "paper":
         raise ConfigError("--scale paper runs on the paper's data sets; give one with --data")
     else:
-        dataset, source = generated(split, setup.documents, seed), "generated"
-    return some_questions(dataset, setup.questions, seed), source
+        dataset, source = generated(split, documents, seed), "generated"
+    return some_questions(dataset, questions, seed), source
+
+
+def write_once(path: Path, make: Callable[[], QADataset]) -> None:
+    """Writes a data set in the format of ArchivalQA, unless the file exists; the file is whole at any time.
+
+    Args:
+        path: a CSV file; its folder is made if it does not exist.
+        make: makes the data set; called only if the file does not exist.
+
+    Raises:
+        DataError: if the format cannot hold the data set.
+    """
+    from mac_rag.data.archivalqa import write_archivalqa
+
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".partial.csv")
+    write_archivalqa(make(), unfinished)
+    unfinished.replace(path)

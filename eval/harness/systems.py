@@ -1,4 +1,4 @@
-"""One face for everything that adapts to documents and then answers: MAC, and the baselines that it is held against."""
+"""The interface of all systems that adapt to documents and then answer: MAC and the baselines."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class System(ABC):
-    """What experiments loop over. A new one has seen no document.
+    """A system that adapts to a stream and answers questions about it. A new system has seen no document.
 
     Attributes:
-        name: what tables call it.
-        settings: what it was made with, for the result: learning rate, kind of spans, k, ...
-        networks: what adapting needs in memory.
+        name: name of its row in tables.
+        settings: its settings in the result: learning rate, kind of spans, k, ...
+        networks: networks that adaptation holds in memory.
     """
 
     name: str
@@ -35,18 +35,18 @@ class System(ABC):
 
     @abstractmethod
     def adapt(self, documents: Sequence[Document]) -> None:
-        """Takes in further documents of the stream, in this order.
+        """Adapts to further documents of the stream, in this order.
 
         Raises:
-            DocumentError: for a document that it cannot take.
+            DocumentError: for a document that the system cannot take.
         """
 
     @abstractmethod
     def answer(self, questions: Sequence[str]) -> list[str]:
-        """Answers questions about the documents so far; changes nothing.
+        """Answers questions about the documents so far, and leaves the system as it is.
 
         Raises:
-            DocumentError: for a question that it cannot take.
+            DocumentError: for a question that the system cannot take.
         """
 
 
@@ -73,34 +73,40 @@ class MACSystem(System):
 
 
 def generate(base_lm: BaseLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int) -> list[str]:
-    """Greedy answers of an LM to any number of prompts, those of similar length together.
+    """Greedy answers of an LM to any number of prompts, in batches of similar length.
 
     Args:
         base_lm: the LM.
-        prompts: token ids, as `base_lm.prompts` writes them.
-        max_new_tokens: longest answer.
+        prompts: token ids of each prompt.
+        max_new_tokens: limit of an answer's tokens.
         batch_size: prompts of one generation.
+
+    Returns:
+        One answer for each prompt, in their order.
     """
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     answers = [""] * len(prompts)
     with progress_bar("answer", len(prompts)) as bar:
         for first in range(0, len(order), batch_size):
-            chosen = order[first : first + batch_size]
-            texts = base_lm.generate([prompts[i] for i in chosen], None, max_new_tokens=max_new_tokens)
-            for index, text in zip(chosen, texts, strict=True):
+            batch = order[first : first + batch_size]
+            texts = base_lm.generate([prompts[i] for i in batch], None, max_new_tokens=max_new_tokens)
+            for index, text in zip(batch, texts, strict=True):
                 answers[index] = text
-            bar.advance(len(chosen))
+            bar.advance(len(batch))
     return answers
 
 
 def ask(name: str, system: System, questions: Sequence[Question], documents: int) -> tuple[Row, list[Verdict]]:
-    """Asks a system questions, and scores what it answers.
+    """Asks a system questions and scores its answers.
 
     Args:
-        name: of the row.
-        system: after its adaptation.
-        questions: about documents of the stream.
-        documents: that the system has adapted to.
+        name: name of the row.
+        system: a system after its adaptation.
+        questions: at least one.
+        documents: number of documents that the system has adapted to.
+
+    Returns:
+        The row, and the verdict on each answer.
     """
     began = time.perf_counter()
     texts = system.answer([question.question for question in questions])

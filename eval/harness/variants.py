@@ -1,8 +1,8 @@
-"""Variants of MAC: each trained by the same recipe with one thing changed, cached, and evaluated on the same questions.
+"""Variants of MAC: trained by one recipe with one change each, cached, and evaluated on the same questions.
 
-At the paper's scale a variant is the recipe of one of its models (`pipelines/recipes/<preset>/train.yaml`). At the tiny
-scale one part of a trained model starts anew and learns for a minute or two on stories of one sentence while the rest
-goes on from where it is. A whole model would not leave its plateau in that time.
+At the paper's scale a variant is trained by the recipe of a preset (`pipelines/recipes/<preset>/train.yaml`). At the
+tiny scale one part of a trained model is initialized anew, and the model trains for a minute or two on stories of one
+sentence. A whole new model would not leave its plateau in that time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,9 +22,9 @@ from filelock import FileLock
 
 from eval.harness.command import report
 from eval.harness.protocol import judge, samples, summarize
-from eval.harness.streams import Setup, named_folder, open_stream
+from eval.harness.scales import Scale, Setup
+from eval.harness.streams import named_folder, open_stream, write_once
 from mac_rag.config import MACConfig
-from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset
 from mac_rag.engine import MACEngine
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
 
 Part = Literal["amortization", "aggregation", "modulation"]
 STEPS = 250  # about a minute on one core
-STORIES = 4_000  # as many as STEPS batches of 16 take
-# All of it is for stories of one sentence; the losses are those of mac-tiny's recipe but for the reconstruction.
+STORIES = 4_000  # STEPS batches of 16
+# For stories of one sentence; the losses are those of mac-tiny's recipe without the reconstruction.
 TINY: dict[str, Any] = {
     "losses": {"answer": 1.0, "direct": 1.0, "contrastive": 0.5},
     "negatives": 512,
@@ -62,13 +63,13 @@ TINY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One of several ways to build or train MAC.
+    """One variant of MAC.
 
     Attributes:
-        name: what the table calls it.
-        recipe: how it is trained.
-        settings: what sets its row apart besides its name, or instead of it as `method`.
-        measures: figures of its row that come from elsewhere.
+        name: name of its row in the table.
+        recipe: the recipe of its training.
+        settings: further settings of its row; `method` is the name unless it is among them.
+        measures: figures of its row that were measured before.
     """
 
     name: str
@@ -79,19 +80,19 @@ class Variant:
 
 @dataclass(frozen=True)
 class Training:
-    """Where and how the variants of one experiment are trained.
+    """The training of the variants of one experiment.
 
     Attributes:
-        model: at the tiny scale the MAC model whose parts are kept, at the paper's the preset.
-        data: as `--data` gives it; None for newswire, each story cut to its first sentence.
-        runs: folder in which trainings are kept; equal ones are made once, and one that stopped goes on.
-        seed: of data and training.
-        steps: of each training; None for those of the scale.
+        model: the MAC model whose parts are kept at the tiny scale; a preset at the paper's.
+        data: the value of `--data`; None for newswire, each story cut to its first sentence.
+        runs: folder of the trained models; equal variants are trained once, and an interrupted training continues.
+        seed: random seed of data and training.
+        steps: steps of each training; None for the scale's.
         scale: `tiny` or `paper`.
-        learning_rate: of each training; None for that of the scale.
+        learning_rate: learning rate of each training; None for the scale's.
 
     Raises:
-        ConfigError: for a model that is no preset at the paper's scale, or no data there.
+        ConfigError: if the model is no preset at the paper's scale, or there is no data at that scale.
     """
 
     model: str
@@ -99,7 +100,7 @@ class Training:
     runs: Path
     seed: int
     steps: int | None
-    scale: str
+    scale: Scale
     learning_rate: float | None = None
 
     def __post_init__(self) -> None:
@@ -112,8 +113,8 @@ class Training:
         """The recipe of one variant.
 
         Args:
-            fresh: the part that starts anew at the tiny scale; None for none.
-            changes: values of the recipe that differ, `model` among them; see `pipelines.tasks.train.TrainConfig`.
+            fresh: the part that is initialized anew at the tiny scale; None for none.
+            changes: changed values of the recipe, also of `model`; see `pipelines.tasks.train.TrainConfig`.
 
         Raises:
             ConfigError: for a value that the recipe cannot have.
@@ -146,16 +147,12 @@ class Training:
             return {"name": name, "path": str(folder), "validation_documents": 32}
         folder = self.runs / f"stories-{self.seed}"
         for split, count in (("train", STORIES), ("val", 32)):
-            if not (folder / f"{split}.csv").exists():
-                folder.mkdir(parents=True, exist_ok=True)
-                partial = folder / f"{split}.partial.csv"
-                write_archivalqa(stories(split, count, self.seed), partial)
-                partial.replace(folder / f"{split}.csv")
+            write_once(folder / f"{split}.csv", partial(stories, split, count, self.seed))
         return {"name": "archivalqa", "path": str(folder), "validation_documents": 32}
 
 
 def stories(split: str, count: int, seed: int) -> QADataset:
-    """Newswire of one sentence and one question each: the lead, which names the subject and tells one fact."""
+    """Newswire stories of one sentence with one question each: the lead, which names the subject and tells one fact."""
     whole = generate(split, count, seed=seed, questions_per_document=4, update_rate=0.0)
     leads = [re.split(r"(?<=[.!?])\s+(?=[A-Z])", document.text)[1] for document in whole.documents]
     documents = [Document(document.id, lead, document.metadata) for document, lead in zip(whole.documents, leads)]
@@ -164,7 +161,7 @@ def stories(split: str, count: int, seed: int) -> QADataset:
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values with others in their place."""
+    """A copy of nested values with nested changes in their place; neither argument is modified."""
     result = dict(values)
     for name, change in changes.items():
         old = result.get(name)
@@ -173,37 +170,45 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def grafted(config: MACConfig, trained: Path, fresh: Part | None, folder: Path, seed: int) -> Path:
-    """A checkpoint of a new model that has all parts of a trained one but the fresh one; made once.
+    """A checkpoint with all weights of a trained model, except those of one part, which are new; made once.
 
     Args:
-        config: of the new model; only the fresh part may have other sizes.
-        trained: a checkpoint.
-        fresh: the part that starts as training from the beginning would start it; what is frozen in it stays.
-        folder: where the checkpoint is kept.
-        seed: of the fresh part.
+        config: configuration of the new model; only the fresh part may have other sizes.
+        trained: folder of the trained checkpoint.
+        fresh: the part with new weights, initialized as for training from scratch; its frozen weights are kept. None
+            for no part.
+        folder: folder of such checkpoints.
+        seed: random seed of the new weights.
+
+    Returns:
+        The folder of the checkpoint.
     """
     place = folder / _digest(config.model_dump_json(), str(trained.resolve()), str(fresh), str(seed))
     with _locked(place):
         if not place.exists():
             torch.manual_seed(seed)
             model = MACModel.from_config(config, device="cpu")
-            kept = MACModel.from_pretrained(trained, device="cpu").mac_state()
+            trained_weights = MACModel.from_pretrained(trained, device="cpu").mac_state()
             with torch.no_grad():
                 for name, parameter in model.mac_state().items():
                     if not (name.startswith(f"{fresh}.") and parameter.requires_grad):
-                        parameter.copy_(kept[name])
-            partial = place.with_suffix(".partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            model.save_pretrained(partial)
-            partial.rename(place)
+                        parameter.copy_(trained_weights[name])
+            unfinished = place.with_suffix(".partial")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            model.save_pretrained(unfinished)
+            unfinished.rename(place)
     return place
 
 
 def trained(recipe: TrainConfig, runs: Path) -> MACModel:
-    """Trains a model, or goes on where its training stopped; one that was finished before is only loaded.
+    """Trains a model, continues an interrupted training, or loads the model of a finished one.
+
+    Args:
+        recipe: the recipe; equal recipes are trained once.
+        runs: folder of the trained models.
 
     Raises:
-        QuantizationError: when this machine cannot train it.
+        QuantizationError: if this machine cannot train the model.
     """
     place = runs / _digest(recipe.model_dump_json())
     with _locked(place):
@@ -226,21 +231,24 @@ def run_variants(
     not_run: Mapping[str, str] | None = None,
     further: Sequence[Row] = (),
 ) -> None:
-    """Trains variants, asks each the same questions about the same stream from memory alone, and writes the result.
+    """Trains variants, asks all of them the same questions from memory alone, and writes the result.
 
     Args:
         experiment: name of the module.
-        training: which the variants' recipes came from.
-        setup: of the stream.
-        path: of the result.
+        variants: the variants to train.
+        training: the training that made their recipes.
+        setup: number of documents and questions of the test stream.
+        path: the result file.
+        batch_size: questions of one generation.
         options, notes, not_run: see `eval.harness.command.report`.
-        batch_size: questions answered at a time.
         further: rows that need no training.
     """
     if training.data is None:
         dataset, source = stories("test", setup.documents, training.seed), "generated"
     else:
-        dataset, source = open_stream(training.data, "test", setup, training.seed, scale=training.scale)
+        dataset, source = open_stream(
+            training.data, "test", setup.documents, setup.questions, seed=training.seed, scale=training.scale
+        )
     rows: list[Row] = []
     verdicts: dict[str, list[Verdict]] = {}
     for variant in variants:
@@ -269,14 +277,13 @@ def evaluate(name: str, model: MACModel, dataset: QADataset, batch_size: int) ->
     """Adapts a model to a stream and asks its questions, from memory alone.
 
     Returns:
-        The row, which has the answer loss besides: negative log-likelihood for each token of the answers under phi*;
-        and the verdicts.
+        The row, and the verdict on each answer. The row has the measure `answer_loss`, see `answer_loss`.
     """
     engine = MACEngine(model)
     engine.adapt(dataset.documents, progress=True)
-    asked = [question.question for question in dataset.questions]
+    questions = [question.question for question in dataset.questions]
     with torch.no_grad():
-        answers = engine.answer(asked, batch_size=batch_size, progress=True)
+        answers = engine.answer(questions, batch_size=batch_size, progress=True)
         loss = answer_loss(model, engine, dataset, batch_size)
     verdicts = judge(dataset.questions, answers)
     row = summarize(name, dataset.questions, verdicts, len(dataset.documents), None, 0.0)
@@ -284,7 +291,7 @@ def evaluate(name: str, model: MACModel, dataset: QADataset, batch_size: int) ->
 
 
 def answer_loss(model: MACModel, engine: MACEngine, dataset: QADataset, batch_size: int) -> float:
-    """Negative log-likelihood of the answers under phi*, for each of their tokens; the mean of equation 2."""
+    """Mean negative log-likelihood, in nats a token, of the answers under phi* (equation 2)."""
     prompts = model.base_lm.prompts
     bank = model.project(engine.bank.phi)
     total, tokens = 0.0, 0
@@ -307,6 +314,6 @@ def _digest(*texts: str) -> str:
 
 
 def _locked(place: Path) -> FileLock:
-    """For experiments that run side by side and share a training."""
+    """A lock for experiments that run side by side and share a training."""
     place.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(place.with_name(f"{place.name}.lock"))

@@ -1,1 +1,1 @@
-"""One page of all results, with plots and the paper's figures: `python -m eval.report --help`."""
+"""One page of all results, with plots and the paper's numbers: `python -m eval.report --help`."""

@@ -1,4 +1,4 @@
-"""`python -m eval.report`: results in folders, made into one page and one Markdown file."""
+"""`python -m eval.report`: one HTML page and one Markdown file of all results in some folders."""
 
 from __future__ import annotations
 
@@ -11,47 +11,57 @@ from mac_rag.cli.run import run_command
 
 
 def main(
-    results: Annotated[list[Path], typer.Argument(help="Folders with result files, such as eval.paper makes.")],
+    results: Annotated[list[Path], typer.Argument(help="Folders of result files, such as eval.paper makes.")],
     output: Annotated[
         Path | None,
-        typer.Option(help="The page; the Markdown lies beside it.", show_default="report.html in the first folder"),
+        typer.Option(
+            help="The HTML page; the Markdown file is beside it.", show_default="report.html in the first folder"
+        ),
     ] = None,
 ) -> None:
     """Make one self-contained HTML page and a Markdown file of all results: tables, plots, and the paper's findings.
 
-    Of several results of one experiment, model, scale and data set, the newest is shown.
+    Of several results of one experiment, model, scale and data set, the report shows the newest.
     """
     from mac_rag.errors import ConfigError
 
     path = output or results[0] / "report.html"
     if path.suffix != ".html":
         raise ConfigError(f"--output must end in .html, got {path}")
-    for made in write_report(results, path):
-        typer.echo(f"Report: {made}")
+    for file in write_report(results, path):
+        typer.echo(f"Report: {file}")
 
 
 def write_report(folders: list[Path], path: Path) -> list[Path]:
-    """Writes the page and the Markdown file, and returns where they lie.
+    """Writes the page and the Markdown file.
+
+    Args:
+        folders: folders of results.
+        path: the HTML page; the Markdown file is beside it.
+
+    Returns:
+        The paths of both files.
 
     Raises:
-        DataError: when the folders hold no result.
-        ConfigError: when the page cannot be written.
+        DataError: if the folders hold no result.
+        ConfigError: if a file cannot be written.
     """
     from eval.report.collect import collect
     from eval.report.markdown import markdown
     from eval.report.page import page
+    from mac_rag.atomic_files import write_text
     from mac_rag.errors import ConfigError
 
     collection = collect(folders)
-    made = []
+    written = []
     for file, text in ((path, page(collection)), (path.with_suffix(".md"), markdown(collection))):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
+            write_text(file, text)
         except OSError as error:
             raise ConfigError(f"--output {file} cannot be written: {error.strerror}") from None
-        made.append(file)
-    return made
+        written.append(file)
+    return written
 
 
 if __name__ == "__main__":

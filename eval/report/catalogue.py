@@ -1,4 +1,4 @@
-"""The experiments in the order of the paper: what each asks, where the paper shows it, and how it is drawn."""
+"""The experiments in the order of the paper: the question of each, its place in the paper, and its plots."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Experiment:
     """One section of the report.
 
     Attributes:
-        name: the module, `eval.<name>`.
-        title: for readers.
-        source: where the paper shows it; empty for what the paper does not have.
-        question: what it asks, in a sentence or two.
-        plots: how it is drawn.
-        drawn_only: rows that have this setting are points of a plot, and no lines of the table.
+        name: name of the module, `eval.<name>`.
+        title: title of the section.
+        source: table or figure of the paper; empty for an experiment that the paper does not have.
+        question: the question of the experiment, in a sentence or two.
+        plots: plots of its results.
+        drawn_only: a setting; rows that have it are points of a plot and not in the table.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Experiment:
     drawn_only: str = ""
 
 
-_SCORED = (Bars(SCORES, "F1 and exact match of each way of answering; red where the memory takes part."),)
+_SCORED = (Bars(SCORES, "F1 and exact match of each system; red with memory."),)
 
 CATALOGUE = (
     Experiment(
@@ -69,18 +69,18 @@ CATALOGUE = (
         "retention",
         "Retention over a growing stream",
         "Figure 3",
-        "How much of the F1 on the first documents is left after adapting to more and more others?",
+        "How much of the F1 on the first documents is left after adapting to further documents?",
         (
-            Lines("added", "retention", "F1 on the first documents, as a share of what it was at first.", "method"),
-            Lines("added", "f1", "The F1 itself: who learned little has little to forget.", "method"),
+            Lines("added", "retention", "F1 on the first documents, in percent of the F1 right after them.", "method"),
+            Lines("added", "f1", "The F1 itself: a system that learned little has little to forget.", "method"),
         ),
     ),
     Experiment(
         "dropout_memory",
         "Memory of back-propagation dropout",
         "Figure 4 and Table 3",
-        "Training with K contexts takes memory for each; dropping the back-propagation through a share p of them "
-        "saves most of it.",
+        "Training with K contexts takes memory for each of them; dropping the back-propagation through a share p "
+        "of them saves most of it.",
         (Lines("K", "peak_mb", "Peak memory of a training step, by the number of contexts K.", "p"),),
     ),
     Experiment(
@@ -97,11 +97,11 @@ CATALOGUE = (
         "cross_attention",
         "Where the memory looks",
         "Figure 6",
-        "The last block's attention over the document that holds the answer and five others: the most alike by BM25, "
-        "or random ones.",
+        "The last block's attention over the document with the answer and five others: the most similar by BM25, or "
+        "random ones.",
         (
             Heat("document", "token", "mass", "distractors", "Attention to each memory token of each document."),
-            Bars(("gold_mass",), "Share of the attention on the document that holds the answer."),
+            Bars(("gold_mass",), "Share of the attention on the document with the answer."),
         ),
         drawn_only="token",
     ),
@@ -110,35 +110,35 @@ CATALOGUE = (
         "A bank of limited size",
         "Figure 7",
         "When the bank is full, what should make room: dropping entries, averaging random ones, or averaging the most "
-        "alike?",
-        (Lines("entries", "f1", "F1 by the entries that the bank is held at.", "method"),),
+        "similar?",
+        (Lines("entries", "f1", "F1 by the number of entries in the bank.", "method"),),
     ),
     Experiment(
         "peft",
         "Kinds of modulation",
         "Table 4",
-        "The memory may change the model through P-tuning v2 prefixes, through LoRA, or through FiLM.",
+        "The memory can modulate the LM by P-tuning v2 prefixes, by LoRA, or by FiLM.",
         _SCORED,
     ),
     Experiment(
         "ood",
         "Out of distribution",
         "Table 5",
-        "Trained on one set of documents, adapted to another.",
+        "Trained on one data set, adapted to another.",
         _SCORED,
     ),
     Experiment(
         "perplexity",
         "Language modelling",
         "Table 6",
-        "Perplexity of the rest of a document after its first tenth, on documents adapted to and on unseen ones.",
+        "Perplexity of a document after its first tenth, on adapted and on unseen documents.",
         (Bars(("perplexity_adapted", "perplexity_unseen"), "Perplexity; less is better."),),
     ),
     Experiment(
         "amortization",
         "Designs of the amortization network",
         "Table 7",
-        "Which network should turn a document into memory tokens?",
+        "Which network should encode a document into memory tokens?",
         _SCORED,
     ),
     Experiment(
@@ -159,7 +159,7 @@ CATALOGUE = (
         "bank_size",
         "The memory as the bank grows",
         "",
-        "The same questions asked of banks of more and more documents.",
+        "The same questions asked of larger and larger banks.",
         (Lines("documents", "f1", "F1 by the documents in the bank.", "prior", log_x=10),),
     ),
     Experiment(
@@ -167,6 +167,6 @@ CATALOGUE = (
         "Documents that contradict each other",
         "",
         "The retriever finds a document that is outdated or false. Is it believed, and does the memory help?",
-        (Bars(("wrong_share",), "Share of the answers that are the wrong document's; less is better."), *_SCORED),
+        (Bars(("wrong_share",), "Share of the answers that repeat the wrong document; less is better."), *_SCORED),
     ),
 )

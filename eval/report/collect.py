@@ -1,4 +1,4 @@
-"""Which results a report shows: the newest of each experiment on each data set, and what was tried without one."""
+"""The results that a report shows: the newest of each experiment on each data set, and the steps without a result."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from mac_rag.errors import DataError
 
 
 @dataclass(frozen=True)
-class Found:
-    """A result and the file it was read from."""
+class ResultFile:
+    """A result and its file."""
 
     path: Path
     result: Result
 
     @property
     def where(self) -> str:
-        """The data it is about, as a reader calls it."""
+        """The name of its data set, or the names of several."""
         if self.result.data is not None:
             return self.result.data.name
         return " and ".join(
             dict.fromkeys(str(row.settings["dataset"]) for row in self.result.rows if "dataset" in row.settings)
         )
 
-    def by_dataset(self) -> list[Found]:
-        """The same, apart for each data set that its rows name; rows without one belong to none of them."""
+    def by_dataset(self) -> list[ResultFile]:
+        """One part for each data set that its rows name, and one for the rows that name none."""
         named = dict.fromkeys(row.settings.get("dataset") for row in self.result.rows)
         if len(named) < 2:
             return [self]
@@ -37,14 +37,19 @@ class Found:
         for name in named:
             rows = tuple(row for row in self.result.rows if row.settings.get("dataset") == name)
             data = self.result.data if name is None else None
-            parts.append(Found(self.path, self.result.model_copy(update={"rows": rows, "data": data})))
+            parts.append(ResultFile(self.path, self.result.model_copy(update={"rows": rows, "data": data})))
         return parts
 
     def samples(self) -> tuple[Sample, ...]:
+        """The samples of the result.
+
+        Raises:
+            DataError: if their file is missing or changed.
+        """
         return self.result.read_samples(self.path)
 
     def difference(self, ours: Row, theirs: Row) -> Interval | None:
-        """F1 of one row less that of another, question by question; None where they were not asked the same."""
+        """F1 of one row less that of another, over their common questions; None if they have none."""
         pairs = [
             (sample.rows[ours.name].f1, sample.rows[theirs.name].f1)
             for sample in self.samples()
@@ -57,29 +62,30 @@ class Found:
 
 @dataclass(frozen=True)
 class Collection:
-    """All that a report is about.
+    """The content of a report.
 
     Attributes:
-        found: results, the newest of each experiment, scale and data set, in the order of the files' names.
-        refused: files that are no results of this version, and why.
-        records: what became of the steps of `eval.paper`, where it ran.
+        files: the newest result of each experiment, scale, model and data set, in the order of the files' names.
+        refused: files that are no results of this version, each with the reason.
+        records: outcomes of the steps of `eval.paper`, if it ran.
     """
 
-    found: tuple[Found, ...]
+    files: tuple[ResultFile, ...]
     refused: dict[Path, str]
     records: tuple[StepRecord, ...]
 
-    def of(self, experiment: str) -> list[Found]:
-        return [found for found in self.found if found.result.experiment == experiment]
+    def of(self, experiment: str) -> list[ResultFile]:
+        """The results of one experiment."""
+        return [file for file in self.files if file.result.experiment == experiment]
 
 
 def collect(folders: Sequence[Path]) -> Collection:
-    """Reads every result in some folders; later files replace earlier ones of the same kind.
+    """Reads all results in some folders; of results of the same kind, the newest counts.
 
     Raises:
-        DataError: for what is no folder, and when there is no result in any.
+        DataError: for a path that is no folder, or if no folder holds a result.
     """
-    newest: dict[tuple[str | None, ...], Found] = {}
+    newest: dict[tuple[str | None, ...], ResultFile] = {}
     refused: dict[Path, str] = {}
     records: list[StepRecord] = []
     for folder in folders:
@@ -88,17 +94,17 @@ def collect(folders: Sequence[Path]) -> Collection:
         records += read_records(folder)
         for path in _result_files(folder):
             try:
-                found = Found(path, Result.read(path))
+                file = ResultFile(path, Result.read(path))
             except DataError as error:
                 refused[path] = str(error)
                 continue
-            before = newest.get(_kind(found.result))
-            if before is None or before.result.created <= found.result.created:
-                newest[_kind(found.result)] = found
+            before = newest.get(_kind(file.result))
+            if before is None or before.result.created <= file.result.created:
+                newest[_kind(file.result)] = file
     if not newest:
         reasons = "".join(f"\n  {reason}" for reason in refused.values())
         raise DataError(f"no result in {', '.join(map(str, folders))}; python -m eval.paper makes them{reasons}")
-    return Collection(tuple(sorted(newest.values(), key=lambda found: found.path.name)), refused, tuple(records))
+    return Collection(tuple(sorted(newest.values(), key=lambda file: file.path.name)), refused, tuple(records))
 
 
 def _result_files(folder: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""How a row's figures are named, found and written, in tables, plots and findings alike."""
+"""The names, values and formats of a row's figures, for tables, plots and findings alike."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ UNITS = {
 
 
 def figure(row: Row, name: str) -> float | None:
-    """A figure of a row by its name: a score in percent, a measure, or a setting or count that is a number."""
+    """A figure of a row by its name; None if the row does not have it.
+
+    It is a score in percent, a measure, or a setting or field that is a number.
+    """
     if name in SCORES:
         score = row.measures.get(name, getattr(row, name, None))
         return None if score is None else 100 * score
@@ -55,7 +58,7 @@ def figure(row: Row, name: str) -> float | None:
 
 
 def label(name: str) -> str:
-    """A figure's name for a reader: "peak_mb" is "peak, MB"."""
+    """The label of a figure in tables and plots: "peak_mb" is "peak, MB"."""
     if name in SCORES or name in NAMES:
         return SCORES.get(name) or NAMES[name]
     words = name.split("_")
@@ -65,7 +68,7 @@ def label(name: str) -> str:
 
 
 def written(name: str, value: float | None) -> str:
-    """A figure for a table; a dash where there is none."""
+    """A figure as text for a table; a dash for None."""
     if value is None:
         return "–"
     if name in SCORES:
@@ -78,7 +81,7 @@ def written(name: str, value: float | None) -> str:
 
 
 def column(name: str, values: Sequence[float | None]) -> list[str]:
-    """The figures of a column, all to the same digit where they are of about the same size."""
+    """The figures of a column as texts, with equally many decimals if they are of similar size."""
     known = [abs(value) for value in values if value is not None and isfinite(value)]
     sizes = [value for value in known if value]
     if name in SCORES or not sizes or max(sizes) / min(sizes) > 1000 or max(sizes) < 0.01:

@@ -1,4 +1,4 @@
-"""The paper's findings, checked one by one on our own results."""
+"""The findings of the paper, checked one by one on our own results."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from itertools import pairwise
 from typing import Literal
 
 from eval.harness.results import Row
-from eval.report.collect import Collection, Found
+from eval.report.collect import Collection, ResultFile
 from eval.report.figures import figure, label, with_figure, written
 
 FINE_TUNING = ("Uniform", "Salient Spans", "CaMeLS")
-# "Most of the accuracy", where the paper keeps 93.2 % with subgroups of 16.
+# Percent of the F1 that count as "most of the accuracy"; the paper keeps 93.2 % with subgroups of 16.
 MOST = 90.0
-# What an allocator may add from one measurement to the next.
+# Relative difference between two measurements of one peak that an allocator may cause.
 SLACK = 0.01
 
 
 @dataclass(frozen=True)
 class Check:
-    """What one result says of a finding.
+    """A finding checked on one result.
 
     Attributes:
-        held: comparisons that come out as in the paper.
-        of: all comparisons; 0 where the rows that they take are missing.
-        numbers: the figures, in words.
-        where: the data they are of.
+        held: number of comparisons that come out as in the paper.
+        of: number of all comparisons; 0 if the result lacks their rows.
+        numbers: the compared figures, as text.
+        where: data set and scale of the result.
     """
 
     held: int
@@ -43,25 +43,26 @@ class Finding:
     """A finding of the paper.
 
     Attributes:
-        claim: as the paper has it.
-        paper: its own figures.
-        experiment: what it is checked on; results of all of `experiments`.
+        claim: the claim of the paper.
+        paper: the paper's own figures.
+        experiments: the experiments that it is checked on.
+        check: checks one result, of one data set.
     """
 
     claim: str
     paper: str
     experiments: tuple[str, ...]
-    check: Callable[[Found], Check]
+    check: Callable[[ResultFile], Check]
 
     def checks(self, collection: Collection) -> list[Check]:
-        """One check for each result, and each data set in it, that has the rows it takes."""
-        results = [found for experiment in self.experiments for found in collection.of(experiment)]
-        found = [part for whole in results for part in whole.by_dataset()]
-        return [check for check in map(self.check, found) if check.of]
+        """One check for each result, and for each data set in it, that has the rows to compare."""
+        results = [result for experiment in self.experiments for result in collection.of(experiment)]
+        parts = [part for result in results for part in result.by_dataset()]
+        return [check for check in map(self.check, parts) if check.of]
 
 
 def verdict(checks: Sequence[Check]) -> Literal["yes", "no", "partly", "not run"]:
-    """Whether all comparisons come out as in the paper, some, or none."""
+    """The verdict on a finding: yes if all comparisons come out as in the paper, no if none does."""
     held, of = sum(check.held for check in checks), sum(check.of for check in checks)
     if not of:
         return "not run"
@@ -69,33 +70,35 @@ def verdict(checks: Sequence[Check]) -> Literal["yes", "no", "partly", "not run"
 
 
 def named(rows: Sequence[Row], *methods: str) -> list[Row]:
-    """The rows of some methods: by their setting `method`, or by their name where they have none."""
+    """The rows of some methods, by their setting `method`, or by their name if they have no such setting."""
     wanted = {method.lower() for method in methods}
     return [row for row in rows if str(row.settings.get("method", row.name)).lower() in wanted]
 
 
 def ahead(
     winners: tuple[str, ...], others: tuple[str, ...], value: str = "f1", *, less: bool = False, ties: bool = False
-) -> Callable[[Found], Check]:
-    """Checks that one method's best row is ahead of every row of others.
+) -> Callable[[ResultFile], Check]:
+    """A check that the best row of one method is ahead of every row of others.
 
     Args:
-        winners: names of the one method.
-        value: the figure that is compared.
-        less: whether less is better.
-        ties: whether equal is enough.
+        winners: names of the method.
+        others: names of the other methods.
+        value: name of the compared figure.
+        less: True if less is better.
+        ties: True if an equal figure is enough.
     """
 
-    def check(found: Found) -> Check:
-        rows = with_figure(found.result.rows, value)
+    def check(file: ResultFile) -> Check:
+        rows = with_figure(file.result.rows, value)
         ours, theirs = named(rows, *winners), named(rows, *others)
         if not ours or not theirs:
             return NOTHING
         best, rival = (_best(group, value, less) for group in (ours, theirs))
         lead = (figure(best, value) or 0) - (figure(rival, value) or 0)
-        lead = -lead if less else lead
+        if less:
+            lead = -lead
         holds = lead >= 0 if ties else lead > 0
-        return Check(holds, 1, f"{label(value)}: {_against(found, best, rival, value)}", _where(found))
+        return Check(int(holds), 1, f"{label(value)}: {_against(file, best, rival, value)}", _where(file))
 
     return check
 
@@ -104,23 +107,23 @@ def _best(rows: Sequence[Row], value: str, less: bool) -> Row:
     return (min if less else max)(rows, key=lambda row: figure(row, value) or 0)
 
 
-def _against(found: Found, best: Row, rival: Row, value: str) -> str:
+def _against(file: ResultFile, best: Row, rival: Row, value: str) -> str:
     text = f"{best.name} {written(value, figure(best, value))}, best other {rival.name} "
     text += written(value, figure(rival, value))
-    gap = found.difference(best, rival) if value == "f1" else None
+    gap = file.difference(best, rival) if value == "f1" else None
     if gap is not None:
         text += f" (difference {100 * gap.mean:+.1f}, 95 % {100 * gap.low:+.1f} to {100 * gap.high:+.1f})"
     return text
 
 
-def _where(found: Found) -> str:
-    scale = f", {found.result.scale} scale" if found.result.scale else ""
-    return f"{found.where}{scale}"
+def _where(file: ResultFile) -> str:
+    scale = f", {file.result.scale} scale" if file.result.scale else ""
+    return f"{file.where}{scale}"
 
 
-def retained(found: Found) -> Check:
-    """Checks the last point of each method's curve."""
-    rows = with_figure(found.result.rows, "added", "retention")
+def retained(file: ResultFile) -> Check:
+    """Checks that MAC retains more than fine-tuning at the last point of the curves."""
+    rows = with_figure(file.result.rows, "added", "retention")
     last = max((figure(row, "added") or 0 for row in rows), default=0)
     rows = [row for row in rows if figure(row, "added") == last]
     ours, theirs = named(rows, "MAC"), named(rows, *FINE_TUNING)
@@ -133,63 +136,65 @@ def retained(found: Found) -> Check:
     )
     before = figure(ours[0], "f1_before_adaptation")
     if before is not None:
-        # Who learned nothing retains all of it: only beside this does retention tell of knowledge.
+        # A system that learned nothing retains everything, so retention means nothing without this F1.
         numbers += f"; F1 {before:.1f} before any document"
     holds = all(values["MAC"] > value for name, value in values.items() if name != "MAC")
-    return Check(holds, 1, f"after {last:,.0f} more documents: {numbers}", _where(found))
+    return Check(int(holds), 1, f"after {last:,.0f} more documents: {numbers}", _where(file))
 
 
-def falling(found: Found) -> Check:
-    """Checks that memory falls with every step of p, at each K that was measured with several."""
-    rows = with_figure(found.result.rows, "K", "p", "peak_mb")
+def falling(file: ResultFile) -> Check:
+    """Checks that memory falls from each p to the next, at each K above 1 with several p."""
+    rows = with_figure(file.result.rows, "K", "p", "peak_mb")
     lines, held = [], 0
     for size in sorted({figure(row, "K") or 0 for row in rows}):
-        mine = sorted((row for row in rows if figure(row, "K") == size), key=lambda row: figure(row, "p") or 0)
-        peaks = [figure(row, "peak_mb") or 0 for row in mine]
+        by_p = sorted((row for row in rows if figure(row, "K") == size), key=lambda row: figure(row, "p") or 0)
+        peaks = [figure(row, "peak_mb") or 0 for row in by_p]
         if len(peaks) < 2 or size < 2:
             continue
         steady = all(after <= before * (1 + SLACK) for before, after in pairwise(peaks))
-        held += steady and peaks[-1] < peaks[0]
+        if steady and peaks[-1] < peaks[0]:
+            held += 1
         steps = " → ".join(f"{peak:,.0f}" for peak in peaks)
         lines.append(f"K = {size:g}: {steps} MB")
     points = ", ".join(f"{p:g}" for p in sorted({figure(row, "p") or 0 for row in rows}))
-    return Check(held, len(lines), f"p = {points}; " + "; ".join(lines), _where(found))
+    return Check(held, len(lines), f"p = {points}; " + "; ".join(lines), _where(file))
 
 
-def kept(found: Found) -> Check:
-    """Checks subgroups of 16, or of the nearest size that was measured."""
-    rows = with_figure(found.result.rows, "M", "f1_kept", "memory_kept")
+def most_kept(file: ResultFile) -> Check:
+    """Checks that subgroups of 16, or of the nearest measured size, keep most of the F1 in less memory."""
+    rows = with_figure(file.result.rows, "M", "f1_kept", "memory_kept")
     if not rows:
         return NOTHING
     row = min(rows, key=lambda row: abs((figure(row, "M") or 0) - 16))
     share, memory = figure(row, "f1_kept") or 0, figure(row, "memory_kept") or 0
     numbers = f"M = {figure(row, 'M'):g}: {share:.1f} % of the F1 in {memory:.1f} % of the memory"
-    return Check(share >= MOST and memory < 100, 1, f"{numbers} (at least {MOST:g} % count as most)", _where(found))
+    return Check(int(share >= MOST and memory < 100), 1, f"{numbers} (at least {MOST:g} % count as most)", _where(file))
 
 
-def nearest_best(found: Found) -> Check:
-    """Checks at each size of the bank that averaging the nearest is first."""
+def nearest_best(file: ResultFile) -> Check:
+    """Checks at each size of the bank that nearest averaging has the highest F1."""
     methods = ("random pruning", "random averaging", "nearest averaging")
-    rows = named(with_figure(found.result.rows, "entries", "f1"), *methods)
+    rows = named(with_figure(file.result.rows, "entries", "f1"), *methods)
     parts, held = [], 0
     for size in sorted({figure(row, "entries") or 0 for row in rows}, reverse=True):
         scores = {str(row.settings["method"]): figure(row, "f1") or 0 for row in rows if figure(row, "entries") == size}
         if set(scores) == set(methods):
-            held += scores["nearest averaging"] >= max(scores.values())
+            if scores["nearest averaging"] >= max(scores.values()):
+                held += 1
             parts.append(f"{size:,.0f} entries: " + ", ".join(f"{name} {score:.1f}" for name, score in scores.items()))
-    return Check(held, len(parts), "F1 %; " + "; ".join(parts), _where(found))
+    return Check(held, len(parts), "F1 %; " + "; ".join(parts), _where(file))
 
 
-def retrieval_gains(found: Found) -> Check:
-    """Checks every retriever and k with the memory against the same prompts without it."""
-    rows = found.result.rows
+def retrieval_gains(file: ResultFile) -> Check:
+    """Checks for every retriever and k that the memory raises the F1 over the same prompts without it."""
+    rows = file.result.rows
     pairs = list(_pairs(rows))
     numbers = "; ".join(
         f"{without.name} {figure(without, 'f1'):.1f} → {figure(together, 'f1'):.1f}" + _interval(together)
         for without, together in pairs
     )
     held = sum((together.f1 or 0) > (without.f1 or 0) for without, together in pairs)
-    return Check(held, len(pairs), f"F1 %; {numbers}", _where(found))
+    return Check(held, len(pairs), f"F1 %; {numbers}", _where(file))
 
 
 def _pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
@@ -226,7 +231,7 @@ FINDINGS = (
         "Hierarchical aggregation keeps most of the accuracy.",
         "M = 16 keeps 93.2 % in 34.4 % of the memory (Figure 5).",
         ("hierarchical",),
-        kept,
+        most_kept,
     ),
     Finding(
         "Averaging nearest neighbours is the best way to make room in the bank.",

@@ -1,4 +1,4 @@
-"""The report's numbers as Markdown: the findings, then a table for each result."""
+"""The report as Markdown: the findings, then a table for each result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from eval.report.tables import Table, table
 
 
 def markdown(collection: Collection) -> str:
-    """The whole text."""
+    """The Markdown text of a report."""
     lines = [f"# {TITLE}: results", "", "## The paper's findings", "", "| finding | ours | numbers | paper |"]
     lines.append("| --- | --- | --- | --- |")
     for entry in checked(collection):
@@ -25,12 +25,12 @@ def markdown(collection: Collection) -> str:
         lines += ["", f"## {experiment.title}", ""]
         if experiment.source:
             lines += [f"{experiment.source} of the paper.", ""]
-        for found in part.results:
-            origin = dict(provenance(found))
-            lines += [f"{about(found)}; commit {origin['commit']}; `{origin['command']}`", ""]
-            lines += [*_table(table(found.result, experiment)), ""]
-            lines += [f"- {note}" for note in found.result.notes]
-            lines += [f"- not run: {what}: {why}" for what, why in found.result.not_run.items()]
+        for file in part.results:
+            origin = dict(provenance(file))
+            lines += [f"{about(file)}; commit {origin['commit']}; `{origin['command']}`", ""]
+            lines += [*_table(table(file.result, experiment)), ""]
+            lines += [f"- {note}" for note in file.result.notes]
+            lines += [f"- not run: {what}: {why}" for what, why in file.result.not_run.items()]
     if missing:
         lines += ["", "## Not run", "", *missing]
     return "\n".join(lines).rstrip() + "\n"

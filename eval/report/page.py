@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing beside it: no script, no network, no other file."""
+"""The report as one self-contained HTML page: no script, no network, no other file."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
-from eval.report.collect import Collection, Found
+from eval.report.collect import Collection, ResultFile
 from eval.report.published import published_of
 from eval.report.summary import TITLE, Checked, Section, about, checked, provenance, sections, tally
 from eval.report.tables import Table, paper_table, table
 
-# Rows of a table that is folded up, for its plot says more.
+# A longer table is folded up below its plot.
 LONG = 14
 NBSP = "\u00a0"
 NONE = '<span class="mark none">not run</span>'
 
 
 def page(collection: Collection) -> str:
-    """The whole page."""
+    """The HTML text of a report."""
     style = files("eval.report").joinpath("style.css").read_text(encoding="utf-8")
     parts, findings = sections(collection), checked(collection)
     body = [
@@ -40,18 +40,18 @@ def page(collection: Collection) -> str:
 
 def _header(collection: Collection, parts: Sequence[Section], findings: list[Checked]) -> str:
     run = sum(bool(part.results) for part in parts)
-    dates = sorted(found.result.created[:10] for found in collection.found)
-    models = dict.fromkeys(found.result.model.name for found in collection.found if found.result.model)
+    dates = sorted(file.result.created[:10] for file in collection.files)
+    models = dict.fromkeys(file.result.model.name for file in collection.files if file.result.model)
     when = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    links = "".join(
-        f'<a href="#{_id(part)}">{escape(part.experiment.title)}</a>' for part in parts if part.results
-    ) + '<a class="none" href="#missing">What was not run</a>' * any(not part.results for part in parts)
+    links = "".join(f'<a href="#{_id(part)}">{escape(part.experiment.title)}</a>' for part in parts if part.results)
+    if any(not part.results for part in parts):
+        links += '<a class="none" href="#missing">What was not run</a>'
     counts = "".join(f"<li><b>{count}</b>{escape(name)}</li>" for name, count in tally(findings))
     return (
         f'<header>\n<p class="kicker">Online adaptation of language models</p>\n<h1>{TITLE}: results</h1>\n'
         f'<p class="lede">The tables and figures of the paper, measured here: {run} of {len(parts)} experiments, '
         f"{escape(', '.join(models)) or 'no model'}, {when}. "
-        "Numbers are comparable with the paper’s only where they stand beside each other.</p>\n"
+        "Numbers are comparable with the paper’s only in the same row.</p>\n"
         f'<ul class="tally">{counts}</ul>\n<nav>{links}</nav>\n</header>'
     )
 
@@ -70,8 +70,8 @@ def _findings(findings: Iterable[Checked]) -> str:
         )
     return (
         '<section id="findings"><h2>The paper’s findings, one by one</h2>'
-        "<p>Each is checked on our own numbers. “Yes” says that the order or the share that the paper finds is there; "
-        "where questions were answered one by one, the 95 % interval tells how sure the difference is.</p>"
+        "<p>Each is checked on our own numbers. “Yes” means that the order or the share is as in the paper; "
+        "where the answers to single questions are known, the difference has its 95 % interval.</p>"
         + "".join(lines)
         + "</section>"
     )
@@ -81,7 +81,7 @@ def _section(part: Section) -> str:
     experiment = part.experiment
     source = f'<p class="source">{escape(experiment.source or "not in the paper")}</p>'
     question = f"<p>{escape(experiment.question)}</p>" if experiment.question else ""
-    body = "".join(_result(part, found) for found in part.results)
+    body = "".join(_result(part, file) for file in part.results)
     absent = "".join(f"<p>{NONE} {escape(reason)}</p>" for reason in part.absent)
     paper = "".join(
         f"<h3>{escape(entry.source)}</h3>{_table(paper_table(entry))}" for entry in published_of(experiment.name)
@@ -93,26 +93,26 @@ def _section(part: Section) -> str:
     )
 
 
-def _result(part: Section, found: Found) -> str:
+def _result(part: Section, file: ResultFile) -> str:
     drawings = []
     for number, plot in enumerate(part.experiment.plots):
-        drawing = plot.draw(found.result.rows, f"{found.path.name}-{number}")
+        drawing = plot.draw(file.result.rows, f"{file.path.name}-{number}")
         if drawing:
             drawings.append(f"<figure>{drawing}<figcaption>{escape(plot.caption)}</figcaption></figure>")
-    notes = [escape(note) for note in found.result.notes]
-    notes += [f"{NONE} {escape(what)}: {escape(why)}" for what, why in found.result.not_run.items()]
+    notes = [escape(note) for note in file.result.notes]
+    notes += [f"{NONE} {escape(what)}: {escape(why)}" for what, why in file.result.not_run.items()]
     listed = f'<ul class="notes">{"".join(f"<li>{note}</li>" for note in notes)}</ul>' if notes else ""
     origin = "".join(
         f"<dt>{escape(name)}</dt><dd>{f'<code>{escape(text)}</code>' if name == 'command' else escape(text)}</dd>"
-        for name, text in provenance(found)
+        for name, text in provenance(file)
     )
-    title = found.where or part.experiment.name
-    content = table(found.result, part.experiment)
+    title = file.where or part.experiment.name
+    content = table(file.result, part.experiment)
     figures = _table(content)
     if drawings and len(content.rows) > LONG:
         figures = f"<details><summary>All {len(content.rows)} rows</summary>{figures}</details>"
     return (
-        f'<h3>{escape(title)}</h3><p class="data">{escape(about(found))}</p>{"".join(drawings)}'
+        f'<h3>{escape(title)}</h3><p class="data">{escape(about(file))}</p>{"".join(drawings)}'
         f"{figures}{listed}"
         f"<details><summary>Configuration and commit of these numbers</summary><dl>{origin}</dl></details>"
     )
@@ -145,10 +145,10 @@ def _missing(parts: Sequence[Section]) -> str:
 
 
 def _footer(collection: Collection) -> str:
-    commits = dict.fromkeys(found.result.git.commit[:12] for found in collection.found if found.result.git)
+    commits = dict.fromkeys(file.result.git.commit[:12] for file in collection.files if file.result.git)
     refused = "".join(f"<p>Left out: {escape(reason)}</p>" for reason in collection.refused.values())
     return (
-        f"<footer><p>Made by <code>python -m eval.report</code> from {len(collection.found)} result files"
+        f"<footer><p>Made by <code>python -m eval.report</code> from {len(collection.files)} result files"
         f"{' of commit ' + ', '.join(commits) if commits else ''}. "
         "<code>python -m eval.paper</code> runs them all, <code>python -m eval.compare</code> compares two.</p>"
         f"{refused}</footer>"

@@ -1,10 +1,10 @@
-"""Plots as inline SVG that takes its colours and typeface from the page."""
+"""Plots as inline SVG, with the colours and the typeface of the page."""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,9 @@ from eval.report.figures import column, figure, label, with_figure
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Stand-ins that are replaced by the page's own colours, so that a plot is as legible in the dark as in the light.
+# Placeholders that `svg` replaces by the page's colours, so that plots are legible in its light and dark themes.
 INK, RULE = "#010203", "#030201"
-# Colours that people who see colours differently can tell apart. The method of the paper always has the first.
+# Colours that colour-blind readers can distinguish. MAC always has the first.
 MAC, OTHERS = "#c8553d", ("#2f6f8f", "#d9a441", "#5b8c5a", "#7a5c8e", "#8a8d91", "#3fa7a0", "#b0728a")
 MARKERS = "osD^vPX*"
 WIDTH = 7.4
@@ -25,11 +25,11 @@ WIDTH = 7.4
 
 @dataclass(frozen=True)
 class Bars:
-    """Horizontal bars, one group for each row.
+    """A bar chart, one group of horizontal bars for each row.
 
     Attributes:
-        values: names of the figures; each has a bar of its own.
-        caption: what is to be seen.
+        values: names of the figures; each has its own bar.
+        caption: caption of the chart.
     """
 
     values: tuple[str, ...]
@@ -60,14 +60,14 @@ class Bars:
 
 @dataclass(frozen=True)
 class Lines:
-    """A line for each group of rows.
+    """A line chart, one line for each group of rows.
 
     Attributes:
         x, y: names of the figures.
-        group: the setting that makes a line of its rows; None for a single one.
-        caption: what is to be seen.
-        log_x: base of the axis' logarithm; None for a linear one.
-        log_y: whether that axis is logarithmic.
+        caption: caption of the chart.
+        group: the setting whose values make the lines; None for a single line.
+        log_x: base of a logarithmic x axis; None for a linear one.
+        log_y: True for a logarithmic y axis.
     """
 
     x: str
@@ -116,7 +116,7 @@ class Lines:
         return svg(drawing, salt)
 
     def _points(self, rows: Iterable[Row]) -> tuple[dict[str, list[tuple[float, float]]], dict[str, float]]:
-        """The lines, and the rows without an x, which are levels to compare with."""
+        """The points of each line, and the horizontal levels: the y of the rows without an x, by name."""
         lines: dict[str, list[tuple[float, float]]] = {}
         level: dict[str, float] = {}
         for row in rows:
@@ -133,20 +133,20 @@ class Lines:
         if self.group is None:
             return ""
         value = row.settings.get(self.group, row.name)
-        # One letter is a symbol, and says nothing without its name.
+        # A value of a one-letter setting needs the letter: "p = 0.5".
         text = f"{value:g}" if isinstance(value, float) else str(value)
         return f"{self.group} = {text}" if len(self.group) == 1 else text
 
 
 @dataclass(frozen=True)
 class Heat:
-    """A map of one figure over two settings; one for each value of a third.
+    """Heat maps of one figure over two settings, one map for each value of a third setting.
 
     Attributes:
-        x, y: the settings.
-        value: the figure.
-        facet: the setting that each map has one value of.
-        caption: what is to be seen.
+        x, y: the settings of the axes.
+        value: name of the figure.
+        facet: the setting whose values make the maps.
+        caption: caption of the maps.
     """
 
     x: str
@@ -165,10 +165,10 @@ class Heat:
         top = max(figure(row, self.value) or 0.0 for row in rows)
         image: Any = None
         for panel, facet in zip(axes, facets):
-            mine = [row for row in rows if row.settings[self.facet] == facet]
-            columns = list(dict.fromkeys(row.settings[self.x] for row in mine))
-            lines = list(dict.fromkeys(row.settings[self.y] for row in mine))
-            cells = {(row.settings[self.y], row.settings[self.x]): figure(row, self.value) for row in mine}
+            shown = [row for row in rows if row.settings[self.facet] == facet]
+            columns = list(dict.fromkeys(row.settings[self.x] for row in shown))
+            lines = list(dict.fromkeys(row.settings[self.y] for row in shown))
+            cells = {(row.settings[self.y], row.settings[self.x]): figure(row, self.value) for row in shown}
             grid = [[cells.get((line, column)) or 0.0 for column in columns] for line in lines]
             image = panel.imshow(grid, cmap="OrRd", vmin=0.0, vmax=top, aspect="auto", interpolation="nearest")
             panel.set_title(f"{facet} {self.facet}", fontsize=9, color=INK)
@@ -188,12 +188,12 @@ Plot = Bars | Lines | Heat
 
 
 def is_mac(row: Row) -> bool:
-    """Whether the memory takes part in a row."""
+    """True if a row is measured with memory."""
     return "MAC" in f"{row.settings.get('method', row.name)}".replace("no MAC", "").split()
 
 
 def palette(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each line: the method of the paper's own one, if it is there, and the others in order."""
+    """A colour for each line: MAC always has its own, the others take theirs in order."""
     names = list(names)
     others = [name for name in names if name.split()[:1] != ["MAC"]]
     colours = {name: OTHERS[index % len(OTHERS)] for index, name in enumerate(others)}
@@ -227,10 +227,11 @@ def _finish(axes: Any, grid: str | None) -> None:
 
 
 def svg(drawing: Figure, salt: str) -> str:
-    """A drawing as an `<svg>` element that several of can stand in one page.
+    """A drawing as an `<svg>` element for a page with several.
 
     Args:
-        salt: makes the ids within unlike those of other drawings.
+        drawing: a matplotlib figure.
+        salt: makes the element's ids differ from those of other drawings.
     """
     from matplotlib import rc_context
 
@@ -244,5 +245,4 @@ def svg(drawing: Figure, salt: str) -> str:
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
     text = re.sub(r' id="(?:[A-Za-z0-9.]+_\d+|image[0-9a-f]+)"', "", text)
     text = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", text)
-    replace: Callable[[str], str] = lambda found: found.replace(INK, "var(--ink)").replace(RULE, "var(--rule)")  # noqa: E731
-    return replace(text).strip()
+    return text.replace(INK, "var(--ink)").replace(RULE, "var(--rule)").strip()

@@ -1,4 +1,4 @@
-"""The figures that the paper prints, each with the table or figure it stands in (`published.json`)."""
+"""The figures that the paper prints, each with its table or figure there (`published.json`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from eval.harness.results import Result, Row
 from mac_rag.config import Config
 
-# Names of the same thing here and in the paper, after `_plain`.
+# Our names of what the paper calls otherwise, both normalised by `_plain`.
 SAME = {
     "llama27bhf": "llama27b",
     "squadseq": "squad",
@@ -24,13 +24,14 @@ SAME = {
 
 
 class Published(Config):
-    """One table of the paper, or the figures that its text gives of a plot.
+    """One table of the paper, or the figures of a plot that its text gives.
 
     Attributes:
-        source: where they stand in the paper.
-        key: what tells its rows apart.
-        figures: names of the figures; em, f1 and shares in percent.
-        rows: the values of the key, then the figures.
+        source: table or figure of the paper.
+        experiment: name of the experiment, `eval.<experiment>`.
+        key: names of the columns that identify a row.
+        figures: names of the figures; em, f1 and shares are in percent.
+        rows: rows of the values of the key, followed by the figures.
     """
 
     source: str
@@ -40,23 +41,23 @@ class Published(Config):
     rows: tuple[tuple[str | float, ...], ...]
 
     def of(self, result: Result, row: Row) -> dict[str, float]:
-        """The paper's figures for a row of ours of the same data set, base LM and settings; none for any other."""
-        for published in self.rows:
-            theirs = published[: len(self.key)]
-            if all(_plain(_ours(result, row, key)) == _plain(value) for key, value in zip(self.key, theirs)):
-                return {name: float(value) for name, value in zip(self.figures, published[len(self.key) :])}
+        """The paper's figures for our row, by name; empty if no row there has its data set, base LM and settings."""
+        for published_row in self.rows:
+            values, figures = published_row[: len(self.key)], published_row[len(self.key) :]
+            if all(_plain(_ours(result, row, key)) == _plain(value) for key, value in zip(self.key, values)):
+                return {name: float(figure) for name, figure in zip(self.figures, figures)}
         return {}
 
 
 @cache
 def published() -> tuple[Published, ...]:
-    """All of the paper's figures."""
+    """All tables of the paper."""
     text = files("eval.report").joinpath("published.json").read_text(encoding="utf-8")
     return tuple(Published.parse(entry, "published.json") for entry in json.loads(text))
 
 
 def published_of(experiment: str) -> list[Published]:
-    """The paper's figures of one experiment."""
+    """The tables of one experiment."""
     return [entry for entry in published() if entry.experiment == experiment]
 
 

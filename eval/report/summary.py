@@ -1,4 +1,4 @@
-"""What both forms of the report say: each experiment with its results, or why it has none."""
+"""The content of both forms of the report: each experiment with its results, or the reason why it has none."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from eval.report.catalogue import CATALOGUE, Experiment
-from eval.report.collect import Collection, Found
+from eval.report.collect import Collection, ResultFile
 from eval.report.findings import FINDINGS, Check, Finding, verdict
 
 TITLE = "Memory of amortized contexts"
@@ -15,21 +15,22 @@ MARKS = {"yes": "findings hold", "no": "do not hold", "partly": "hold in part", 
 
 @dataclass(frozen=True)
 class Section:
-    """One experiment.
+    """The section of one experiment.
 
     Attributes:
-        results: newest first by data set; empty where there is none.
-        absent: why there is no result, or why a further one is missing.
+        experiment: the experiment.
+        results: its results; empty if there is none.
+        absent: reasons of its steps that have no result.
     """
 
     experiment: Experiment
-    results: tuple[Found, ...]
+    results: tuple[ResultFile, ...]
     absent: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A finding of the paper with its verdict: yes, no, partly (in some results) or not run."""
+    """A finding of the paper with its checks and the verdict: yes, no, partly or not run."""
 
     finding: Finding
     checks: tuple[Check, ...]
@@ -37,11 +38,9 @@ class Checked:
 
 
 def sections(collection: Collection) -> list[Section]:
-    """All experiments of the catalogue in its order, then those that it does not know."""
+    """The sections of all experiments in the order of the catalogue, then of those that it does not know."""
     known = {experiment.name for experiment in CATALOGUE}
-    others = dict.fromkeys(
-        found.result.experiment for found in collection.found if found.result.experiment not in known
-    )
+    others = dict.fromkeys(file.result.experiment for file in collection.files if file.result.experiment not in known)
     unknown = [Experiment(name, name.replace("_", " ").capitalize(), "", "", ()) for name in others]
     return [
         Section(experiment, tuple(collection.of(experiment.name)), _absent(collection, experiment.name))
@@ -51,22 +50,22 @@ def sections(collection: Collection) -> list[Section]:
 
 def checked(collection: Collection) -> list[Checked]:
     """All findings with their verdicts."""
-    every = []
+    entries = []
     for finding in FINDINGS:
         checks = tuple(finding.checks(collection))
-        every.append(Checked(finding, checks, verdict(checks)))
-    return every
+        entries.append(Checked(finding, checks, verdict(checks)))
+    return entries
 
 
 def tally(findings: list[Checked]) -> list[tuple[str, int]]:
-    """How many findings hold, do not, and so on."""
+    """The number of findings with each verdict that occurs, under its label."""
     counts = Counter(entry.verdict for entry in findings)
     return [(MARKS[name], counts[name]) for name in MARKS if counts[name]]
 
 
-def provenance(found: Found) -> list[tuple[str, str]]:
-    """Where a result's numbers come from."""
-    result = found.result
+def provenance(file: ResultFile) -> list[tuple[str, str]]:
+    """The origin of a result's numbers, as pairs of a label and a text."""
+    result = file.result
     lines = [("command", result.command), ("created", result.created)]
     if result.git is None:
         lines.append(("commit", "unknown: it ran outside a checkout"))
@@ -82,26 +81,26 @@ def provenance(found: Found) -> list[tuple[str, str]]:
     if result.data is not None:
         lines.append(("data", f"{result.data.name}, split {result.data.split}, {result.data.source}"))
     if result.adaptation is not None:
-        done = result.adaptation
-        lines.append(("adaptation", f"{done.documents:,} documents, {done.rows:,} rows, {done.seconds:.1f} s"))
+        size = result.adaptation
+        lines.append(("adaptation", f"{size.documents:,} documents, {size.rows:,} rows, {size.seconds:.1f} s"))
     options = ", ".join(f"{name} = {value}" for name, value in result.config.items() if value is not None)
     lines.append(("options", options))
     lines.append(("versions", ", ".join(f"{name} {version}" for name, version in result.versions.items())))
-    lines.append(("file", found.path.name + (f", {result.samples.name}" if result.samples else "")))
+    lines.append(("file", file.path.name + (f", {result.samples.name}" if result.samples else "")))
     return lines
 
 
-def about(found: Found) -> str:
-    """The data of a result in a line."""
-    data, scale = found.result.data, found.result.scale
+def about(file: ResultFile) -> str:
+    """Data set, scale and model of a result, in one line."""
+    data, scale = file.result.data, file.result.scale
     parts = []
     if data is not None:
         generated = " (generated)" if data.source == "generated" else ""
         parts.append(f"{data.name}{generated}, {data.documents:,} documents, {data.questions:,} questions")
     if scale:
         parts.append(f"{scale} scale")
-    if found.result.model is not None:
-        parts.append(found.result.model.name)
+    if file.result.model is not None:
+        parts.append(file.result.model.name)
     return " · ".join(parts)
 
 

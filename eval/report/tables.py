@@ -1,4 +1,4 @@
-"""The table of a result: our figures, and beside them the paper's where it has the same row."""
+"""The table of a result: our figures, beside those of the paper where it has the same row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eval.report.published import Published, published_of
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure as text; `best` of its column, or the paper's."""
+    """A figure as text; `best` marks the best of its column, `paper` a figure of the paper."""
 
     text: str
     best: bool = False
@@ -30,13 +30,15 @@ class Table:
 
 
 def table(result: Result, experiment: Experiment) -> Table:
-    """All rows of a result with the figures that any of them has, the best scores marked."""
+    """The rows of a result with every figure that any of them has, and the best scores marked."""
     rows = [row for row in result.rows if not experiment.drawn_only or experiment.drawn_only not in row.settings]
-    theirs: list[dict[str, float]] = [_published(result, row) for row in rows]
+    paper: list[dict[str, float]] = [_published(result, row) for row in rows]
     columns: list[tuple[str, list[Cell]]] = []
     for name in dict.fromkeys([*SCORES, *(name for row in rows for name in row.measures)]):
         columns.append((label(name), _figures(rows, name)))
-        columns.append((f"paper {label(name)}", [Cell(written(name, found.get(name)), paper=True) for found in theirs]))
+        columns.append(
+            (f"paper {label(name)}", [Cell(written(name, figures.get(name)), paper=True) for figures in paper])
+        )
     gains = [Cell(_gain(row.gain.f1 if row.gain else None)) for row in rows]
     columns.append(("F1 gained by the memory (95 %)", gains))
     shown = [(header, cells) for header, cells in columns if any(cell.text != "–" for cell in cells)]
@@ -45,7 +47,7 @@ def table(result: Result, experiment: Experiment) -> Table:
 
 
 def paper_table(published: Published) -> Table:
-    """One table of the paper as it stands there."""
+    """One table of the paper, as printed there."""
     rows = (
         tuple(Cell(f"{value:g}" if isinstance(value, int | float) else value, paper=True) for value in row)
         for row in published.rows
@@ -54,10 +56,10 @@ def paper_table(published: Published) -> Table:
 
 
 def _published(result: Result, row: Row) -> dict[str, float]:
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for published in published_of(result.experiment):
-        found |= published.of(result, row)
-    return found
+        figures |= published.of(result, row)
+    return figures
 
 
 def _figures(rows: Sequence[Row], name: str) -> list[Cell]:

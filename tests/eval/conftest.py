@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mac_rag.cli.run import run_command
-
-Command = Callable[..., tuple[int, str, str]]
+from tests.eval.helpers import Command
 
 
 @pytest.fixture
@@ -28,3 +26,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         return int(end.value.code or 0), shown.out, shown.err
 
     return run
+
+
+@pytest.fixture
+def few_stories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainings of variants read 64 stories, which are written in a moment."""
+    monkeypatch.setattr("eval.harness.variants.STORIES", 64)

@@ -11,16 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.bank_size import groups, measure
-from eval.harness.command import whole_numbers
 from eval.harness.results import Result
 from mac_rag.config import AggregationConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine
-from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
+from tests.eval.helpers import Command
 from tests.helpers import mac_config
 
-Command = Callable[..., tuple[int, str, str]]
 STREAM = generate("test", 12, seed=3)
 
 
@@ -40,7 +38,7 @@ def test_every_question_meets_one_bank_with_its_document(questions: int, more: i
 
 
 @pytest.mark.parametrize("size", [5, 12])
-def test_answers_are_those_of_a_bank_of_that_size(tiny_model: MACModel, size: int) -> None:
+def test_answers_equal_those_of_a_bank_of_that_size(tiny_model: MACModel, size: int) -> None:
     whole = MACEngine(tiny_model)
     whole.adapt(STREAM.documents)
     row, verdicts = measure("row", whole, STREAM, size, False, batch_size=3)
@@ -55,7 +53,7 @@ def test_answers_are_those_of_a_bank_of_that_size(tiny_model: MACModel, size: in
     assert (row.documents, row.questions) == (size, 12)
 
 
-def test_the_prior_is_off_where_it_should_be_and_on_again_after(tiny_model: MACModel) -> None:
+def test_the_prior_is_switched_off_only_while_it_is_measured(tiny_model: MACModel) -> None:
     with torch.no_grad():
         for block in tiny_model.aggregation.blocks:
             block.prior_scale.fill_(50.0)  # strong enough to change untrained answers
@@ -73,18 +71,6 @@ def test_the_prior_is_off_where_it_should_be_and_on_again_after(tiny_model: MACM
     with tiny_model.without_document_prior():
         assert answers[True] == tiny_model.generate(questions, modulation=tiny_model.aggregate(questions, phi))
     assert answers[True] != answers[False]
-
-
-@pytest.mark.parametrize("text", ["", "32,", "many", "3.5"])
-def test_sizes_must_be_whole_numbers(text: str) -> None:
-    with pytest.raises(ConfigError, match="whole numbers"):
-        whole_numbers("--sizes", text)
-
-
-def test_sizes_are_sorted_and_at_least_one() -> None:
-    assert whole_numbers("--sizes", "256, 32,32") == [32, 256]
-    with pytest.raises(ConfigError, match="at least 1, got '0,5'"):
-        whole_numbers("--sizes", "0,5")
 
 
 def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:

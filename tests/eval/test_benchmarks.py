@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ import pytest
 from eval.harness.results import Result, Sample
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
-
-Command = Callable[..., tuple[int, str, str]]
+from tests.eval.helpers import Command
 
 
 def samples(path: Path) -> tuple[Sample, ...]:
@@ -20,7 +18,7 @@ def samples(path: Path) -> tuple[Sample, ...]:
 
 
 @pytest.mark.parametrize("benchmark", ["archivalqa", "streamingqa", "squad"])
-def test_runs_on_the_embedded_sample_and_says_so(
+def test_without_data_it_runs_on_the_embedded_sample(
     command: Command, tiny_checkpoint: Path, tmp_path: Path, benchmark: str
 ) -> None:
     code, shown, progress = command(

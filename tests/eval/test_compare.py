@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,8 @@ import pytest
 from eval.compare import compare, shared_samples
 from eval.harness.bootstrap import paired_interval
 from eval.harness.results import Data
-from tests.eval.handmade import result, samples
+from tests.eval.helpers import Command, result, samples
 
-Command = Callable[..., tuple[int, str, str]]
 OURS, THEIRS = [1.0, 0.5, 1.0, 0.0], [0.0, 0.5, 1.0, 0.25]
 
 
@@ -31,7 +29,7 @@ def test_is_the_paired_bootstrap_over_the_shared_questions() -> None:
     assert f1.interval == paired_interval(OURS[1:], THEIRS[1:], seed=3)
 
 
-def test_shows_shared_rows_or_those_chosen(command: Command, tmp_path: Path) -> None:
+def test_shows_the_shared_rows_or_the_chosen_ones(command: Command, tmp_path: Path) -> None:
     a, b = write(tmp_path, "a.json", MAC=OURS, other=OURS), write(tmp_path, "b.json", MAC=THEIRS, Uniform=[0.0] * 4)
     code, shown, _ = command("eval.compare", a, b)
     assert code == 0

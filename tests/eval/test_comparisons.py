@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from eval.baselines.camels_training import CamelsConfig
 from eval.baselines.ccm_system import CCMConfig
-from eval.baselines.factory import Bench
+from eval.baselines.factory import SystemFactory
 from eval.baselines.methods import METHODS
-from eval.baselines.setups import SETUPS, BaselineSetup
+from eval.baselines.scales import PAPER_SCALE, SCALES, BaselineSetup
 from eval.harness.results import Result, Row
 from mac_rag.config import BaseLMConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
+from tests.eval.helpers import Command
 
-Command = Callable[..., tuple[int, str, str]]
 SMALL = BaselineSetup(
     training_documents=8,
     validation_documents=3,
@@ -29,12 +28,12 @@ SMALL = BaselineSetup(
 )
 
 
-def bench(model: MACModel, folder: Path, setup: BaselineSetup = SMALL) -> Bench:
-    return Bench(model, setup, lambda: generate("train", 8), lambda: generate("val", 3), folder=folder)
+def factory(model: MACModel, folder: Path, setup: BaselineSetup = SMALL) -> SystemFactory:
+    return SystemFactory(model, setup, lambda: generate("train", 8), lambda: generate("val", 3), folder=folder)
 
 
 def test_every_method_makes_a_system_that_adapts_and_answers(tiny_model: MACModel, tmp_path: Path) -> None:
-    made = bench(tiny_model, tmp_path)
+    made = factory(tiny_model, tmp_path)
     stream = generate("test", 3)
     names = []
     for method in METHODS:
@@ -51,11 +50,11 @@ def test_every_method_makes_a_system_that_adapts_and_answers(tiny_model: MACMode
 
 
 def test_both_scales_are_complete() -> None:
-    for setup in SETUPS.values():
+    for setup in SCALES.values():
         assert len(setup.rates) > 1
         assert setup.retention_rate <= max(setup.rates)
-    assert SETUPS["paper"].retention_rate == 6.5e-6
-    assert SETUPS["paper"].camels.proxy == BaseLMConfig(name="runs/distilgpt2/tune_qa/best")
+    assert PAPER_SCALE.retention_rate == 6.5e-6
+    assert PAPER_SCALE.camels.proxy == BaseLMConfig(name="runs/distilgpt2/tune_qa/best")
 
 
 def read(path: Path) -> tuple[Result, dict[str, Row]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from hypothesis import given
@@ -11,8 +10,8 @@ from hypothesis import strategies as st
 from eval.contamination import ngrams, overlap_row
 from eval.harness.results import Result
 from mac_rag.data.types import Document, QADataset, Question
+from tests.eval.helpers import Command
 
-Command = Callable[..., tuple[int, str, str]]
 TEXT = st.lists(st.sampled_from("ab bc cd de".split()), max_size=7).map(" ".join)
 
 
@@ -23,7 +22,7 @@ def dataset(split: str, texts: list[str], titles: list[str], questions: list[str
 
 
 @given(st.lists(TEXT, min_size=1, max_size=4), st.lists(TEXT, min_size=1, max_size=4), st.integers(1, 3))
-def test_ngrams_are_those_of_a_plain_loop(theirs: list[str], ours: list[str], size: int) -> None:
+def test_ngrams_equal_a_plain_loop(theirs: list[str], ours: list[str], size: int) -> None:
     def plain(text: str) -> set[tuple[str, ...]]:
         words = text.split()
         return {tuple(words[i : i + size]) for i in range(len(words)) if i + size <= len(words)}
@@ -39,7 +38,7 @@ def test_ngrams_are_those_of_a_plain_loop(theirs: list[str], ours: list[str], si
     assert row.measures["documents_with_ngram_percent"] == 100 * sum(bool(plain(t) & known) for t in ours) / len(ours)
 
 
-def test_shared_texts_are_found_whatever_their_case_and_points() -> None:
+def test_shared_texts_are_found_in_any_case_and_punctuation() -> None:
     train = dataset("train", ["The harbour opened.", "Rain fell"], ["Harbour", "Rain"], ["Who opened it?"])
     test = dataset("test", ["a harbour OPENED", "Snow fell"], ["Snow", "rain!"], ["Who opened it", "When?"])
     measures = overlap_row(train, test, 2).measures
@@ -49,7 +48,7 @@ def test_shared_texts_are_found_whatever_their_case_and_points() -> None:
     assert measures["ngrams_shared_percent"] == 50
 
 
-def test_without_titles_there_is_no_figure_of_them() -> None:
+def test_without_titles_there_is_no_figure_for_titles() -> None:
     assert (
         "titles_shared_percent"
         not in overlap_row(dataset("a", ["x"], [""], []), dataset("b", ["y"], [""], []), 1).measures

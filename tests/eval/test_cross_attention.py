@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from eval.harness.results import Result
 from mac_rag.data.newswire.generate import generate
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
+from tests.eval.helpers import Command
 
-Command = Callable[..., tuple[int, str, str]]
 STREAM = some_questions(generate("test", 20, seed=2), 4, 0)
 
 
@@ -37,7 +36,7 @@ def test_distractors_are_distinct_others_and_repeatable(kind: str) -> None:
 
 
 @pytest.mark.parametrize("prior", [True, False])
-def test_the_map_sums_to_the_models_own_attention(tiny_model: MACModel, prior: bool) -> None:
+def test_the_map_sums_to_the_attention_of_the_model(tiny_model: MACModel, prior: bool) -> None:
     tiny_model.aggregation.use_prior = prior
     others = distracting(STREAM, "random", 3, 0)
     maps = attention_map(tiny_model, STREAM, others)

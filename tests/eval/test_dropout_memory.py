@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
 from mac_rag.model.objective import LossWeights, mac_loss
+from tests.eval.helpers import Command
 
-Command = Callable[..., tuple[int, str, str]]
 STREAM = generate("train", 8, questions_per_document=2)
 
 
@@ -32,7 +31,7 @@ def test_memory_falls_with_p_and_grows_with_k(tiny_model: MACModel) -> None:
     assert all(row["saved_mb"] <= row["peak_mb"] for row in rows.values())
 
 
-def test_what_is_saved_is_counted_once_and_without_the_weights(tiny_model: MACModel) -> None:
+def test_saved_tensors_are_counted_once_and_without_the_weights(tiny_model: MACModel) -> None:
     batch = first_batch(tiny_model, STREAM, 2)
     weights = {p.untyped_storage().data_ptr() for p in tiny_model.parameters()}
     held: list[torch.Tensor] = []
@@ -61,8 +60,8 @@ def test_a_batch_has_a_question_on_each_document(tiny_model: MACModel) -> None:
         first_batch(tiny_model, STREAM, 9)
 
 
+@pytest.mark.usefixtures("few_stories")
 def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.harness.variants.STORIES", 64)
     monkeypatch.setattr("eval.dropout_memory.TABLE", {"tiny": {"No backprop.": (2, 1, 0.0), "MAC": (4, 2, 0.75)}})
     small = ("--steps", 1, "--documents", 4, "--k", 2, "--output", "r.json")
     assert command("eval.dropout_memory", "--model", tiny_checkpoint, *small)[0] == 0

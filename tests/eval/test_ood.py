@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from eval.harness.results import Result
 from eval.ood import paired
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
+from tests.eval.helpers import Command
 
-Command = Callable[..., tuple[int, str, str]]
 SIZES = ("--documents", 5, "--methods", "zero-shot,mac", "--output", "r.json")
 
 
-def test_pairs_hold_all_stories_and_answer_all_questions() -> None:
+def test_pairs_contain_all_stories_and_answers() -> None:
     stream = generate("test", 5, seed=1)
     together = paired(stream)
     assert len(together.documents) == 3
@@ -37,7 +36,7 @@ def test_without_data_it_is_newswire_of_another_form(command: Command, tiny_chec
     assert set(samples[0].rows) == {"newswire: Zero-shot", "newswire: MAC"}
 
 
-def test_sets_are_read(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_data_sets_are_read_and_must_differ(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
     for name in ("archivalqa", "other"):
         write_archivalqa(generate("test", 5, seed=1), tmp_path / name / "test.csv")
     data = f"{tmp_path / 'archivalqa'},archivalqa:{tmp_path / 'other'}"

@@ -2,72 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
 
 from eval import paper
 from eval.harness import paper_plan as plan
-from eval.harness.paper_plan import DATASETS, Step, steps
+from eval.harness.paper_plan import Step
 from eval.harness.paper_steps import StepRecord, read_records, write_records
 from eval.harness.results import Result, checkout
 from eval.paper import Fingerprints, finished, run_steps
-from eval.report.catalogue import CATALOGUE
-from mac_rag.errors import ConfigError, DataError
+from mac_rag.errors import DataError
 from mac_rag.model import MACModel
-from tests.eval.handmade import result, scored
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-def folders(path: Path, *names: str) -> Path:
-    for name in names:
-        (path / name).mkdir(parents=True)
-    return path
-
-
-class TestPlan:
-    def test_every_experiment_has_a_place_in_the_report_and_a_step(self) -> None:
-        assert {entry.experiment for entry in plan.PLANS} == {experiment.name for experiment in CATALOGUE}
-
-    def test_the_tiny_scale_needs_no_data_for_any_experiment_but_those_of_a_data_set(self) -> None:
-        planned = steps("tiny", None, 0)
-        assert [step.name for step in planned if step.missing and "-" not in step.name] == ["squad", "streamingqa"]
-        assert sum(step.minutes or 0 for step in planned if not step.missing) <= 45
-
-    def test_data_sets_that_are_given_are_added(self, tmp_path: Path) -> None:
-        ready = [step for step in steps("tiny", folders(tmp_path, "squad"), 0) if not step.missing]
-        added = {step.name for step in ready} - {step.name for step in steps("tiny", None, 0) if not step.missing}
-        assert added == {"squad", "main_table-squad", "retention-squad", "ood-squad"}
-        for step in ready:
-            assert (str(tmp_path / "squad") in step.arguments) == (step.name in added)
-
-    def test_the_paper_s_scale_runs_on_its_data_sets_alone(self, tmp_path: Path) -> None:
-        assert all(step.missing for step in steps("paper", None, 0))
-        planned = steps("paper", folders(tmp_path, *DATASETS), 0)
-        assert not any(step.missing for step in planned)
-        assert all("--data" in step.arguments for step in planned)
-        assert {f"main_table-{name}" for name in DATASETS} <= {step.name for step in planned}
-
-    @pytest.mark.parametrize("scale", plan.SCALES)
-    def test_names_are_unique_and_options_exist(self, tmp_path: Path, scale: plan.Scale) -> None:
-        planned = steps(scale, folders(tmp_path, *DATASETS), 3)
-        assert len({step.name for step in planned}) == len(planned)
-        for step in planned:
-            app = typer.Typer()
-            app.command()(importlib.import_module(f"eval.{step.experiment}").main)
-            command = typer.main.get_command(app)
-            arguments = list(step.command(tmp_path)[1:])
-            command.make_context(step.name, list(arguments))  # stops at what the command would refuse
-            assert arguments[arguments.index("--seed") + 1] == "3"
-
-    def test_a_folder_without_any_data_set_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="none of the folders streamingqa, squad, archivalqa"):
-            steps("tiny", tmp_path, 0)
+from tests.eval.helpers import Command, result, scored
 
 
 def on(checkpoint: Path) -> Step:
@@ -76,7 +24,7 @@ def on(checkpoint: Path) -> Step:
 
 
 class TestRun:
-    def test_goes_on_after_failures_and_repeats_nothing_that_is_done(
+    def test_continues_after_failures_and_repeats_no_finished_step(
         self, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         planned = [
@@ -103,7 +51,7 @@ class TestRun:
         assert (tmp_path / "bank_size.json").stat().st_mtime_ns == written
         assert "[2/2] bank_size: done before" in capsys.readouterr().out
 
-    def test_a_result_of_another_command_commit_or_model_is_not_this_one(
+    def test_a_result_of_another_command_commit_or_model_does_not_count(
         self, tiny_checkpoint: Path, tiny_model: MACModel, tmp_path: Path
     ) -> None:
         step, commit, prints = on(tiny_checkpoint), checkout(), Fingerprints()
@@ -134,7 +82,7 @@ class TestRun:
 
 
 class TestCommand:
-    def test_ends_with_the_report_and_a_code_that_tells_of_failures(
+    def test_ends_with_the_report_and_a_failure_code(
         self, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def planned(scale: str, data: Path | None, seed: int) -> list[Step]:
@@ -161,7 +109,7 @@ class TestCommand:
         assert "cannot be a folder" in errors
 
 
-def test_time_is_estimated_from_what_a_step_took_before(tmp_path: Path) -> None:
+def test_time_is_estimated_from_the_last_run_of_a_step(tmp_path: Path) -> None:
     step = Step("peft", "peft", (), minutes=4)
     took = StepRecord(name="peft", experiment="peft", command="c", status="done", seconds=90)
     assert paper.minutes_of(step, {}) == 4

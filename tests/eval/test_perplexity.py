@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,18 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eval.harness.results import Result
+from eval.harness.scales import TINY_SCALE
 from eval.harness.variants import Training
 from eval.perplexity import BEGINNING, continuations, cut, language_recipe, perplexity
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset
 from mac_rag.model import MACModel
+from tests.eval.helpers import Command
 
-Command = Callable[..., tuple[int, str, str]]
 STREAM = generate("test", 6)
 
 
-def test_a_document_is_cut_behind_its_first_tenth(tiny_model: MACModel) -> None:
+def test_a_document_is_cut_after_its_first_tenth(tiny_model: MACModel) -> None:
     prompts = tiny_model.base_lm.prompts
     for text in (STREAM.documents[0].text, "Two words", "Rain"):
         beginning, rest = cut(prompts, text)
@@ -35,7 +36,7 @@ def test_a_document_is_cut_behind_its_first_tenth(tiny_model: MACModel) -> None:
 
 
 @pytest.mark.parametrize("memory", [True, False])
-def test_perplexity_is_that_of_a_plain_loop(tiny_model: MACModel, memory: bool) -> None:
+def test_perplexity_equals_a_plain_loop(tiny_model: MACModel, memory: bool) -> None:
     lm, prompts = tiny_model.base_lm, tiny_model.base_lm.prompts
     bank = tiny_model.amortize([document.text for document in STREAM.documents[:3]]) if memory else None
     total, tokens = 0.0, 0
@@ -53,7 +54,7 @@ def test_perplexity_is_that_of_a_plain_loop(tiny_model: MACModel, memory: bool) 
 
 
 @given(st.lists(st.text("ab ", min_size=1).filter(str.strip), min_size=1, max_size=5))
-def test_continuations_lose_no_word(texts: list[str]) -> None:
+def test_continuations_keep_every_word(texts: list[str]) -> None:
     documents = tuple(Document(str(i), text) for i, text in enumerate(texts))
     made = continuations(QADataset("set", "train", documents, ()))
     assert [document.text for document in made.documents] == [text for text in texts if len(text.split()) > 1]
@@ -62,7 +63,7 @@ def test_continuations_lose_no_word(texts: list[str]) -> None:
 
 
 def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.perplexity.DOCUMENTS", {"tiny": 40})
+    monkeypatch.setitem(TINY_SCALE, "perplexity", replace(TINY_SCALE["perplexity"], training_documents=40))
     arguments = (
         "--model",
         tiny_checkpoint,
@@ -85,7 +86,7 @@ def test_the_papers_recipe_loads(tmp_path: Path) -> None:
     for split in ("train", "val"):
         write_archivalqa(generate(split, 4), tmp_path / "archivalqa" / f"{split}.csv")
     training = Training("gpt2-large", str(tmp_path / "archivalqa"), tmp_path / "variants", 0, None, "paper")
-    recipe = language_recipe(training)
+    recipe = language_recipe(training, 1_000_000)
     assert recipe.model is not None
     assert recipe.model.prompt.question == "{question}"
     assert len(recipe.data.training_set().documents) == 4

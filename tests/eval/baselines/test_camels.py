@@ -110,7 +110,7 @@ def test_an_inner_update_is_a_step_of_gradient_descent(lm: BaseLM) -> None:
         torch.testing.assert_close(after[name], weight.detach(), msg=name)
 
 
-def test_drift_is_the_divergence_of_every_token(lm: BaseLM) -> None:
+def test_drift_is_the_mean_kl_divergence_over_tokens(lm: BaseLM) -> None:
     theta, ids = parameters(lm.model), lesson(lm, 0).document
     after = {name: weight * 1.05 for name, weight in theta.items()}
     assert drift(lm.model, theta, theta, ids).item() == pytest.approx(0, abs=1e-12)
@@ -134,7 +134,7 @@ def test_training_is_repeatable_and_changes_the_weights(tiny_model: MACModel) ->
     assert all(torch.equal(weight, states[name]) for name, weight in tiny_model.base_lm.model.state_dict().items())
 
 
-def test_a_trained_network_is_kept_and_found_again(tiny_model: MACModel, tmp_path: Path) -> None:
+def test_a_trained_network_is_cached_by_its_recipe(tiny_model: MACModel, tmp_path: Path) -> None:
     def make(config: CamelsConfig) -> CamelsWeights:
         return CamelsWeights(trained_network(tiny_model.base_lm, STREAM, config, folder=tmp_path))
 
@@ -151,7 +151,7 @@ def test_a_trained_network_is_kept_and_found_again(tiny_model: MACModel, tmp_pat
         make(CONFIG)
 
 
-def test_a_new_network_weighs_all_tokens_alike(tiny_model: MACModel) -> None:
+def test_a_new_network_gives_all_tokens_equal_weights(tiny_model: MACModel) -> None:
     passage = next(passages(tiny_model.base_lm.prompts, STREAM.documents[0].text, 1024))
     weights = CamelsWeights(new_network(tiny_model.base_lm)).weights(passage)
     assert weights.shape == passage.ids.shape

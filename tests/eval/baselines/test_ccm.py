@@ -68,7 +68,7 @@ def plain_answer(model: MACModel, ccm: CCM, text: str, question: str, longest: i
 
 
 @torch.no_grad()
-def test_answers_are_those_of_one_plain_pass(tiny_model: MACModel, ccm: CCM) -> None:
+def test_answers_equal_one_plain_pass(tiny_model: MACModel, ccm: CCM) -> None:
     """Batches of different lengths included: padding changes nothing."""
     base_lm = tiny_model.base_lm
     texts = [document.text[: 40 + 30 * index] for index, document in enumerate(STREAM.documents)]
@@ -84,7 +84,7 @@ def test_answers_are_those_of_one_plain_pass(tiny_model: MACModel, ccm: CCM) -> 
 
 
 @torch.no_grad()
-def test_the_loss_is_that_of_the_answers_tokens(tiny_model: MACModel, ccm: CCM) -> None:
+def test_the_loss_is_the_mean_over_the_answers_tokens(tiny_model: MACModel, ccm: CCM) -> None:
     base_lm = tiny_model.base_lm
     documents = [base_lm.prompts.prompt_start([document.text]) for document in STREAM.documents[:3]]
     prompts = [base_lm.prompts.question(question) for question in ASKED[:3]]
@@ -97,7 +97,7 @@ def test_the_loss_is_that_of_the_answers_tokens(tiny_model: MACModel, ccm: CCM) 
     torch.testing.assert_close(together, sum(sums) / sum(map(len, answers)))
 
 
-def test_a_system_answers_behind_the_document_that_is_found(tiny_model: MACModel, ccm: CCM) -> None:
+def test_a_system_answers_behind_the_document_that_its_retriever_ranks_first(tiny_model: MACModel, ccm: CCM) -> None:
     base_lm = tiny_model.base_lm
     system = CCMSystem(base_lm, ccm, max_new_tokens=5, batch_size=4)
     with pytest.raises(BankError, match="adapt to some first"):
@@ -121,7 +121,7 @@ def test_long_documents_are_compressed_in_parts(tiny_model: MACModel, ccm: CCM) 
     assert len(system.answer(["What fell on Kell 7?"])) == 1
 
 
-def test_training_is_repeatable_lowers_the_loss_and_is_kept(tiny_model: MACModel, tmp_path: Path) -> None:
+def test_training_is_repeatable_lowers_the_loss_and_is_cached(tiny_model: MACModel, tmp_path: Path) -> None:
     base_lm = tiny_model.base_lm
     before = {name: weight.clone() for name, weight in base_lm.model.state_dict().items()}
     made = [trained_ccm(base_lm, STREAM, CONFIG, seed=3, folder=folder) for folder in (None, tmp_path, tmp_path)]

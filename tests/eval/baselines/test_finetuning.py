@@ -50,7 +50,7 @@ def salient(model: MACModel, text: str, ids: list[int], place: int) -> float:
 
 
 @pytest.mark.parametrize("kind", ["uniform", "salient"])
-def test_equals_a_plain_loop(tiny_model: MACModel, kind: str) -> None:
+def test_updates_equal_a_plain_loop(tiny_model: MACModel, kind: str) -> None:
     before = {name: weight.clone() for name, weight in tiny_model.base_lm.model.named_parameters()}
     weighting: TokenWeighting = UniformWeights() if kind == "uniform" else SalientSpanWeights(rule_spans, "rules")
     system = FineTuning(tiny_model.base_lm, weighting, RATE)

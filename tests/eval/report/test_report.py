@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,10 +16,9 @@ from eval.report.collect import collect
 from eval.report.page import page
 from eval.report.published import published
 from eval.report.summary import checked
-from tests.eval.handmade import COMMIT, result, scored
-from tests.eval.report.made import every_result
+from tests.eval.helpers import COMMIT, Command, result, scored
+from tests.eval.report.helpers import every_result
 
-Command = Callable[..., tuple[int, str, str]]
 VOID = {"meta", "br", "img"}
 
 
@@ -65,14 +63,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 class TestPage:
-    def test_needs_nothing_beside_it(self, made: tuple[Path, str]) -> None:
+    def test_is_self_contained(self, made: tuple[Path, str]) -> None:
         parsed = Page(made[1])
         assert parsed.counts["script"] == parsed.counts["link"] == parsed.counts["img"] == 0
         assert all(link.startswith(("#", "data:image/png;base64,")) for link in parsed.links)
         assert re.findall(r"url\((?!#)", made[1]) == []
         assert "@import" not in made[1]
 
-    def test_ids_are_its_own_and_links_lead_somewhere(self, made: tuple[Path, str]) -> None:
+    def test_ids_are_unique_and_links_have_targets(self, made: tuple[Path, str]) -> None:
         parsed = Page(made[1])
         assert [name for name, count in Counter(parsed.ids).items() if count > 1] == []
         assert {link[1:] for link in parsed.links if link.startswith("#")} <= set(parsed.ids)
@@ -94,11 +92,11 @@ class TestPage:
         assert "ood-squad: failed, no &lt;b&gt;memory&lt;/b&gt;" in made[1]
         assert "CaMeLS on a GPU: there is none" in made[1]
 
-    def test_points_of_a_map_are_no_lines_of_a_table(self, made: tuple[Path, str]) -> None:
+    def test_cells_of_a_heat_map_are_not_rows_of_the_table(self, made: tuple[Path, str]) -> None:
         assert "random distractors" in made[1]
         assert "gold, token 1" not in made[1]
 
-    def test_is_the_same_each_time(self, made: tuple[Path, str], tmp_path: Path) -> None:
+    def test_equal_results_give_equal_pages(self, made: tuple[Path, str], tmp_path: Path) -> None:
         (tmp_path / "retention.json").write_bytes((made[0] / "retention.json").read_bytes())
         assert page(collect([tmp_path])) == page(collect([tmp_path]))
 
@@ -119,13 +117,13 @@ class TestPublished:
     DATA = Data(name="streamingqa", split="test", source="folder", documents=1665, questions=1665)
     MODEL = Model(name="xl", fingerprint="ab", device="cuda", config={"base_lm": {"name": "openai-community/gpt2-xl"}})
 
-    def test_stands_beside_ours_where_data_and_base_lm_are_the_same(self, tmp_path: Path) -> None:
+    def test_is_shown_beside_ours_for_the_same_data_and_base_lm(self, tmp_path: Path) -> None:
         text = self.section(tmp_path, data=self.DATA, model=self.MODEL, scale="paper")
         assert "paper F1\u00a0%" in text
         assert '<td class="of-paper">15.4</td>' in text
         assert '<td class="of-paper">9.0</td>' in text
 
-    def test_does_not_stand_beside_another_scale(self, tmp_path: Path) -> None:
+    def test_is_not_shown_beside_other_data_or_another_base_lm(self, tmp_path: Path) -> None:
         assert "paper F1\u00a0%" not in self.section(tmp_path)
         assert "paper F1\u00a0%" not in self.section(tmp_path, data=self.DATA)
         assert "paper F1\u00a0%" not in self.section(tmp_path, model=self.MODEL)
@@ -145,10 +143,10 @@ class TestCollection:
             result("peft", [scored("LoRA", f1)], created=created).write(tmp_path / f"{name}.json")
         squad = Data(name="squad", split="dev", source="folder", documents=1, questions=1)
         result("peft", [scored("LoRA", 0.5)], data=squad).write(tmp_path / "c.json")
-        found = collect([tmp_path]).of("peft")
-        assert [entry.path.name for entry in found] == ["a.json", "c.json"]
+        files = collect([tmp_path]).of("peft")
+        assert [file.path.name for file in files] == ["a.json", "c.json"]
 
-    def test_results_on_several_data_sets_differ_by_what_was_asked_for(self, tmp_path: Path) -> None:
+    def test_results_on_several_data_sets_differ_by_their_data_option(self, tmp_path: Path) -> None:
         for name in ("squad", "archivalqa"):
             result("ood", [scored(name, 0.5)], data=None, config={"data": f"data/{name}"}).write(
                 tmp_path / f"ood-{name}.json"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from eval.harness.results import Result
+from tests.eval.helpers import Command
 
-Command = Callable[..., tuple[int, str, str]]
 SIZES = ("--documents", 16, "--questions", 6, "--batch-size", 4)
 
 
@@ -29,7 +28,7 @@ def test_hierarchical(command: Command, tiny_checkpoint: Path, tmp_path: Path) -
     assert result.config["model"] == str(tiny_checkpoint)
 
 
-def test_a_group_of_one_never_becomes_fewer(command: Command) -> None:
+def test_subgroups_of_one_are_refused(command: Command) -> None:
     code, _, errors = command("eval.hierarchical", "--subgroups", "1,4")
     assert code == 1
     assert "--subgroups must be at least 2" in errors
@@ -46,7 +45,7 @@ def test_reduction(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> N
         assert row.measures["bank_mb"] * 16 == rows["whole bank"].measures["bank_mb"] * entries
 
 
-def test_the_papers_scale_needs_its_data(command: Command) -> None:
+def test_the_papers_scale_needs_data(command: Command) -> None:
     for module in ("eval.hierarchical", "eval.reduction", "eval.cross_attention"):
         code, _, errors = command(module, "--scale", "paper")
         assert code == 1

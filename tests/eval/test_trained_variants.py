@@ -1,4 +1,4 @@
-"""Variants: what starts anew and what is kept, trained once, evaluated alike, and complete at the paper's scale."""
+"""eval.peft, eval.quantization and eval.amortization: their rows, and their recipes for the paper's scale."""
 
 from __future__ import annotations
 
@@ -14,71 +14,17 @@ from eval.amortization import PAPER as DESIGNS
 from eval.amortization import tiny_designs
 from eval.dropout_memory import TABLE
 from eval.harness.results import Result
-from eval.harness.variants import Training, evaluate, grafted, merged, stories
+from eval.harness.variants import Training, merged
 from eval.peft import KINDS
 from eval.quantization import PRECISIONS
-from mac_rag.config import EncoderConfig, ModulationConfig
-from mac_rag.engine import MACEngine
-from mac_rag.errors import ConfigError
+from mac_rag.config import EncoderConfig
 from mac_rag.lm.loading import PACKED_LM, load_backbone
 from mac_rag.model import MACModel
 from mac_rag.model.checkpoint import read_config
+from tests.eval.helpers import Command
 
-Command = Callable[..., tuple[int, str, str]]
 SMALL = ("--steps", 2, "--documents", 5, "--output", "r.json")
-
-
-@pytest.fixture(autouse=True)
-def few_stories(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eval.harness.variants.STORIES", 64)
-
-
-def test_stories_are_one_sentence_with_its_question() -> None:
-    dataset = stories("test", 30, 0)
-    assert [question.document_id for question in dataset.questions] == [document.id for document in dataset.documents]
-    for document, question in zip(dataset.documents, dataset.questions):
-        assert question.answers[0] in document.text
-        assert document.text.endswith(".")
-
-
-def test_nested_values_are_merged() -> None:
-    values = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
-    assert merged(values, {"a": {"c": {"d": 4}}, "e": {"f": 5}}) == {"a": {"b": 1, "c": {"d": 4}}, "e": {"f": 5}}
-    assert values["a"] == {"b": 1, "c": {"d": 2}}
-
-
-@pytest.mark.parametrize("kind", ["lora", "film"])
-def test_a_graft_keeps_all_but_the_fresh_part(tiny_checkpoint: Path, tmp_path: Path, kind: Any) -> None:
-    config = read_config(tiny_checkpoint)
-    base_lm = config.base_lm.model_copy(update={"name": str(tiny_checkpoint / "base_lm")})
-    config = config.model_copy(update={"base_lm": base_lm, "modulation": ModulationConfig(kind=kind)})
-    place = grafted(config, tiny_checkpoint, "modulation", tmp_path, 0)
-    old, new = (MACModel.from_pretrained(folder, device="cpu") for folder in (tiny_checkpoint, place))
-    assert new.config.modulation.kind == kind
-    kept = {name: weight for name, weight in old.mac_state().items() if not name.startswith("modulation.")}
-    for name, weight in kept.items():
-        assert torch.equal(new.mac_state()[name], weight), name
-    again = (place / "model.safetensors").stat().st_mtime_ns
-    assert grafted(config, tiny_checkpoint, "modulation", tmp_path, 0) == place
-    assert (place / "model.safetensors").stat().st_mtime_ns == again
-
-
-def test_the_answer_loss_is_that_of_a_plain_loop(tiny_model: MACModel) -> None:
-    dataset = stories("test", 7, 1)
-    row, verdicts = evaluate("row", tiny_model, dataset, 3)
-    engine = MACEngine(tiny_model)
-    engine.adapt(dataset.documents)
-    total, tokens = 0.0, 0
-    prompts = tiny_model.base_lm.prompts
-    for question in dataset.questions:
-        phi = tiny_model.aggregate([question.question], engine.bank.phi)
-        answer = prompts.answer(question.answers[0])
-        with torch.no_grad():
-            modulation = tiny_model.modulation(phi)
-            total += float(tiny_model.base_lm.answer_loss([prompts.prompt(question.question)], [answer], modulation))
-        tokens += len(answer)
-    assert row.measures["answer_loss"] == pytest.approx(total / tokens, rel=1e-5)
-    assert row.em == sum(verdict.em for verdict in verdicts) / 7
+pytestmark = pytest.mark.usefixtures("few_stories")
 
 
 def test_peft(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +45,9 @@ def test_peft(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypat
     assert [row.measures["answer_loss"] for row in Result.read(tmp_path / "r.json").rows] == losses
 
 
-def test_quantization_says_what_it_did_not_run(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_quantization_lists_4_bit_as_not_run_without_a_gpu(
+    command: Command, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
     code, shown, _ = command("eval.quantization", "--model", tiny_checkpoint, *SMALL)
     assert code == 0
     result = Result.read(tmp_path / "r.json")
@@ -120,7 +68,7 @@ def test_amortization(command: Command, tiny_checkpoint: Path, tmp_path: Path) -
     ]  # fmt: skip
 
 
-def test_designs_start_from_what_they_are_given(
+def test_designs_start_from_the_models_of_the_options(
     command: Command, tiny_checkpoint: Path, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     starts = {"--t5": model_folder("t5"), "--decoder": model_folder("gpt2")}
@@ -166,10 +114,3 @@ def test_the_papers_recipes_load(preset: str, fresh: Any, changes: dict[str, Any
     assert (recipe.data.name, recipe.data.path, recipe.trainer.seed) == ("streamingqa", "data/streamingqa", 3)
     values = recipe.model_dump(mode="json")
     assert merged(values, changes) == values
-
-
-def test_the_papers_scale_needs_a_preset_and_data() -> None:
-    with pytest.raises(ConfigError, match="unknown preset 'mac-tiny'"):
-        Training("mac-tiny", "data/squad", Path("variants"), 0, None, "paper")
-    with pytest.raises(ConfigError, match="give one with --data"):
-        Training("gpt2-xl", None, Path("variants"), 0, None, "paper")

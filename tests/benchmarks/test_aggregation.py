@@ -1,4 +1,4 @@
-"""The ways of aggregation that the benchmark compares give the same result, or their times would say nothing."""
+"""The implementations that the benchmark of aggregation compares give equal results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("prior_width", [0, 4])
-def test_the_published_way_is_direct_attention(prior_width: int) -> None:
+def test_the_published_implementation_is_direct_attention(prior_width: int) -> None:
     torch.manual_seed(0)
     network = AggregationNetwork(8, blocks=2, heads=2, head_width=4, prior_width=prior_width).double()
     question, phi = (MemoryTokens(torch.randn(count, 3, 8, dtype=torch.float64)) for count in (4, 9))
@@ -29,7 +29,7 @@ def test_the_published_way_is_direct_attention(prior_width: int) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(rows=st.integers(1, 20), period=st.integers(1, 8), codes=st.sampled_from([0, 5]))
-def test_the_answer_of_a_generated_bank_is_that_of_all_its_rows(rows: int, period: int, codes: int) -> None:
+def test_the_answer_of_a_generated_bank_attends_to_all_its_rows(rows: int, period: int, codes: int) -> None:
     bank = GeneratedBank(rows, (3, 8), period=period, codes=codes)
     network, question = SIZES.network(CPU), SIZES.question(2, CPU)
     expected, _ = network(question, network.project(MemoryTokens(bank.phi)), attention=direct_attention)
@@ -39,11 +39,13 @@ def test_the_answer_of_a_generated_bank_is_that_of_all_its_rows(rows: int, perio
         assert torch.equal(bank.codebook[bank.codes(0, rows)], bank.phi)
 
 
-@pytest.mark.parametrize("way", ["published", "kept", "streamed", "codebook"])
-def test_each_way_is_measured(way: str) -> None:
+@pytest.mark.parametrize("implementation", ["published", "kept", "streamed", "codebook"])
+def test_each_implementation_is_measured(implementation: str) -> None:
     """`measured` compares the result with that of direct attention itself."""
-    figures = measured(Case(way, 2000, 2, codes=16 if way == "codebook" else 0), SIZES, CPU, rounds=1)
-    assert figures.seconds > 0
+    measurement = measured(
+        Case(implementation, 2000, 2, codes=16 if implementation == "codebook" else 0), SIZES, CPU, rounds=1
+    )
+    assert measurement.seconds > 0
     row = SIZES.tokens * SIZES.width * 4
     keys_and_values = 2 * SIZES.blocks * 2 * 4 * 4  # of a token: two heads of four numbers
     expected = {
@@ -52,4 +54,4 @@ def test_each_way_is_measured(way: str) -> None:
         "kept": (2000 * SIZES.tokens * keys_and_values,) * 2,
         "codebook": (16 * keys_and_values,) * 2,
     }
-    assert (figures.kept_bytes, figures.moved_bytes) == expected[way]
+    assert (measurement.kept_bytes, measurement.moved_bytes) == expected[implementation]

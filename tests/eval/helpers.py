@@ -1,13 +1,15 @@
-"""Small results made by hand."""
+"""The type of the `command` fixture, and small results made by hand."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from eval.harness.results import Commit, Data, Model, Result, Row, Sample, Verdict
 from mac_rag.data.types import Question
 
+# Runs `python -m <module> <arguments>`; returns exit code, standard output and standard error.
+Command = Callable[..., tuple[int, str, str]]
 COMMIT = Commit(commit="0123456789abcdef0123456789abcdef01234567", dirty=False)
 
 

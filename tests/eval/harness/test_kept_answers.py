@@ -51,7 +51,7 @@ def predictions(outcome: Outcome) -> list[dict[str, str]]:
     return [{name: verdict.prediction for name, verdict in sample.rows.items()} for sample in outcome.samples]
 
 
-def test_retrievers_that_find_the_same_ask_once(tiny_model: MACModel) -> None:
+def test_equal_prompts_of_two_retrievers_are_answered_once(tiny_model: MACModel) -> None:
     engine = Counting(tiny_model)
     outcome = run(engine, None)
     assert engine.asked == 4 * 12
@@ -60,7 +60,9 @@ def test_retrievers_that_find_the_same_ask_once(tiny_model: MACModel) -> None:
     assert [row.model_copy(update={"name": ""}) for row in one] == [row.model_copy(update={"name": ""}) for row in two]
 
 
-def test_documents_that_do_not_fit_are_not_asked_about(tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_are_equal_after_truncation_are_answered_once(
+    tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = tiny_model.base_lm.prompts
     longest = max(len(prompts.prompt("", [document.text])) for document in STREAM.documents)
     questions = [len(prompts.prompt(question.question)) for question in STREAM.questions]
@@ -73,7 +75,7 @@ def test_documents_that_do_not_fit_are_not_asked_about(tiny_model: MACModel, mon
     assert engine.asked == 4 * 12  # what fits of three is what fits of two
 
 
-def test_an_interrupted_run_goes_on(tiny_model: MACModel, tmp_path: Path) -> None:
+def test_an_interrupted_run_continues(tiny_model: MACModel, tmp_path: Path) -> None:
     path = tmp_path / "new" / "answers.jsonl"
     engine = Counting(tiny_model)
     engine.stop_after = 33
@@ -89,7 +91,7 @@ def test_an_interrupted_run_goes_on(tiny_model: MACModel, tmp_path: Path) -> Non
     assert predictions(outcome) == predictions(run(Counting(tiny_model), None))
 
 
-def test_a_further_row_asks_only_what_is_new(tiny_model: MACModel, tmp_path: Path) -> None:
+def test_a_further_row_generates_only_its_new_answers(tiny_model: MACModel, tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     first = run(Counting(tiny_model), path, ())
     engine = Counting(tiny_model)
@@ -98,7 +100,7 @@ def test_a_further_row_asks_only_what_is_new(tiny_model: MACModel, tmp_path: Pat
     assert second.rows[:2] == first.rows  # the seconds too
 
 
-def test_other_weights_and_other_streams_find_nothing(tiny_model: MACModel, tmp_path: Path) -> None:
+def test_answers_of_other_weights_or_streams_are_not_found(tiny_model: MACModel, tmp_path: Path) -> None:
     source = answer_source(tiny_model, STREAM.documents)
     assert source == answer_source(tiny_model, STREAM.documents)
     sources = {source, answer_source(tiny_model, STREAM.documents[1:])}
@@ -113,7 +115,7 @@ def test_other_weights_and_other_streams_find_nothing(tiny_model: MACModel, tmp_
     assert [answer for answer in found if answer] == [GIVEN]
 
 
-def test_an_answer_is_found_by_all_that_was_asked(tmp_path: Path) -> None:
+def test_an_answer_is_found_by_question_documents_and_weight(tmp_path: Path) -> None:
     kept = KeptAnswers(tmp_path / "answers.jsonl", "a")
     kept.add({("Who?", ("Rain.", "Sun.")): GIVEN}, 0.5)
     for answers in (kept, KeptAnswers(tmp_path / "answers.jsonl", "a")):
@@ -125,7 +127,7 @@ def test_an_answer_is_found_by_all_that_was_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["my notes\n", "my notes", '{"text": "Rain fell."}', '{"key": 1}\n'])
-def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: str) -> None:
+def test_a_file_with_other_content_is_refused_and_left_unchanged(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(content)
     with pytest.raises(DataError, match=r"notes\.txt, line 1: not a kept answer"):
@@ -133,6 +135,6 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: str) ->
     assert path.read_text() == content
 
 
-def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--answers .* cannot be written"):
         KeptAnswers(tmp_path)

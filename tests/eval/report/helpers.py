@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from eval.harness.results import Row
-from tests.eval.handmade import result, samples, scored
+from tests.eval.helpers import result, samples, scored
 
 BASELINES = {"Uniform": 0.2, "Salient Spans": 0.22, "CaMeLS": 0.3}
 

@@ -25,7 +25,7 @@ def predictions(outcome: Outcome, row: str) -> list[str]:
     return [sample.rows[row].prediction for sample in outcome.samples]
 
 
-def test_every_row_answers_from_what_its_name_says(tiny_model: MACModel) -> None:
+def test_every_row_answers_from_the_memory_and_documents_in_its_name(tiny_model: MACModel) -> None:
     outcome = run(tiny_model)
     assert [row.name for row in outcome.rows] == ["LM alone", "MAC", "bm25 top-1", "bm25 top-1 + MAC"]
     retriever = BM25Retriever()
@@ -51,8 +51,8 @@ def test_without_a_retriever_there_are_two_rows(tiny_model: MACModel) -> None:
 def test_several_retrievers_and_ks_make_one_table(tiny_model: MACModel) -> None:
     retrievers = {"one": BM25Retriever(), "other": BM25Retriever(tokenizer=Tokenizer(stemmer=None))}
     outcome = run_protocol(MACEngine(tiny_model), STREAM, retrievers, [1, 3])
-    ways = [f"{name} top-{k}{memory}" for name in retrievers for k in (1, 3) for memory in ("", " + MAC")]
-    assert [row.name for row in outcome.rows] == ["LM alone", "MAC", *ways]
+    expected = [f"{name} top-{k}{memory}" for name in retrievers for k in (1, 3) for memory in ("", " + MAC")]
+    assert [row.name for row in outcome.rows] == ["LM alone", "MAC", *expected]
     assert [row.k for row in outcome.rows] == [None, None, *(k for _ in retrievers for k in (1, 1, 3, 3))]
     for name, sample in ((row.name, sample) for row in outcome.rows for sample in outcome.samples):
         assert len(sample.rows[name].retrieved) <= (int(name.split("-")[1].split()[0]) if "top" in name else 0)
@@ -72,7 +72,7 @@ def test_each_memory_weight_is_a_row(tiny_model: MACModel) -> None:
     assert engine.memory_weight == 0.7
 
 
-def test_the_gain_is_that_of_the_memory_over_the_same_prompts(tiny_model: MACModel) -> None:
+def test_the_gain_compares_the_same_prompts_with_and_without_memory(tiny_model: MACModel) -> None:
     rows = run(tiny_model).rows
     for without, with_memory in zip(rows[::2], rows[1::2]):
         assert without.gain is None

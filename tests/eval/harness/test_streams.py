@@ -1,4 +1,4 @@
-"""What an experiment runs on: data sets by folder, and the sizes of its scale unless the options say otherwise."""
+"""Streams: generated newswire, and data sets by folder."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from eval.harness.streams import Setup, named_folder, open_stream
+from eval.harness.streams import named_folder, open_stream
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, DataError
-
-SETUP = Setup("mac-tiny", 6, 3)
 
 
 def test_a_data_set_is_named_by_its_folder_or_before_a_colon() -> None:
@@ -20,31 +18,25 @@ def test_a_data_set_is_named_by_its_folder_or_before_a_colon() -> None:
 
 
 @pytest.mark.parametrize("data", ["corpora", "newswire", "nyt:folder", ""])
-def test_anything_else_is_refused(data: str) -> None:
+def test_an_unknown_data_set_is_refused(data: str) -> None:
     with pytest.raises(ConfigError, match=r"names no data set; give a folder of the name squad, streamingqa or archiv"):
         named_folder(data)
 
 
 def test_without_data_the_newswire_is_generated_at_the_tiny_scale_only() -> None:
-    dataset, source = open_stream(None, "test", SETUP, 5, scale="tiny")
+    dataset, source = open_stream(None, "test", 6, 3, seed=5, scale="tiny")
     assert source == "generated"
     assert dataset.documents == generate("test", 6, seed=5).documents
     assert len(dataset.questions) == 3
     with pytest.raises(ConfigError, match="give one with --data"):
-        open_stream(None, "test", SETUP, 5, scale="paper")
+        open_stream(None, "test", 6, 3, seed=5, scale="paper")
 
 
-def test_data_are_read(tmp_path: Path) -> None:
+def test_a_data_set_is_read_from_its_folder(tmp_path: Path) -> None:
     stream = generate("test", 8)
     write_archivalqa(stream, tmp_path / "test.csv")
-    dataset, source = open_stream(f"archivalqa:{tmp_path}", "test", Setup("mac-tiny", 6), 0, scale="paper")
+    dataset, source = open_stream(f"archivalqa:{tmp_path}", "test", 6, seed=0, scale="paper")
     assert (dataset.documents, dataset.questions) == (stream.documents[:6], stream.questions[:6])
     assert source == str(tmp_path)
     with pytest.raises(DataError):
-        open_stream(f"squad:{tmp_path}", "test", SETUP, 0, scale="tiny")
-
-
-def test_options_take_the_place_of_the_setup() -> None:
-    assert SETUP.but(None, None, None) == SETUP
-    assert SETUP.but("folder", 9, 1) == Setup("folder", 9, 1)
-    assert SETUP.options({"model": None, "seed": 4}) == {"model": "mac-tiny", "documents": 6, "questions": 3, "seed": 4}
+        open_stream(f"squad:{tmp_path}", "test", 6, 3, seed=0, scale="tiny")

@@ -59,7 +59,7 @@ def result(**changes: Any) -> Result:
 
 
 class TestHash:
-    def test_is_the_sha256_of_all_the_rest(self) -> None:
+    def test_is_the_sha256_of_all_other_fields(self) -> None:
         sample = Sample.of(QUESTION, {"MAC": VERDICT}).model_dump(mode="json")
         claimed = sample.pop("hash")
         text = json.dumps(sample, sort_keys=True, separators=(",", ":"))

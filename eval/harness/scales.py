@@ -1,0 +1,84 @@
+"""The two scales of every experiment: `tiny` for any machine, and the paper's.
+
+There are no published checkpoints of the paper's models. `runs/<preset>/train/best` is what
+`python -m pipelines.train --config <preset>/train --output runs/<preset>/train` leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Scale = Literal["tiny", "paper"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The model and the sizes of one experiment at one scale; the command's options override them.
+
+    Attributes:
+        model: name or folder of a MAC model; a preset's name where the experiment trains models itself.
+        documents: documents of the test stream, from its beginning.
+        questions: at most this many questions, drawn by the seed; None for all.
+        training_documents: at most this many documents of the training split; 0 if the experiment reads none.
+    """
+
+    model: str
+    documents: int
+    questions: int | None = None
+    training_documents: int = 0
+
+    def override(
+        self, *, model: str | None = None, documents: int | None = None, questions: int | None = None
+    ) -> Setup:
+        """A copy with the values that are not None."""
+        return Setup(
+            self.model if model is None else model,
+            self.documents if documents is None else documents,
+            self.questions if questions is None else questions,
+            self.training_documents,
+        )
+
+    def options(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """A command's parameters with this model and these sizes, as the result file names them."""
+        return {**parameters, "model": self.model, "documents": self.documents, "questions": self.questions}
+
+
+TINY_SCALE: dict[str, Setup] = {
+    "main_table": Setup("mac-tiny", 1665),
+    "adaptation_cost": Setup("mac-tiny", 200),
+    "retention": Setup("mac-tiny", 1600),
+    "dropout_memory": Setup("mac-tiny", 256),
+    "hierarchical": Setup("mac-tiny", 512, 128),
+    "cross_attention": Setup("mac-tiny", 512, 25),
+    "reduction": Setup("mac-tiny", 512, 256),
+    "peft": Setup("mac-tiny", 256),
+    "ood": Setup("mac-tiny", 512, 512),
+    "perplexity": Setup("mac-tiny", 256, training_documents=2_500),
+    "amortization": Setup("mac-tiny", 256),
+    "quantization": Setup("mac-tiny", 256),
+    "contamination": Setup("mac-tiny", 512, 256, training_documents=5_000),
+    "conflict": Setup("mac-tiny", 1665, 128),
+}
+# The models of the paper's tables and figures, and its streams of 1,665 documents.
+PAPER_SCALE: dict[str, Setup] = {
+    "main_table": Setup("runs/gpt2-xl/train/best", 1665),  # tables 1 and 9
+    "adaptation_cost": Setup("runs/gpt2-xl/train/best", 1665),  # figure 2
+    "retention": Setup("runs/gpt2-xl/train/best", 1600),  # figure 3
+    "dropout_memory": Setup("llama2-7b", 1665),  # table 3, on StreamingQA; figure 4 is of GPT2-XL (--model gpt2-xl)
+    "hierarchical": Setup("runs/gpt2-xl/train/best", 1665),  # figure 5, on ArchivalQA-Seq
+    "cross_attention": Setup(
+        "runs/gpt2-large/train/best", 1665, 25
+    ),  # figure 6, on StreamingQA, a mean of 25 questions
+    # Figure 7, on StreamingQA: 75 % of its stream are the paper's 1,250 entries.
+    "reduction": Setup("runs/llama2-7b/train/best", 1665),
+    "peft": Setup("gpt2-xl", 1665),  # table 4, on StreamingQA, without FiLM
+    "ood": Setup("runs/gpt2-xl/train/best", 1665),  # table 5, from StreamingQA to SQuAD and ArchivalQA
+    "perplexity": Setup("gpt2-large", 1665, training_documents=1_000_000),  # table 6, on StreamingQA
+    "amortization": Setup("gpt2-xl", 1665),  # table 7, on StreamingQA
+    "quantization": Setup("llama2-7b", 1665),  # table 8, on all three data sets
+    "contamination": Setup("runs/gpt2-xl/train/best", 1665, training_documents=1_000_000),  # table 10, on StreamingQA
+    "conflict": Setup("runs/llama2-7b/train/best", 1665),
+}
+SCALES: dict[Scale, dict[str, Setup]] = {"tiny": TINY_SCALE, "paper": PAPER_SCALE}
