@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -200,6 +201,13 @@ def test_every_comment_stands_in_front_of_a_block() -> None:
     for page in PAGES:
         text = (ROOT / page).read_text()
         assert len(NOT_RUN.findall(text)) == sum(b.not_run is not None for b in read_blocks(page, text)), page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_exist(page: str) -> None:
+    """Those too that are not run, or are named in a sentence."""
+    modules = set(re.findall(r"-m ((?:pipelines|eval|benchmarks)[\w.]*)", (ROOT / page).read_text()))
+    assert {module for module in modules if importlib.util.find_spec(module) is None} == set()
 
 
 @pytest.mark.parametrize("page", PAGES[1:])
