@@ -1,0 +1,276 @@
+"""README, quickstart and guides do what they say: their code runs as it stands, and prints what the page shows.
+
+The blocks of a page run in the order in which they stand, in one empty folder. Python blocks share their names; a bash
+block runs line by line and stops at the first error. A `text` block right behind another block is what that one prints,
+where `...` stands for anything. A block behind the comment `<!-- not run: reason -->` is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import importlib.util
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+GUIDES = sorted(path.name for path in (ROOT / "docs" / "guides").glob("*.md"))
+PAGES = ("README.md", "docs/quickstart.md", *(f"docs/guides/{name}" for name in GUIDES))
+LANGUAGES = {"python", "bash", "text"}
+NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
+_COMMAND = re.compile(r"(mac-rag|python -m) ")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page.
+
+    Attributes:
+        page, line: where it opens.
+        language: what stands behind the fence.
+        text: its content.
+        not_run: the reason why it is left out; None if it runs.
+        output: what it prints, if the page shows it.
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+    not_run: str | None = None
+    output: str | None = None
+
+
+def read_blocks(page: str, text: str) -> list[Block]:
+    """The blocks of a page, each with the output that the page shows for it."""
+    blocks: list[Block] = []
+    before = ""  # the last line that is not empty
+    lines = iter(enumerate(text.splitlines(), 1))
+    for number, line in lines:
+        if not line.startswith("```"):
+            before = line if line.strip() else before
+            continue
+        content = []
+        for _, inner in lines:
+            if inner == "```":
+                break
+            content.append(inner)
+        language = line.removeprefix("```")
+        assert language in LANGUAGES, f"{page}:{number}: a block of {language or 'no language'}; known are {LANGUAGES}"
+        reason = NOT_RUN.fullmatch(before)
+        block = Block(page, number, language, "\n".join(content) + "\n", reason[1] if reason else None)
+        if language != "text":
+            blocks.append(block)
+        elif before == "```" and blocks[-1].output is None:
+            blocks[-1] = Block(**{**vars(blocks[-1]), "output": block.text})
+        before = "```"
+    return blocks
+
+
+class Runner:
+    """Runs the blocks of one page in the current folder.
+
+    Commands of this project run in this process, which has loaded PyTorch already; everything else runs in bash.
+
+    Args:
+        shims: a folder on the PATH for the command `mac-rag`.
+    """
+
+    def __init__(self, shims: Path) -> None:
+        self.names: dict[str, Any] = {"__name__": "__main__"}
+        scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+        self.module, self.function = scripts["mac-rag"].split(":")
+        shims.mkdir()
+        command = f"from {self.module} import {self.function}; {self.function}()"
+        (shims / "mac-rag").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c "{command}" "$@"\n')
+        (shims / "mac-rag").chmod(0o755)
+        path = f"{shims}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        self.environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+
+    def run(self, block: Block) -> str:
+        """Runs a block; returns what it prints.
+
+        Raises:
+            AssertionError: when a command fails, or the output is not the one that the page shows.
+        """
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), warnings.catch_warnings(action="ignore"):
+            if block.language == "python":
+                code = "\n" * block.line + block.text  # a traceback names the line of the page
+                exec(compile(code, block.page, "exec"), self.names)
+            else:
+                for statement in statements(block.text):
+                    self._bash(statement, f"{block.page}:{block.line}")
+        if block.output is not None:
+            wanted, got = stripped(block.output), stripped(printed.getvalue())
+            assert doctest.OutputChecker().check_output(wanted, got, doctest.ELLIPSIS), (
+                f"{block.page}:{block.line} shows\n{wanted}\nbut prints\n{got}"
+            )
+        return printed.getvalue()
+
+    def _bash(self, statement: str, where: str) -> None:
+        if _COMMAND.match(statement) and not set(shlex.shlex(statement, punctuation_chars=True)) & set("|<>&;"):
+            # bash takes quotes, globs and comments away.
+            words = self._shell(f"printf '%s\\0' {statement}", where).rstrip("\0").split("\0")
+            self._command(words, where)
+        else:
+            print(self._shell(f"set -e -o pipefail\n{statement}", where), end="")
+
+    def _shell(self, script: str, where: str) -> str:
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=self.environment)
+        assert done.returncode == 0, f"{where}: {script!r} failed\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def _command(self, words: list[str], where: str) -> None:
+        errors, before = io.StringIO(), sys.argv
+        code: object = 0
+        with contextlib.redirect_stderr(errors):
+            try:
+                if words[0] == "mac-rag":
+                    sys.argv = words
+                    getattr(importlib.import_module(self.module), self.function)()
+                else:
+                    sys.argv = words[2:]
+                    runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+            except SystemExit as end:
+                code = end.code
+            finally:
+                sys.argv = before
+        assert not code, f"{where}: {shlex.join(words)} ends with {code}\n{errors.getvalue()}"
+
+
+def statements(text: str) -> Iterator[str]:
+    """Divides a bash block: each command of this project by itself, all lines between two of them together."""
+    other = ""
+    for line in re.sub(r"\\\n\s*", "", text).splitlines(keepends=True):
+        if not _COMMAND.match(line):
+            other += line
+            continue
+        if other.strip():
+            yield other
+        other = ""
+        yield line.rstrip("\n")
+    if other.strip():
+        yield other
+
+
+def stripped(text: str) -> str:
+    """Without blanks at the ends of lines."""
+    return "\n".join(line.rstrip() for line in text.rstrip().splitlines()) + "\n"
+
+
+def run_page(page: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs a page in a new folder; returns what its blocks print."""
+    folder = tmp_path / "page"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "100")
+    runner = Runner(tmp_path / "bin")
+    return [runner.run(block) for block in read_blocks(page, text) if block.not_run is None]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_page(page, (ROOT / page).read_text(), tmp_path, monkeypatch)
+
+
+def test_few_blocks_are_left_out_and_each_has_a_reason() -> None:
+    blocks = [block for page in PAGES for block in read_blocks(page, (ROOT / page).read_text())]
+    left_out = [block for block in blocks if block.not_run is not None]
+    assert len(left_out) <= 12
+    assert len(left_out) <= len(blocks) / 5
+    assert [block for block in left_out if block.language != "bash" or len(str(block.not_run).split()) < 3] == []
+
+
+def test_every_comment_stands_in_front_of_a_block() -> None:
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        assert len(NOT_RUN.findall(text)) == sum(b.not_run is not None for b in read_blocks(page, text)), page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_exist(page: str) -> None:
+    """Those too that are not run, or are named in a sentence."""
+    modules = set(re.findall(r"-m ((?:pipelines|eval|benchmarks)[\w.]*)", (ROOT / page).read_text()))
+    assert {module for module in modules if importlib.util.find_spec(module) is None} == set()
+
+
+@pytest.mark.parametrize("page", PAGES[1:])
+def test_links_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text())
+    assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+
+
+class TestHarness:
+    """A page that is wrong fails."""
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "```python\nimport mac_rag.missing\n```\n",
+            "```python\nprint(1)\n```\n\n```text\n2\n```\n",
+            "```bash\nfalse\ntrue\n```\n",
+            "```bash\nfalse | cat\n```\n",
+            "```bash\nmac-rag bank info --bank missing\n```\n",
+            "```bash\npython -m eval.compare missing.json missing.json\n```\n",
+            "```bash\necho one\n```\n\n```text\ntwo\n```\n",
+            "```yaml\na: 1\n```\n",
+        ],
+    )
+    def test_it_notices_what_is_wrong(self, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises((AssertionError, ImportError)):
+            run_page("page.md", text, tmp_path, monkeypatch)
+
+    def test_blocks_share_names_and_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        page = (
+            "```python\nfrom pathlib import Path\nnumber = 2\n```\n"
+            "```bash\ncat > file <<'END'\nmore\nEND\nmac-rag --version  # a comment\n```\n\n```text\nmac-rag ...\n```\n"
+            "<!-- not run: it would fail -->\n```bash\nfalse\n```\n"
+            "```python\nprint(number, Path('file').read_text(), end='')\n```\n\n```text\n2 more\n```\n"
+        )
+        assert [len(lines.splitlines()) for lines in run_page("page.md", page, tmp_path, monkeypatch)] == [0, 1, 1]
+
+    def test_a_traceback_names_the_line_of_the_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(ZeroDivisionError) as caught:
+            run_page("page.md", "Text.\n\n```python\nzero = 0\n1 / zero\n```\n", tmp_path, monkeypatch)
+        assert caught.traceback[-1].lineno == 4  # counted from 0
+
+
+def test_the_tour_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    """examples/tour.ipynb, and it prints what it shows."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(ROOT / "examples" / "tour.ipynb", as_version=4)
+    shown = [printed(cell) for cell in notebook.cells]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}).execute(env=environment)
+    assert [printed(cell) for cell in notebook.cells] == shown
+    assert any(shown)
+
+
+def printed(cell: Any) -> str:
+    """What a cell of a notebook has printed."""
+    return "".join(output.text for output in cell.get("outputs", ()) if output.get("name") == "stdout")
+
+
+def test_the_tour_is_small() -> None:
+    path = ROOT / "examples" / "tour.ipynb"
+    outputs = [output for cell in json.loads(path.read_text())["cells"] for output in cell.get("outputs", ())]
+    assert path.stat().st_size < 20_000
+    assert {output["name"] for output in outputs} == {"stdout"}
