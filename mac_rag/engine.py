@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from mac_rag import DEFAULT_MODEL
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.provenance import Member, content_hash
-from mac_rag.data.types import Document
+from mac_rag.data.types import AdaptReport, Answer, Document
 from mac_rag.errors import BankError, DocumentError
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.memory.bank import MemoryBank
@@ -30,6 +29,8 @@ from mac_rag.sync import Reconciliation, SyncedBank, is_held
 if TYPE_CHECKING:
     from mac_rag.retrieval.base import Retriever
 
+__all__ = ["AdaptReport", "Answer", "MACEngine"]
+
 _log = logging.getLogger(__name__)
 
 # Documents that are encoded and committed at a time: enough to fill length-sorted batches, few enough to lose little.
@@ -38,47 +39,15 @@ _ADAPT_GROUP = 512
 Plan: TypeAlias = dict[str, list[list[int]]]  # document id -> token ids of its rows
 
 
-@dataclass(frozen=True)
-class AdaptReport:
-    """What a call of `adapt` did.
-
-    Attributes:
-        added, updated, unchanged: how many documents.
-        rows: rows of memory tokens that were written.
-        forgotten: ids of documents that went to make room in a bounded bank, or because they had been merged with one
-            that was updated.
-        filed: how many documents were written to the retriever.
-    """
-
-    added: int
-    updated: int
-    unchanged: int
-    rows: int
-    forgotten: tuple[str, ...] = ()
-    filed: int = 0
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer and what it was given from.
-
-    Attributes:
-        text: the answer.
-        contexts: the documents that stood in front of the question, as they were used.
-        document_ids: ids of the documents that the retriever found, best first.
-        truncated: whether documents were shortened to fit the LM's window.
-        discarded_prior: share of the document prior on documents that preselection left out; zero without it.
-    """
-
-    text: str
-    contexts: tuple[str, ...]
-    document_ids: tuple[str, ...]
-    truncated: bool
-    discarded_prior: float = 0.0
-
-
 class MACEngine:
     """Adapts to documents and answers questions.
+
+        >>> from mac_rag import Document, MACEngine
+        >>> engine = MACEngine("mac-tiny")
+        >>> engine.adapt([Document("may", "Ada Voss was appointed head of the Orsena museum.")]).added
+        1
+        >>> len(engine.answer(["Who was appointed?"]))
+        1
 
     Args:
         model: a model, or the name or path of one.

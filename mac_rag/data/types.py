@@ -73,3 +73,42 @@ class QADataset:
         for question in self.questions:
             grouped[question.document_id].append(question)
         return grouped
+
+
+@dataclass(frozen=True)
+class AdaptReport:
+    """What a call of `MACEngine.adapt` did.
+
+    Attributes:
+        added, updated, unchanged: numbers of documents.
+        rows: rows of memory tokens that were written.
+        forgotten: ids of documents that the bank dropped, to make room or because they had been merged with one that
+            was updated.
+        filed: number of documents that were written to the retriever.
+    """
+
+    added: int
+    updated: int
+    unchanged: int
+    rows: int
+    forgotten: tuple[str, ...] = ()
+    filed: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer and what the LM read for it.
+
+    Attributes:
+        text: the answer.
+        contexts: the documents in front of the question, as the LM read them.
+        document_ids: ids of the documents that the retriever found, the best first.
+        truncated: True if documents were shortened or left out to fit the LM's window.
+        discarded_prior: share of the document prior on documents that preselection left out; 0 without preselection.
+    """
+
+    text: str
+    contexts: tuple[str, ...]
+    document_ids: tuple[str, ...]
+    truncated: bool
+    discarded_prior: float = 0.0
