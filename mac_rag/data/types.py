@@ -58,7 +58,7 @@ class QADataset:
     >>> documents = (Document("bridge", "Anna Berg opened the bridge."), Document("river", "A ferry on the river."))
     >>> questions = (Question("q1", "Who opened the bridge?", ("Anna Berg",), "bridge"),)
     >>> by_document = QADataset("example", "test", documents, questions).questions_by_document()
-    >>> {name: [question.id for question in asked] for name, asked in by_document.items()}
+    >>> {name: [question.id for question in about] for name, about in by_document.items()}
     {'bridge': ['q1'], 'river': []}
     """
 

@@ -157,8 +157,7 @@ class BM25Retriever(RowRetriever):
 
     def _compact(self) -> None:
         """Removes the rows and the words of deleted documents."""
-        kept = self._rows.compact()
-        terms = [self._terms[row] for row in kept]
+        terms = [self._terms[row] for row in self._rows.compact()]
         words = list(self._vocabulary)
         used, ids = np.unique(np.concatenate([np.zeros(0, dtype=np.int32), *terms]), return_inverse=True)
         self._vocabulary = {words[term]: index for index, term in enumerate(used)}

@@ -225,13 +225,13 @@ class ChromaRetriever(Retriever):
             yield
         except (HTTPError, ValueError) as error:
             if isinstance(error, ValueError) and "connect to a Chroma server" not in str(error):
-                raise BankError(f"Chroma refuses what it was asked in {self._place}: {error}") from error
+                raise BankError(f"Chroma refuses a request to {self._place}: {error}") from error
             raise BankError(
                 f"no Chroma server answers at {self._place} ({error}); start one: "
                 "chroma run --path FOLDER --host HOST --port PORT"
             ) from error
         except ChromaError as error:
-            raise BankError(f"Chroma refuses what it was asked in {self._place}: {error}") from error
+            raise BankError(f"Chroma refuses a request to {self._place}: {error}") from error
 
 
 def _best(hits: Iterable[Hit], k: int) -> list[Hit]:

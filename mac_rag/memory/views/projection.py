@@ -108,15 +108,15 @@ class ProjectedBank:
         cached = self._needed_bytes(row_keys) <= self.budget_bytes
         # New rows stand behind all others, so the rows that are known already come first. A bank with another order, or
         # one that fits into the budget again, is projected from the first unknown row on.
-        held = torch.isin(row_keys, self._row_keys, assume_unique=True)
-        first = int(held.long().cumprod(0).sum()) if self.cached or not cached else 0
-        kept = torch.isin(self._row_keys, row_keys[:first], assume_unique=True)
+        is_known = torch.isin(row_keys, self._row_keys, assume_unique=True)
+        first = int(is_known.long().cumprod(0).sum()) if self.cached or not cached else 0
+        remains = torch.isin(self._row_keys, row_keys[:first], assume_unique=True)
         pieces, prior_keys = [], []
         if cached and self._pieces:
-            parts = kept.split([len(piece.row_keys) for piece in self._pieces])
+            parts = remains.split([len(piece.row_keys) for piece in self._pieces])
             pieces = [piece.filtered(part) for piece, part in zip(self._pieces, parts) if part.any()]
         if self._prior_keys is not None:
-            prior_keys.append(self._prior_keys if kept.all() else self._prior_keys[kept.to(self.device)])
+            prior_keys.append(self._prior_keys if remains.all() else self._prior_keys[remains.to(self.device)])
         for start in range(first, len(row_keys), self.chunk_rows):
             stop = min(start + self.chunk_rows, len(row_keys))
             if not cached and self.network.prior is None:
