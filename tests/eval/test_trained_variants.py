@@ -18,7 +18,7 @@ from eval.harness.variants import Training, merged
 from eval.peft import KINDS
 from eval.quantization import PRECISIONS
 from mac_rag.config import EncoderConfig
-from mac_rag.lm.loading import PACKED_LM, load_backbone
+from mac_rag.lm.loading import INT8_LM, load_backbone
 from mac_rag.model import MACModel
 from mac_rag.model.checkpoint import read_config
 from tests.eval.helpers import Command
@@ -89,7 +89,7 @@ def test_designs_start_from_the_embeddings_of_a_model_stored_as_int8(tiny_checkp
     model = MACModel.from_pretrained(tiny_checkpoint)
     model.train_base_lm(lora_rank=None)
     model.save_pretrained(tmp_path / "int8", dtype=torch.int8)
-    assert (tmp_path / "int8" / "base_lm" / PACKED_LM).is_file()
+    assert (tmp_path / "int8" / "base_lm" / INT8_LM).is_file()
     designs = tiny_designs(str(tmp_path / "int8"), tmp_path, 0)
     expected = MACModel.from_pretrained(tmp_path / "int8", device="cpu").base_lm.model.get_input_embeddings().weight
     for design in DESIGNS:
