@@ -69,8 +69,7 @@ def sources(recipe: str, overrides: list[str] | None) -> tuple[DataConfig | None
         corpus = PretrainConfig.parse(values, path).corpus
         return corpus.questions, corpus.files
     if values.keys() & {"model", "preset", "start_from"}:
-        train = TrainConfig.parse(values, path)
-        return train.data, train.unasked.files
+        return TrainConfig.parse(values, path).data, None
     return TuneConfig.parse(values, path).data, None
 
 

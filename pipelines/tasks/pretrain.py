@@ -20,7 +20,6 @@ from mac_rag.lm.loading import load_tokenizer, quiet
 from mac_rag.lm.prompt import PromptEncoder
 from pipelines.corpora.text import CorpusConfig, ReadingSequences, Sequences, texts
 from pipelines.corpora.tokenized import Preparation
-from pipelines.initializers.induction_heads import wire_copying
 from pipelines.initializers.minilm_embeddings import minilm_embeddings
 from pipelines.tasks.open_book import reading_scores
 from pipelines.tasks.throughput import training_speed
@@ -37,9 +36,7 @@ class LMConfig(Config):
         positions: longest sequence of a llama.
         tokenizer: of an LM, its name or folder, such as `minilm`; None learns one.
         vocabulary: entries of the BPE that is learned; the number tokens come on top.
-        rope_theta: base of a llama's rotary positions.
         embeddings: token embeddings to start from: `random`, or those of all-MiniLM-L6-v2 (`minilm`).
-        copying: start a llama with attention heads that copy, which training finds late by itself; see `wire_copying`.
     """
 
     kind: Literal["llama", "t5"] = "llama"
@@ -50,20 +47,15 @@ class LMConfig(Config):
     positions: int = Field(1024, ge=32)
     tokenizer: str | None = None
     vocabulary: int = Field(2048, ge=300)
-    rope_theta: float = Field(10_000.0, gt=1)
     embeddings: Literal["random", "minilm"] = "random"
-    copying: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> LMConfig:
         given = {name for name, field in LMConfig.model_fields.items() if getattr(self, name) != field.default}
         if self.tokenizer is not None and "vocabulary" in given:
             raise ValueError(f"vocabulary is {self.vocabulary}, but the tokenizer {self.tokenizer!r} has its own")
-        of_a_llama = given & {"positions", "rope_theta", "copying"}
-        if self.kind == "t5" and of_a_llama:
-            raise ValueError(f"a t5 has no {' and no '.join(sorted(of_a_llama))}")
-        if self.copying and (self.rope_theta < 100_000 or self.layers < 2):
-            raise ValueError("copying needs two layers and a rope_theta of at least 100,000")
+        if self.kind == "t5" and "positions" in given:
+            raise ValueError(f"positions is {self.positions}, but a t5 has relative positions without a limit")
         return self
 
 
@@ -134,8 +126,6 @@ class PretrainTask(Task):
         if config.lm.embeddings == "minilm":
             with torch.no_grad():
                 embedded.copy_(minilm_embeddings(self.tokenizer, config.lm.hidden_size))
-        if config.lm.copying:
-            wire_copying(self.lm)
         self._answer_mark = self.encoder.question("")[-2:]
         self._compiled: Any = torch.compile(self.token_losses, dynamic=False) if config.compile else self.token_losses
         if config.corpus.kind == "newswire":
@@ -155,7 +145,7 @@ class PretrainTask(Task):
                 num_attention_heads=sizes.heads,
                 num_key_value_heads=sizes.heads,
                 max_position_embeddings=sizes.positions,
-                rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
+                rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
                 tie_word_embeddings=True,
                 bos_token_id=self.tokenizer.bos_token_id,
                 eos_token_id=self.tokenizer.eos_token_id,

@@ -22,7 +22,6 @@ from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.model.presets import preset
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
-from pipelines.corpora.unlabeled import Unasked, UnaskedConfig
 from pipelines.initializers.kv_regression import start_as_reader
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
@@ -64,7 +63,6 @@ class TrainConfig(Config):
             question alone.
         without_memory: share of the questions behind documents that the LM answers without memory, so that a base LM
             that learns along still reads alone.
-        unasked: paragraphs of text files that stand in each batch without questions.
         curriculum: what the first steps are on; without one, all are on whole documents and all losses.
         tune_amortization: False leaves the amortization network as it is.
         tune_base_lm: leave the base LM frozen, or learn it jointly: all of it, or low-rank updates merged at the end.
@@ -83,7 +81,6 @@ class TrainConfig(Config):
     distractors: int = Field(0, ge=0)
     context: ContextConfig = ContextConfig()
     without_memory: float = Field(0.0, ge=0, le=1)
-    unasked: UnaskedConfig = UnaskedConfig()
     curriculum: CurriculumConfig | None = None
     tune_amortization: bool = True
     tune_base_lm: Literal["frozen", "lora", "full"] = "frozen"
@@ -148,7 +145,6 @@ class TrainTask(Task):
         self._questions = data.questions_by_document()
         self._stories = _stories(data, self._questions, config.together)
         self._miner = ContextMiner(config.context, data)
-        self._unasked = Unasked(config.unasked)
         self._validation = config.data.validation_set()
         self._validation_retrieved = retrieved(config.context, self._validation)
         # A ring of the newest documents' memory tokens; part of the state, so that a resumed run has the same.
@@ -184,7 +180,7 @@ class TrainTask(Task):
             texts.append(document.text if sentences is None else excerpt(document.text, answers, sentences))
         contexts = self._miner.mine(asked, rng)
         batch = Batch(
-            documents=[*texts, *self._unasked.draw(rng)],
+            documents=texts,
             questions=[question.question for question in asked],
             answers=[question.answers[0] for question in asked],
             gold=gold,

@@ -233,12 +233,6 @@ def test_test_data_in_training_is_found(tmp_path: Path, monkeypatch: pytest.Monk
     assert checked(recipes[1], *options, "--set", "data.unlike=qa_lt_val").exit_code == 0
     row = {"title": "title 1", "text": f"Words.\n{PARAGRAPH} 1"}
     (tmp_path / "part-0.jsonl").write_text(json.dumps(row))
-    train = tmp_path / "train.yaml"
-    unasked = {"files": str(tmp_path / "part-*.jsonl"), "documents": 1}
-    values = {"start_from": "mac-tiny", "data": squad, "unasked": unasked, "trainer": tune["trainer"]}
-    train.write_text(yaml.safe_dump(values))
-    found = checked(str(train), *options, "--set", "data.unlike=qa_lt_val")
-    assert "shares with qa_lt_val: 1 of 1 documents, 1 of 1 titles\n" in found.stdout
     found = checked(recipes[0], *options, "--set", "corpus.questions.unlike=qa_lt_val")
     assert "shares with qa_lt_val: 1 of 1 documents, 1 of 1 titles\n" in found.stdout
     assert "2 paragraphs" in str(found.exception)

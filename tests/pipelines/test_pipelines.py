@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from mac_rag.data.newswire.generate import generate
-from mac_rag.errors import ConfigError, DataError, QuantizationError
+from mac_rag.errors import ConfigError, QuantizationError
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, mac_loss
 from pipelines.corpora.qa_data import DataConfig
@@ -129,29 +128,6 @@ def test_an_excerpt_without_the_answer_is_the_whole_text() -> None:
 def test_there_are_no_more_distractors_than_negatives(model_folder: Folder) -> None:
     with pytest.raises(ConfigError, match=r"distractors \(4\) are chosen among negatives \(3\)"):
         train_recipe(model_folder, negatives=3, distractors=4)
-
-
-def test_paragraphs_without_questions_stand_in_each_batch(model_folder: Folder, tmp_path: Path) -> None:
-    lines = [f"Paragraph {name} " + "says something more of the same kind. " * 10 for name in "abcdef"]
-    rows = [{"text": "\n".join(["A heading.", *lines[start : start + 2]])} for start in (0, 2, 4)]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    unasked = {"files": str(tmp_path / "*.jsonl"), "documents": 2, "paragraphs": 5}
-    task = TrainTask(train_recipe(model_folder, unasked=unasked))
-    drawn = set()
-    for step in range(12):
-        batch, _ = task.batch(step, 0, 3)
-        assert len(batch.documents) == 5
-        assert max(batch.gold) < 3
-        assert set(batch.documents[3:]) < set(lines)
-        drawn |= set(batch.documents[3:])
-    assert drawn == set(lines[:5])  # never the sixth, and no heading
-    assert task.batch(3, 0, 3)[0] == task.batch(3, 0, 3)[0]
-    terms = task(task.batch(0, 0, 3))
-    assert terms["reconstruction"] > 0
-    with pytest.raises(ConfigError, match="go together"):
-        train_recipe(model_folder, unasked={"documents": 2})
-    with pytest.raises(DataError, match="6 paragraphs, but a batch takes 7"):
-        TrainTask(train_recipe(model_folder, unasked={**unasked, "paragraphs": 9, "documents": 7}))
 
 
 def test_training_changes_the_networks_and_leaves_the_lm_frozen(model_folder: Folder, tmp_path: Path) -> None:
