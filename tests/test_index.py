@@ -198,7 +198,7 @@ def test_a_model_with_words_is_trained_and_words_stay_as_they_are(worded: MACMod
     network: Any = worded.amortization.network
     rarity = network.words.rarity.clone()
     worded.train()
-    weights = LossWeights(answer=1, direct=1, reconstruction=1, contrastive=1, imitation=1, distillation=1)
+    weights = LossWeights(answer=1, direct=1, reconstruction=1, contrastive=1, alignment=1, distillation=1)
     batch = Batch(TEXTS, QUESTIONS, ["William", "eleven days"], [0, 1])
     terms, phi = mac_loss(worded, batch, weights, negatives=torch.randn(5, 6, 384), distractors=2)
     assert phi.shape == (3, 6, 384)

@@ -2,21 +2,21 @@
 
 The paper's objective is the `answer` term alone. The others move a small model from a cold start: `direct`,
 `distillation` and `reconstruction` teach the amortization network without the aggregation network in between,
-`contrastive` teaches the document prior, `imitation` the aggregation network without the LM.
+`contrastive` teaches the document prior, `alignment` the aggregation network without the LM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from mac_rag.config import Config
+from mac_rag.config import Config, Renaming
 from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import similar_lengths
 from mac_rag.nn.attention import recomputing_attention
@@ -37,16 +37,18 @@ class LossWeights(Config):
             memory: an open book teaches to remember (context distillation; Askell et al., 2021).
         reconstruction: negative log-likelihood of a document under its own memory tokens.
         contrastive: cross-entropy of the document prior, with the question's own document as the target.
-        imitation: mean square of how phi* differs from the memory tokens of the question's own document, both
-            normalised; it teaches aggregation without the LM.
+        alignment: mean squared difference between phi* and the memory tokens of the question's own document, both
+            layer-normalised; it trains the aggregation network without the LM.
     """
+
+    RENAMED: ClassVar[Mapping[str, Renaming]] = {"imitation": "alignment"}
 
     answer: float = Field(1.0, ge=0)
     direct: float = Field(0.0, ge=0)
     distillation: float = Field(0.0, ge=0)
     reconstruction: float = Field(0.0, ge=0)
     contrastive: float = Field(0.0, ge=0)
-    imitation: float = Field(0.0, ge=0)
+    alignment: float = Field(0.0, ge=0)
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,11 @@ def mac_loss(
     ]
 
     terms: dict[str, Tensor] = {}
-    if weights.answer or weights.contrastive or weights.imitation:
+    if weights.answer or weights.contrastive or weights.alignment:
         encoded = model.input_encoder([model.input_encoder.ids(question) for question in batch.questions])
         known = phi if negatives is None else torch.cat([phi, negatives.to(phi.dtype)])
         scores = None if prior is None else prior.score(prior.queries(encoded), prior.keys(known))
-    if weights.answer or weights.imitation:
+    if weights.answer or weights.alignment:
         attended = phi
         if scores is not None and distractors and len(known) > len(phi):
             others = scores.detach()[:, len(phi) :]
@@ -135,9 +137,9 @@ def mac_loss(
         aggregated, _ = model.aggregation(encoded, bank, attention=recomputing_attention)
     if weights.answer:
         terms["answer"] = _mean_loss(model, asked, answers, aggregated, batch.without_memory)
-    if weights.imitation:
+    if weights.alignment:
         own, width = memory[gold].detach(), memory.shape[-1:]
-        terms["imitation"] = functional.mse_loss(
+        terms["alignment"] = functional.mse_loss(
             functional.layer_norm(aggregated, width), functional.layer_norm(own, width)
         )
     if weights.direct:

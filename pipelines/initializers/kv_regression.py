@@ -36,7 +36,7 @@ _SHARP = 4.0  # how much more those vectors count where attention compares
 
 
 @torch.no_grad()
-def start_as_reader(model: MACModel, data: QADataset) -> None:
+def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     """Fits what lies between the encoders and the base LM, and lets aggregation keep memory tokens in their order.
 
     Args:
@@ -56,8 +56,8 @@ def start_as_reader(model: MACModel, data: QADataset) -> None:
         or config.amortization.name is not None
     ):
         raise ConfigError(
-            "start: reader needs encoders of design encoder-pooling without a name, both alike, and a prefix of one "
-            "slot without bottleneck"
+            "init: kv_regression needs encoders of design encoder-pooling without a name, both alike, and a prefix "
+            "of one slot without bottleneck"
         )
     training = model.training
     model.eval()
@@ -124,7 +124,9 @@ def _least_used(phi: Tensor, count: int) -> Tensor:
     """Directions `[count, D]` in which memory tokens `[N, D]` differ least: there a mark disturbs least."""
     directions = torch.linalg.eigh(torch.cov(phi.T)).eigenvectors  # ascending
     if count > len(directions):
-        raise ConfigError(f"start: reader marks tokens ({count}) by directions of the LM's width ({len(directions)})")
+        raise ConfigError(
+            f"init: kv_regression marks tokens ({count}) by directions of the LM's width ({len(directions)})"
+        )
     least: Tensor = directions[:, :count].T
     return least
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from mac_rag.config import BaseLMConfig, Config, MACConfig
+from mac_rag.config import BaseLMConfig, Config, MACConfig, Renaming
 from mac_rag.data.metrics import best_over, exact_match, f1
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
@@ -22,7 +22,7 @@ from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.model.presets import preset
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
-from pipelines.initializers.kv_regression import start_as_reader
+from pipelines.initializers.kv_regression import init_by_kv_regression
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 
@@ -41,6 +41,11 @@ class CurriculumConfig(Config):
     losses: LossWeights = LossWeights(answer=0, direct=1)
 
 
+def _init_of_start(start: Any) -> dict[str, Any]:
+    """The field `init` that the old field `start` has become."""
+    return {"init": {"built": "pretrained", "reader": "kv_regression"}.get(start, start)}
+
+
 class TrainConfig(Config):
     """A recipe of `pipelines.train`. `trainer.batch_size` counts documents, K in the paper.
 
@@ -49,10 +54,11 @@ class TrainConfig(Config):
         preset: the name of one of the paper's models.
         base_lm: another base LM for the preset, such as one tuned on questions; or
         start_from: a MAC checkpoint, name or folder, to train on.
-        start: of the networks of `model`: as they are built, or fitted to what the base LM reads (`reader`; see
-            `pipelines.initializers.kv_regression`).
-        together: how many documents of one title, next to each other in the stream, stay together in a batch. A
-            question then has to find its document among others on the same subject, as in a bank.
+        init: first weights of the networks of `model`: those of the pretrained backbones and random ones elsewhere
+            (`pretrained`), or fitted by regression to the keys and values that the base LM computes (`kv_regression`;
+            see `pipelines.initializers.kv_regression`).
+        group_by_title: largest number of consecutive documents with one title that stay together in a batch. A question
+            then has to find its document among others on the same subject, as in a bank.
         questions_per_document: questions drawn for each document of a batch.
         backprop_dropout: p, the share of documents that are amortized without gradients.
         losses: weight of each term; the paper has `answer` alone.
@@ -69,11 +75,13 @@ class TrainConfig(Config):
         store_dtype: of the weights in the exported checkpoints; see `mac_rag.lm.int8_storage` for int8.
     """
 
+    RENAMED: ClassVar[Mapping[str, Renaming]] = {"start": _init_of_start, "together": "group_by_title"}
+
     model: MACConfig | None = None
     start_from: str | None = None
-    start: Literal["built", "reader"] = "built"
+    init: Literal["pretrained", "kv_regression"] = "pretrained"
     data: DataConfig = DataConfig()
-    together: int = Field(1, ge=1)
+    group_by_title: int = Field(1, ge=1)
     questions_per_document: int = Field(1, ge=1)
     backprop_dropout: float = Field(0.0, ge=0, lt=1)
     losses: LossWeights = LossWeights()
@@ -106,8 +114,10 @@ class TrainConfig(Config):
     def _one_start(self) -> Self:
         if (self.model is None) == (self.start_from is None):
             raise ValueError("give one of model, preset and start_from")
-        if self.start != "built" and self.start_from is not None:
-            raise ValueError(f"start is {self.start}, but {self.start_from!r} is trained on as it is")
+        if self.init != "pretrained" and self.start_from is not None:
+            raise ValueError(
+                f"init is {self.init}, but the networks of start_from ({self.start_from!r}) are trained on"
+            )
         return self
 
     @model_validator(mode="after")
@@ -140,10 +150,10 @@ class TrainTask(Task):
         if config.tune_base_lm != "frozen":
             self.model.train_base_lm(lora_rank=config.lora_rank if config.tune_base_lm == "lora" else None)
         data = config.data.training_set()
-        if config.start == "reader":
-            start_as_reader(self.model, data)
+        if config.init == "kv_regression":
+            init_by_kv_regression(self.model, data)
         self._questions = data.questions_by_document()
-        self._stories = _stories(data, self._questions, config.together)
+        self._stories = _stories(data, self._questions, config.group_by_title)
         self._miner = ContextMiner(config.context, data)
         self._validation = config.data.validation_set()
         self._validation_retrieved = retrieved(config.context, self._validation)
@@ -158,7 +168,7 @@ class TrainTask(Task):
     def batch(self, step: int, micro: int, size: int) -> tuple[Batch, LossWeights]:
         """Documents and questions, and the weights of the losses on them."""
         trainer = self.config.trainer
-        stories = -(-size // self.config.together)
+        stories = -(-size // self.config.group_by_title)
         per_step = stories * self.passes
         indices = shuffled(len(self._stories), step, micro, stories, seed=trainer.seed, per_step=per_step)
         # Stories of several documents stay together: telling them apart is the hard part.
@@ -294,7 +304,7 @@ def _from_all_processes(phi: Tensor) -> Tensor:
     return torch.cat(gathered)
 
 
-def _stories(data: QADataset, questions: dict[str, list[Question]], together: int) -> list[list[Document]]:
+def _stories(data: QADataset, questions: dict[str, list[Question]], group_size: int) -> list[list[Document]]:
     """Documents that have questions, each with the documents that update it later, and with others of its title."""
     stories: dict[str, list[Document]] = {}
     for document in data.documents:
@@ -304,7 +314,12 @@ def _stories(data: QADataset, questions: dict[str, list[Question]], together: in
     joined: list[list[Document]] = []
     for story in stories.values():
         title = story[0].metadata.get("title")
-        if joined and len(joined[-1]) < together and title is not None and joined[-1][0].metadata.get("title") == title:
+        if (
+            joined
+            and len(joined[-1]) < group_size
+            and title is not None
+            and joined[-1][0].metadata.get("title") == title
+        ):
             joined[-1] += story
         else:
             joined.append(story)

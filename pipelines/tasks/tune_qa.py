@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
-from mac_rag.config import BaseLMConfig, Config, PromptFormat
+from mac_rag.config import BaseLMConfig, Config, PromptFormat, Renaming
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError
 from mac_rag.lm.base_lm import BaseLM
@@ -41,12 +41,14 @@ class TuneConfig(Config):
         loss_on: `answers`, or `all` tokens of documents, questions and answers.
         questions_per_context: questions asked behind one set of documents: the one that they were retrieved for, and
             others that they answer.
-        apart: of a prefix LM, share of the questions that their documents do not see. It then learns to read keys and
-            values that were there before the question, as a memory's are.
-        unseen: of documents apart, the largest share of words that the question does not see, drawn for each question;
-            a memory holds fewer vectors than a text has words.
+        question_blind: only for a prefix LM: share of the sequences whose documents do not attend to the question. The
+            LM then learns to read keys and values that were computed before the question, as a memory's are.
+        token_dropout: largest share of document tokens that a question does not attend to, where the documents are
+            question-blind; drawn uniformly for each question. A memory holds fewer vectors than a text has tokens.
         sequence_length: longest training sequence in tokens; documents beyond it are left out of the set.
     """
+
+    RENAMED: ClassVar[Mapping[str, Renaming]] = {"apart": "question_blind", "unseen": "token_dropout"}
 
     base_lm: BaseLMConfig
     prompt: PromptFormat = PromptFormat()
@@ -56,15 +58,18 @@ class TuneConfig(Config):
     lora_rank: int = Field(16, ge=1)
     loss_on: Literal["answers", "all"] = "answers"
     questions_per_context: int = Field(1, ge=1)
-    apart: float = Field(0.0, ge=0, le=1)
-    unseen: float = Field(0.0, ge=0, lt=1)
+    question_blind: float = Field(0.0, ge=0, le=1)
+    token_dropout: float = Field(0.0, ge=0, lt=1)
     sequence_length: int = Field(512, ge=16)
     trainer: TrainerConfig
 
     @model_validator(mode="after")
-    def _unseen_are_apart(self) -> Self:
-        if self.unseen and not self.apart:
-            raise ValueError(f"unseen is {self.unseen}, but only of documents apart some words are not seen; set apart")
+    def _dropout_is_question_blind(self) -> Self:
+        if self.token_dropout and not self.question_blind:
+            raise ValueError(
+                f"token_dropout is {self.token_dropout}, but it applies to question-blind documents only; "
+                "set question_blind"
+            )
         return self
 
 
@@ -88,8 +93,11 @@ class TuneTask(Task):
         self.lm: Any = lm
         if isinstance(lm, PrefixLM) and (config.loss_on != "answers" or config.questions_per_context > 1):
             raise ConfigError("a prefix LM reads a question at a time: set loss_on: answers, questions_per_context: 1")
-        if config.apart and not isinstance(lm, PrefixLM):
-            raise ConfigError(f"apart is {config.apart}, but only a prefix LM's documents see what comes after them")
+        if config.question_blind and not isinstance(lm, PrefixLM):
+            raise ConfigError(
+                f"question_blind is {config.question_blind}, but only in a prefix LM do documents attend to what "
+                "follows them; set it to 0"
+            )
         make_trainable(self.lm, config.lora_rank if config.tune == "lora" else None)
         if has_matrix_units():
             use_products(self.lm)
@@ -129,8 +137,8 @@ class TuneTask(Task):
         rng.shuffle(asked)
         ids = self.encoder.prompt_start([document.text for document in contexts])
         parts = [1] * len(ids)
-        if rng.random() < self.config.apart:
-            share = rng.random() * self.config.unseen
+        if rng.random() < self.config.question_blind:
+            share = rng.random() * self.config.token_dropout
             parts = [-2 if rng.random() < share else 2 for _ in ids]
         whole = self.config.loss_on == "all"
         labels = list(ids) if whole else [-100] * len(ids)
