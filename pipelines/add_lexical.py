@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from mac_rag.cli.run import run_command
 from pipelines.recipe import ConfigOption, SetOption, load_recipe
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from mac_rag.model import MACModel
 
 
 def main(
@@ -34,6 +29,7 @@ def main(
     from mac_rag.errors import ConfigError
     from mac_rag.lm.devices import DTYPES
     from mac_rag.model import MACModel
+    from pipelines.tasks.add_lexical import index_words
     from pipelines.tasks.train import TrainConfig
 
     if output.exists() and any(output.iterdir()):
@@ -42,38 +38,6 @@ def main(
     with_words = index_words(MACModel.from_pretrained(model), (d.text for d in data.documents), words, weight)
     with_words.save_pretrained(output, dtype=torch.int8 if store == "int8" else DTYPES[store])
     typer.echo(f"{output}: counted in {len(data.documents):,} documents of {data.name}, {data.split}")
-
-
-def index_words(model: MACModel, texts: Iterable[str], vectors: int, weight: float) -> MACModel:
-    """The same networks, their index with words; those that it had are counted anew.
-
-    Args:
-        model: with an index. It must not be used any more.
-        texts: in which words are counted.
-        vectors, weight: see `mac_rag.config.IndexConfig`.
-
-    Raises:
-        ConfigError: for a model without an index.
-        DocumentError: for a text that the model cannot take.
-    """
-    from mac_rag.errors import ConfigError
-    from mac_rag.model import MACModel
-    from mac_rag.model.factory import make_words
-
-    index = model.config.index
-    if index is None:
-        raise ConfigError("this model has no index that words could go with; train one with model.index")
-    wanted = index.model_copy(update={"words": vectors, "words_weight": weight})
-    config = model.config.model_copy(update={"index": wanted})
-    words = make_words(config, model.base_lm)
-    assert words is not None
-    words.count(model.amortization.ids(chunk) for text in texts for chunk in model.amortization.split(text))
-    for encoder in (model.amortization, model.input_encoder):
-        encoder.network.words = words
-    again = MACModel(config, model.base_lm, model.amortization, model.input_encoder)
-    again.aggregation.load_state_dict(model.aggregation.state_dict())
-    again.modulation.load_state_dict(model.modulation.state_dict())
-    return again.eval()
 
 
 if __name__ == "__main__":

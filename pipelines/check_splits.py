@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mac_rag.cli.run import run_command
-from pipelines.recipe import SetOption, recipe_values
+from pipelines.recipe import SetOption, read_recipe, stages_or_itself
 
 if TYPE_CHECKING:
     from mac_rag.data.types import QADataset
@@ -20,7 +20,9 @@ _SHOWN = 5  # of what is shared
 
 
 def main(
-    recipes: Annotated[list[str], typer.Argument(help="Recipes of pretrain, tune_qa or train; files or shipped ones.")],
+    recipes: Annotated[
+        list[str], typer.Argument(help="Recipes, and pipelines for all of their stages; files or shipped ones.")
+    ],
     split: Annotated[str, typer.Option(help="The held-out split of the data set that they train on.")] = "test",
     set_: SetOption = None,
 ) -> None:
@@ -33,7 +35,7 @@ def main(
     from mac_rag.errors import DataError
 
     found = 0
-    for recipe in recipes:
+    for recipe in [name for given in recipes for name in stages_or_itself(given)]:
         data, files = sources(recipe, set_)
         if data is None:
             typer.echo(f"{recipe}: no data set, nothing to compare")
@@ -61,16 +63,16 @@ def sources(recipe: str, overrides: list[str] | None) -> tuple[DataConfig | None
         ConfigError: as `load_recipe`.
     """
     from pipelines.tasks.pretrain import PretrainConfig
-    from pipelines.tasks.train import TrainConfig
-    from pipelines.tasks.tune_qa import TuneConfig
+    from pipelines.tasks.registry import TASK_KINDS
 
-    values, path = recipe_values(recipe, overrides)
-    if "corpus" in values:
-        corpus = PretrainConfig.parse(values, path).corpus
-        return corpus.questions, corpus.files
-    if values.keys() & {"model", "preset", "start_from"}:
-        return TrainConfig.parse(values, path).data, None
-    return TuneConfig.parse(values, path).data, None
+    values, where, task = read_recipe(recipe, overrides)
+    if task is None:
+        trains_mac = values.keys() & {"model", "preset", "start_from"}
+        task = "pretrain" if "corpus" in values else "train" if trains_mac else "tune_qa"
+    config: Any = TASK_KINDS[task].config.parse(values, where)
+    if isinstance(config, PretrainConfig):
+        return config.corpus.questions, config.corpus.files
+    return config.data, None
 
 
 def of_dataset(data: QADataset) -> Contents:

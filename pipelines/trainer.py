@@ -157,11 +157,13 @@ class Trainer:
         task: what to train.
         config: how.
         output: the run's folder: `metrics.jsonl`, `tensorboard/`, `checkpoints/`, and the exported `best/` and `last/`.
+        label: what the progress bar calls the run.
     """
 
-    def __init__(self, task: Task, config: TrainerConfig, output: Path) -> None:
+    def __init__(self, task: Task, config: TrainerConfig, output: Path, *, label: str = "train") -> None:
         self.config = config
         self.output = output
+        self._label = label
         output.mkdir(parents=True, exist_ok=True)
         AcceleratorState._reset_state()  # the process may have trained in another precision before
         self.accelerator = Accelerator(
@@ -201,7 +203,7 @@ class Trainer:
         self.accelerator.init_trackers("tensorboard", config={})
         figures: dict[str, float] = {}
         seconds, timed = 0.0, 0
-        with progress_bar("train", config.steps, done=self.step, disable=not main) as bar:
+        with progress_bar(self._label, config.steps, done=self.step, disable=not main) as bar:
             while self.step < config.steps:
                 began = time.perf_counter()
                 scalars = self._optimiser_step()
@@ -218,7 +220,8 @@ class Trainer:
                 last = self.step == config.steps
                 if self.step % config.validate_every == 0 or last:
                     figures = self._validate()
-                    bar.write("  ".join([f"step {self.step}", *(f"{k} {v:.4f}" for k, v in figures.items())]))
+                    shown = [f"{name} {value:.4f}" for name, value in figures.items()]
+                    bar.write("  ".join([f"{self._label}: step {self.step} of {config.steps}", *shown]))
                 if self.step % config.save_every == 0 or last:
                     self._checkpoint()
         if main:
@@ -344,6 +347,12 @@ class Trainer:
         new = log.with_suffix(".new")
         new.write_text("".join(kept))
         new.replace(log)
+
+
+def finished_steps(output: Path) -> int:
+    """Steps of the run in a folder that its newest checkpoint holds; 0 without a checkpoint."""
+    found = _checkpoints(output / "checkpoints")
+    return int(found[-1].name.removeprefix("step-")) if found else 0
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -29,7 +29,7 @@ from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.attention import direct_attention
 from pipelines import add_lexical as index_words_command
-from pipelines.add_lexical import index_words
+from pipelines.tasks.add_lexical import index_words
 from tests.models import mac_config
 
 TEXTS = ["William of Normandy won at Hastings, in 1066.", "Rain fell on the town for eleven days.", "It was cold."]

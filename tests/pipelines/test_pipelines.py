@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import typer
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner, Result
 
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, QuantizationError
@@ -24,7 +21,7 @@ from pipelines.recipe import load_recipe
 from pipelines.tasks.train import TrainConfig, TrainTask, excerpt
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Task, Trainer
-from tests.pipelines.runs import TRAINER, metrics
+from tests.pipelines.helpers import TRAINER, command, metrics
 
 Folder = Callable[[str], Path]
 DATA = {"name": "newswire", "documents": 40, "validation_documents": 6}
@@ -290,12 +287,6 @@ def test_bad_recipes_name_what_is_wrong(tmp_path: Path, text: str, message: str)
         load_recipe(TrainConfig, str(path), None)
 
 
-def commanded(module: str, *options: str) -> Result:
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(importlib.import_module(module).main)
-    return CliRunner().invoke(app, options)
-
-
 def test_options_stand_for_values_of_the_recipe(model_folder: Folder, tmp_path: Path) -> None:
     """They win over the recipe and --set, and a run that they made goes on with them alone."""
     recipe = train_recipe(model_folder, context={}).model_dump(mode="json")
@@ -303,25 +294,25 @@ def test_options_stand_for_values_of_the_recipe(model_folder: Folder, tmp_path: 
     output = tmp_path / "out"
     common = ("--config", str(tmp_path / "train.yaml"), "--output", str(output))
     options = (*common, "--retriever", "hybrid-of-nothing", "--k", "1,2", "--base-lm", "lora", "--set", "context.k=[9]")
-    assert "hybrid-of-nothing" in str(commanded("pipelines.train", *options).exception)
+    assert "hybrid-of-nothing" in str(command("pipelines.train", *options).exception)
     assert not output.exists()
     options = (*common, "--retriever", "mac_rag.retrieval:BM25Retriever", "--k", "1,2", "--base-lm", "lora")
-    finished = commanded("pipelines.train", *options, "--set", "context.k=[9]")
+    finished = command("pipelines.train", *options, "--set", "context.k=[9]")
     assert finished.exit_code == 0, finished.exception
     kept = yaml.safe_load((output / "config.yaml").read_text())
     assert kept["context"]["retriever"] == "mac_rag.retrieval:BM25Retriever"
     assert (kept["context"]["k"], kept["tune_base_lm"]) == ([1, 2], "lora")
     assert {"em_retrieved", "f1_retrieved"} <= metrics(output)[-1].keys()
-    assert commanded("pipelines.train", *options).exit_code == 0
-    assert "another configuration" in str(commanded("pipelines.train", *common).exception)
+    assert command("pipelines.train", *options).exit_code == 0
+    assert "another configuration" in str(command("pipelines.train", *common).exception)
 
 
 def test_an_lm_is_tuned_with_the_retriever_of_the_option(model_folder: Folder, tmp_path: Path) -> None:
     recipe = {"base_lm": {"name": str(model_folder("gpt2"))}, "data": DATA, "trainer": TRAINER}
     (tmp_path / "tune.yaml").write_text(yaml.safe_dump(recipe))
     common = ("--config", str(tmp_path / "tune.yaml"), "--output", str(tmp_path / "out"), "--retriever", "bm25")
-    assert commanded("pipelines.tune_qa", *common, "--k", "1,3").exit_code == 0
+    assert command("pipelines.tune_qa", *common, "--k", "1,3").exit_code == 0
     assert {"em_closed", "em_retrieved_1", "em_retrieved_3"} <= metrics(tmp_path / "out")[-1].keys()
     for wrong, message in (("x", "context.k.0"), ("0", "at least 1"), ("1]", "not valid YAML"), ("50", "k is 50")):
-        found = commanded("pipelines.tune_qa", *common[:3], str(tmp_path / wrong), *common[4:], "--k", wrong)
+        found = command("pipelines.tune_qa", *common[:3], str(tmp_path / wrong), *common[4:], "--k", wrong)
         assert message in str(found.exception)

@@ -18,7 +18,7 @@ from pipelines.initializers.minilm_embeddings import minilm_embeddings
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
 from pipelines.tasks.pretrain_t5 import PretrainT5Task
 from pipelines.trainer import Trainer
-from tests.pipelines.runs import TRAINER, metrics
+from tests.pipelines.helpers import TRAINER, metrics
 
 
 def pretrain_recipe(**values: Any) -> PretrainConfig:
