@@ -1,4 +1,4 @@
-"""What the training commands share: a recipe, values that override it, and a folder for the run."""
+"""Recipes of the training commands: reading, overriding values, and keeping the configuration beside a run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ C = TypeVar("C", bound=Config)
 _KEPT = "config.yaml"  # in the folder of a run
 
 ConfigOption = Annotated[str, typer.Option("--config", help="A YAML file, or PIPELINE/STAGE, such as mac-tiny/train.")]
-OutputOption = Annotated[
-    Path, typer.Option("--output", help="Folder of the run. A run that stopped there goes on where it stopped.")
-]
+OutputOption = Annotated[Path, typer.Option("--output", help="Folder of the run. A run that stopped there is resumed.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Overrides one value of the recipe, e.g. --set trainer.steps=100.")
 ]
@@ -31,7 +29,7 @@ RetrieverOption = Annotated[
     str | None,
     typer.Option(
         "--retriever",
-        help="Whose documents stand in front of the questions: none, bm25, minilm, hybrid, contriever, dpr, "
+        help="Retriever of the documents in front of the questions: none, bm25, minilm, hybrid, contriever, dpr, "
         "sentence-transformers:MODEL, module:attr. Short for --set context.retriever=...",
         show_default="the recipe's",
     ),
@@ -40,7 +38,7 @@ KOption = Annotated[
     str | None,
     typer.Option(
         "--k",
-        help="How many of them; of several numbers with commas, such as 1,3,5, one is drawn for each question. Short "
+        help="Number of retrieved documents; of several numbers, such as 1,3,5, one is drawn for each question. Short "
         "for --set context.k=[...]",
         show_default="the recipe's",
     ),
@@ -48,7 +46,7 @@ KOption = Annotated[
 
 
 def with_context(overrides: list[str] | None, retriever: str | None, k: str | None) -> list[str]:
-    """The values of `--set`, and those of `--retriever` and `--k` behind them."""
+    """The overrides of `--set`, followed by those that `--retriever` and `--k` stand for."""
     named = [] if retriever is None else [f"context.retriever={json.dumps(retriever)}"]
     numbers = [] if k is None else [f"context.k=[{k}]"]
     return [*(overrides or ()), *named, *numbers]
@@ -131,7 +129,7 @@ def _stage_recipe(name: str) -> Recipe:
 
 
 def keep_recipe(config: Config, output: Path) -> None:
-    """Leaves the exact configuration beside the run.
+    """Writes the exact configuration of a run into its folder, or checks that the run there has the same.
 
     Raises:
         ConfigError: when the folder holds a run of another configuration; it names what differs.
@@ -141,7 +139,7 @@ def keep_recipe(config: Config, output: Path) -> None:
     whole = output / f".config.{os.getpid()}"
     whole.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     try:
-        os.link(whole, path)  # at once or not at all, for with several processes all come here together
+        os.link(whole, path)  # atomic: with several processes, all come here at the same time
     except FileExistsError:
         changes = changes_since(output, config)
         if changes:

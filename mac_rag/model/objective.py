@@ -1,8 +1,8 @@
-"""What MAC minimises: equation 2 with back-propagation dropout, and the further terms of the small-scale recipe.
+"""MAC's objective: equation 2 with back-propagation dropout, and further terms for small models.
 
 The paper's objective is the `answer` term alone. The others move a small model from a cold start: `direct`,
 `distillation` and `reconstruction` teach the amortization network without the aggregation network in between,
-`contrastive` teaches the document prior, `alignment` the aggregation network without the LM.
+`contrastive` teaches the document prior, and `alignment` the aggregation network without the LM.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class LossWeights(Config):
     Attributes:
         answer: negative log-likelihood of the answer under phi*, the aggregate of all documents (equation 2).
         direct: the same under the memory tokens of the question's own document, without aggregation.
-        distillation: cross-entropy of what the LM expects there towards what it expects behind that document, without
-            memory: an open book teaches to remember (context distillation; Askell et al., 2021).
+        distillation: cross-entropy between the LM's predictions under these memory tokens and its predictions behind
+            the document itself without memory, which are the teacher (context distillation; Askell et al., 2021).
         reconstruction: negative log-likelihood of a document under its own memory tokens.
         contrastive: cross-entropy of the document prior, with the question's own document as the target.
         alignment: mean squared difference between phi* and the memory tokens of the question's own document, both
@@ -81,7 +81,7 @@ def mac_loss(
     distractors: int = 0,
     tune_amortization: bool = True,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The losses of one batch.
+    """Computes the losses of one batch.
 
     Back-propagation dropout (section 3.3): each step a random subset of the documents is amortized with gradients and
     the others under stop-gradient. The gradient through a document of the subset is multiplied by K / |subset|, which
@@ -90,7 +90,7 @@ def mac_loss(
     Args:
         model: the model.
         batch: documents and questions.
-        weights: of the terms; a term of weight zero costs nothing.
+        weights: weight of each term; a term of weight zero is not computed.
         backprop_dropout: p, the share of documents without gradients; at least one always has them.
         negatives: memory tokens of other documents `[N, T + R, D]`, without gradients; further negatives of the
             contrastive term.
@@ -190,7 +190,7 @@ def _mean_loss(
     phi: Tensor,
     without_memory: Sequence[bool] = (),
 ) -> Tensor:
-    """Negative log-likelihood for each token of all targets, as `_logits` reads them."""
+    """Mean negative log-likelihood of all target tokens; the arguments are those of `_logits`."""
     logits = _logits(model, prompts, targets, phi, without_memory)
     expected = torch.tensor([token for target in targets for token in target], device=logits.device)
     return functional.cross_entropy(logits.float(), expected)
@@ -199,7 +199,7 @@ def _mean_loss(
 def _distillation(
     model: MACModel, batch: Batch, questions: Sequence[list[int]], answers: Sequence[list[int]], phi: Tensor
 ) -> Tensor:
-    """Cross-entropy for each token of all answers, with the LM behind each question's own document as the teacher."""
+    """Mean cross-entropy over all answer tokens; the teacher is the LM behind each question's own document."""
     prompts = model.base_lm.prompts
     read = [
         prompts.prompt(question, [batch.documents[index]], model.context_window - len(answer))

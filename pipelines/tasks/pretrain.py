@@ -27,15 +27,15 @@ from pipelines.trainer import Task, TrainerConfig, shuffled
 
 
 class LMConfig(Config):
-    """What is trained, and how large.
+    """Architecture, sizes and first weights of an LM.
 
     Attributes:
-        kind: `llama`, a causal LM (RoPE, RMSNorm, SwiGLU, tied embeddings); or `t5`, an encoder-decoder for a text
-            encoder of MAC to start from.
-        layers: of a t5, in each of its two halves.
-        positions: longest sequence of a llama.
-        tokenizer: of an LM, its name or folder, such as `minilm`; None learns one.
-        vocabulary: entries of the BPE that is learned; the number tokens come on top.
+        kind: `llama`, a causal LM (RoPE, RMSNorm, SwiGLU, tied embeddings); or `t5`, an encoder-decoder from which a
+            text encoder of MAC can start.
+        layers: number of layers; a t5 has as many in each of its two halves.
+        positions: longest sequence of a llama in tokens.
+        tokenizer: name or folder of an LM whose tokenizer is used, such as `minilm`; None learns one.
+        vocabulary: entries of the BPE that is learned, without the number tokens.
         embeddings: token embeddings to start from: `random`, or those of all-MiniLM-L6-v2 (`minilm`).
     """
 
@@ -63,7 +63,9 @@ class PretrainConfig(Config):
     """A recipe of `pipelines.pretrain`.
 
     Attributes:
-        compile: the forward and backward pass of blocks with `torch.compile`, which needs a C++ compiler on a CPU.
+        corpus: the texts.
+        lm: the LM.
+        compile: compile the losses of full blocks with `torch.compile`, which needs a C++ compiler on a CPU.
     """
 
     corpus: CorpusConfig = CorpusConfig()
@@ -73,9 +75,9 @@ class PretrainConfig(Config):
 
 
 def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that starts every text with `<s>`; numbers are cut into groups of at most three digits.
+    """Learns a byte-level BPE that starts every text with `<s>` and cuts numbers into groups of at most three digits.
 
-    Each group is a token of its own: a small LM learns to copy one token long before it learns to copy digit by digit.
+    Each group is one token: a small LM learns to copy one token long before it learns to copy digit by digit.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -121,7 +123,8 @@ class PretrainTask(Task):
         torch.manual_seed(config.trainer.seed)
         self.lm = self.network()
         embedded = self.lm.get_input_embeddings().weight
-        # Tied to the output, these give logits of unit variance; the usual 0.02 leaves rare tokens hard to tell apart.
+        # They are tied to the output: this scale gives logits of unit variance. With the usual 0.02, rare tokens are
+        # hard to tell apart.
         torch.nn.init.normal_(embedded, std=config.lm.hidden_size**-0.5)
         if config.lm.embeddings == "minilm":
             with torch.no_grad():
@@ -183,7 +186,7 @@ class PretrainTask(Task):
             self._asked = data.validation_set()
 
     def batch(self, step: int, micro: int, size: int) -> tuple[Tensor, Tensor]:
-        """Token ids `[B, L]` and the targets that the loss looks at, -100 elsewhere."""
+        """Token ids `[B, L]` and targets `[B, L]`, which are -100 where there is no loss."""
         trainer, copy_steps = self.config.trainer, self.config.corpus.copy_steps
         if step < copy_steps:
             return self._copies(size)
@@ -197,7 +200,7 @@ class PretrainTask(Task):
         return self._padded(rows)
 
     def _copies(self, size: int) -> tuple[Tensor, Tensor]:
-        """Sequences of random tokens said twice; the targets are the second time, all but its first token."""
+        """Sequences of random tokens, repeated once; the targets are the repetition without its first token."""
         shortest, longest = self.config.corpus.copy_length
         length = int(torch.randint(shortest, longest + 1, ()))
         tokens = torch.randint(len(self.tokenizer), (size, length))
@@ -207,7 +210,7 @@ class PretrainTask(Task):
         return ids.to(self.lm.device), targets.to(self.lm.device)
 
     def _padded(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Rows padded on the right, where causal attention never sees it, and all of their tokens as targets."""
+        """Rows padded on the right, which causal attention never reads; all of their tokens are targets."""
         length = max(map(len, rows))
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows], device=self.lm.device)
@@ -220,7 +223,7 @@ class PretrainTask(Task):
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         ids, targets = batch
-        # Only blocks are all of one shape; each further shape would be compiled anew.
+        # All blocks have one shape; torch.compile would compile every other shape anew.
         compiled = ids.shape[1] == self.config.corpus.sequence_length
         losses = (self._compiled if compiled else self.token_losses)(ids, targets)
         weights = (targets[:, 1:] != -100).float()
@@ -256,7 +259,7 @@ class PretrainTask(Task):
 
 
 def portions(size: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to the shares, that add up to `size`: what is left goes to the largest remainders."""
+    """Splits `size` in proportion to the shares; what remains goes to the largest remainders."""
     exact = [size * share / sum(shares) for share in shares]
     counts = [int(value) for value in exact]
     order = sorted(range(len(shares)), key=lambda i: counts[i] - exact[i])
@@ -266,12 +269,12 @@ def portions(size: int, shares: Sequence[float]) -> list[int]:
 
 
 def answer_tokens(ids: Tensor, mark: Sequence[int], eos: int) -> Tensor:
-    """Which tokens `[B, L]` belong to an answer: those behind the mark that asks for it, to the end of the sequence.
+    """Mask `[B, L]` of answer tokens: those after the mark that ends a question, up to the end of the sequence.
 
     Args:
-        ids: `[B, L]`.
-        mark: the last tokens of a question.
-        eos: closes an answer and belongs to it.
+        ids: token ids `[B, L]`.
+        mark: last tokens of every question.
+        eos: token that ends an answer and belongs to it.
     """
     begins = torch.ones_like(ids, dtype=torch.bool)
     for offset, token in enumerate(reversed(mark)):

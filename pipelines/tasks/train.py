@@ -1,4 +1,4 @@
-"""Meta-training of MAC (algorithm 1): documents and questions in, equation 2 and its companions out."""
+"""Meta-training of MAC (algorithm 1): equation 2 and the further losses on batches of documents and questions."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from pipelines.trainer import Task, TrainerConfig, shuffled
 
 
 class CurriculumConfig(Config):
-    """First steps on short documents, which move a small model off the plateau on which whole documents leave it.
+    """First steps on short documents. They move a small model off the plateau where whole documents leave it.
 
     Attributes:
-        steps: how many.
-        steps_per_sentence: so many on documents of one sentence, then as many on two, and so on. The sentences that
-            answer the questions are kept first.
-        losses: weight of each term meanwhile.
+        steps: number of these steps.
+        steps_per_sentence: steps on documents of one sentence, then on documents of two, and so on. Sentences that hold
+            an answer come first.
+        losses: weight of each term during these steps.
     """
 
     steps: int = Field(ge=1)
@@ -50,29 +50,31 @@ class TrainConfig(Config):
     """A recipe of `pipelines.train`. `trainer.batch_size` counts documents, K in the paper.
 
     Attributes:
-        model: the networks; or
-        preset: the name of one of the paper's models.
-        base_lm: another base LM for the preset, such as one tuned on questions; or
-        start_from: a MAC checkpoint, name or folder, to train on.
+        model: the networks. Give one of `model`, `preset` and `start_from`.
+        preset: name of one of the paper's models.
+        base_lm: another base LM for the preset, such as one tuned on questions.
+        start_from: name or folder of a MAC checkpoint whose training goes on.
         init: first weights of the networks of `model`: those of the pretrained backbones and random ones elsewhere
             (`pretrained`), or fitted by regression to the keys and values that the base LM computes (`kv_regression`;
             see `pipelines.initializers.kv_regression`).
         group_by_title: largest number of consecutive documents with one title that stay together in a batch. A question
             then has to find its document among others on the same subject, as in a bank.
         questions_per_document: questions drawn for each document of a batch.
-        backprop_dropout: p, the share of documents that are amortized without gradients.
+        backprop_dropout: p, share of the documents that are amortized without gradients.
         losses: weight of each term; the paper has `answer` alone.
-        negatives: documents of earlier batches that the contrastive loss sets against each question.
-        distractors: of these, how many of the highest document prior for each question join the documents that the
-            questions attend to.
-        context: retrieved documents in front of the questions, `LM(d + x; phi*)`; without a retriever the LM sees the
+        negatives: number of documents of earlier batches that are negatives of the contrastive loss.
+        distractors: number of negatives that each question adds to the documents which all questions attend to: those
+            with the highest document prior.
+        context: retrieved documents in front of the questions, `LM(d + x; phi*)`; without a retriever the LM reads the
             question alone.
-        without_memory: share of the questions behind documents that the LM answers without memory, so that a base LM
-            that learns along still reads alone.
-        curriculum: what the first steps are on; without one, all are on whole documents and all losses.
-        tune_amortization: False leaves the amortization network as it is.
-        tune_base_lm: leave the base LM frozen, or learn it jointly: all of it, or low-rank updates merged at the end.
-        store_dtype: of the weights in the exported checkpoints; see `mac_rag.lm.int8_storage` for int8.
+        without_memory: share of the questions behind documents that the LM answers without memory. A base LM that is
+            trained jointly then still reads without it.
+        curriculum: the first steps; None for whole documents and all losses from the start.
+        tune_amortization: False freezes the amortization network.
+        tune_base_lm: `frozen`, or joint training of all weights (`full`) or of low-rank updates that are merged at the
+            end (`lora`).
+        lora_rank: rank of these updates.
+        store_dtype: dtype of the weights in exported checkpoints; see `mac_rag.lm.int8_storage` for int8.
     """
 
     RENAMED: ClassVar[Mapping[str, Renaming]] = {"start": _init_of_start, "together": "group_by_title"}
@@ -130,7 +132,7 @@ class TrainConfig(Config):
 
 
 class TrainTask(Task):
-    """The model, its stream of batches and its validation on a held-out stream.
+    """A MAC model with its training batches and its validation on a held-out stream.
 
     Args:
         config: the recipe.
@@ -171,7 +173,7 @@ class TrainTask(Task):
         stories = -(-size // self.config.group_by_title)
         per_step = stories * self.passes
         indices = shuffled(len(self._stories), step, micro, stories, seed=trainer.seed, per_step=per_step)
-        # Stories of several documents stay together: telling them apart is the hard part.
+        # Documents of one story stay in one batch: they are the hardest to tell apart.
         documents = [document for i in indices for document in self._stories[i]][:size]
         rng = random.Random(f"{trainer.seed}/{step}/{micro}")
         curriculum = self.config.curriculum
@@ -200,15 +202,14 @@ class TrainTask(Task):
         return batch, curriculum.losses if curriculum is not None and short else self.config.losses
 
     def begin_step(self, step: int) -> None:
-        """Hands what the amortization network has learned in the curriculum to the input encoder, where they are alike.
+        """Copies the amortization network to an equal input encoder after a curriculum that did not train the latter.
 
-        A question then starts with tokens like those of the documents that share its words. An input encoder that has
-        learned along keeps what it knows.
+        A question's tokens are then like those of the documents that share its words.
         """
         curriculum, model = self.config.curriculum, self.model.config
         if curriculum is None or step != curriculum.steps or model.input_encoder != model.amortization:
             return
-        if not (curriculum.losses.answer or curriculum.losses.contrastive):  # which train the input encoder, too
+        if not (curriculum.losses.answer or curriculum.losses.contrastive):  # the losses that train the input encoder
             self.model.input_encoder.load_state_dict(self.model.amortization.state_dict())
 
     def forward(self, batch: tuple[Batch, LossWeights]) -> dict[str, Tensor]:
@@ -231,7 +232,7 @@ class TrainTask(Task):
         return terms
 
     def validate(self) -> dict[str, float]:
-        """EM and F1 on the held-out stream, from memory alone and, with a retriever, with documents; and the losses."""
+        """EM and F1 on the held-out stream, from memory alone and with retrieved documents, if any; and the losses."""
         data, found = self._validation, self._validation_retrieved
         engine = MACEngine(self.model)
         engine.adapt(data.documents)
@@ -252,7 +253,7 @@ class TrainTask(Task):
         }
 
     def _losses(self) -> dict[str, float]:
-        """Each term over the held-out documents, as many at a time as in training; the LM sees questions alone."""
+        """Each term on the held-out documents, in batches as in training; no documents stand in front of questions."""
         asked = self._validation.questions_by_document()
         documents = [document for document in self._validation.documents if asked[document.id]]
         most = self.config.questions_per_document
@@ -284,9 +285,9 @@ def _require_gradients(network: MACConfig, device: torch.device) -> None:
 
 
 def excerpt(text: str, answers: Sequence[str], count: int) -> str:
-    """At most `count` sentences of a text, in their order: those that hold an answer, then the others from the first.
+    """At most `count` sentences of a text, in their order; those with an answer are chosen first.
 
-    A text in which none of the answers is found stays whole.
+    A text without any of the answers stays whole.
     """
     sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)
     order = sorted(range(len(sentences)), key=lambda i: not any(answer in sentences[i] for answer in answers))
@@ -296,7 +297,7 @@ def excerpt(text: str, answers: Sequence[str], count: int) -> str:
 
 
 def _from_all_processes(phi: Tensor) -> Tensor:
-    """The documents of every process, so that all keep the same ring and one checkpoint holds it."""
+    """Memory tokens of all processes: every process then keeps the same negatives, and one checkpoint holds them."""
     if not torch.distributed.is_initialized():
         return phi
     gathered = [torch.empty_like(phi) for _ in range(torch.distributed.get_world_size())]
@@ -305,7 +306,7 @@ def _from_all_processes(phi: Tensor) -> Tensor:
 
 
 def _stories(data: QADataset, questions: dict[str, list[Question]], group_size: int) -> list[list[Document]]:
-    """Documents that have questions, each with the documents that update it later, and with others of its title."""
+    """Groups of documents with questions: a document, its later updates, and up to `group_size` of the same title."""
     stories: dict[str, list[Document]] = {}
     for document in data.documents:
         if questions[document.id]:

@@ -1,4 +1,4 @@
-"""Tuning a base LM on questions and answers: the starting point of the baselines and of the rows with a retriever."""
+"""Tuning a base LM on questions and answers, from which the baselines and the evaluations with a retriever start."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from mac_rag.lm.lora_tuning import make_trainable, merged
 from mac_rag.lm.prefix_lm import PrefixLM
 from mac_rag.lm.prompt import PromptEncoder
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
-from pipelines.initializers.pointer_head import say_what_is_attended
+from pipelines.initializers.pointer_head import init_pointer_head
 from pipelines.tasks.cpu_attention import has_matrix_units, use_products
 from pipelines.tasks.open_book import reading_scores
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
-_LOOKED_AT, _READ = 2048, 32  # training questions whose answers tell how frequent tokens are; of these, prompts read
-_TOGETHER = 2048  # tokens that a prefix LM reads at once, padding included
+_COUNTED, _READ = 2048, 32  # training questions whose answer tokens are counted; those of them whose prompts are read
+_TOKENS_AT_ONCE = 2048  # for a prefix LM, padding included
 
 
 class TuneConfig(Config):
     """A recipe of `pipelines.tune_qa`.
 
     Attributes:
-        prompt: the templates. With `prompt.abstention`, a question whose own document is not in front of it is to be
-            answered with that text; without, with its answer.
-        tune: all weights (`full`), or low-rank updates that are merged at the end (`lora`).
-        loss_on: `answers`, or `all` tokens of documents, questions and answers.
-        questions_per_context: questions asked behind one set of documents: the one that they were retrieved for, and
-            others that they answer.
+        prompt: the templates. With `prompt.abstention`, this text is the target of a question whose own document is not
+            in front of it; without, the answer always is.
+        tune: train all weights (`full`), or low-rank updates that are merged at the end (`lora`).
+        loss_on: tokens with a loss: `answers`, or `all` of documents, questions and answers.
+        questions_per_context: questions behind one set of documents: the one that they were retrieved for, and others
+            that they answer.
         question_blind: only for a prefix LM: share of the sequences whose documents do not attend to the question. The
             LM then learns to read keys and values that were computed before the question, as a memory's are.
         token_dropout: largest share of document tokens that a question does not attend to, where the documents are
             question-blind; drawn uniformly for each question. A memory holds fewer vectors than a text has tokens.
-        sequence_length: longest training sequence in tokens; documents beyond it are left out of the set.
+        sequence_length: longest training sequence in tokens; longer ones are cut at the front.
     """
 
     RENAMED: ClassVar[Mapping[str, Renaming]] = {"apart": "question_blind", "unseen": "token_dropout"}
@@ -82,7 +82,7 @@ class _Sequence(NamedTuple):
 
 
 class TuneTask(Task):
-    """The LM, its questions, and its validation: EM and F1 without documents and with each number of them."""
+    """An LM and its questions. Validation gives EM and F1 without documents and with each number of them."""
 
     def __init__(self, config: TuneConfig) -> None:
         super().__init__()
@@ -105,20 +105,20 @@ class TuneTask(Task):
         data = config.data.training_set()
         self._questions = data.questions
         if config.base_lm.name == MINILM:
-            self._begin_to_speak(data)
+            self._init_pointer_head(data)
         self._by_document = data.questions_by_document()
         self._miner = ContextMiner(config.context, data)
         self._validation = config.data.validation_set()
         self._validation_retrieved = retrieved(config.context, self._validation)
 
-    def _begin_to_speak(self, data: QADataset) -> None:
+    def _init_pointer_head(self, data: QADataset) -> None:
         texts = {document.id: document.text for document in data.documents}
-        asked = self._questions[:_LOOKED_AT]
-        prompts = [self.encoder.prompt(q.question, [texts[q.document_id]]) for q in asked[:_READ]]
+        sample = self._questions[:_COUNTED]
+        prompts = [self.encoder.prompt(q.question, [texts[q.document_id]]) for q in sample[:_READ]]
         pad, length = self.encoder.tokenizer.pad_token_id, max(map(len, prompts))
         ids = torch.tensor([[*row, *[pad] * (length - len(row))] for row in prompts], device=self.lm.device)
-        answers = [token for q in asked for token in self.encoder.answer(q.answers[0])]
-        say_what_is_attended(self.lm, ids, torch.tensor(answers, device=self.lm.device))
+        answers = [token for q in sample for token in self.encoder.answer(q.answers[0])]
+        init_pointer_head(self.lm, ids, torch.tensor(answers, device=self.lm.device))
 
     def batch(self, step: int, micro: int, size: int) -> list[_Sequence]:
         """Training sequences."""
@@ -148,12 +148,12 @@ class TuneTask(Task):
             ids += prompt + answer
             parts += [1] * len(prompt) + [0] * len(answer)
             labels += (prompt if whole else [-100] * len(prompt)) + answer
-        # From the front, so that what is cut is document text, and the question it was retrieved for may remain.
+        # Cut at the front: document text goes, and the question that it was retrieved for can stay.
         length = self.config.sequence_length
         return _Sequence(ids[-length:], labels[-length:], parts[-length:])
 
     def _target(self, question: Question, read: Container[str]) -> str:
-        """What the LM is to answer behind the documents with these ids."""
+        """The target behind the documents with these ids."""
         abstention = self.encoder.format.abstention
         return question.answers[0] if abstention is None or question.document_id in read else abstention
 
@@ -176,7 +176,7 @@ class TuneTask(Task):
         parts = [[part for part in row if part] for _, _, row in batch]
         base_lm = BaseLM(self.lm, self.encoder.tokenizer, self.encoder.format)
         total = torch.zeros((), device=self.lm.device)
-        for group in length_buckets([len(ids) for ids, _, _ in batch], _TOGETHER):
+        for group in length_buckets([len(ids) for ids, _, _ in batch], _TOKENS_AT_ONCE):
             chosen = [prompts[i] for i in group], [answers[i] for i in group]
             losses = base_lm.answer_loss(*chosen, None, parts=[parts[i] for i in group])
             total = total + losses.sum()
@@ -193,7 +193,7 @@ class TuneTask(Task):
         return figures
 
     def _scores(self, contexts: Sequence[Sequence[str]], suffix: str) -> dict[str, float]:
-        """The figures under their own names, too: those of the last number of documents stay there."""
+        """The figures under two names: with the suffix, and without it, where later calls replace them."""
         scores = reading_scores(self.lm, self.encoder, self._validation.questions, contexts)
         return {**{f"{name}{suffix}": value for name, value in scores.items()}, **scores}
 

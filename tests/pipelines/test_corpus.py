@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError, DataError
-from pipelines.corpora.blocks import Blocks, cut, fitted, write_blocks
+from pipelines.corpora.blocks import Blocks, cut, pack, write_blocks
 from pipelines.corpora.cloze import cloze_questions
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask, answer_tokens, portions
@@ -41,11 +41,11 @@ def test_cut_blocks_are_the_joined_rows(rows: list[list[int]], length: int) -> N
 
 
 @given(ROWS, st.integers(3, 10))
-def test_fitted_blocks_hold_every_row_whole(rows: list[list[int]], length: int) -> None:
+def test_packed_blocks_hold_every_row_whole(rows: list[list[int]], length: int) -> None:
     # Each row starts with a token that no other position has, so that blocks can be taken apart again.
     marked = [[100, *row][:length] for row in rows]
     found: list[list[int]] = []
-    for block in fitted(marked, length, 0):
+    for block in pack(marked, length, 0):
         assert len(block) == length
         for token in block:
             if token == 100:
