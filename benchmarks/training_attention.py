@@ -1,4 +1,4 @@
-"""Training steps on a CPU with attention by products and by PyTorch's fused kernel, in one run.
+"""Times training steps on a CPU with attention by products and by PyTorch's fused kernel.
 
 python -m benchmarks.training_attention --help
 """
@@ -13,13 +13,13 @@ from mac_rag.cli.run import run_command
 
 
 def main(
-    rows: Annotated[int, typer.Option(min=1, help="Prompts of a step.")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Number of prompts in a step.")] = 8,
     length: Annotated[int, typer.Option(min=2, help="Tokens of each prompt.")] = 250,
-    rounds: Annotated[int, typer.Option(min=1, help="Each is timed so often, in turns; the median counts.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which both are timed; the median counts.")] = 5,
 ) -> None:
-    """Time forward and backward pass of an LM of MiniLM's sizes, with random weights.
+    """Time the forward and backward pass of an LM of MiniLM's sizes with random weights.
 
-    The losses of both ways are checked to agree before anything is timed.
+    The command first checks that both give the same loss.
     """
     from functools import partial
 

@@ -1,1 +1,1 @@
-"""What trains and prepares: every module is a command, `python -m pipelines.<name> --help`."""
+"""Training and preparing data: every module with a `main` is a command, `python -m pipelines.<name> --help`."""

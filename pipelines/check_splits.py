@@ -1,14 +1,14 @@
-"""Looks for test data in what recipes train on: `python -m pipelines.check_splits --help`."""
+"""Looks for held-out data in the training data of recipes: `python -m pipelines.check_splits --help`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mac_rag.cli.run import run_command
-from pipelines.recipe import SetOption, recipe_values
+from pipelines.recipe import SetOption, read_recipe, stages_or_itself
 
 if TYPE_CHECKING:
     from mac_rag.data.types import QADataset
@@ -16,65 +16,69 @@ if TYPE_CHECKING:
 
 Contents = dict[str, set[str]]  # documents, titles and questions, normalised
 
-_SHOWN = 5  # of what is shared
+_SHOWN = 5  # examples of what is in both
 
 
 def main(
-    recipes: Annotated[list[str], typer.Argument(help="Recipes of pretrain, tune_qa or train; files or shipped ones.")],
-    split: Annotated[str, typer.Option(help="The held-out split of the data set that they train on.")] = "test",
+    recipes: Annotated[
+        list[str], typer.Argument(help="Recipes, and pipelines for all of their stages; files or shipped ones.")
+    ],
+    split: Annotated[str, typer.Option(help="The held-out split of the data set that the recipes train on.")] = "test",
     set_: SetOption = None,
 ) -> None:
-    """Check that nothing of a held-out split is in what recipes train on.
+    """Check that the training data of recipes contain nothing of a held-out split.
 
-    Compared are whole paragraphs, titles and questions of the data set, and paragraphs and titles of text files, after
-    SQuAD's normalisation. Any of them in both is an error.
+    It compares whole paragraphs, titles and questions of the data set, and paragraphs and titles of text files, after
+    SQuAD's normalisation. It fails if any of them is in both.
     """
     from mac_rag.data import load_dataset
     from mac_rag.errors import DataError
 
-    found = 0
-    for recipe in recipes:
+    shared_count = 0
+    for recipe in [name for given in recipes for name in stages_or_itself(given)]:
         data, files = sources(recipe, set_)
         if data is None:
             typer.echo(f"{recipe}: no data set, nothing to compare")
             continue
-        held_out = of_dataset(load_dataset(data.name, split, data.path))
+        held_out = dataset_contents(load_dataset(data.name, split, data.path))
         training = data.training_set()
-        parts = {f"{training.name}, {training.split}": of_dataset(training)}
+        training_contents = {f"{training.name}, {training.split}": dataset_contents(training)}
         if files is not None:
-            parts[files] = of_texts(files)
-        for source, known in parts.items():
+            training_contents[files] = text_contents(files)
+        for source, known in training_contents.items():
             shared = {kind: sorted(known[kind] & held_out[kind]) for kind in known}
-            found += sum(map(len, shared.values()))
+            shared_count += sum(map(len, shared.values()))
             counts = ", ".join(f"{len(texts)} of {len(held_out[kind]):,} {kind}" for kind, texts in shared.items())
             typer.echo(f"{recipe}: {source} shares with {split}: {counts}")
             for text in [text for texts in shared.values() for text in texts[:_SHOWN]]:
                 typer.echo(f"  {text:.100}")
-    if found:
-        raise DataError(f"{found} paragraphs, titles or questions of the split {split!r} are in the training data")
+    if shared_count:
+        raise DataError(
+            f"{shared_count} paragraphs, titles or questions of the split {split!r} are in the training data"
+        )
 
 
 def sources(recipe: str, overrides: list[str] | None) -> tuple[DataConfig | None, str | None]:
-    """The data set that a recipe trains on, and the text files, as a glob.
+    """The data set that a recipe trains on, and the glob of its text files; None for what it does not have.
 
     Raises:
-        ConfigError: as `load_recipe`.
+        ConfigError: see `load_recipe`.
     """
     from pipelines.tasks.pretrain import PretrainConfig
-    from pipelines.tasks.train import TrainConfig
-    from pipelines.tasks.tune_qa import TuneConfig
+    from pipelines.tasks.registry import TASK_KINDS
 
-    values, path = recipe_values(recipe, overrides)
-    if "corpus" in values:
-        corpus = PretrainConfig.parse(values, path).corpus
-        return corpus.questions, corpus.files
-    if values.keys() & {"model", "preset", "start_from"}:
-        train = TrainConfig.parse(values, path)
-        return train.data, train.unasked.files
-    return TuneConfig.parse(values, path).data, None
+    values, where, task = read_recipe(recipe, overrides)
+    if task is None:
+        trains_mac = values.keys() & {"model", "preset", "start_from"}
+        task = "pretrain" if "corpus" in values else "train" if trains_mac else "tune_qa"
+    config: Any = TASK_KINDS[task].config.parse(values, where)
+    if isinstance(config, PretrainConfig):
+        return config.corpus.questions, config.corpus.files
+    return config.data, None
 
 
-def of_dataset(data: QADataset) -> Contents:
+def dataset_contents(data: QADataset) -> Contents:
+    """Documents, titles and questions of a data set."""
     from mac_rag.data.metrics import normalize
 
     titles = (str(document.metadata.get("title", "")) for document in data.documents)
@@ -85,7 +89,7 @@ def of_dataset(data: QADataset) -> Contents:
     }
 
 
-def of_texts(pattern: str) -> Contents:
+def text_contents(pattern: str) -> Contents:
     """Paragraphs and titles of text files."""
     from mac_rag.data.metrics import normalize
     from mac_rag.progress import progress_bar
@@ -106,7 +110,7 @@ def of_texts(pattern: str) -> Contents:
 def _titles(titles: Iterable[str]) -> set[str]:
     from mac_rag.data.metrics import normalize
 
-    # SQuAD writes the spaces of Wikipedia's titles as underscores.
+    # SQuAD writes the spaces in Wikipedia's titles as underscores.
     return {normalize(title.replace("_", " ")) for title in titles} - {""}
 
 

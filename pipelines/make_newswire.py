@@ -25,8 +25,8 @@ def main(
 ) -> None:
     """Write newswire, the generated news with questions, as CSV files in the ArchivalQA schema.
 
-    What reads ArchivalQA reads them too, for example `python -m eval.archivalqa --data DIR`. qa_lt and qa_lt_val, on
-    which base LMs are tuned, tell other stories than train and val, with names from the same two pools.
+    Every command that reads ArchivalQA reads them, such as `python -m eval.archivalqa --data DIR`. qa_lt and qa_lt_val
+    are for tuning base LMs. They tell other stories than train and val, with names from the same two pools.
     """
     from mac_rag.data.archivalqa import write_archivalqa
     from mac_rag.data.newswire.generate import generate

@@ -39,14 +39,14 @@ def main(
     """
     from mac_rag.errors import DataError
 
-    asked = read_questions(questions)
+    public_questions = read_questions(questions)
     if not corpus.is_dir():
         raise DataError(f"{corpus} is not a folder; give the folder of the New York Times Annotated Corpus")
-    articles = find_articles(corpus, asked)
-    counts, unmatched = write_splits(asked, articles, output)
+    articles = find_articles(corpus, public_questions)
+    counts, unmatched = write_splits(public_questions, articles, output)
     if not counts:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in unmatched.items())
-        raise DataError(f"none of the {len(asked):,} questions matches an article under {corpus}: {reasons}")
+        raise DataError(f"none of the {len(public_questions):,} questions matches an article under {corpus}: {reasons}")
     for split, count in counts.items():
         typer.echo(f"{output / split}.csv: {count:,} questions")
     for reason, count in unmatched.items():
@@ -54,7 +54,7 @@ def main(
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PublicQuestion:
     """A public question, the article it was written from and the number of the paragraph, counted from 0."""
 
     question: Question
@@ -62,7 +62,7 @@ class Asked:
     paragraph: int
 
 
-def read_questions(files: Sequence[Path]) -> list[Asked]:
+def read_questions(files: Sequence[Path]) -> list[PublicQuestion]:
     """The public questions in the order of their files.
 
     A question without an `id` of its own is named by its file and row.
@@ -75,7 +75,7 @@ def read_questions(files: Sequence[Path]) -> list[Asked]:
     from mac_rag.data.table import read_table
     from mac_rag.data.types import Question
 
-    asked: dict[str, Asked] = {}
+    public_questions: dict[str, PublicQuestion] = {}
     for file in files:
         for row in read_table(file, ("question", "answer", "para_id")):
             paragraph_id = row.filled("para_id").strip()
@@ -83,15 +83,15 @@ def read_questions(files: Sequence[Path]) -> list[Asked]:
             if place is None:
                 raise row.fault("para_id", f"{paragraph_id!r} is not <doc_id>_<paragraph number>, such as 1839755_20")
             name = row.cells.get("id") or f"{file.stem}-{row.number}"
-            if name in asked:
+            if name in public_questions:
                 raise row.fault("id", f"{name!r} is the id of another question further up, or in a file given twice")
             answers = (row.filled("answer").strip(),)
             question = Question(name, row.filled("question").strip(), answers, paragraph_id)
-            asked[name] = Asked(question, *place)
-    return list(asked.values())
+            public_questions[name] = PublicQuestion(question, *place)
+    return list(public_questions.values())
 
 
-def find_articles(corpus: Path, asked: Sequence[Asked]) -> dict[str, Article]:
+def find_articles(corpus: Path, public_questions: Sequence[PublicQuestion]) -> dict[str, Article]:
     """The articles that the questions ask about, by id; reads the corpus no further than the last of them.
 
     Raises:
@@ -100,7 +100,7 @@ def find_articles(corpus: Path, asked: Sequence[Asked]) -> dict[str, Article]:
     from mac_rag.progress import progress_bar
     from pipelines.corpora.nitf import read_articles
 
-    wanted = {each.article for each in asked}
+    wanted = {public.article for public in public_questions}
     found: dict[str, Article] = {}
     with progress_bar("articles found", total=len(wanted)) as bar:
         for number, article in enumerate(read_articles(corpus), 1):
@@ -114,7 +114,7 @@ def find_articles(corpus: Path, asked: Sequence[Asked]) -> dict[str, Article]:
 
 
 def write_splits(
-    asked: Sequence[Asked], articles: dict[str, Article], output: Path
+    public_questions: Sequence[PublicQuestion], articles: dict[str, Article], output: Path
 ) -> tuple[dict[str, int], Counter[str]]:
     """Writes one CSV file for each split, its rows in the order of the questions.
 
@@ -127,12 +127,12 @@ def write_splits(
 
     rows: dict[str, list[dict[str, str]]] = {split: [] for split in YEARS}
     unmatched: Counter[str] = Counter()
-    for each in asked:
-        article = articles.get(each.article)
+    for public in public_questions:
+        article = articles.get(public.article)
         if article is None:
             unmatched["whose article is not in the corpus"] += 1
             continue
-        if each.paragraph >= len(article.paragraphs) or not article.paragraphs[each.paragraph]:
+        if public.paragraph >= len(article.paragraphs) or not article.paragraphs[public.paragraph]:
             unmatched["whose article has no such paragraph"] += 1
             continue
         split = next((name for name, years in YEARS.items() if article.date and int(article.date[:4]) in years), None)
@@ -140,8 +140,8 @@ def write_splits(
             unmatched["whose article has no date from 1987 to 2007"] += 1
             continue
         metadata = {"title": article.title, "date": article.date}
-        document = Document(each.question.document_id, article.paragraphs[each.paragraph], metadata)
-        rows[split].append(schema_row(each.question, document, article.paragraphs))
+        document = Document(public.question.document_id, article.paragraphs[public.paragraph], metadata)
+        rows[split].append(schema_row(public.question, document, article.paragraphs))
     if not any(rows.values()):
         return {}, unmatched
     for split, chosen in rows.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mac_rag.cli.run import run_command
-from pipelines.recipe import ConfigOption, OutputOption, SetOption, keep_recipe, load_recipe
+from pipelines.recipe import ConfigOption, OutputOption, SetOption, load_recipe
 
 
 def main(config: ConfigOption, output: OutputOption, set_: SetOption = None) -> None:
@@ -12,14 +12,10 @@ def main(config: ConfigOption, output: OutputOption, set_: SetOption = None) -> 
     The corpus is the generated newswire or your own text files. best/ and last/ in the output folder are ordinary
     Hugging Face model folders.
     """
-    from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
-    from pipelines.tasks.pretrain_t5 import PretrainT5Task
-    from pipelines.trainer import Trainer
+    from pipelines.tasks.pretrain import PretrainConfig
+    from pipelines.tasks.registry import run_task
 
-    recipe = load_recipe(PretrainConfig, config, set_)
-    keep_recipe(recipe, output)
-    task = PretrainT5Task if recipe.lm.kind == "t5" else PretrainTask
-    Trainer(task(recipe, output), recipe.trainer, output).run()
+    run_task("pretrain", load_recipe(PretrainConfig, config, set_), output)
 
 
 if __name__ == "__main__":

@@ -1,28 +1,27 @@
-"""What the training commands share: a recipe, values that override it, and a folder for the run."""
+"""Recipes of the training commands: reading, overriding values, and keeping the configuration beside a run."""
 
 from __future__ import annotations
 
 import json
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 import yaml
 
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError
+from pipelines.stages import RECIPES, override_value, pipeline_file, read_stages, read_yaml
 
 C = TypeVar("C", bound=Config)
 
-RECIPES = Path(__file__).parent / "recipes"
+_KEPT = "config.yaml"  # in the folder of a run
 
-ConfigOption = Annotated[
-    str, typer.Option("--config", help="A YAML file, or the name of a shipped recipe such as mac-tiny/train.")
-]
-OutputOption = Annotated[
-    Path, typer.Option("--output", help="Folder of the run. A run that stopped there goes on where it stopped.")
-]
+ConfigOption = Annotated[str, typer.Option("--config", help="A YAML file, or PIPELINE/STAGE, such as mac-tiny/train.")]
+OutputOption = Annotated[Path, typer.Option("--output", help="Folder of the run. A run that stopped there is resumed.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Overrides one value of the recipe, e.g. --set trainer.steps=100.")
 ]
@@ -30,7 +29,7 @@ RetrieverOption = Annotated[
     str | None,
     typer.Option(
         "--retriever",
-        help="Whose documents stand in front of the questions: none, bm25, minilm, hybrid, contriever, dpr, "
+        help="Retriever of the documents in front of the questions: none, bm25, minilm, hybrid, contriever, dpr, "
         "sentence-transformers:MODEL, module:attr. Short for --set context.retriever=...",
         show_default="the recipe's",
     ),
@@ -39,7 +38,7 @@ KOption = Annotated[
     str | None,
     typer.Option(
         "--k",
-        help="How many of them; of several numbers with commas, such as 1,3,5, one is drawn for each question. Short "
+        help="Number of retrieved documents; of several numbers, such as 1,3,5, one is drawn for each question. Short "
         "for --set context.k=[...]",
         show_default="the recipe's",
     ),
@@ -47,75 +46,131 @@ KOption = Annotated[
 
 
 def with_context(overrides: list[str] | None, retriever: str | None, k: str | None) -> list[str]:
-    """The values of `--set`, and those of `--retriever` and `--k` behind them."""
+    """The overrides of `--set`, followed by those that `--retriever` and `--k` stand for."""
     named = [] if retriever is None else [f"context.retriever={json.dumps(retriever)}"]
     numbers = [] if k is None else [f"context.k=[{k}]"]
     return [*(overrides or ()), *named, *numbers]
+
+
+class Recipe(NamedTuple):
+    """What a recipe says, not validated.
+
+    Attributes:
+        values: its values.
+        where: its file, and its stage in a pipeline, for messages.
+        task: the task of a stage; None for a recipe that is a file of its own.
+    """
+
+    values: dict[str, Any]
+    where: str
+    task: str | None
 
 
 def load_recipe(kind: type[C], name: str, overrides: list[str] | None) -> C:
     """Reads and validates a recipe.
 
     Raises:
-        ConfigError: as `recipe_values`, and for an invalid value, naming it.
+        ConfigError: as `read_recipe`; for an invalid value, which it names.
     """
-    values, path = recipe_values(name, overrides)
-    return kind.parse(values, path)
+    recipe = read_recipe(name, overrides)
+    return kind.parse(recipe.values, recipe.where)
 
 
-def recipe_values(name: str, overrides: list[str] | None) -> tuple[dict[str, Any], Path]:
-    """What a recipe says, not validated, and the file where it does.
+def read_recipe(name: str, overrides: list[str] | None) -> Recipe:
+    """Reads a recipe without validating it.
+
+    Args:
+        name: a YAML file; a shipped recipe, such as `mac-small/tune_qa-reader`; or a stage of a pipeline, such as
+            `mac-small/memory` or `pipeline.yaml/memory`.
+        overrides: `name=value` each.
 
     Raises:
-        ConfigError: for a missing file or ill-formed YAML, naming it.
+        ConfigError: for an unknown name or ill-formed YAML, which it names.
     """
     path = Path(name) if Path(name).is_file() else RECIPES / f"{name}.yaml"
-    if not path.is_file():
-        known = sorted(str(p.relative_to(RECIPES).with_suffix("")) for p in RECIPES.rglob("*.yaml"))
-        raise ConfigError(f"no recipe {name!r}: neither a file nor one of {', '.join(known)}")
-    try:
-        values = yaml.safe_load(path.read_text())
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} holds no recipe, but {values!r}")
-        for override in overrides or ():
-            _override(values, override)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    return values, path
+    if path.is_file():
+        recipe = Recipe(read_yaml(path), str(path), None)
+        if "stages" in recipe.values:
+            raise ConfigError(f"{path} holds a pipeline; name one of its stages ({path}/STAGE), or use pipelines.run")
+    else:
+        recipe = _stage_recipe(name)
+    for override in overrides or ():
+        override_value(recipe.values, override)
+    return recipe
 
 
-def _override(values: dict[str, Any], override: str) -> None:
-    dotted, equals, text = override.partition("=")
-    if not equals:
-        raise ConfigError(f"--set takes name=value, got {override!r}")
-    *parents, last = dotted.split(".")
-    for parent in parents:
-        values = values.setdefault(parent, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"--set {override}: {parent!r} holds no further values")
-    try:
-        values[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {override}: {text!r} is not valid YAML") from None
+def stages_or_itself(name: str) -> list[str]:
+    """Names of the recipes of all stages, for the name of a pipeline; for that of a recipe, the name itself."""
+    path = pipeline_file(name)
+    if path is None or "stages" not in read_yaml(path):
+        return [name]
+    return [f"{name}/{stage.name}" for stage in read_stages(path)]
+
+
+def recipe_names() -> list[str]:
+    """Names of all shipped recipes: files and stages of pipelines."""
+    names = []
+    for path in sorted(RECIPES.rglob("*.yaml")):
+        folder = path.parent.relative_to(RECIPES)
+        if path.name == "pipeline.yaml":
+            names += [f"{folder}/{stage.name}" for stage in read_stages(path)]
+        else:
+            names.append(f"{folder}/{path.stem}")
+    return names
+
+
+def _stage_recipe(name: str) -> Recipe:
+    pipeline, _, wanted = name.rpartition("/")
+    path = pipeline_file(pipeline) if pipeline else None
+    for stage in read_stages(path) if path is not None else ():
+        if stage.name == wanted:
+            return Recipe(stage.values, f"{stage.where} (task {stage.task})", stage.task)
+    raise ConfigError(f"no recipe {name!r}: neither a file nor one of {', '.join(recipe_names())}")
 
 
 def keep_recipe(config: Config, output: Path) -> None:
-    """Leaves the exact configuration beside the run.
+    """Writes the exact configuration of a run into its folder, or checks that the run there has the same.
 
     Raises:
-        ConfigError: when the folder holds a run of another configuration.
+        ConfigError: when the folder holds a run of another configuration; it names what differs.
     """
-    path = output / "config.yaml"
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    path = output / _KEPT
     output.mkdir(parents=True, exist_ok=True)
     whole = output / f".config.{os.getpid()}"
-    whole.write_text(text)
+    whole.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     try:
-        os.link(whole, path)  # at once or not at all, for with several processes all come here together
+        os.link(whole, path)  # atomic: with several processes, all come here at the same time
     except FileExistsError:
-        if path.read_text() != text:
+        changes = changes_since(output, config)
+        if changes:
             raise ConfigError(
-                f"{output} holds a run of another configuration ({path} differs); choose another --output, or delete it"
+                f"{output} holds a run of another configuration: {'; '.join(changes)}. Choose another --output, or "
+                f"delete {output}"
             ) from None
     finally:
         whole.unlink()
+
+
+def changes_since(output: Path, config: Config) -> list[str]:
+    """What differs between the configuration of the run in a folder and another one; nothing for a folder without run.
+
+    Values are compared and not texts, so that a run which an earlier release began goes on.
+    """
+    path = output / _KEPT
+    if not path.exists():
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # old names in a file that the user did not write
+            kept = type(config).parse(read_yaml(path), path)
+    except ConfigError as error:
+        return [str(error)]
+    return list(_differences(kept.model_dump(mode="json"), config.model_dump(mode="json"), ""))
+
+
+def _differences(old: Any, new: Any, name: str) -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            yield from _differences(old.get(key), new.get(key), f"{name}.{key}" if name else key)
+    elif old != new:
+        yield f"{name} was {json.dumps(old)} and is now {json.dumps(new)}"

@@ -13,7 +13,6 @@ from pipelines.recipe import (
     OutputOption,
     RetrieverOption,
     SetOption,
-    keep_recipe,
     load_recipe,
     with_context,
 )
@@ -38,13 +37,11 @@ def main(
     best/ and last/ in the output folder are MAC checkpoints: MACModel.from_pretrained("<output>/best"). Several
     processes: torchrun --nproc_per_node N -m pipelines.train ...
     """
-    from pipelines.tasks.train import TrainConfig, TrainTask
-    from pipelines.trainer import Trainer
+    from pipelines.tasks.registry import run_task
+    from pipelines.tasks.train import TrainConfig
 
     overrides = with_context(set_, retriever, k) + ([] if base_lm is None else [f"tune_base_lm={base_lm}"])
-    recipe = load_recipe(TrainConfig, config, overrides)
-    keep_recipe(recipe, output)
-    Trainer(TrainTask(recipe), recipe.trainer, output).run()
+    run_task("train", load_recipe(TrainConfig, config, overrides), output)
 
 
 if __name__ == "__main__":

@@ -40,13 +40,14 @@ class TrainerConfig(Config):
         batch_size: examples of one forward pass on one process.
         accumulate: forward passes per optimiser step; gradients are averaged over them.
         warmup_steps: steps of linear warm-up, after which `schedule` applies (constant in the paper).
-        schedule_steps: where the schedule would end, if not at the last step: a run that another goes on from need not
-            end at a rate of zero.
+        schedule_steps: step at which the schedule ends; None for the last one. A run from which another one starts
+            need not end at a rate of zero.
         clip: largest gradient norm; longer gradients are scaled down.
         precision: `fp32`, or `bf16` for mixed precision.
         validate_every, save_every, log_every: periods in steps.
-        best, best_mode: the validation figure that decides the best checkpoint, and whether high or low is good.
-        cpu: train on the CPU even where there is a GPU.
+        best: name of the validation figure that chooses the best checkpoint.
+        best_mode: whether a high or a low figure is good.
+        cpu: train on the CPU even if there is a GPU.
     """
 
     steps: int = Field(ge=1)
@@ -88,7 +89,7 @@ class TrainerConfig(Config):
 
 
 class Task(nn.Module, ABC):
-    """What is trained. A module, so that data-parallel wrappers see its forward pass.
+    """A model with its data, losses and validation; a module, so that data-parallel wrappers see its forward pass.
 
     Attributes:
         passes: forward passes of one optimiser step over all processes; the trainer sets it.
@@ -104,7 +105,7 @@ class Task(nn.Module, ABC):
         """
 
     def begin_step(self, step: int) -> None:
-        """Called before each optimiser step, for what changes with the course of the training."""
+        """Called before each optimiser step, for what changes in the course of the training."""
 
     @abstractmethod
     def forward(self, batch: Any) -> dict[str, Tensor]:
@@ -115,12 +116,12 @@ class Task(nn.Module, ABC):
         """Figures on held-out data."""
 
     def speed(self, examples: float) -> dict[str, float]:
-        """Further figures of speed for the log, from the examples of a second over all processes."""
+        """Further figures of speed for the log; `examples` is the number per second over all processes."""
         return {}
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Writes the trained model as its users load it."""
+        """Exports the trained model in the form in which users load it."""
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Matrices with weight decay, vectors without."""
@@ -131,14 +132,14 @@ class Task(nn.Module, ABC):
         ]
 
     def training_state(self) -> dict[str, Tensor]:
-        """Everything the steps change: trained parameters and persistent buffers, each once (weights may be tied)."""
+        """Everything that steps change: trained parameters and persistent buffers, tied weights once."""
         persistent = self.state_dict(keep_vars=True).keys()
         state: dict[str, Tensor] = {name: p for name, p in self.named_parameters() if p.requires_grad}
         state |= {name: buffer for name, buffer in self.named_buffers() if name in persistent}
         return {name: tensor.detach().contiguous() for name, tensor in state.items()}
 
     def load_training_state(self, state: dict[str, Tensor]) -> None:
-        """Takes up what `training_state` returned.
+        """Restores what `training_state` returned.
 
         Raises:
             ModelLoadError: when a name or a shape differs; names them.
@@ -151,17 +152,19 @@ class Task(nn.Module, ABC):
 
 
 class Trainer:
-    """Runs a task to its last step, from wherever an earlier run of the same folder stopped.
+    """Runs a task to its last step, from the checkpoint of an earlier run in the same folder if there is one.
 
     Args:
-        task: what to train.
-        config: how.
+        task: the task.
+        config: length, speed and periods of the training.
         output: the run's folder: `metrics.jsonl`, `tensorboard/`, `checkpoints/`, and the exported `best/` and `last/`.
+        label: label of the progress bar.
     """
 
-    def __init__(self, task: Task, config: TrainerConfig, output: Path) -> None:
+    def __init__(self, task: Task, config: TrainerConfig, output: Path, *, label: str = "train") -> None:
         self.config = config
         self.output = output
+        self._label = label
         output.mkdir(parents=True, exist_ok=True)
         AcceleratorState._reset_state()  # the process may have trained in another precision before
         self.accelerator = Accelerator(
@@ -190,7 +193,7 @@ class Trainer:
         """Trains, validates, saves.
 
         Returns:
-            The last validation's figures; none on other processes than the first, or when nothing was left to train.
+            The figures of the last validation; empty on all processes but the first, or if the run was already done.
 
         Raises:
             ConfigError: when the loss is no longer finite, or `trainer.best` is not a figure of the validation.
@@ -201,7 +204,7 @@ class Trainer:
         self.accelerator.init_trackers("tensorboard", config={})
         figures: dict[str, float] = {}
         seconds, timed = 0.0, 0
-        with progress_bar("train", config.steps, done=self.step, disable=not main) as bar:
+        with progress_bar(self._label, config.steps, done=self.step, disable=not main) as bar:
             while self.step < config.steps:
                 began = time.perf_counter()
                 scalars = self._optimiser_step()
@@ -218,7 +221,8 @@ class Trainer:
                 last = self.step == config.steps
                 if self.step % config.validate_every == 0 or last:
                     figures = self._validate()
-                    bar.write("  ".join([f"step {self.step}", *(f"{k} {v:.4f}" for k, v in figures.items())]))
+                    shown = [f"{name} {value:.4f}" for name, value in figures.items()]
+                    bar.write("  ".join([f"{self._label}: step {self.step} of {config.steps}", *shown]))
                 if self.step % config.save_every == 0 or last:
                     self._checkpoint()
         if main:
@@ -227,11 +231,11 @@ class Trainer:
         return figures
 
     def _leave(self) -> None:
-        """Ends the process group and, with the last that holds it, its threads.
+        """Ends the process group and its threads.
 
-        One of them that lets go of a tensor while the interpreter shuts down aborts the process.
+        A thread that releases a tensor while the interpreter shuts down aborts the process.
         """
-        # Together, because a process that takes down the group while others still work can leave them hanging.
+        # All processes together: one that ends the group while others still work can leave them hanging.
         self.accelerator.wait_for_everyone()
         self.model = self.task
         self.accelerator.free_memory()
@@ -289,7 +293,7 @@ class Trainer:
         self.accelerator.log({f"{kind}/{name}": value for name, value in scalars.items()}, step=self.step)
 
     def _export(self, name: str) -> None:
-        """Writes the model beside its old version and swaps them, so a kill leaves one of the two whole."""
+        """Writes the model beside its old version and swaps the two, so that a kill leaves one of them whole."""
         new, old = self.output / f".{name}.new", self.output / f".{name}.old"
         for leftover in (new, old):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -332,7 +336,7 @@ class Trainer:
         self.accelerator.print(f"resumed {self.output} at step {self.step}")
 
     def _keep_metrics(self) -> None:
-        """Drops what the log holds beyond the current step: the steps to come write it again."""
+        """Drops the log's lines beyond the current step; the steps to come write them again."""
         log = self.output / "metrics.jsonl"
         if not self.accelerator.is_main_process or not log.exists():
             return
@@ -344,6 +348,12 @@ class Trainer:
         new = log.with_suffix(".new")
         new.write_text("".join(kept))
         new.replace(log)
+
+
+def finished_steps(output: Path) -> int:
+    """Steps of the run in a folder that its newest checkpoint holds; 0 without a checkpoint."""
+    found = _checkpoints(output / "checkpoints")
+    return int(found[-1].name.removeprefix("step-")) if found else 0
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -360,7 +370,7 @@ def _mix(*numbers: int) -> int:
 
 @contextmanager
 def _synchronise(accelerator: Accelerator, model: nn.Module, last: bool) -> Iterator[None]:
-    """Gradients of several processes are averaged once, on the last pass of an optimiser step."""
+    """Averages the gradients of several processes once, on the last pass of an optimiser step."""
     if last:
         yield
     else:

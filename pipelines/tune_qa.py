@@ -9,7 +9,6 @@ from pipelines.recipe import (
     OutputOption,
     RetrieverOption,
     SetOption,
-    keep_recipe,
     load_recipe,
     with_context,
 )
@@ -27,12 +26,10 @@ def main(
     best/ and last/ in the output folder are ordinary Hugging Face model folders. The baselines of the paper and MAC
     with retrieval start from such an LM.
     """
-    from pipelines.tasks.tune_qa import TuneConfig, TuneTask
-    from pipelines.trainer import Trainer
+    from pipelines.tasks.registry import run_task
+    from pipelines.tasks.tune_qa import TuneConfig
 
-    recipe = load_recipe(TuneConfig, config, with_context(set_, retriever, k))
-    keep_recipe(recipe, output)
-    Trainer(TuneTask(recipe), recipe.trainer, output).run()
+    run_task("tune_qa", load_recipe(TuneConfig, config, with_context(set_, retriever, k)), output)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
-from pipelines import add_lexical
-from pipelines.add_lexical import add_hashed_bm25
+from pipelines import add_lexical as add_lexical_command
+from pipelines.tasks.add_lexical import add_hashed_bm25
 from tests.helpers import mac_config
 
 TEXTS = ["William of Normandy won at Hastings, in 1066.", "Rain fell on the town for eleven days.", "It was cold."]
@@ -207,7 +207,7 @@ def test_training_leaves_hashed_bm25_as_it_is(lexical: MACModel) -> None:
     network: Any = lexical.amortization.network
     rarity = network.hashed_bm25.rarity.clone()
     lexical.train()
-    weights = LossWeights(answer=1, direct=1, reconstruction=1, contrastive=1, imitation=1, distillation=1)
+    weights = LossWeights(answer=1, direct=1, reconstruction=1, contrastive=1, alignment=1, distillation=1)
     batch = Batch(TEXTS, QUESTIONS, ["William", "eleven days"], [0, 1])
     terms, phi = mac_loss(
         lexical, batch, weights, negatives=MemoryTokens.split(torch.randn(5, 6, 384), 2), distractors=2
@@ -239,7 +239,7 @@ def test_hashed_bm25_is_added_beside_a_sentence_encoder(tmp_path: Path) -> None:
 def test_the_command_counts_in_the_documents_of_a_recipe(model: MACModel, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "mac")
     app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(add_lexical.main)
+    app.command()(add_lexical_command.main)
     options = ["--config", "mac-tiny/train", "--set", "data.documents=30", "--model", str(tmp_path / "mac")]
     options += ["--output", str(tmp_path / "lexical"), "--words", "3"]
     done = CliRunner().invoke(app, options)

@@ -16,7 +16,7 @@ from mac_rag.errors import ModelLoadError
 from mac_rag.lm.loading import load_backbone
 from mac_rag.lm.minilm import minilm_encoder, minilm_folder, minilm_lm, minilm_tokenizer
 from mac_rag.model import MACModel
-from pipelines.initializers.pointer_head import say_what_is_attended
+from pipelines.initializers.pointer_head import init_pointer_head
 
 TEXTS = ["In 1066 William of Normandy won at Hastings.", "Riga lies on the Daugava."]
 
@@ -68,7 +68,7 @@ def test_positions_beyond_those_of_minilm_repeat_them() -> None:
 def test_what_the_last_layer_attends_to_is_what_is_said() -> None:
     lm: Any = minilm_lm(64).eval()
     ids = torch.randint(2000, 25_000, (64, 24))
-    say_what_is_attended(lm, ids, ids.flatten())
+    init_pointer_head(lm, ids, ids.flatten())
     attention = lm.bert.encoder.layer[-1].attention.self
     for part in (attention.query, attention.key):  # every token now attends to all tokens alike
         torch.nn.init.zeros_(part.weight)

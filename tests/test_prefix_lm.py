@@ -157,12 +157,12 @@ def test_a_prefix_lm_is_tuned_on_one_question_at_a_time(folder: Path, tmp_path: 
     assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "best"), PrefixLM)
     with pytest.raises(ConfigError, match="a prefix LM reads a question at a time"):
         TuneTask(tuned(str(folder), questions_per_context=2))
-    with pytest.raises(ConfigError, match=r"unseen is 0.5, but only of documents apart"):
-        tuned(str(folder), unseen=0.5)
+    with pytest.raises(ConfigError, match=r"token_dropout is 0.5, but it applies to question-blind documents only"):
+        tuned(str(folder), token_dropout=0.5)
 
 
 def test_documents_apart_are_read_as_from_a_cache(folder: Path) -> None:
-    task = TuneTask(tuned(str(folder), apart=1.0))
+    task = TuneTask(tuned(str(folder), question_blind=1.0))
     lm, total = task.lm.eval(), 0.0
     batch = task.batch(0, 0, 4)
     for ids, labels, segment_ids, _ in batch:

@@ -1,22 +1,22 @@
-"""The training loss of MAC: equation 2 with back-propagation dropout, and further terms for small models.
+"""MAC's objective: equation 2 with back-propagation dropout, and further terms for small models.
 
 The paper's objective is the `answer` term alone. The others help a small model over its cold start: `direct`,
 `distillation` and `reconstruction` teach the amortization network without the aggregation network in between,
-`contrastive` teaches the document prior, `imitation` the aggregation network without the LM.
+`contrastive` teaches the document prior, and `alignment` the aggregation network without the LM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from mac_rag.config import Config
+from mac_rag.config import Config, Renaming
 from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import similar_lengths
 from mac_rag.nn.attention import recomputing_attention
@@ -34,20 +34,22 @@ class LossWeights(Config):
     Attributes:
         answer: negative log-likelihood of the answer under phi*, the aggregate of all documents (equation 2).
         direct: the same under the memory tokens of the question's own document, without aggregation.
-        distillation: cross-entropy of what the LM expects there towards what it expects behind that document, without
-            memory: an open book teaches to remember (context distillation; Askell et al., 2021).
+        distillation: cross-entropy between the LM's predictions under these memory tokens and its predictions behind
+            the document itself without memory, which are the teacher (context distillation; Askell et al., 2021).
         reconstruction: negative log-likelihood of a document under its own memory tokens.
         contrastive: cross-entropy of the document prior, with the question's own document as the target.
-        imitation: mean square of how phi* differs from the memory tokens of the question's own document, both
-            normalised; it teaches aggregation without the LM.
+        alignment: mean squared difference between phi* and the memory tokens of the question's own document, both
+            layer-normalised; it trains the aggregation network without the LM.
     """
+
+    RENAMED: ClassVar[Mapping[str, Renaming]] = {"imitation": "alignment"}
 
     answer: float = Field(1.0, ge=0)
     direct: float = Field(0.0, ge=0)
     distillation: float = Field(0.0, ge=0)
     reconstruction: float = Field(0.0, ge=0)
     contrastive: float = Field(0.0, ge=0)
-    imitation: float = Field(0.0, ge=0)
+    alignment: float = Field(0.0, ge=0)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def mac_loss(
     distractors: int = 0,
     tune_amortization: bool = True,
 ) -> tuple[dict[str, Tensor], MemoryTokens]:
-    """The losses of one batch.
+    """Computes the losses of one batch.
 
     Back-propagation dropout (section 3.3): each step a random subset of the documents is amortized with gradients and
     the others under stop-gradient. The gradient through a document of the subset is multiplied by K / |subset|, which
@@ -89,7 +91,7 @@ def mac_loss(
     Args:
         model: the model.
         batch: documents and questions.
-        weights: weights of the terms; a term of weight zero costs nothing.
+        weights: weight of each term; a term of weight zero is not computed.
         backprop_dropout: p, the share of documents without gradients; at least one always has them.
         negatives: memory tokens of other documents, without gradients: further negatives of the contrastive term.
         distractors: for each question so many negatives, those of the highest document prior, join the documents that
@@ -121,11 +123,11 @@ def mac_loss(
     ]
 
     terms: dict[str, Tensor] = {}
-    if weights.answer or weights.contrastive or weights.imitation:
+    if weights.answer or weights.contrastive or weights.alignment:
         encoded = model.input_encoder([model.input_encoder.ids(question) for question in batch.questions])
         known = phi if negatives is None else MemoryTokens.cat([phi, negatives.to(memory.dtype)])
         scores = None if prior is None else prior.score(prior.queries(encoded), prior.keys(known))
-    if weights.answer or weights.imitation:
+    if weights.answer or weights.alignment:
         attended = phi
         if scores is not None and distractors and len(known) > len(phi):
             others = scores.detach()[:, len(phi) :]
@@ -135,9 +137,9 @@ def mac_loss(
         aggregated, _ = model.aggregation(encoded, bank, attention=recomputing_attention)
     if weights.answer:
         terms["answer"] = _mean_loss(model, behind_contexts, answers, aggregated, batch.without_memory)
-    if weights.imitation:
+    if weights.alignment:
         own, width = memory[gold].detach(), memory.shape[-1:]
-        terms["imitation"] = functional.mse_loss(
+        terms["alignment"] = functional.mse_loss(
             functional.layer_norm(aggregated, width), functional.layer_norm(own, width)
         )
     if weights.direct:
@@ -189,7 +191,7 @@ def _mean_loss(
     phi: Tensor,
     without_memory: Sequence[bool] = (),
 ) -> Tensor:
-    """Negative log-likelihood for each token of all targets, as `_logits` reads them."""
+    """Mean negative log-likelihood of all target tokens; the arguments are those of `_logits`."""
     logits = _logits(model, prompts, targets, phi, without_memory)
     expected = torch.tensor([token for target in targets for token in target], device=logits.device)
     return functional.cross_entropy(logits.float(), expected)
@@ -198,7 +200,7 @@ def _mean_loss(
 def _distillation(
     model: MACModel, batch: Batch, questions: Sequence[list[int]], answers: Sequence[list[int]], phi: Tensor
 ) -> Tensor:
-    """Cross-entropy for each token of all answers, with the LM behind each question's own document as the teacher."""
+    """Mean cross-entropy over all answer tokens; the teacher is the LM behind each question's own document."""
     prompts = model.base_lm.prompts
     open_book = [
         prompts.prompt(question, [batch.documents[index]], model.context_window - len(answer))

@@ -1,4 +1,4 @@
-"""Token blocks of equal length on disk: texts cut into them, or readings fitted into them whole."""
+"""Token blocks of equal length on disk: texts cut into blocks, or whole sequences packed into them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from mac_rag.errors import DataError
 from pipelines.corpora.text import Sequences
 
-_OPEN = 64  # blocks that `fitted` keeps open; more would waste hardly less
+_OPEN = 64  # blocks that `pack` keeps open; more would save little padding
 
 
 class Blocks(Sequences):
-    """Blocks in one or several `.npy` files, memory-mapped: what is not read costs no memory.
+    """Blocks in one or several memory-mapped `.npy` files.
 
     Args:
-        parts: arrays `[N_i, L]` of token ids.
+        parts: token ids `[N_i, L]` of each file.
     """
 
     def __init__(self, parts: Sequence[NDArray[np.unsignedinteger]]) -> None:
@@ -33,10 +33,10 @@ class Blocks(Sequences):
         return cls([np.load(path, mmap_mode="r", allow_pickle=False) for path in paths])
 
     def split(self, held_out: int) -> tuple[Blocks, Blocks]:
-        """All blocks but the last `held_out`, and those.
+        """All blocks but the last `held_out`, and these last ones.
 
         Raises:
-            DataError: when there are not more of them.
+            DataError: if there are no others.
         """
         first = len(self) - held_out
         if first < 1:
@@ -57,7 +57,7 @@ class Blocks(Sequences):
 
 
 def write_blocks(path: Path, blocks: Iterable[Sequence[int]], length: int, vocabulary: int) -> None:
-    """Writes blocks of `length` ids as 16-bit numbers, 32-bit ones where the vocabulary needs them; whole or not."""
+    """Writes blocks of `length` ids atomically, in 16 bits, or in 32 if the vocabulary needs them."""
     dtype = np.uint16 if vocabulary <= 2**16 else np.uint32
     rows = [np.asarray(block, dtype=dtype) for block in blocks]
     array = np.stack(rows) if rows else np.empty((0, length), dtype=dtype)
@@ -69,7 +69,7 @@ def write_blocks(path: Path, blocks: Iterable[Sequence[int]], length: int, vocab
 
 
 def cut(rows: Iterable[Sequence[int]], length: int) -> Iterator[list[int]]:
-    """Joins rows and cuts them into blocks; what is left at the end is dropped."""
+    """Joins rows and cuts them into blocks; drops the rest at the end."""
     stream: list[int] = []
     for row in rows:
         stream.extend(row)
@@ -78,10 +78,10 @@ def cut(rows: Iterable[Sequence[int]], length: int) -> Iterator[list[int]]:
         del stream[:whole]
 
 
-def fitted(rows: Iterable[Sequence[int]], length: int, pad: int) -> Iterator[list[int]]:
-    """Puts each row whole into the fullest open block that has room for it; blocks end in padding.
+def pack(rows: Iterable[Sequence[int]], length: int, pad: int) -> Iterator[list[int]]:
+    """Sequence packing: puts each row whole into the fullest open block with room for it; blocks end in padding.
 
-    A row longer than a block keeps its beginning.
+    A row longer than a block is cut at its end.
     """
     blocks: list[list[int]] = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Questions made from plain text: what a sentence says without one of its names, numbers or phrases."""
+"""Cloze questions: made from a sentence by leaving out one of its names, numbers or phrases."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ PARAGRAPH_WORDS = range(40, 201)
 
 
 def is_paragraph(text: str) -> bool:
-    """Whether a line of a text is long enough to ask about, and short enough to read at once."""
+    """True if a line of a text is long enough to ask about and short enough to read at once."""
     return len(text.split()) in PARAGRAPH_WORDS
 
 
 def cloze_questions(document: Document, count: int, rng: random.Random) -> list[Question]:
-    """Asks for what was left out of one sentence each.
+    """Questions that ask for what was left out of a sentence, each of another sentence.
 
-    The question word stands in front of the words that followed the answer and those that preceded it (as people
-    ask), or in its place. Some of the other words are left out, so that finding the sentence takes more than finding
-    the same run of words. Such questions need no annotation (Lewis et al., 2019, "Unsupervised Question Answering by
-    Cloze Translation").
+    The question word stands in the place of the answer; or, as people ask, in front of the words that followed the
+    answer and then those that preceded it. Some other words are left out, so that finding the sentence takes more than
+    finding the same run of words. Such questions need no annotation (Lewis et al., 2019, "Unsupervised Question
+    Answering by Cloze Translation").
 
     Args:
         document: the text to ask about.
-        count: of questions, at most; each is on another sentence.
+        count: largest number of questions.
         rng: draws sentences, answers and wording.
     """
     sentences = _SENTENCE.split(document.text)
     rng.shuffle(sentences)
     questions: list[Question] = []
     for sentence in sentences:
-        found = _question(sentence, rng) if len(sentence.split()) in SENTENCE_WORDS else None
-        if found is not None:
+        pair = _question(sentence, rng) if len(sentence.split()) in SENTENCE_WORDS else None
+        if pair is not None:
             name = f"{document.id}/cloze-{len(questions)}"
-            questions.append(Question(name, found[0], (found[1],), document.id))
+            questions.append(Question(name, pair[0], (pair[1],), document.id))
         if len(questions) == count:
             break
     return questions
 
 
 def _question(sentence: str, rng: random.Random) -> tuple[str, str] | None:
-    """A question on one sentence and its answer, or None where there is nothing to ask for."""
+    """A question on a sentence and its answer, or None if the sentence holds nothing to ask for."""
     kinds = {pattern: [m for m in pattern.finditer(sentence) if not _cuts_name(m)] for pattern in _KINDS}
     pattern = rng.choice(_KINDS)
     if not kinds[pattern]:
@@ -66,7 +66,7 @@ def _question(sentence: str, rng: random.Random) -> tuple[str, str] | None:
 
 
 def _cuts_name(match: re.Match[str]) -> bool:
-    """Whether the word before a name is capitalised, too, as where a name opens a sentence."""
+    """True if the word before a name is capitalised as well, as where a name opens a sentence."""
     before = match.string[: match.start()].split()
     return match.re is _NAME and bool(before) and before[-1].strip("\"'(")[:1].isupper()
 

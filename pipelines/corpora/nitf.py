@@ -22,6 +22,7 @@ class Article:
 
     Attributes:
         id: its number in the corpus.
+        title: its title; empty if the file gives none.
         date: `YYYY-MM-DD`, or None if the file gives no valid one.
         paragraphs: its text; empty paragraphs are kept, because questions name paragraphs by their position.
     """
@@ -35,7 +36,7 @@ class Article:
 def read_articles(folder: Path) -> Iterator[Article]:
     """Yields every article below a folder, from .xml files and from .xml members of .tgz archives, in order of name.
 
-    XML files that name no article are passed over. Nothing is unpacked to disk.
+    XML files without an article's id are skipped. Nothing is unpacked to disk.
 
     Raises:
         DataError: for a folder without such files, a damaged archive, or XML that is ill-formed or declares entities.
@@ -85,7 +86,7 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
                     file = archive.extractfile(member) if member.name.endswith(".xml") else None
                     if file is not None:
                         yield f"{path}:{member.name}", file.read()
-            # tarfile takes an archive that is cut short for a shorter one; the gzip trailer behind its end tells.
+            # tarfile does not notice a truncated archive; reading on to the gzip trailer does.
             while stream.read(1 << 20):
                 pass
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
@@ -93,7 +94,7 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _parse_xml(content: bytes, source: str) -> Element:
-    """Parses XML that declares no entities of its own, so that it can neither grow nor reach for other files."""
+    """Parses XML, but no entity declarations: entities could expand without bound or read other files."""
 
     def refuse(name: str, *_: object) -> None:
         raise DataError(

@@ -1,4 +1,4 @@
-"""What the question-answering pipelines train on: a data set, and the documents retrieved for each question."""
+"""Training data of the question-answering pipelines: a data set, and retrieved documents for each question."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from mac_rag.errors import ConfigError, DataError
 from mac_rag.retrieval.registry import check_name
 from pipelines.corpora.retrieved_contexts import Retrieved
 
-_DEPTH = 6  # documents retrieved at least, so that runs with the paper's k of 1, 3 and 5 share what is mined
+_DEPTH = 6  # fewest documents retrieved: runs with the paper's k of 1, 3 and 5 then share them
 
 
 class DataConfig(Config):
-    """Which questions to train and validate on.
+    """Questions to train and validate on.
 
     Attributes:
         name: `newswire` (generated), `squad`, `streamingqa` or `archivalqa`.
         path: folder of the data set's files; newswire has none.
-        train: the split, or several of one data set that are joined in this order.
+        train: the split for training, or several of one data set, joined in this order.
         val: the split for validation.
-        unlike: a split whose questions are left out of the training, should they stand there, too.
+        unlike: a split whose questions are left out of the training.
         documents: newswire documents to generate for training.
-        validation_documents: length of the validation stream.
-        seed: of the generated documents.
+        validation_documents: number of documents in the validation stream.
+        seed: random seed of the generated documents.
     """
 
     name: Literal["newswire", "squad", "streamingqa", "archivalqa"] = "newswire"
@@ -49,7 +49,8 @@ class DataConfig(Config):
         """The documents and questions to train on.
 
         Raises:
-            ConfigError, DataError: as `load_dataset`; and for splits that share documents.
+            ConfigError: see `load_dataset`.
+            DataError: see `load_dataset`; for splits that share documents.
         """
         if self.name == "newswire":
             return generate("train", self.documents, seed=self.seed, questions_per_document=4)
@@ -76,7 +77,7 @@ def joined(parts: Sequence[QADataset]) -> QADataset:
     """Several splits of a data set as one.
 
     Raises:
-        DataError: naming a document that is in two of them.
+        DataError: for a document that is in two of them; names it.
     """
     if len(parts) == 1:
         return parts[0]
@@ -90,15 +91,15 @@ def joined(parts: Sequence[QADataset]) -> QADataset:
 
 
 class ContextConfig(Config):
-    """Documents in front of the questions, as a retriever would put them there.
+    """Retrieved documents in front of the questions.
 
     Attributes:
-        retriever: `none`, or the name of one over the training documents (see `make_retriever`): `bm25`, `minilm`,
-            `hybrid`, `contriever`, `dpr`, `sentence-transformers:MODEL`, `module:attr`.
-        k: how many documents; one of these numbers is drawn for each question.
-        rate: share of the questions that get documents; the others are asked without.
-        gold_rate: share of them in which the document that holds the answer is among the k. In the others it is not,
-            nor is any other document in which an accepted answer occurs.
+        retriever: `none`, or the name of a retriever over the training documents (see `make_retriever`): `bm25`,
+            `minilm`, `hybrid`, `contriever`, `dpr`, `sentence-transformers:MODEL`, `module:attr`.
+        k: numbers of documents; one of them is drawn for each question.
+        rate: share of the questions that get documents.
+        gold_rate: share of these questions whose own document is among the k. The others get no document in which an
+            accepted answer occurs.
     """
 
     retriever: str = "none"
@@ -142,10 +143,7 @@ class ContextMiner:
         self._retrieved = retrieved(config, data)
 
     def mine(self, questions: Sequence[Question], rng: random.Random) -> list[list[Document]]:
-        """The documents in front of each question, as many as the retriever finds up to the drawn number.
-
-        An empty list stands for a question that is asked without any.
-        """
+        """The documents in front of each question, at most the number that is drawn for it; empty for none."""
         if self._retrieved is None:
             return [[] for _ in questions]
         sizes = [rng.choice(self._config.k) if rng.random() < self._config.rate else 0 for _ in questions]
@@ -164,13 +162,13 @@ class ContextMiner:
 
 
 def _mentions(text: str, answers: Sequence[str]) -> bool:
-    """True if an accepted answer occurs in a text, compared as answers are scored: without case, signs and articles."""
+    """True if an accepted answer occurs in a text, without regard to case, punctuation and articles."""
     words = f" {normalize(text)} "
     return any(f" {normalize(answer)} " in words for answer in answers)
 
 
 def retrieved(config: ContextConfig, data: QADataset) -> Retrieved | None:
-    """The best documents of each question of a data set: one more than `k`, of which the gold one may be left out.
+    """The best documents for each question of a data set, one more than `k`, because the gold one may be left out.
 
     None without a retriever.
     """

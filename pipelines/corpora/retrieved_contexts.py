@@ -1,4 +1,4 @@
-"""Retrieval for training: the best documents of every question, found once and kept for later runs."""
+"""Retrieval for training: the best documents for every question, retrieved once and cached for later runs."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Re
 from mac_rag.retrieval.registry import make_retriever, needs_folder
 
 CACHE_VARIABLE = "MAC_RAG_CACHE"
-_PART = 4096  # questions of one file: what an interruption can cost
-_BATCH = 256  # questions retrieved at a time
+_PART = 4096  # questions in one file: what an interruption can cost
+_BATCH = 256  # questions retrieved in one call
 
-Rows = NDArray[np.int32]  # [questions, depth]: places of documents, the best first; -1 where none was found
+Rows = NDArray[np.int32]  # [questions, depth]: indices of documents, the best first; -1 for none
 
 
 class Retrieved:
-    """The best documents of each question of a data set.
+    """The best documents for each question of a data set.
 
-    What was found lies in the cache folder, part by part, under a sha256 of everything that it depends on: the
-    retriever's settings and weights, the documents, the questions and `depth`. So a retrieval that was interrupted goes
-    on where it stopped, and later runs on the same data find it done. Processes that need the same one wait for the
-    first. What an imported retriever depends on is not known, so it is asked anew by every run.
+    The cache folder holds the results, part by part, under a sha256 of everything that they depend on: the retriever's
+    settings and weights, the documents, the questions and `depth`. So an interrupted retrieval goes on where it
+    stopped, and later runs on the same data find it done. Processes that need the same results wait for the first.
+    Nobody knows what an imported retriever depends on, so its results are not cached.
 
     Args:
-        name: of the retriever; see `make_retriever`.
-        data: its documents are searched, for each of its questions.
-        depth: documents for each question.
+        name: name of the retriever; see `make_retriever`.
+        data: documents to search, and questions to search for.
+        depth: number of documents for each question.
 
     Raises:
         ConfigError: for an unknown retriever, or one that takes no documents.
-        ModelLoadError: when an encoder cannot be loaded.
+        ModelLoadError: if an encoder cannot be loaded.
     """
 
     def __init__(self, name: str, data: QADataset, depth: int) -> None:
@@ -61,7 +61,7 @@ class Retrieved:
         return [self._documents[row] for row in self._rows[self._place[question]].tolist() if row >= 0]
 
     def _retrieved(self, texts: Sequence[str]) -> Rows:
-        """Reads what the cache holds and retrieves the rest."""
+        """Reads cached parts and retrieves the others."""
         rows = np.full((len(texts), self._depth), -1, dtype=np.int32)
         parts = [range(first, min(first + _PART, len(texts))) for first in range(0, len(texts), _PART)]
         retriever = self._retriever(None)
@@ -86,18 +86,18 @@ class Retrieved:
     def _fill(
         self, rows: Rows, texts: Sequence[str], parts: Sequence[range], retriever: Retriever, folder: Path | None
     ) -> None:
-        """Retrieves for some parts of the questions, and writes each of them to a folder, if there is one."""
+        """Retrieves for some parts of the questions, and writes each part to the folder, if there is one."""
         retriever.put(self._documents)
         place = {document.id: index for index, document in enumerate(self._documents)}
-        # An index that was imported may hold other documents, too.
+        # An imported retriever may hold other documents, too.
         allowed = None if len(retriever) == len(place) else place.keys()
         with progress_bar("retrieve", len(texts), done=len(texts) - sum(map(len, parts))) as bar:
             for part in parts:
                 for first in part[::_BATCH]:
-                    asked = texts[first : min(first + _BATCH, part.stop)]
-                    for row, hits in enumerate(retriever.retrieve(asked, self._depth, allowed=allowed), first):
+                    batch = texts[first : min(first + _BATCH, part.stop)]
+                    for row, hits in enumerate(retriever.retrieve(batch, self._depth, allowed=allowed), first):
                         rows[row, : len(hits)] = [place[hit.document_id] for hit in hits]
-                    bar.advance(len(asked))
+                    bar.advance(len(batch))
                 if folder is not None:
                     write_file(_file(folder, part), [array_bytes({"rows": rows[part.start : part.stop]})])
                     sync_folder(folder)
@@ -110,7 +110,7 @@ class Retrieved:
 
 
 def fingerprint(retriever: Retriever) -> str:
-    """Tells retrievers apart that may rank otherwise."""
+    """Text that differs between retrievers that may rank differently."""
     if isinstance(retriever, DenseRetriever):
         return retriever.encoder.fingerprint
     if isinstance(retriever, HybridRetriever):
@@ -121,13 +121,13 @@ def fingerprint(retriever: Retriever) -> str:
 
 
 def cache_folder() -> Path:
-    """Where work is kept that any run can use: `$MAC_RAG_CACHE`, or `mac_rag` in the user's cache folder."""
+    """Folder of results that all runs share: `$MAC_RAG_CACHE`, or `mac_rag` in the user's cache folder."""
     named = os.environ.get(CACHE_VARIABLE)
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mac_rag"
 
 
 def _read(file: Path, rows: Rows) -> bool:
-    """Fills in the rows of one part; False where its file is missing or damaged."""
+    """Fills in the rows of one part; False if its file is missing or damaged."""
     try:
         part = load_arrays(file.read_bytes())["rows"]
     except (OSError, SafetensorError, KeyError):

@@ -1,4 +1,4 @@
-"""What a base LM reads: plain text packed into blocks, or documents followed by their questions and answers."""
+"""Pretraining corpora: plain text in blocks, or documents followed by their questions and answers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from pipelines.corpora.qa_data import DataConfig
 
 
 class Shares(Config):
-    """Rows of a batch, in proportion.
+    """Proportions of the rows of a batch.
 
     Attributes:
         text: blocks of plain text.
-        cloze: paragraphs of the same text, each with questions made from it.
+        cloze: paragraphs of the same text, each with cloze questions made from it.
         questions: documents of a data set with their questions.
     """
 
@@ -37,26 +37,26 @@ class Shares(Config):
 
 
 class CorpusConfig(Config):
-    """Which texts to pretrain on.
+    """Texts to pretrain on.
 
     Attributes:
         kind: `newswire` (generated documents with questions) or `text` (files).
         files: glob of `.txt`, `.jsonl` or `.jsonl.gz` files; a jsonl row holds its text under `text`.
-        cloze: share of the files' paragraphs that are read with questions made from them, and not as plain text.
-        questions: a data set whose documents are read with their questions beside the files, and whose validation
-            split tells how well the LM answers.
-        shares: of the three in each batch.
-        answer_weight: of each token of an answer in the loss; the other tokens weigh 1.
-        documents: newswire documents to generate.
-        documents_per_sequence: how many newswire documents a sequence may open with; one of these is drawn each time.
-        tokenizer_texts: texts that the tokenizer is learned from, the first ones of each file.
-        copy_steps: so many first steps are on random tokens said twice. Nothing but copying predicts them: within a
-            minute or two they teach a small LM what answering from a document needs, and what takes it far longer to
-            find in documents.
-        copy_length: the fewest and the most tokens said twice.
+        cloze: share of the files' paragraphs that become cloze questions rather than plain text.
+        questions: a data set whose documents and questions are read besides the files. Its validation split measures
+            how well the LM answers.
+        shares: shares of the three in each batch.
+        answer_weight: weight of each answer token in the loss; other tokens have weight 1.
+        documents: number of newswire documents to generate.
+        documents_per_sequence: numbers of newswire documents at the start of a sequence; one is drawn for each.
+        tokenizer_texts: number of texts that the tokenizer is learned from, the first ones of each file.
+        copy_steps: number of first steps on random tokens, repeated once. Only copying predicts them: within
+            minutes they teach a small LM what answering from a document needs, which documents teach it far later.
+        copy_length: fewest and most tokens that are repeated.
         sequence_length: longest sequence in tokens.
-        validation_documents: newswire documents, or blocks at the end of the files, that are held out.
-        validation_questions: asked at each validation, of those of the data set.
+        validation_documents: number of held-out newswire documents, or blocks at the end of the files.
+        validation_questions: number of the data set's questions at each validation.
+        seed: random seed of the generated documents.
     """
 
     kind: Literal["newswire", "text"] = "newswire"
@@ -89,7 +89,7 @@ class CorpusConfig(Config):
 
 
 def texts(config: CorpusConfig, prompt: PromptFormat) -> Iterator[str]:
-    """All texts that the tokenizer learns its vocabulary from."""
+    """The texts from which the tokenizer learns its vocabulary."""
     if config.kind == "newswire":
         count = min(config.documents, config.tokenizer_texts)
         data = generate("train", count, seed=config.seed, questions_per_document=2)
@@ -102,10 +102,10 @@ def texts(config: CorpusConfig, prompt: PromptFormat) -> Iterator[str]:
 
 
 def text_files(pattern: str) -> list[Path]:
-    """The files that match, in the order of their names.
+    """The files that match a glob, sorted by name.
 
     Raises:
-        DataError: when nothing does.
+        DataError: if no file matches.
     """
     paths = sorted(map(Path, glob(pattern)))
     if not paths:
@@ -117,16 +117,16 @@ def file_texts(path: Path) -> Iterator[str]:
     """The texts of a file.
 
     Raises:
-        DataError: as `file_rows`.
+        DataError: see `file_rows`.
     """
     return (row["text"] for row in file_rows(path))
 
 
 def file_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file, each with a `text`; a file that is not jsonl is one row.
+    """The rows of a file, each with a `text`; a file other than jsonl is one row.
 
     Raises:
-        DataError: when a jsonl row has no `text`; names the file and the row.
+        DataError: for a jsonl row without `text`; names the file and the row.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8") as file:
@@ -152,13 +152,13 @@ class Sequences(ABC):
 
     @abstractmethod
     def sequence(self, index: int, seed: int) -> list[int]:
-        """One sequence; `seed` decides whatever is drawn at random in it."""
+        """One sequence; `seed` determines everything random in it."""
 
 
 class ReadingSequences(Sequences):
     """`d_1 ... d_n, question, answer, question, answer, ...`: documents, then questions on them in any order.
 
-    Such sequences teach an LM to answer from what stands before the question, several times for each reading.
+    Such sequences teach an LM to answer from the text before the question, several times for each document read.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Text files and a data set, tokenized once into blocks on disk; file by file, so that work that stopped goes on."""
+"""Text files and a data set, tokenized once into blocks on disk, file by file: interrupted work goes on."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.progress import progress_bar
-from pipelines.corpora.blocks import Blocks, cut, fitted, write_blocks
+from pipelines.corpora.blocks import Blocks, cut, pack, write_blocks
 from pipelines.corpora.cloze import cloze_questions, is_paragraph
 from pipelines.corpora.text import CorpusConfig, ReadingSequences, file_texts, text_files
 
-_CLOZE_QUESTIONS = 5  # on each paragraph, at most
-_AT_ONCE = 256  # texts that are tokenized together
+_CLOZE_QUESTIONS = 5  # at most, on each paragraph
+_AT_ONCE = 256  # texts tokenized in one call
 
 
 class Preparation:
-    """Writes blocks into a folder, those that are not there yet.
+    """Writes the blocks of a corpus that its folder lacks.
 
     Args:
-        folder: where the blocks lie; they belong to one corpus and one tokenizer.
+        folder: folder of the blocks of one corpus and one tokenizer.
         config: the corpus.
-        encoder: of the LM.
+        encoder: the LM's prompt encoder.
     """
 
     def __init__(self, folder: Path, config: CorpusConfig, encoder: PromptEncoder) -> None:
@@ -35,7 +35,7 @@ class Preparation:
         """Blocks of plain text, and of paragraphs with questions made from them.
 
         Raises:
-            DataError: as `text_files` and `file_texts`.
+            DataError: see `text_files` and `file_texts`.
         """
         sources = text_files(str(self._config.files))
         kinds = [self._folder / "text", self._folder / "cloze"]
@@ -51,7 +51,7 @@ class Preparation:
         """Blocks of the documents of a data set with their questions."""
         path = self._folder / "questions.npy"
         if not path.exists():
-            self._write(path, self._fitted(data.documents, data.questions_by_document()))
+            self._write(path, self._reading_blocks(data.documents, data.questions_by_document()))
         return Blocks.open([path])
 
     def _file(self, source: Path, number: int, text: Path, cloze: Path) -> None:
@@ -68,7 +68,7 @@ class Preparation:
             if lines:
                 plain.append("\n".join(lines))
         questions = {document.id: cloze_questions(document, _CLOZE_QUESTIONS, rng) for document in documents}
-        self._write(cloze, self._fitted(documents, questions))
+        self._write(cloze, self._reading_blocks(documents, questions))
         self._write(text, cut(self._tokenized(plain), self._config.sequence_length))
 
     def _tokenized(self, texts: Sequence[str]) -> Iterator[list[int]]:
@@ -77,12 +77,14 @@ class Preparation:
             for ids in self._encoder.tokenizer(some, add_special_tokens=False).input_ids:
                 yield [*self._encoder.start, *ids, self._encoder.eos]
 
-    def _fitted(self, documents: Sequence[Document], questions: dict[str, list[Question]]) -> Iterator[list[int]]:
+    def _reading_blocks(
+        self, documents: Sequence[Document], questions: dict[str, list[Question]]
+    ) -> Iterator[list[int]]:
         length = self._config.sequence_length
-        asked = [document for document in documents if questions[document.id]]
-        rows = ReadingSequences(asked, questions, self._encoder, (1,), length)
+        with_questions = [document for document in documents if questions[document.id]]
+        rows = ReadingSequences(with_questions, questions, self._encoder, (1,), length)
         pad: int = self._encoder.tokenizer.pad_token_id
-        return fitted((rows.sequence(index, index) for index in range(len(rows))), length, pad)
+        return pack((rows.sequence(index, index) for index in range(len(rows))), length, pad)
 
     def _write(self, path: Path, blocks: Iterator[list[int]]) -> None:
         write_blocks(path, blocks, self._config.sequence_length, len(self._encoder.tokenizer))

@@ -1,1 +1,1 @@
-"""How networks start, before any training."""
+"""First weights of networks, before any training."""

@@ -1,9 +1,9 @@
-"""How MAC starts around an LM that reads: its memory tokens give the LM what it would have kept of the text itself.
+"""First weights of MAC around an LM that reads: memory tokens yield the keys and values that the LM computes of a text.
 
-An LM that has read a text keeps keys and values of every word, and answers by them. The encoders start from the same
-LM, so what they make of a text is enough to tell those keys and values, by a linear map that is fitted here. Training
-then begins with a memory that can be read, and has to learn what to keep where there are fewer memory tokens than
-words, and how to find it.
+An LM answers by the keys and values of the words it has read. The encoders start from the same LM, so a linear map of
+their states predicts these keys and values; it is fitted here by ridge regression. Training then begins with a memory
+that the LM can read. What remains to be learned is what to keep, as there are fewer memory tokens than words, and how
+to find it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import PrefixTuning
 
-_READ = 256  # texts by which the maps are fitted
-_RIDGE = 1e-4  # of the mean square of what is mapped
-_FLOOR = 0.3  # of the mean variance, added to all before whitening
-_SCALES = (5.0, 10.0, 15.0, 20.0, 30.0, 40.0)  # of the document prior, to choose from
+_READ = 256  # texts to which the maps are fitted
+_RIDGE = 1e-4  # ridge penalty, as a share of the inputs' mean square
+_FLOOR = 0.3  # share of the mean variance that is added to all variances before whitening
+_SCALES = (5.0, 10.0, 15.0, 20.0, 30.0, 40.0)  # candidates for the document prior's scale
 _BATCH = 4096  # tokens that an encoder reads at once
 _PLACE = 0.3  # size of the vectors that tell memory tokens apart, beside the tokens
 _SHARP = 4.0  # how much more those vectors count where attention compares
 
 
 @torch.no_grad()
-def start_as_reader(model: MACModel, data: QADataset) -> None:
-    """Fits what lies between the encoders and the base LM, and lets aggregation keep memory tokens in their order.
+def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
+    """Fits the maps between the encoders and the base LM, and makes aggregation keep memory tokens in their order.
 
     Args:
-        model: with two encoders of design `encoder-pooling` that start from the base LM's weights, and a prefix.
-        data: the training set. All documents tell how rare words are; some of them, and their questions, are read.
+        model: a model whose encoders are both of design `encoder-pooling` and start from the base LM's weights, with a
+            prefix; it is changed in place.
+        data: the training set. All documents count for how rare words are; the maps are fitted to some of them and
+            their questions.
 
     Raises:
         ConfigError: for other networks.
@@ -56,8 +58,8 @@ def start_as_reader(model: MACModel, data: QADataset) -> None:
         or config.amortization.name is not None
     ):
         raise ConfigError(
-            "start: reader needs encoders of design encoder-pooling without a name, both alike, and a prefix of one "
-            "slot without bottleneck"
+            "init: kv_regression needs encoders of design encoder-pooling without a name, both alike, and a prefix "
+            "of one slot without bottleneck"
         )
     training = model.training
     model.eval()
@@ -124,7 +126,9 @@ def _least_used(phi: Tensor, count: int) -> Tensor:
     """Directions `[count, D]` in which memory tokens `[N, D]` differ least: there a mark disturbs least."""
     directions = torch.linalg.eigh(torch.cov(phi.T)).eigenvectors  # ascending
     if count > len(directions):
-        raise ConfigError(f"start: reader marks tokens ({count}) by directions of the LM's width ({len(directions)})")
+        raise ConfigError(
+            f"init: kv_regression marks tokens ({count}) by directions of the LM's width ({len(directions)})"
+        )
     least: Tensor = directions[:, :count].T
     return least
 

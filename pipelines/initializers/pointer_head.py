@@ -1,4 +1,4 @@
-"""What an LM from MiniLM's weights starts with: a last layer that says the words that it attends to."""
+"""First weights of an LM made of MiniLM: its last layer outputs the tokens that it attends to."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch import Tensor
 
 from mac_rag.lm.prefix_lm import PrefixLM
 
-_SAID = 6.0  # strength of what the last layer attends to, beside its own token
-_UNSEEN = 0.05  # how often a token counts as seen that never was
+_ATTENDED = 6.0  # scale of the attended tokens beside a position's own token
+_UNSEEN = 0.05  # count of a token that occurs in no answer
 
 
 @torch.no_grad()
-def say_what_is_attended(lm: PrefixLM, prompts: Tensor, answers: Tensor) -> None:
-    """Turns the last layer, which described the text, into one that says the tokens that it attends to.
+def init_pointer_head(lm: PrefixLM, prompts: Tensor, answers: Tensor) -> None:
+    """Makes the last layer output the tokens that it attends to, as a pointer network does (Vinyals et al., 2015).
 
-    MiniLM's states still show which token they stand for. The last layer's values and outputs become the identity, so
-    that attention moves tokens to the output, as in a pointer network; what it attends to is left to training. The
-    output's bias becomes the tokens' log frequency, which training would otherwise spend its first steps on.
+    MiniLM's states still encode their own token. The last layer's values and outputs become the identity, so that
+    attention moves tokens to the output; training learns what to attend to. The output's bias becomes the log frequency
+    of tokens in answers, on which training would otherwise spend its first steps.
 
     Args:
-        lm: the LM.
-        prompts: `[B, L]`, some prompts, padded.
-        answers: `[N]`, tokens of answers.
+        lm: the LM; it is changed in place.
+        prompts: token ids `[B, L]` of some prompts, padded.
+        answers: token ids `[N]` of answers.
     """
     body: Any = lm.bert
     text = prompts.ne(int(lm.config.pad_token_id or 0))
@@ -34,8 +34,8 @@ def say_what_is_attended(lm: PrefixLM, prompts: Tensor, answers: Tensor) -> None
     attention, output = last.attention.self, last.attention.output
     identity = torch.eye(len(before), device=before.device)
     attention.value.weight.copy_(identity)
-    attention.value.bias.copy_(-before)  # what all tokens share says nothing
-    output.dense.weight.copy_(_SAID * identity)
+    attention.value.bias.copy_(-before)  # the mean of all tokens carries no information
+    output.dense.weight.copy_(_ATTENDED * identity)
     last.output.dense.weight.zero_()
     for bias in (output.dense.bias, output.LayerNorm.bias, last.output.dense.bias, last.output.LayerNorm.bias):
         bias.zero_()

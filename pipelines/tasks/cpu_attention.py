@@ -1,7 +1,7 @@
 """Attention for training on a CPU: matrix products and a softmax instead of PyTorch's fused kernel.
 
-The backward pass of the fused kernel does not use a CPU's bf16 matrix units, so on a CPU that has them products are
-faster, and on any other slower: `python -m benchmarks.training_attention` measures both.
+The backward pass of the fused kernel does not use a CPU's bf16 matrix units. So products are faster on a CPU that has
+them, and slower on any other: `python -m benchmarks.training_attention` measures both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def has_matrix_units() -> bool:
 
 
 def use_products(model: nn.Module) -> None:
-    """Has every transformers model inside attend by products if it is on the CPU; elsewhere kernels are better."""
+    """Switches every transformers model in a module to attention by products, if it is on the CPU."""
     pretrained = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for module in pretrained:
         if module.device.type == "cpu" and module.config._attn_implementation == "sdpa":
@@ -48,16 +48,16 @@ def attend_by_products(
     Args:
         module: the attention layer.
         query: `[B, H, L, E]`.
-        key, value: `[B, G, S, E]`, of G groups of heads.
-        attention_mask: `[B, 1, L, S]`, true or zero for what may be seen, else false or very low; None for all.
-        dropout: of the attention's weights.
-        scaling: of the scores; `E ** -0.5` unless given.
-        is_causal: without a mask, whether a token sees only what is before it; None for what the layer is.
+        key, value: `[B, G, S, E]`, for G groups of heads.
+        attention_mask: `[B, 1, L, S]`, true or zero where attention is allowed, else false or very low; None for all.
+        dropout: dropout probability of the attention weights.
+        scaling: factor on the scores; None for `E ** -0.5`.
+        is_causal: whether a token attends only to earlier ones if there is no mask; None for the layer's own setting.
         position_bias: `[B, H, L, S]`, added to the scores.
-        softcap: bounds the scores smoothly; None for no bound.
+        softcap: smooth bound of the scores; None for no bound.
 
     Returns:
-        `[B, L, H, E]`, and no weights.
+        The states `[B, L, H, E]`, and None in place of the attention weights.
     """
     heads, groups, length, seen = query.shape[1], key.shape[1], query.shape[2], key.shape[2]
     if groups < heads:
@@ -75,7 +75,7 @@ def attend_by_products(
             lowest = torch.finfo(scores.dtype).min
             attention_mask = torch.zeros_like(attention_mask, dtype=scores.dtype).masked_fill(~attention_mask, lowest)
         scores = scores + attention_mask.to(scores.dtype)
-    with torch.autocast("cpu", enabled=False):  # which has the softmax give twice the bytes
+    with torch.autocast("cpu", enabled=False):  # autocast would compute the softmax in fp32, with twice the bytes
         weights = scores.softmax(-1)
     weights = nn.functional.dropout(weights, dropout, module.training)
     return (weights @ value).transpose(1, 2).contiguous(), None

@@ -22,7 +22,7 @@ def reading_scores(
     batch_size: int = 64,
     max_new_tokens: int = 16,
 ) -> dict[str, float]:
-    """Mean exact match `em` and `f1` of greedy answers to `contexts[i] + questions[i]`, as they fit the window."""
+    """Mean exact match `em` and `f1` of greedy answers to `contexts[i] + questions[i]`, fitted to the LM's window."""
     room = lm.config.max_position_embeddings - max_new_tokens
     prompts = [encoder.prompt(q.question, c, room) for q, c in zip(questions, contexts)]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))

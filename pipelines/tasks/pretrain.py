@@ -20,7 +20,6 @@ from mac_rag.lm.loading import load_tokenizer, quiet
 from mac_rag.lm.prompt import PromptEncoder
 from pipelines.corpora.text import CorpusConfig, ReadingSequences, Sequences, texts
 from pipelines.corpora.tokenized import Preparation
-from pipelines.initializers.induction_heads import wire_copying
 from pipelines.initializers.minilm_embeddings import minilm_embeddings
 from pipelines.tasks.open_book import reading_scores
 from pipelines.tasks.throughput import training_speed
@@ -28,18 +27,16 @@ from pipelines.trainer import Task, TrainerConfig, shuffled
 
 
 class LMConfig(Config):
-    """What is trained, and how large.
+    """Architecture, sizes and first weights of an LM.
 
     Attributes:
-        kind: `llama`, a causal LM (RoPE, RMSNorm, SwiGLU, tied embeddings); or `t5`, an encoder-decoder for a text
-            encoder of MAC to start from.
-        layers: of a t5, in each of its two halves.
-        positions: longest sequence of a llama.
-        tokenizer: of an LM, its name or folder, such as `minilm`; None learns one.
-        vocabulary: entries of the BPE that is learned; the number tokens come on top.
-        rope_theta: base of a llama's rotary positions.
+        kind: `llama`, a causal LM (RoPE, RMSNorm, SwiGLU, tied embeddings); or `t5`, an encoder-decoder from which a
+            text encoder of MAC can start.
+        layers: number of layers; a t5 has as many in each of its two halves.
+        positions: longest sequence of a llama in tokens.
+        tokenizer: name or folder of an LM whose tokenizer is used, such as `minilm`; None learns one.
+        vocabulary: entries of the BPE that is learned, without the number tokens.
         embeddings: token embeddings to start from: `random`, or those of all-MiniLM-L6-v2 (`minilm`).
-        copying: start a llama with attention heads that copy, which training finds late by itself; see `wire_copying`.
     """
 
     kind: Literal["llama", "t5"] = "llama"
@@ -50,20 +47,15 @@ class LMConfig(Config):
     positions: int = Field(1024, ge=32)
     tokenizer: str | None = None
     vocabulary: int = Field(2048, ge=300)
-    rope_theta: float = Field(10_000.0, gt=1)
     embeddings: Literal["random", "minilm"] = "random"
-    copying: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> LMConfig:
         given = {name for name, field in LMConfig.model_fields.items() if getattr(self, name) != field.default}
         if self.tokenizer is not None and "vocabulary" in given:
             raise ValueError(f"vocabulary is {self.vocabulary}, but the tokenizer {self.tokenizer!r} has its own")
-        of_a_llama = given & {"positions", "rope_theta", "copying"}
-        if self.kind == "t5" and of_a_llama:
-            raise ValueError(f"a t5 has no {' and no '.join(sorted(of_a_llama))}")
-        if self.copying and (self.rope_theta < 100_000 or self.layers < 2):
-            raise ValueError("copying needs two layers and a rope_theta of at least 100,000")
+        if self.kind == "t5" and "positions" in given:
+            raise ValueError(f"positions is {self.positions}, but a t5 has relative positions without a limit")
         return self
 
 
@@ -71,7 +63,9 @@ class PretrainConfig(Config):
     """A recipe of `pipelines.pretrain`.
 
     Attributes:
-        compile: the forward and backward pass of blocks with `torch.compile`, which needs a C++ compiler on a CPU.
+        corpus: the texts.
+        lm: the LM.
+        compile: compile the losses of full blocks with `torch.compile`, which needs a C++ compiler on a CPU.
     """
 
     corpus: CorpusConfig = CorpusConfig()
@@ -81,9 +75,9 @@ class PretrainConfig(Config):
 
 
 def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
-    """A byte-level BPE that starts every text with `<s>`; numbers are cut into groups of at most three digits.
+    """Learns a byte-level BPE that starts every text with `<s>` and cuts numbers into groups of at most three digits.
 
-    Each group is a token of its own: a small LM learns to copy one token long before it learns to copy digit by digit.
+    Each group is one token: a small LM learns to copy one token long before it learns to copy digit by digit.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -129,13 +123,12 @@ class PretrainTask(Task):
         torch.manual_seed(config.trainer.seed)
         self.lm = self.network()
         embedded = self.lm.get_input_embeddings().weight
-        # Tied to the output, these give logits of unit variance; the usual 0.02 leaves rare tokens hard to tell apart.
+        # They are tied to the output: this scale gives logits of unit variance. With the usual 0.02, rare tokens are
+        # hard to tell apart.
         torch.nn.init.normal_(embedded, std=config.lm.hidden_size**-0.5)
         if config.lm.embeddings == "minilm":
             with torch.no_grad():
                 embedded.copy_(minilm_embeddings(self.tokenizer, config.lm.hidden_size))
-        if config.lm.copying:
-            wire_copying(self.lm)
         self._answer_mark = self.encoder.question("")[-2:]
         self._compiled: Any = torch.compile(self.token_losses, dynamic=False) if config.compile else self.token_losses
         if config.corpus.kind == "newswire":
@@ -155,7 +148,7 @@ class PretrainTask(Task):
                 num_attention_heads=sizes.heads,
                 num_key_value_heads=sizes.heads,
                 max_position_embeddings=sizes.positions,
-                rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
+                rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
                 tie_word_embeddings=True,
                 bos_token_id=self.tokenizer.bos_token_id,
                 eos_token_id=self.tokenizer.eos_token_id,
@@ -193,7 +186,7 @@ class PretrainTask(Task):
             self._asked = data.validation_set()
 
     def batch(self, step: int, micro: int, size: int) -> tuple[Tensor, Tensor]:
-        """Token ids `[B, L]` and the targets that the loss looks at, -100 elsewhere."""
+        """Token ids `[B, L]` and targets `[B, L]`, which are -100 where there is no loss."""
         trainer, copy_steps = self.config.trainer, self.config.corpus.copy_steps
         if step < copy_steps:
             return self._copies(size)
@@ -207,7 +200,7 @@ class PretrainTask(Task):
         return self._padded(rows)
 
     def _copies(self, size: int) -> tuple[Tensor, Tensor]:
-        """Sequences of random tokens said twice; the targets are the second time, all but its first token."""
+        """Sequences of random tokens, repeated once; the targets are the repetition without its first token."""
         shortest, longest = self.config.corpus.copy_length
         length = int(torch.randint(shortest, longest + 1, ()))
         tokens = torch.randint(len(self.tokenizer), (size, length))
@@ -217,7 +210,7 @@ class PretrainTask(Task):
         return ids.to(self.lm.device), targets.to(self.lm.device)
 
     def _padded(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Rows padded on the right, where causal attention never sees it, and all of their tokens as targets."""
+        """Rows padded on the right, which causal attention never reads; all of their tokens are targets."""
         length = max(map(len, rows))
         pad = self.tokenizer.pad_token_id
         ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows], device=self.lm.device)
@@ -230,7 +223,7 @@ class PretrainTask(Task):
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         ids, targets = batch
-        # Only blocks are all of one shape; each further shape would be compiled anew.
+        # All blocks have one shape; torch.compile would compile every other shape anew.
         compiled = ids.shape[1] == self.config.corpus.sequence_length
         losses = (self._compiled if compiled else self.token_losses)(ids, targets)
         weights = (targets[:, 1:] != -100).float()
@@ -266,7 +259,7 @@ class PretrainTask(Task):
 
 
 def portions(size: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to the shares, that add up to `size`: what is left goes to the largest remainders."""
+    """Splits `size` in proportion to the shares; what remains goes to the largest remainders."""
     exact = [size * share / sum(shares) for share in shares]
     counts = [int(value) for value in exact]
     order = sorted(range(len(shares)), key=lambda i: counts[i] - exact[i])
@@ -276,12 +269,12 @@ def portions(size: int, shares: Sequence[float]) -> list[int]:
 
 
 def answer_tokens(ids: Tensor, mark: Sequence[int], eos: int) -> Tensor:
-    """Which tokens `[B, L]` belong to an answer: those behind the mark that asks for it, to the end of the sequence.
+    """Mask `[B, L]` of answer tokens: those after the mark that ends a question, up to the end of the sequence.
 
     Args:
-        ids: `[B, L]`.
-        mark: the last tokens of a question.
-        eos: closes an answer and belongs to it.
+        ids: token ids `[B, L]`.
+        mark: last tokens of every question.
+        eos: token that ends an answer and belongs to it.
     """
     begins = torch.ones_like(ids, dtype=torch.bool)
     for offset, token in enumerate(reversed(mark)):

@@ -1,4 +1,4 @@
-"""Pretraining of a T5 on the sequences of a causal LM, for MAC's text encoders to start from."""
+"""Pretraining of a T5, from which MAC's text encoders can start, on the sequences of a causal LM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
 
 
 class PretrainT5Task(PretrainTask):
-    """The first half of each sequence goes to the encoder, and the decoder says the second.
+    """The encoder reads the first half of each sequence, and the decoder predicts the second half.
 
     This is the prefix LM objective of Raffel et al. (2020, "Exploring the Limits of Transfer Learning with a Unified
     Text-to-Text Transformer", section 3.3.1), with every cut in the middle. Validation is perplexity alone.
@@ -65,10 +65,10 @@ class PretrainT5Task(PretrainTask):
 
     @property
     def _scale(self) -> float:
-        """What T5's embeddings are, for each unit that is learned: they have a norm of the root of its width.
+        """Factor from the learned embeddings to T5's, which have a norm of the square root of the width.
 
-        T5 divides by it again in front of the output that is tied to them. Adam's steps have one size for all weights;
-        with embeddings as large as these, next to nothing would be learned of them.
+        T5 divides by it again before the output layer, which is tied to the embeddings. Adam's steps have one size for
+        all weights: embeddings as large as T5's would hardly change.
         """
         return float(self.config.lm.hidden_size**0.5)
 

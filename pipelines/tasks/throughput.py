@@ -1,4 +1,4 @@
-"""How fast a training runs, and how much of the chip it uses."""
+"""Speed of a training, and the share of the chip's peak that it uses."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Any
 
 import torch
 
-# Dense bf16 peaks in FLOP/s, by what the driver calls the chip; the first that fits counts (vendor's data sheets).
+# Dense bf16 peaks in FLOP/s (vendor's data sheets) by a part of the chip's name; the first that fits counts.
 PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 
 
 def training_speed(lm: Any, sequences: float, length: int) -> dict[str, float]:
-    """Tokens of a second and, on a chip whose peak is known, the share of it that they take.
+    """Tokens per second and, on a chip whose peak is known, the share of this peak.
 
     A token costs 6 FLOP for each weight, and 6 x layers x width x length for causal attention, forward and backward
-    (Chowdhery et al., 2022, "PaLM", appendix B, halved for the tokens to come that causal attention does not see).
+    (Chowdhery et al., 2022, "PaLM", appendix B; halved, because causal attention skips later tokens).
 
     Args:
         lm: a causal LM.
-        sequences: full sequences of a second, over all processes.
-        length: of a sequence, in tokens.
+        sequences: full sequences per second over all processes.
+        length: tokens of a sequence.
     """
     tokens = sequences * length
     speed = {"tokens_per_second": tokens}

@@ -1,18 +1,18 @@
-"""Meta-training of MAC (algorithm 1): documents and questions in, equation 2 and its companions out."""
+"""Meta-training of MAC (algorithm 1): equation 2 and the further losses on batches of documents and questions."""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from mac_rag.config import BaseLMConfig, Config, MACConfig
+from mac_rag.config import BaseLMConfig, Config, MACConfig, Renaming
 from mac_rag.data.metrics import best_over, exact_match, f1
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
@@ -23,19 +23,18 @@ from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.model.presets import preset
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
-from pipelines.corpora.unlabeled import Unasked, UnaskedConfig
-from pipelines.initializers.kv_regression import start_as_reader
+from pipelines.initializers.kv_regression import init_by_kv_regression
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 
 class CurriculumConfig(Config):
-    """First steps on short documents, which move a small model off the plateau on which whole documents leave it.
+    """First steps on short documents. They move a small model off the plateau where whole documents leave it.
 
     Attributes:
-        steps: how many.
-        steps_per_sentence: so many on documents of one sentence, then as many on two, and so on. The sentences that
-            answer the questions are kept first.
-        losses: weight of each term meanwhile.
+        steps: number of these steps.
+        steps_per_sentence: steps on documents of one sentence, then on documents of two, and so on. Sentences that hold
+            an answer come first.
+        losses: weight of each term during these steps.
     """
 
     steps: int = Field(ge=1)
@@ -43,40 +42,49 @@ class CurriculumConfig(Config):
     losses: LossWeights = LossWeights(answer=0, direct=1)
 
 
+def _init_of_start(start: Any) -> dict[str, Any]:
+    """The field `init` that the old field `start` has become."""
+    return {"init": {"built": "pretrained", "reader": "kv_regression"}.get(start, start)}
+
+
 class TrainConfig(Config):
     """A recipe of `pipelines.train`. `trainer.batch_size` counts documents, K in the paper.
 
     Attributes:
-        model: the networks; or
-        preset: the name of one of the paper's models.
-        base_lm: another base LM for the preset, such as one tuned on questions; or
-        start_from: a MAC checkpoint, name or folder, to train on.
-        start: of the networks of `model`: as they are built, or fitted to what the base LM reads (`reader`; see
-            `pipelines.initializers.kv_regression`).
-        together: how many documents of one title, next to each other in the stream, stay together in a batch. A
-            question then has to find its document among others on the same subject, as in a bank.
+        model: the networks. Give one of `model`, `preset` and `start_from`.
+        preset: name of one of the paper's models.
+        base_lm: another base LM for the preset, such as one tuned on questions.
+        start_from: name or folder of a MAC checkpoint whose training goes on.
+        init: first weights of the networks of `model`: those of the pretrained backbones and random ones elsewhere
+            (`pretrained`), or fitted by regression to the keys and values that the base LM computes (`kv_regression`;
+            see `pipelines.initializers.kv_regression`).
+        group_by_title: largest number of consecutive documents with one title that stay together in a batch. A question
+            then has to find its document among others on the same subject, as in a bank.
         questions_per_document: questions drawn for each document of a batch.
-        backprop_dropout: p, the share of documents that are amortized without gradients.
+        backprop_dropout: p, share of the documents that are amortized without gradients.
         losses: weight of each term; the paper has `answer` alone.
-        negatives: documents of earlier batches that the contrastive loss sets against each question.
-        distractors: of these, how many of the highest document prior for each question join the documents that the
-            questions attend to.
-        context: retrieved documents in front of the questions, `LM(d + x; phi*)`; without a retriever the LM sees the
+        negatives: number of documents of earlier batches that are negatives of the contrastive loss.
+        distractors: number of negatives that each question adds to the documents which all questions attend to: those
+            with the highest document prior.
+        context: retrieved documents in front of the questions, `LM(d + x; phi*)`; without a retriever the LM reads the
             question alone.
-        without_memory: share of the questions behind documents that the LM answers without memory, so that a base LM
-            that learns along still reads alone.
-        unasked: paragraphs of text files that stand in each batch without questions.
-        curriculum: what the first steps are on; without one, all are on whole documents and all losses.
-        tune_amortization: False leaves the amortization network as it is.
-        tune_base_lm: leave the base LM frozen, or learn it jointly: all of it, or low-rank updates merged at the end.
-        store_dtype: of the weights in the exported checkpoints; see `mac_rag.lm.int8_storage` for int8.
+        without_memory: share of the questions behind documents that the LM answers without memory. A base LM that is
+            trained jointly then still reads without it.
+        curriculum: the first steps; None for whole documents and all losses from the start.
+        tune_amortization: False freezes the amortization network.
+        tune_base_lm: `frozen`, or joint training of all weights (`full`) or of low-rank updates that are merged at the
+            end (`lora`).
+        lora_rank: rank of these updates.
+        store_dtype: dtype of the weights in exported checkpoints; see `mac_rag.lm.int8_storage` for int8.
     """
+
+    RENAMED: ClassVar[Mapping[str, Renaming]] = {"start": _init_of_start, "together": "group_by_title"}
 
     model: MACConfig | None = None
     start_from: str | None = None
-    start: Literal["built", "reader"] = "built"
+    init: Literal["pretrained", "kv_regression"] = "pretrained"
     data: DataConfig = DataConfig()
-    together: int = Field(1, ge=1)
+    group_by_title: int = Field(1, ge=1)
     questions_per_document: int = Field(1, ge=1)
     backprop_dropout: float = Field(0.0, ge=0, lt=1)
     losses: LossWeights = LossWeights()
@@ -84,7 +92,6 @@ class TrainConfig(Config):
     distractors: int = Field(0, ge=0)
     context: ContextConfig = ContextConfig()
     without_memory: float = Field(0.0, ge=0, le=1)
-    unasked: UnaskedConfig = UnaskedConfig()
     curriculum: CurriculumConfig | None = None
     tune_amortization: bool = True
     tune_base_lm: Literal["frozen", "lora", "full"] = "frozen"
@@ -110,8 +117,10 @@ class TrainConfig(Config):
     def _one_start(self) -> Self:
         if (self.model is None) == (self.start_from is None):
             raise ValueError("give one of model, preset and start_from")
-        if self.start != "built" and self.start_from is not None:
-            raise ValueError(f"start is {self.start}, but {self.start_from!r} is trained on as it is")
+        if self.init != "pretrained" and self.start_from is not None:
+            raise ValueError(
+                f"init is {self.init}, but the networks of start_from ({self.start_from!r}) are trained on"
+            )
         return self
 
     @model_validator(mode="after")
@@ -124,7 +133,7 @@ class TrainConfig(Config):
 
 
 class TrainTask(Task):
-    """The model, its stream of batches and its validation on a held-out stream.
+    """A MAC model with its training batches and its validation on a held-out stream.
 
     Args:
         config: the recipe.
@@ -144,12 +153,11 @@ class TrainTask(Task):
         if config.tune_base_lm != "frozen":
             self.model.train_base_lm(lora_rank=config.lora_rank if config.tune_base_lm == "lora" else None)
         data = config.data.training_set()
-        if config.start == "reader":
-            start_as_reader(self.model, data)
+        if config.init == "kv_regression":
+            init_by_kv_regression(self.model, data)
         self._questions = data.questions_by_document()
-        self._stories = _stories(data, self._questions, config.together)
+        self._stories = _stories(data, self._questions, config.group_by_title)
         self._miner = ContextMiner(config.context, data)
-        self._unasked = Unasked(config.unasked)
         self._validation = config.data.validation_set()
         self._validation_retrieved = retrieved(config.context, self._validation)
         # A ring of the newest documents' memory tokens; part of the state, so that a resumed run has the same.
@@ -162,10 +170,10 @@ class TrainTask(Task):
     def batch(self, step: int, micro: int, size: int) -> tuple[Batch, LossWeights]:
         """Documents and questions, and the weights of the losses on them."""
         trainer = self.config.trainer
-        stories = -(-size // self.config.together)
+        stories = -(-size // self.config.group_by_title)
         per_step = stories * self.passes
         indices = shuffled(len(self._stories), step, micro, stories, seed=trainer.seed, per_step=per_step)
-        # Stories of several documents stay together: telling them apart is the hard part.
+        # Documents of one story stay in one batch: they are the hardest to tell apart.
         documents = [document for i in indices for document in self._stories[i]][:size]
         rng = random.Random(f"{trainer.seed}/{step}/{micro}")
         curriculum = self.config.curriculum
@@ -184,7 +192,7 @@ class TrainTask(Task):
             texts.append(document.text if sentences is None else excerpt(document.text, answers, sentences))
         contexts = self._miner.mine(asked, rng)
         batch = Batch(
-            documents=[*texts, *self._unasked.draw(rng)],
+            documents=texts,
             questions=[question.question for question in asked],
             answers=[question.answers[0] for question in asked],
             gold=gold,
@@ -194,15 +202,14 @@ class TrainTask(Task):
         return batch, curriculum.losses if curriculum is not None and short else self.config.losses
 
     def begin_step(self, step: int) -> None:
-        """Hands what the amortization network has learned in the curriculum to the input encoder, where they are alike.
+        """Copies the amortization network to an equal input encoder after a curriculum that did not train the latter.
 
-        A question then starts with tokens like those of the documents that share its words. An input encoder that has
-        learned along keeps what it knows.
+        A question's tokens are then like those of the documents that share its words.
         """
         curriculum, model = self.config.curriculum, self.model.config
         if curriculum is None or step != curriculum.steps or model.input_encoder != model.amortization:
             return
-        if not (curriculum.losses.answer or curriculum.losses.contrastive):  # which train the input encoder, too
+        if not (curriculum.losses.answer or curriculum.losses.contrastive):  # the losses that train the input encoder
             self.model.input_encoder.load_state_dict(self.model.amortization.state_dict())
 
     def forward(self, batch: tuple[Batch, LossWeights]) -> dict[str, Tensor]:
@@ -226,7 +233,7 @@ class TrainTask(Task):
         return terms
 
     def validate(self) -> dict[str, float]:
-        """EM and F1 on the held-out stream, from memory alone and, with a retriever, with documents; and the losses."""
+        """EM and F1 on the held-out stream, from memory alone and with retrieved documents, if any; and the losses."""
         data, found = self._validation, self._validation_retrieved
         engine = MACEngine(self.model)
         engine.adapt(data.documents)
@@ -247,7 +254,7 @@ class TrainTask(Task):
         }
 
     def _losses(self) -> dict[str, float]:
-        """Each term over the held-out documents, as many at a time as in training; the LM sees questions alone."""
+        """Each term on the held-out documents, in batches as in training; no documents stand in front of questions."""
         asked = self._validation.questions_by_document()
         documents = [document for document in self._validation.documents if asked[document.id]]
         most = self.config.questions_per_document
@@ -279,9 +286,9 @@ def _require_gradients(network: MACConfig, device: torch.device) -> None:
 
 
 def excerpt(text: str, answers: Sequence[str], count: int) -> str:
-    """At most `count` sentences of a text, in their order: those that hold an answer, then the others from the first.
+    """At most `count` sentences of a text, in their order; those with an answer are chosen first.
 
-    A text in which none of the answers is found stays whole.
+    A text without any of the answers stays whole.
     """
     sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z])", text)
     order = sorted(range(len(sentences)), key=lambda i: not any(answer in sentences[i] for answer in answers))
@@ -291,7 +298,7 @@ def excerpt(text: str, answers: Sequence[str], count: int) -> str:
 
 
 def _from_all_processes(phi: Tensor) -> Tensor:
-    """The documents of every process, so that all keep the same ring and one checkpoint holds it."""
+    """Memory tokens of all processes: every process then keeps the same negatives, and one checkpoint holds them."""
     if not torch.distributed.is_initialized():
         return phi
     gathered = [torch.empty_like(phi) for _ in range(torch.distributed.get_world_size())]
@@ -299,8 +306,8 @@ def _from_all_processes(phi: Tensor) -> Tensor:
     return torch.cat(gathered)
 
 
-def _stories(data: QADataset, questions: dict[str, list[Question]], together: int) -> list[list[Document]]:
-    """Documents that have questions, each with the documents that update it later, and with others of its title."""
+def _stories(data: QADataset, questions: dict[str, list[Question]], group_size: int) -> list[list[Document]]:
+    """Groups of documents with questions: a document, its later updates, and up to `group_size` of the same title."""
     stories: dict[str, list[Document]] = {}
     for document in data.documents:
         if questions[document.id]:
@@ -309,7 +316,12 @@ def _stories(data: QADataset, questions: dict[str, list[Question]], together: in
     joined: list[list[Document]] = []
     for story in stories.values():
         title = story[0].metadata.get("title")
-        if joined and len(joined[-1]) < together and title is not None and joined[-1][0].metadata.get("title") == title:
+        if (
+            joined
+            and len(joined[-1]) < group_size
+            and title is not None
+            and joined[-1][0].metadata.get("title") == title
+        ):
             joined[-1] += story
         else:
             joined.append(story)

@@ -1,18 +1,18 @@
-"""Tuning a base LM on questions and answers: the starting point of the baselines and of the rows with a retriever."""
+"""Tuning a base LM on questions and answers, from which the baselines and the evaluations with a retriever start."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
-from mac_rag.config import BaseLMConfig, Config, PromptFormat
+from mac_rag.config import BaseLMConfig, Config, PromptFormat, Renaming
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError
 from mac_rag.lm.architectures import architecture_of
@@ -23,31 +23,33 @@ from mac_rag.lm.lora_tuning import make_trainable, merged
 from mac_rag.lm.packaged import PACKAGED
 from mac_rag.lm.prompt import PromptEncoder
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
-from pipelines.initializers.pointer_head import say_what_is_attended
+from pipelines.initializers.pointer_head import init_pointer_head
 from pipelines.tasks.cpu_attention import has_matrix_units, use_products
 from pipelines.tasks.open_book import reading_scores
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
-_LOOKED_AT, _READ = 2048, 32  # training questions whose answers tell how frequent tokens are; of these, prompts read
-_TOGETHER = 2048  # tokens that a prefix LM reads at once, padding included
+_COUNTED, _READ = 2048, 32  # training questions whose answer tokens are counted; those of them whose prompts are read
+_TOKENS_AT_ONCE = 2048  # for a prefix LM, padding included
 
 
 class TuneConfig(Config):
     """A recipe of `pipelines.tune_qa`.
 
     Attributes:
-        prompt: the templates. With `prompt.abstention`, a question whose own document is not in front of it is to be
-            answered with that text; without, with its answer.
-        tune: all weights (`full`), or low-rank updates that are merged at the end (`lora`).
-        loss_on: `answers`, or `all` tokens of documents, questions and answers.
-        questions_per_context: questions asked behind one set of documents: the one that they were retrieved for, and
-            others that they answer.
-        apart: of a prefix LM, share of the questions that their documents do not see. It then learns to read keys and
-            values that were there before the question, as a memory's are.
-        unseen: of documents apart, the largest share of words that the question does not see, drawn for each question;
-            a memory holds fewer vectors than a text has words.
-        sequence_length: longest training sequence in tokens; documents beyond it are left out of the set.
+        prompt: the templates. With `prompt.abstention`, this text is the target of a question whose own document is not
+            in front of it; without, the answer always is.
+        tune: train all weights (`full`), or low-rank updates that are merged at the end (`lora`).
+        loss_on: tokens with a loss: `answers`, or `all` of documents, questions and answers.
+        questions_per_context: questions behind one set of documents: the one that they were retrieved for, and others
+            that they answer.
+        question_blind: only for a prefix LM: share of the sequences whose documents do not attend to the question. The
+            LM then learns to read keys and values that were computed before the question, as a memory's are.
+        token_dropout: largest share of document tokens that a question does not attend to, where the documents are
+            question-blind; drawn uniformly for each question. A memory holds fewer vectors than a text has tokens.
+        sequence_length: longest training sequence in tokens; longer ones are cut at the front.
     """
+
+    RENAMED: ClassVar[Mapping[str, Renaming]] = {"apart": "question_blind", "unseen": "token_dropout"}
 
     base_lm: BaseLMConfig
     prompt: PromptFormat = PromptFormat()
@@ -57,15 +59,18 @@ class TuneConfig(Config):
     lora_rank: int = Field(16, ge=1)
     loss_on: Literal["answers", "all"] = "answers"
     questions_per_context: int = Field(1, ge=1)
-    apart: float = Field(0.0, ge=0, le=1)
-    unseen: float = Field(0.0, ge=0, lt=1)
+    question_blind: float = Field(0.0, ge=0, le=1)
+    token_dropout: float = Field(0.0, ge=0, lt=1)
     sequence_length: int = Field(512, ge=16)
     trainer: TrainerConfig
 
     @model_validator(mode="after")
-    def _unseen_are_apart(self) -> Self:
-        if self.unseen and not self.apart:
-            raise ValueError(f"unseen is {self.unseen}, but only of documents apart some words are not seen; set apart")
+    def _dropout_is_question_blind(self) -> Self:
+        if self.token_dropout and not self.question_blind:
+            raise ValueError(
+                f"token_dropout is {self.token_dropout}, but it applies to question-blind documents only; "
+                "set question_blind"
+            )
         return self
 
 
@@ -86,7 +91,7 @@ class _Sequence(NamedTuple):
 
 
 class TuneTask(Task):
-    """The LM, its questions, and its validation: EM and F1 without documents and with each number of them."""
+    """An LM and its questions. Validation gives EM and F1 without documents and with each number of them."""
 
     def __init__(self, config: TuneConfig) -> None:
         super().__init__()
@@ -98,8 +103,11 @@ class TuneTask(Task):
         self._segmented = architecture_of(lm).takes_segments
         if self._segmented and (config.loss_on != "answers" or config.questions_per_context > 1):
             raise ConfigError("a prefix LM reads a question at a time: set loss_on: answers, questions_per_context: 1")
-        if config.apart and not self._segmented:
-            raise ConfigError(f"apart is {config.apart}, but only a prefix LM's documents see what comes after them")
+        if config.question_blind and not self._segmented:
+            raise ConfigError(
+                f"question_blind is {config.question_blind}, but only in a prefix LM do documents attend to what "
+                "follows them; set it to 0"
+            )
         make_trainable(self.lm, config.lora_rank if config.tune == "lora" else None)
         if has_matrix_units():
             use_products(self.lm)
@@ -108,20 +116,20 @@ class TuneTask(Task):
         self._questions = data.questions
         packaged = PACKAGED.get(config.base_lm.name)
         if packaged is not None and not packaged.writes:
-            self._begin_to_speak(data)
+            self._init_pointer_head(data)
         self._by_document = data.questions_by_document()
         self._miner = ContextMiner(config.context, data)
         self._validation = config.data.validation_set()
         self._validation_retrieved = retrieved(config.context, self._validation)
 
-    def _begin_to_speak(self, data: QADataset) -> None:
+    def _init_pointer_head(self, data: QADataset) -> None:
         texts = {document.id: document.text for document in data.documents}
-        asked = self._questions[:_LOOKED_AT]
-        prompts = [self.encoder.prompt(q.question, [texts[q.document_id]]) for q in asked[:_READ]]
+        sample = self._questions[:_COUNTED]
+        prompts = [self.encoder.prompt(q.question, [texts[q.document_id]]) for q in sample[:_READ]]
         pad, length = self.encoder.tokenizer.pad_token_id, max(map(len, prompts))
         ids = torch.tensor([[*row, *[pad] * (length - len(row))] for row in prompts], device=self.lm.device)
-        answers = [token for q in asked for token in self.encoder.answer(q.answers[0])]
-        say_what_is_attended(self.lm, ids, torch.tensor(answers, device=self.lm.device))
+        answers = [token for q in sample for token in self.encoder.answer(q.answers[0])]
+        init_pointer_head(self.lm, ids, torch.tensor(answers, device=self.lm.device))
 
     def batch(self, step: int, micro: int, size: int) -> list[_Sequence]:
         """Training sequences."""
@@ -140,8 +148,8 @@ class TuneTask(Task):
         rng.shuffle(asked)
         ids = self.encoder.prompt_start([document.text for document in contexts])
         segment_ids, hidden = [1] * len(ids), [False] * len(ids)
-        if rng.random() < self.config.apart:
-            share = rng.random() * self.config.unseen
+        if rng.random() < self.config.question_blind:
+            share = rng.random() * self.config.token_dropout
             segment_ids, hidden = [2] * len(ids), [rng.random() < share for _ in ids]
         whole = self.config.loss_on == "all"
         labels = list(ids) if whole else [-100] * len(ids)
@@ -152,12 +160,12 @@ class TuneTask(Task):
             segment_ids += [1] * len(prompt) + [0] * len(answer)
             hidden += [False] * (len(prompt) + len(answer))
             labels += (prompt if whole else [-100] * len(prompt)) + answer
-        # From the front, so that what is cut is document text, and the question it was retrieved for may remain.
+        # Cut at the front: document text goes, and the question that it was retrieved for can stay.
         length = self.config.sequence_length
         return _Sequence(ids[-length:], labels[-length:], segment_ids[-length:], hidden[-length:])
 
     def _target(self, question: Question, read: Container[str]) -> str:
-        """What the LM is to answer behind the documents with these ids."""
+        """The target behind the documents with these ids."""
         abstention = self.encoder.format.abstention
         return question.answers[0] if abstention is None or question.document_id in read else abstention
 
@@ -179,7 +187,7 @@ class TuneTask(Task):
         base_lm = BaseLM(self.lm, self.encoder.tokenizer, self.encoder.format)
         prompt_lengths = [sequence.labels.count(-100) for sequence in batch]  # the one answer stands at the end
         total = torch.zeros((), device=self.lm.device)
-        for group in length_buckets([len(sequence.ids) for sequence in batch], _TOGETHER):
+        for group in length_buckets([len(sequence.ids) for sequence in batch], _TOKENS_AT_ONCE):
             rows = [(batch[i], prompt_lengths[i]) for i in group]
             losses = base_lm.answer_loss(
                 [sequence.ids[:length] for sequence, length in rows],
@@ -202,7 +210,7 @@ class TuneTask(Task):
         return figures
 
     def _scores(self, contexts: Sequence[Sequence[str]], suffix: str) -> dict[str, float]:
-        """The figures under their own names, too: those of the last number of documents stay there."""
+        """The figures under two names: with the suffix, and without it, where later calls replace them."""
         scores = reading_scores(self.lm, self.encoder, self._validation.questions, contexts)
         return {**{f"{name}{suffix}": value for name, value in scores.items()}, **scores}
 

@@ -10,20 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import typer
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner, Result
 
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError, DataError
-from pipelines import check_splits
-from pipelines.corpora.blocks import Blocks, cut, fitted, write_blocks
+from pipelines.corpora.blocks import Blocks, cut, pack, write_blocks
 from pipelines.corpora.cloze import cloze_questions
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask, answer_tokens, portions
 from pipelines.trainer import Trainer
+from tests.pipelines.helpers import command
 
 PLAIN = str.maketrans("", "", ",.")
 ROWS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=12), max_size=80)
@@ -43,11 +41,11 @@ def test_cut_blocks_are_the_joined_rows(rows: list[list[int]], length: int) -> N
 
 
 @given(ROWS, st.integers(3, 10))
-def test_fitted_blocks_hold_every_row_whole(rows: list[list[int]], length: int) -> None:
+def test_packed_blocks_hold_every_row_whole(rows: list[list[int]], length: int) -> None:
     # Each row starts with a token that no other position has, so that blocks can be taken apart again.
     marked = [[100, *row][:length] for row in rows]
     found: list[list[int]] = []
-    for block in fitted(marked, length, 0):
+    for block in pack(marked, length, 0):
         assert len(block) == length
         for token in block:
             if token == 100:
@@ -211,12 +209,6 @@ def test_a_corpus_says_what_does_not_fit(tmp_path: Path, values: dict[str, Any],
         text_recipe(tmp_path, **values)
 
 
-def checked(*options: str) -> Result:
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(check_splits.main)
-    return CliRunner().invoke(app, options)
-
-
 def test_test_data_in_training_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two articles ask the same questions; a text file holds a paragraph and the title of the second."""
     squad = {"name": "squad", "path": str(squad_folder(tmp_path, monkeypatch)), "train": "qa_lt", "val": "qa_lt_val"}
@@ -227,28 +219,31 @@ def test_test_data_in_training_is_found(tmp_path: Path, monkeypatch: pytest.Monk
         recipes.append(str(tmp_path / f"{name}.yaml"))
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
     options = ("--split", "qa_lt_val")
-    found = checked(*recipes, *options)
+    found = command("pipelines.check_splits", *recipes, *options)
     assert found.stdout.count("shares with qa_lt_val: 0 of 1 documents, 0 of 1 titles, 2 of 2 questions") == 2
     assert "4 paragraphs, titles or questions" in str(found.exception)
-    assert checked(recipes[1], *options, "--set", "data.unlike=qa_lt_val").exit_code == 0
+    assert command("pipelines.check_splits", recipes[1], *options, "--set", "data.unlike=qa_lt_val").exit_code == 0
     row = {"title": "title 1", "text": f"Words.\n{PARAGRAPH} 1"}
     (tmp_path / "part-0.jsonl").write_text(json.dumps(row))
-    train = tmp_path / "train.yaml"
-    unasked = {"files": str(tmp_path / "part-*.jsonl"), "documents": 1}
-    values = {"start_from": "mac-tiny", "data": squad, "unasked": unasked, "trainer": tune["trainer"]}
-    train.write_text(yaml.safe_dump(values))
-    found = checked(str(train), *options, "--set", "data.unlike=qa_lt_val")
-    assert "shares with qa_lt_val: 1 of 1 documents, 1 of 1 titles\n" in found.stdout
-    found = checked(recipes[0], *options, "--set", "corpus.questions.unlike=qa_lt_val")
+    found = command("pipelines.check_splits", recipes[0], *options, "--set", "corpus.questions.unlike=qa_lt_val")
     assert "shares with qa_lt_val: 1 of 1 documents, 1 of 1 titles\n" in found.stdout
     assert "2 paragraphs" in str(found.exception)
 
 
 def test_generated_news_is_held_against_its_own_held_out_stream() -> None:
     """A split of a generated data set is generated, too, and held against what is trained on."""
-    found = checked("mac-tiny/train", "--set", "data.documents=50")
+    found = command("pipelines.check_splits", "mac-tiny/train", "--set", "data.documents=50")
     assert found.exit_code == 0
     assert "newswire, train shares with test: 0 of 1,665 documents" in found.stdout
-    found = checked("mac-tiny/train", "--set", "data.documents=50", "--set", "data.seed=0", "--split", "train")
+    found = command(
+        "pipelines.check_splits",
+        "mac-tiny/train",
+        "--set",
+        "data.documents=50",
+        "--set",
+        "data.seed=0",
+        "--split",
+        "train",
+    )
     assert "shares with train: 0 of 1,665 documents, 50 of " in found.stdout
     assert found.exit_code == 1

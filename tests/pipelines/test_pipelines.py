@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import typer
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner, Result
 
 from mac_rag.data.newswire.generate import generate
-from mac_rag.errors import ConfigError, DataError, QuantizationError
+from mac_rag.errors import ConfigError, QuantizationError
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, mac_loss
 from pipelines.corpora.qa_data import DataConfig
@@ -25,7 +21,7 @@ from pipelines.recipe import load_recipe
 from pipelines.tasks.train import TrainConfig, TrainTask, excerpt
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Task, Trainer
-from tests.pipelines.runs import TRAINER, metrics
+from tests.pipelines.helpers import TRAINER, command, metrics
 
 Folder = Callable[[str], Path]
 DATA = {"name": "newswire", "documents": 40, "validation_documents": 6}
@@ -101,7 +97,7 @@ def test_documents_of_one_title_stay_together(model_folder: Folder, monkeypatch:
     documents = [dataclasses.replace(d, metadata={"title": t}) for d, t in zip(data.documents, titles, strict=True)]
     titled = dataclasses.replace(data, documents=tuple(documents))
     monkeypatch.setattr(DataConfig, "training_set", lambda self: titled)
-    task = TrainTask(train_recipe(model_folder, together=3))
+    task = TrainTask(train_recipe(model_folder, group_by_title=3))
     place = {document.text: i for i, document in enumerate(documents)}
     seen: set[int] = set()
     for step in range(60):
@@ -129,29 +125,6 @@ def test_an_excerpt_without_the_answer_is_the_whole_text() -> None:
 def test_there_are_no_more_distractors_than_negatives(model_folder: Folder) -> None:
     with pytest.raises(ConfigError, match=r"distractors \(4\) are chosen among negatives \(3\)"):
         train_recipe(model_folder, negatives=3, distractors=4)
-
-
-def test_paragraphs_without_questions_stand_in_each_batch(model_folder: Folder, tmp_path: Path) -> None:
-    lines = [f"Paragraph {name} " + "says something more of the same kind. " * 10 for name in "abcdef"]
-    rows = [{"text": "\n".join(["A heading.", *lines[start : start + 2]])} for start in (0, 2, 4)]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    unasked = {"files": str(tmp_path / "*.jsonl"), "documents": 2, "paragraphs": 5}
-    task = TrainTask(train_recipe(model_folder, unasked=unasked))
-    drawn = set()
-    for step in range(12):
-        batch, _ = task.batch(step, 0, 3)
-        assert len(batch.documents) == 5
-        assert max(batch.gold) < 3
-        assert set(batch.documents[3:]) < set(lines)
-        drawn |= set(batch.documents[3:])
-    assert drawn == set(lines[:5])  # never the sixth, and no heading
-    assert task.batch(3, 0, 3)[0] == task.batch(3, 0, 3)[0]
-    terms = task(task.batch(0, 0, 3))
-    assert terms["reconstruction"] > 0
-    with pytest.raises(ConfigError, match="go together"):
-        train_recipe(model_folder, unasked={"documents": 2})
-    with pytest.raises(DataError, match="6 paragraphs, but a batch takes 7"):
-        TrainTask(train_recipe(model_folder, unasked={**unasked, "paragraphs": 9, "documents": 7}))
 
 
 def test_training_changes_the_networks_and_leaves_the_lm_frozen(model_folder: Folder, tmp_path: Path) -> None:
@@ -314,12 +287,6 @@ def test_bad_recipes_name_what_is_wrong(tmp_path: Path, text: str, message: str)
         load_recipe(TrainConfig, str(path), None)
 
 
-def commanded(module: str, *options: str) -> Result:
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(importlib.import_module(module).main)
-    return CliRunner().invoke(app, options)
-
-
 def test_options_stand_for_values_of_the_recipe(model_folder: Folder, tmp_path: Path) -> None:
     """They win over the recipe and --set, and a run that they made goes on with them alone."""
     recipe = train_recipe(model_folder, context={}).model_dump(mode="json")
@@ -327,25 +294,25 @@ def test_options_stand_for_values_of_the_recipe(model_folder: Folder, tmp_path: 
     output = tmp_path / "out"
     common = ("--config", str(tmp_path / "train.yaml"), "--output", str(output))
     options = (*common, "--retriever", "hybrid-of-nothing", "--k", "1,2", "--base-lm", "lora", "--set", "context.k=[9]")
-    assert "hybrid-of-nothing" in str(commanded("pipelines.train", *options).exception)
+    assert "hybrid-of-nothing" in str(command("pipelines.train", *options).exception)
     assert not output.exists()
     options = (*common, "--retriever", "mac_rag.retrieval:BM25Retriever", "--k", "1,2", "--base-lm", "lora")
-    finished = commanded("pipelines.train", *options, "--set", "context.k=[9]")
+    finished = command("pipelines.train", *options, "--set", "context.k=[9]")
     assert finished.exit_code == 0, finished.exception
     kept = yaml.safe_load((output / "config.yaml").read_text())
     assert kept["context"]["retriever"] == "mac_rag.retrieval:BM25Retriever"
     assert (kept["context"]["k"], kept["tune_base_lm"]) == ([1, 2], "lora")
     assert {"em_retrieved", "f1_retrieved"} <= metrics(output)[-1].keys()
-    assert commanded("pipelines.train", *options).exit_code == 0
-    assert "another configuration" in str(commanded("pipelines.train", *common).exception)
+    assert command("pipelines.train", *options).exit_code == 0
+    assert "another configuration" in str(command("pipelines.train", *common).exception)
 
 
 def test_an_lm_is_tuned_with_the_retriever_of_the_option(model_folder: Folder, tmp_path: Path) -> None:
     recipe = {"base_lm": {"name": str(model_folder("gpt2"))}, "data": DATA, "trainer": TRAINER}
     (tmp_path / "tune.yaml").write_text(yaml.safe_dump(recipe))
     common = ("--config", str(tmp_path / "tune.yaml"), "--output", str(tmp_path / "out"), "--retriever", "bm25")
-    assert commanded("pipelines.tune_qa", *common, "--k", "1,3").exit_code == 0
+    assert command("pipelines.tune_qa", *common, "--k", "1,3").exit_code == 0
     assert {"em_closed", "em_retrieved_1", "em_retrieved_3"} <= metrics(tmp_path / "out")[-1].keys()
     for wrong, message in (("x", "context.k.0"), ("0", "at least 1"), ("1]", "not valid YAML"), ("50", "k is 50")):
-        found = commanded("pipelines.tune_qa", *common[:3], str(tmp_path / wrong), *common[4:], "--k", wrong)
+        found = command("pipelines.tune_qa", *common[:3], str(tmp_path / wrong), *common[4:], "--k", wrong)
         assert message in str(found.exception)

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, T5ForConditionalGeneration
 
 from mac_rag.config import EncoderConfig
 from mac_rag.errors import ConfigError, DataError
 from mac_rag.lm.loading import load_backbone, load_tokenizer
+from pipelines.initializers.minilm_embeddings import minilm_embeddings
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
 from pipelines.tasks.pretrain_t5 import PretrainT5Task
 from pipelines.trainer import Trainer
-from tests.pipelines.runs import TRAINER, metrics
+from tests.pipelines.helpers import TRAINER, metrics
 
 
 def pretrain_recipe(**values: Any) -> PretrainConfig:
@@ -100,7 +102,7 @@ def test_a_t5_from_newswire(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lm", "message"),
     [
-        ({"kind": "t5", "rope_theta": 100, "positions": 64}, "a t5 has no positions and no rope_theta"),
+        ({"kind": "t5", "positions": 64}, "positions is 64, but a t5 has relative positions"),
         ({"tokenizer": "minilm", "vocabulary": 300}, "the tokenizer 'minilm' has its own"),
     ],
 )
@@ -118,3 +120,21 @@ def test_bad_text_files(tmp_path: Path, content: str | None, message: str) -> No
     corpus = {"kind": "text", "files": str(tmp_path / "*.jsonl"), "sequence_length": 32, "validation_documents": 1}
     with pytest.raises(DataError, match=message):
         PretrainTask(pretrain_recipe(corpus=corpus), tmp_path / "out")
+
+
+def test_embeddings_of_minilm_know_words() -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "Ġking", "Ġqueen", "Ġtractor", "Ġengine", "King", "Ã"]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    torch.manual_seed(0)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
+    rows = minilm_embeddings(fast, 32)
+    assert rows.shape == (7, 32)
+    assert torch.allclose(rows.norm(dim=1), torch.ones(7))
+    near = functional.normalize(rows) @ functional.normalize(rows).T
+    # The same word, and yet not the same.
+    assert near[1, [0, 2, 3, 4, 6]].max() < near[1, 5] < 0.999

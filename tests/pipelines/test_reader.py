@@ -13,7 +13,7 @@ from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACCo
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model import MACModel
-from pipelines.initializers.kv_regression import start_as_reader
+from pipelines.initializers.kv_regression import init_by_kv_regression
 
 DATA = generate("train", 60, seed=3, questions_per_document=2)
 TOKENS = 24
@@ -38,7 +38,7 @@ def build(layers: int | None = 4, sentence_encoder: bool = False) -> MACModel:
 def started(request: pytest.FixtureRequest) -> tuple[MACModel, MACModel]:
     """A model as it is built, and the same after the start."""
     model = build(sentence_encoder=request.param)
-    start_as_reader(model, DATA)
+    init_by_kv_regression(model, DATA)
     return build(sentence_encoder=request.param), model
 
 
@@ -98,8 +98,8 @@ def test_a_checkpoint_of_fewer_layers(started: tuple[MACModel, MACModel], tmp_pa
 
 
 def test_what_cannot_start_so(tiny_model: MACModel) -> None:
-    with pytest.raises(ConfigError, match="start: reader needs encoders of design encoder-pooling"):
-        start_as_reader(tiny_model, DATA)
+    with pytest.raises(ConfigError, match="init: kv_regression needs encoders of design encoder-pooling"):
+        init_by_kv_regression(tiny_model, DATA)
     with pytest.raises(ModelLoadError, match="layers is 7, but mac-prefix-lm has 6"):
         build(layers=7)
     with pytest.raises(ValueError, match="layers is 2, but the backbone 'minilm' is taken as it is"):

@@ -1,10 +1,14 @@
-"""Short runs of the pipelines, and what they log."""
+"""Short runs of the pipelines, their logs, and commands as a test calls them."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
+
+import typer
+from typer.testing import CliRunner, Result
 
 TRAINER = {
     "steps": 4, "batch_size": 3, "learning_rate": 1e-3, "validate_every": 2, "save_every": 2, "log_every": 1,
@@ -13,8 +17,16 @@ TRAINER = {
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log without the timings."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in line.items() if name not in ("seconds_per_step", "tokens_per_second")}
         for line in lines
     ]
+
+
+def command(module: str, *options: str) -> Result:
+    """Runs a command of the pipelines in this process."""
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(importlib.import_module(module).main)
+    return CliRunner().invoke(app, options)

@@ -1,0 +1,216 @@
+"""Pipeline files: named stages in order, each a task and its recipe, which may start from what earlier stages left.
+
+    shared:                # values for YAML anchors; no stage reads them by themselves
+      data: &data {name: newswire}
+    stages:
+      reader:
+        task: tune_qa
+        data: *data
+        ...
+      memory:
+        task: train
+        model: {base_lm: {name: "${stages.reader}/best"}, ...}
+        ...
+
+Every stage has a folder of its own name, and the folders of one pipeline lie side by side. So `${stages.reader}/best`
+is the folder `best` in the folder `reader` next to that of the stage which refers to it.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from mac_rag.config import Config
+from mac_rag.errors import ConfigError
+
+C = TypeVar("C", bound=Config)
+
+RECIPES = Path(__file__).parent / "recipes"
+TASKS = ("pretrain", "tune_qa", "train", "add_lexical")  # what each does: pipelines.tasks.registry
+_STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+_REFERENCE = re.compile(r"\$\{stages\.([^}]*)\}/(?:best|last)")
+_EVERY_STAGE = "*"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a pipeline.
+
+    Attributes:
+        name: its name, which is also the name of its folder.
+        task: one of `TASKS`.
+        values: its recipe, not validated, in which references to earlier stages stand as they are.
+        where: file and stage, for messages.
+    """
+
+    name: str
+    task: str
+    values: dict[str, Any]
+    where: str
+
+    @property
+    def starts_from(self) -> set[str]:
+        """Names of the stages that its recipe refers to."""
+        return {match[1] for text in _texts(self.values) if (match := _REFERENCE.fullmatch(text))}
+
+
+def pipeline_file(name: str) -> Path | None:
+    """The file of a pipeline: `name` itself, or that of the shipped preset of this name; None if there is neither."""
+    path = Path(name) if Path(name).is_file() else RECIPES / name / "pipeline.yaml"
+    return path if path.is_file() else None
+
+
+def read_stages(path: Path, overrides: Sequence[str] = ()) -> list[Stage]:
+    """The stages of a pipeline file, in order.
+
+    Args:
+        path: the file.
+        overrides: `STAGE.name=value` each; `*` stands for every stage whose recipe has the first of the names.
+
+    Raises:
+        ConfigError: for ill-formed YAML, a stage without a known task, a reference to anything but an earlier stage,
+            or an override of what is not there; it names the stage.
+    """
+    values = read_yaml(path)
+    stages = values.get("stages")
+    if not isinstance(stages, dict) or not stages:
+        raise ConfigError(f"{path} holds no pipeline: it has no stages")
+    unknown = sorted(values.keys() - {"shared", "stages"})
+    if unknown:
+        raise ConfigError(f"{path}: a pipeline has shared and stages, but not {', '.join(map(str, unknown))}")
+    stages = {name: copy.deepcopy(stage) for name, stage in stages.items()}  # aliases are one object in all stages
+    for override in overrides:
+        _override_stage(path, stages, override)
+    read: list[Stage] = []
+    for name, stage in stages.items():
+        where = f"{path}, stage {name}"
+        if not isinstance(name, str) or not _STAGE_NAME.fullmatch(name):
+            raise ConfigError(f"{where}: a name has lower-case letters, digits, - and _, and becomes a folder's")
+        if not isinstance(stage, dict) or stage.get("task") not in TASKS:
+            raise ConfigError(f"{where}: give it a task, one of {', '.join(TASKS)}")
+        recipe = {key: value for key, value in stage.items() if key != "task"}
+        _check_references(recipe, [earlier.name for earlier in read], where)
+        read.append(Stage(name, stage["task"], recipe, where))
+    return read
+
+
+def with_stage_folders(config: C, folder: Path) -> C:
+    """The same recipe, its references replaced by paths.
+
+    Args:
+        config: the recipe.
+        folder: where the folders of all stages lie.
+    """
+    values = config.model_dump(mode="json")
+    if not any(_REFERENCE.fullmatch(text) for text in _texts(values)):
+        return config
+    return type(config).model_validate(
+        _mapped(values, lambda text: _REFERENCE.sub(lambda match: str(folder / _path(match)), text))
+    )
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        ConfigError: for ill-formed YAML, a key that comes twice, or a file that holds no mapping.
+    """
+    try:
+        values = _StrictLoader(path.read_text()).get_single_data()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no recipe, but {values!r}")
+    return values
+
+
+def override_value(values: dict[str, Any], override: str) -> None:
+    """Sets one value: `override` is `name.of.value=YAML`.
+
+    Raises:
+        ConfigError: for an override of another form, or of something that holds no values.
+    """
+    dotted, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"--set takes name=value, got {override!r}")
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {override}: {parent!r} holds no further values")
+    try:
+        values[last] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override}: {text!r} is not valid YAML") from None
+
+
+def _override_stage(path: Path, stages: dict[str, Any], override: str) -> None:
+    name, dot, rest = override.partition(".")
+    if name == _EVERY_STAGE and dot:
+        first = re.split(r"[.=]", rest)[0]
+        chosen = [stage for stage in stages.values() if isinstance(stage, dict) and first in stage]
+        if not chosen:
+            raise ConfigError(f"--set {override}: no stage of {path} has {first!r}")
+    elif name in stages and dot and isinstance(stages[name], dict):
+        chosen = [stages[name]]
+    else:
+        raise ConfigError(f"--set {override}: give STAGE.name=value; the stages of {path} are {', '.join(stages)}")
+    for stage in chosen:
+        override_value(stage, rest)
+
+
+def _check_references(values: Any, earlier: Sequence[str], where: str) -> None:
+    for text in _texts(values):
+        match = _REFERENCE.fullmatch(text)
+        if "${" in text and match is None:
+            raise ConfigError(f"{where}: {text!r} is no reference; write ${{stages.NAME}}/best or .../last")
+        if match is not None and match[1] not in earlier:
+            known = f"earlier stages are {', '.join(earlier)}" if earlier else "it is the first stage"
+            raise ConfigError(f"{where}: {text!r} refers to {match[1]!r}, which is no earlier stage; {known}")
+
+
+def _path(match: re.Match[str]) -> str:
+    return f"{match[1]}/{match[0].rpartition('/')[2]}"
+
+
+def _texts(values: Any) -> Iterator[str]:
+    """All strings in nested values."""
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _texts(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _texts(value)
+
+
+def _mapped(values: Any, change: Callable[[str], str]) -> Any:
+    """Nested values with every string changed."""
+    if isinstance(values, str):
+        return change(values)
+    if isinstance(values, dict):
+        return {name: _mapped(value, change) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_mapped(value, change) for value in values]
+    return values
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that comes twice in one mapping, of which YAML would silently take the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.composer.ComposerError(None, None, f"the key {key.value!r} comes twice", key.start_mark)
+            seen.add(key.value)
+        return node

@@ -1,0 +1,80 @@
+"""Giving a trained MAC model lexical vectors: nothing is trained, tokens are counted."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from mac_rag.config import Config, HashedBM25Config
+from mac_rag.errors import ConfigError
+from mac_rag.lm.devices import DTYPES
+from mac_rag.model import MACModel
+from mac_rag.model.factory import make_hashed_bm25
+from pipelines.corpora.qa_data import DataConfig
+
+
+class AddLexicalConfig(Config):
+    """A stage that adds lexical vectors to a model.
+
+    Attributes:
+        start_from: a MAC checkpoint, name or folder.
+        data: in its training documents the tokens are counted.
+        vectors: R, lexical vectors of each text.
+        weight: weight of their product beside the cosine in the document prior.
+        store_dtype: dtype of the stored weights; see `mac_rag.lm.int8_storage` for int8.
+    """
+
+    start_from: str
+    data: DataConfig = DataConfig()
+    vectors: int = Field(8, ge=1)
+    weight: float = Field(0.1, gt=0)
+    store_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+
+
+def write_extended(config: AddLexicalConfig, output: Path) -> None:
+    """Writes the extended model to `output/last`.
+
+    Raises:
+        ConfigError: for a model without a sentence encoder.
+    """
+    texts = (document.text for document in config.data.training_set().documents)
+    model = add_hashed_bm25(MACModel.from_pretrained(config.start_from), texts, config.vectors, config.weight)
+    new = output / ".last.new"
+    shutil.rmtree(new, ignore_errors=True)
+    model.save_pretrained(new, dtype=torch.int8 if config.store_dtype == "int8" else DTYPES[config.store_dtype])
+    new.rename(output / "last")
+
+
+def add_hashed_bm25(model: MACModel, texts: Iterable[str], vectors: int, weight: float) -> MACModel:
+    """The same networks with hashed BM25, whose counts come from a corpus; a model's former counts are replaced.
+
+    Args:
+        model: a model with a sentence encoder. Its parts go over to the new model; do not use it any more.
+        texts: the corpus.
+        vectors, weight: see `mac_rag.config.HashedBM25Config`.
+
+    Raises:
+        ConfigError: for a model without a sentence encoder.
+        DocumentError: for a text that the model cannot take.
+    """
+    if model.config.sentence_encoder is None:
+        raise ConfigError(
+            "this model has no sentence encoder, beside which hashed BM25 is added; train one with "
+            "model.sentence_encoder"
+        )
+    lexical = HashedBM25Config(vectors=vectors, weight=weight)
+    config = model.config.model_copy(update={"hashed_bm25": lexical})
+    hashed_bm25 = make_hashed_bm25(config, model.base_lm)
+    assert hashed_bm25 is not None
+    hashed_bm25.count(row for text in texts for row in model.amortization.plan(text))
+    for encoder in (model.amortization, model.input_encoder):
+        encoder.network.hashed_bm25 = hashed_bm25
+    again = MACModel(config, model.base_lm, model.amortization, model.input_encoder)
+    again.aggregation.load_state_dict(model.aggregation.state_dict())
+    again.modulation.load_state_dict(model.modulation.state_dict())
+    return again.eval()

@@ -1,0 +1,67 @@
+"""The tasks of the pipelines by name: what configures each, and how a run of it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mac_rag.config import Config
+from pipelines.recipe import keep_recipe
+from pipelines.stages import with_stage_folders
+from pipelines.tasks.add_lexical import AddLexicalConfig, write_extended
+from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
+from pipelines.tasks.pretrain_t5 import PretrainT5Task
+from pipelines.tasks.train import TrainConfig, TrainTask
+from pipelines.tasks.tune_qa import TuneConfig, TuneTask
+from pipelines.trainer import Task, Trainer
+
+
+@dataclass(frozen=True)
+class TaskKind:
+    """What a stage of a pipeline may do.
+
+    Attributes:
+        config: the class of its recipes.
+        run: does all of it, given a recipe, the folder of the run and the label of its progress bar; it goes on where
+            an earlier run in this folder stopped, and leaves `last/` there when all is done.
+    """
+
+    config: type[Config]
+    run: Callable[[Any, Path, str], None]
+
+
+def _pretraining(recipe: PretrainConfig, output: Path) -> Task:
+    return (PretrainT5Task if recipe.lm.kind == "t5" else PretrainTask)(recipe, output)
+
+
+def _training(make: Callable[[Any, Path], Task]) -> Callable[[Any, Path, str], None]:
+    def run(recipe: Any, output: Path, label: str) -> None:
+        Trainer(make(recipe, output), recipe.trainer, output, label=label).run()
+
+    return run
+
+
+TASK_KINDS = {
+    "pretrain": TaskKind(PretrainConfig, _training(_pretraining)),
+    "tune_qa": TaskKind(TuneConfig, _training(lambda recipe, _: TuneTask(recipe))),
+    "train": TaskKind(TrainConfig, _training(lambda recipe, _: TrainTask(recipe))),
+    "add_lexical": TaskKind(AddLexicalConfig, lambda recipe, output, _: write_extended(recipe, output)),
+}
+
+
+def run_task(task: str, recipe: Config, output: Path, label: str = "train") -> None:
+    """Runs a task to its end, from wherever an earlier run of the same folder stopped.
+
+    Args:
+        task: one of `TASK_KINDS`.
+        recipe: its recipe; references to other stages are folders next to `output`.
+        output: the folder of the run.
+        label: of the progress bar.
+
+    Raises:
+        ConfigError: when the folder holds a run of another recipe.
+    """
+    keep_recipe(recipe, output)
+    TASK_KINDS[task].run(with_stage_folders(recipe, output.parent), output, label)

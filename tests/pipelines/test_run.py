@@ -1,0 +1,294 @@
+"""One command runs a pipeline: all stages in order, no stage twice, and a stage that was killed goes on."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mac_rag.errors import ConfigError
+from mac_rag.model import MACModel
+from pipelines.recipe import changes_since, keep_recipe, load_recipe
+from pipelines.stages import RECIPES, read_stages
+from pipelines.tasks.tune_qa import TuneConfig
+from tests.pipelines.helpers import TRAINER, command, metrics
+
+ROOT = Path(__file__).parents[2]
+STAGES = ("lm", "reader", "start", "more")
+MINIATURE = """
+shared:
+  data: &data {name: newswire, documents: 40, validation_documents: 6}
+  trainer: &trainer
+    {steps: 4, batch_size: 3, learning_rate: 1.0e-3, validate_every: 2, save_every: 2, log_every: 1, cpu: true}
+stages:
+  lm:
+    task: pretrain
+    corpus: {documents: 60, validation_documents: 4, sequence_length: 224}
+    lm: {hidden_size: 16, layers: 2, heads: 2, intermediate_size: 32, vocabulary: 300}
+    trainer: *trainer
+  reader:
+    task: tune_qa
+    base_lm: {name: "${stages.lm}/last"}
+    data: *data
+    trainer: {<<: *trainer, best: f1}
+  start:
+    task: train
+    model:
+      base_lm: {name: "${stages.reader}/best"}
+      amortization: {design: decoder-only, name: null}
+      input_encoder: {design: decoder-only, name: null}
+      tokens: 3
+      aggregation: {blocks: 1, heads: 2, head_width: 8}
+    data: *data
+    trainer: &mac_trainer {<<: *trainer, best: loss, best_mode: min}
+  more:
+    task: train
+    start_from: ${stages.start}/last
+    data: *data
+    trainer: {<<: *mac_trainer, seed: 1}
+"""
+
+
+def run(file: Path, output: Path, *options: str) -> Any:
+    return command("pipelines.run", str(file), "--output", str(output), *options)
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def miniature(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("file"), MINIATURE)
+
+
+@pytest.fixture(scope="module")
+def whole(miniature: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a pipeline that ran from start to end."""
+    output = tmp_path_factory.mktemp("whole")
+    finished = run(miniature, output)
+    assert finished.exit_code == 0, finished.exception
+    lines = finished.stdout.splitlines()
+    places = [
+        next(i for i, line in enumerate(lines) if line.startswith(f"[{n}/4] {s}")) for n, s in enumerate(STAGES, 1)
+    ]
+    assert places == sorted(places)
+    assert "[2/4] reader (tune_qa): to do" in lines
+    assert lines[-1] == f"all 4 stages are done; the last one left {output / 'more' / 'last'}"
+    return output
+
+
+@pytest.fixture
+def copied(whole: Path, tmp_path: Path) -> Path:
+    """The same in another folder."""
+    return Path(shutil.copytree(whole, tmp_path / "copied"))
+
+
+def times(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_each_stage_starts_from_what_the_one_before_left(whole: Path) -> None:
+    start, more = (MACModel.from_pretrained(whole / name / "last", device="cpu") for name in ("start", "more"))
+    assert start.fingerprint != more.fingerprint
+    base_lm = MACModel.from_pretrained(whole / "start" / "last", device="cpu").base_lm.model.state_dict()
+    for name, weights in more.base_lm.model.state_dict().items():
+        assert weights.equal(base_lm[name])
+
+
+def test_a_killed_run_goes_on_to_the_same_model(miniature: Path, whole: Path, tmp_path: Path) -> None:
+    """kill -9 in the third stage, behind its checkpoint of step 2."""
+    killed = (
+        "import os, signal, sys\n"
+        "from mac_rag.cli.run import run_command\n"
+        "from pipelines.run import main\n"
+        "from pipelines.tasks.train import TrainTask\n"
+        "batch = TrainTask.batch\n"
+        "def fatal(self, step, *rest):\n"
+        "    if step == 3:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return batch(self, step, *rest)\n"
+        "TrainTask.batch = fatal\n"
+        f"sys.argv = ['run', {str(miniature)!r}, '--output', {str(tmp_path / 'out')!r}]\n"
+        "run_command(main)\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", killed], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert finished.returncode == -signal.SIGKILL, finished.stderr
+    listed = run(miniature, tmp_path / "out", "--list").stdout.splitlines()
+    assert listed == [
+        "[1/4] lm (pretrain): done",
+        "[2/4] reader (tune_qa): done",
+        "[3/4] start (train): step 2 of 4",
+        "[4/4] more (train): to do",
+    ]
+    before = times(tmp_path / "out" / "reader")
+    resumed = run(miniature, tmp_path / "out")
+    assert resumed.exit_code == 0, resumed.exception
+    assert "[1/4] lm: done, skipped\n[2/4] reader: done, skipped\n[3/4] start (train): step 2 of 4\n" in resumed.stdout
+    assert times(tmp_path / "out" / "reader") == before
+    for name in STAGES:
+        assert metrics(tmp_path / "out" / name) == metrics(whole / name)
+    models = [MACModel.from_pretrained(folder / "more" / "last", device="cpu") for folder in (whole, tmp_path / "out")]
+    assert models[0].fingerprint == models[1].fingerprint
+
+
+def test_what_is_done_is_skipped_wherever_the_folder_lies(miniature: Path, copied: Path) -> None:
+    before = times(copied)
+    again = run(miniature, copied)
+    assert again.exit_code == 0, again.exception
+    assert [line for line in again.stdout.splitlines() if line.startswith("[")] == [
+        f"[{number}/4] {name}: done, skipped" for number, name in enumerate(STAGES, 1)
+    ]
+    assert times(copied) == before
+
+
+def test_a_changed_configuration_of_a_done_stage_is_refused(miniature: Path, copied: Path) -> None:
+    before = times(copied)
+    refused = run(miniature, copied, "--set", "reader.trainer.steps=5", "--set", "reader.trainer.batch_size=3")
+    assert isinstance(refused.exception, ConfigError)
+    stale = " ".join(str(copied / name) for name in ("reader", "start", "more"))
+    assert "[2/4] reader has begun with another configuration: trainer.steps was 4 and is now 5. " in str(
+        refused.exception
+    )
+    assert str(refused.exception).endswith(f"or delete what depends on it: {stale}")
+    assert (
+        "trainer.steps was 4 and is now 5" in run(miniature, copied, "--list", "--set", "reader.trainer.steps=5").stdout
+    )
+    assert times(copied) == before
+
+
+def test_a_stage_is_not_redone_under_stages_that_start_from_it(miniature: Path, copied: Path) -> None:
+    shutil.rmtree(copied / "reader")
+    refused = run(miniature, copied)
+    assert isinstance(refused.exception, ConfigError)
+    assert str(refused.exception) == (
+        "[2/4] reader is not done, but start, which starts from it, has begun; "
+        f"delete {copied / 'start'} {copied / 'more'}"
+    )
+    assert not (copied / "reader").exists()
+
+
+def test_a_stage_runs_by_its_own_command_too(miniature: Path, whole: Path, copied: Path) -> None:
+    """In the same folder, from the same stage, to the same model; the pipeline then takes it as done."""
+    shutil.rmtree(copied / "more")
+    done = command("pipelines.train", "--config", f"{miniature}/more", "--output", str(copied / "more"))
+    assert done.exit_code == 0, done.exception
+    assert metrics(copied / "more") == metrics(whole / "more")
+    assert "[4/4] more: done, skipped" in run(miniature, copied).stdout
+
+
+def test_lexical_vectors_are_a_stage(tmp_path: Path) -> None:
+    lexical = {
+        "task": "add_lexical",
+        "start_from": "mac-small",
+        "data": {"documents": 30},
+        "vectors": 3,
+        "store_dtype": "int8",
+    }
+    file = written(tmp_path, yaml.safe_dump({"stages": {"lexical": lexical}}))
+    finished = run(file, tmp_path / "out")
+    assert finished.exit_code == 0, finished.exception
+    assert MACModel.from_pretrained(tmp_path / "out" / "lexical" / "last", device="cpu").config.words == 3
+    assert "[1/1] lexical: done, skipped" in run(file, tmp_path / "out").stdout
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in RECIPES.glob("*/pipeline.yaml")))
+def test_the_pipelines_of_shipped_models_are_whole(name: str, tmp_path: Path) -> None:
+    listed = command("pipelines.run", name, "--list", "--output", str(tmp_path))
+    assert listed.exit_code == 0, listed.exception
+    assert all(line.endswith("to do") for line in listed.stdout.splitlines())
+
+
+def test_a_value_may_be_set_in_one_stage_or_in_all_that_have_it(miniature: Path) -> None:
+    lm, reader, start, more = read_stages(miniature, ["*.trainer.steps=7", "*.data.seed=2", "start.trainer.seed=9"])
+    assert [stage.values["trainer"]["steps"] for stage in (lm, reader, start, more)] == [7, 7, 7, 7]
+    assert [stage.values.get("data", {}).get("seed") for stage in (lm, reader, start, more)] == [None, 2, 2, 2]
+    assert [stage.values["trainer"].get("seed") for stage in (lm, reader, start, more)] == [None, None, 9, 1]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.steps=3", "give STAGE.name=value; the stages of .* are lm, reader, start, more"),
+        ("lm=3", "give STAGE.name=value"),
+        ("*.trainers.steps=3", "no stage of .* has 'trainers'"),
+        ("lm.trainer.stepz=3", r"stage lm is not a valid PretrainConfig:\n  trainer\.stepz.*got 3"),
+        ("reader.base_lm.name=${stages.start}/last", "'start', which is no earlier stage; earlier stages are lm"),
+    ],
+)
+def test_a_wrong_override_is_named(miniature: Path, tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        raise run(miniature, tmp_path / "out", "--set", override).exception
+    assert not (tmp_path / "out").exists()
+
+
+TRAIN = {"task": "train", "preset": "distilgpt2", "trainer": TRAINER}
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (
+            {"a": {**TRAIN, "start_from": "${stages.b}/last"}, "b": TRAIN},
+            "'b', which is no earlier stage; it is the first",
+        ),
+        ({"a": TRAIN, "b": {**TRAIN, "start_from": "${stages.c}/last"}}, "'c', which is no earlier stage; .* are a"),
+        ({"a": {**TRAIN, "start_from": "${stages.a}/last"}}, "'a', which is no earlier stage"),
+        ({"a": TRAIN, "b": {**TRAIN, "start_from": "${stages.a}/newest"}}, "is no reference; write"),
+        ({"a": TRAIN, "b": {**TRAIN, "start_from": "${a}/last"}}, "is no reference; write"),
+        ({"a": {**TRAIN, "task": "distil"}}, "stage a: give it a task, one of pretrain, tune_qa, train, add_lexical"),
+        ({"A B": TRAIN}, "stage A B: a name has lower-case letters"),
+        ({}, "it has no stages"),
+    ],
+)
+def test_a_pipeline_that_cannot_run_says_why(tmp_path: Path, stages: dict[str, Any], message: str) -> None:
+    file = written(tmp_path, yaml.safe_dump({"stages": stages}))
+    with pytest.raises(ConfigError, match=message):
+        raise run(file, tmp_path / "out").exception
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stages: {a: {task: train}}\nstage: {}", "a pipeline has shared and stages, but not stage"),
+        ("stages:\n  a: {task: train}\n  a: {task: tune_qa}", "the key 'a' comes twice"),
+    ],
+)
+def test_a_file_that_is_no_pipeline_says_why(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        raise run(written(tmp_path, text), tmp_path / "out").exception
+
+
+def test_unknown_names_list_those_there_are(miniature: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no pipeline 'mac-huge': neither a file nor one of mac-small, mac-tiny"):
+        raise command("pipelines.run", "mac-huge").exception  # type: ignore[misc]
+    with pytest.raises(ConfigError, match=r"no recipe 'mac-tiny/trian'.*mac-tiny/train-more"):
+        load_recipe(TuneConfig, "mac-tiny/trian", None)
+    with pytest.raises(ConfigError, match="holds a pipeline; name one of its stages"):
+        load_recipe(TuneConfig, str(miniature), None)
+
+
+def test_several_processes_are_refused(miniature: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "a pipeline runs in one process" in str(run(miniature, tmp_path).exception)
+
+
+def test_a_run_that_an_earlier_release_began_goes_on(tmp_path: Path) -> None:
+    """Its configuration has old names, and not the fields that are new."""
+    recipe = TuneConfig.parse({"base_lm": {"name": "x"}, "question_blind": 0.5, "trainer": TRAINER}, "test")
+    kept = recipe.model_dump(mode="json", exclude={"token_dropout"})
+    kept["apart"] = kept.pop("question_blind")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(kept))
+    keep_recipe(recipe, tmp_path)
+    assert changes_since(tmp_path, recipe.model_copy(update={"question_blind": 0.25})) == [
+        "question_blind was 0.5 and is now 0.25"
+    ]
