@@ -219,7 +219,7 @@ def test_questions_tuned_on_stand_behind_the_documents_that_answer_them(model_fo
         "test",
     )
     task = TuneTask(recipe)
-    for ids, labels, _ in task.batch(0, 0, 3):
+    for ids, labels, *_ in task.batch(0, 0, 3):
         text = task.encoder.tokenizer.decode(ids)
         answers = task.encoder.tokenizer.decode([token for token in labels if token != -100])
         assert text.count("Question:") == text.count("Answer:") == 2
@@ -243,7 +243,7 @@ def test_an_lm_learns_to_abstain_where_nothing_in_front_answers(model_folder: Fo
     task = TuneTask(recipe)
     abstained = set()
     for step in range(6):
-        for ids, labels, _ in task.batch(step, 0, 3):
+        for ids, labels, *_ in task.batch(step, 0, 3):
             documents = task.encoder.tokenizer.decode(ids).split("Question:")[0]
             answer = task.encoder.tokenizer.decode([token for token in labels if token != -100][:-1]).strip()
             abstained.add(answer == "I don't know")
