@@ -24,6 +24,7 @@ test: $(VENV)/.installed-dev  ## Lint, check types and imports, run the tests.
 	$(BIN) -m ruff format --check .
 	$(BIN) -m mypy
 	$(VENV)/bin/lint-imports
+	$(BIN) -m pytest --import-mode=prepend --doctest-modules mac_rag
 	$(BIN) -m pytest -n 2 --dist worksteal
 
 format: $(VENV)/.installed-dev  ## Sort imports and format the code.

@@ -42,6 +42,7 @@ Plan: TypeAlias = dict[str, list[list[int]]]  # document id -> token ids of its 
 class MACEngine:
     """Adapts to documents and answers questions.
 
+    Examples:
         >>> from mac_rag import Document, MACEngine
         >>> engine = MACEngine("mac-tiny")
         >>> engine.adapt([Document("may", "Ada Voss was appointed head of the Orsena museum.")]).added

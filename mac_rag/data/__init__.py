@@ -36,10 +36,11 @@ def load_dataset(
             set does not take.
         DataError: for a file that is missing, malformed or empty.
 
-    >>> from mac_rag.data import load_dataset
-    >>> dataset = load_dataset("newswire", "test", documents=3)
-    >>> len(dataset.documents), dataset.questions[0].document_id == dataset.documents[0].id
-    (3, True)
+    Examples:
+        >>> from mac_rag.data import load_dataset
+        >>> dataset = load_dataset("newswire", "test", documents=3)
+        >>> len(dataset.documents), dataset.questions[0].document_id == dataset.documents[0].id
+        (3, True)
     """
     if name not in SPLITS:
         raise ConfigError(f"unknown data set {name!r}; choose one of {', '.join(SPLITS)}")

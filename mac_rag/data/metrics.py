@@ -14,8 +14,9 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 def normalize(answer: str) -> str:
     """Lower-cases a text, drops punctuation and articles, and joins its words by single spaces (SQuAD v1.1).
 
-    >>> normalize("The  Golden-Gate Bridge!")
-    'goldengate bridge'
+    Examples:
+        >>> normalize("The  Golden-Gate Bridge!")
+        'goldengate bridge'
     """
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
@@ -23,8 +24,9 @@ def normalize(answer: str) -> str:
 def exact_match(prediction: str, answer: str) -> float:
     """1 if the two are equal after normalization, else 0.
 
-    >>> exact_match("the bridge", "Bridge"), exact_match("a new bridge", "Bridge")
-    (1.0, 0.0)
+    Examples:
+        >>> exact_match("the bridge", "Bridge"), exact_match("a new bridge", "Bridge")
+        (1.0, 0.0)
     """
     return float(normalize(prediction) == normalize(answer))
 
@@ -34,8 +36,9 @@ def prefix_match(prediction: str, answer: str) -> float:
 
     As in the published code, an answer that normalization leaves empty matches every prediction.
 
-    >>> prefix_match("Anna Berg of Norrland", "Anna Berg"), prefix_match("Berg", "Anna Berg")
-    (1.0, 0.0)
+    Examples:
+        >>> prefix_match("Anna Berg of Norrland", "Anna Berg"), prefix_match("Berg", "Anna Berg")
+        (1.0, 0.0)
     """
     return float(normalize(prediction).startswith(normalize(answer)))
 
@@ -43,8 +46,9 @@ def prefix_match(prediction: str, answer: str) -> float:
 def f1(prediction: str, answer: str) -> float:
     """Harmonic mean of precision and recall of the answer's words (SQuAD v1.1), from 0 to 1.
 
-    >>> f1("Berg", "Anna Berg")  # precision 1, recall 1/2
-    0.6666666666666666
+    Examples:
+        >>> f1("Berg", "Anna Berg")  # precision 1, recall 1/2
+        0.6666666666666666
     """
     predicted, expected = normalize(prediction).split(), normalize(answer).split()
     shared = sum((Counter(predicted) & Counter(expected)).values())
@@ -57,8 +61,9 @@ def f1(prediction: str, answer: str) -> float:
 def best_over(metric: Callable[[str, str], float], prediction: str, answers: Sequence[str]) -> float:
     """The highest value of a metric over all accepted answers.
 
-    >>> best_over(exact_match, "May", ["in May", "May"])
-    1.0
+    Examples:
+        >>> best_over(exact_match, "May", ["in May", "May"])
+        1.0
     """
     return max(metric(prediction, answer) for answer in answers)
 
@@ -71,7 +76,8 @@ def recall_at_k(retrieved: Sequence[Sequence[str]], gold: Sequence[str], k: int)
         gold: for each question, the id of the document that answers it.
         k: number of retrieved documents that count.
 
-    >>> recall_at_k([["bridge", "river"], ["museum", "bridge"]], ["bridge", "bridge"], k=1)
-    0.5
+    Examples:
+        >>> recall_at_k([["bridge", "river"], ["museum", "bridge"]], ["bridge", "bridge"], k=1)
+        0.5
     """
     return sum(document_id in ids[:k] for ids, document_id in zip(retrieved, gold)) / len(gold)

@@ -16,8 +16,9 @@ class Document:
         text: text of the document.
         metadata: provenance such as `title` and `date`, stored with the memory tokens; must fit into JSON.
 
-    >>> Document("bridge", "Anna Berg opened the bridge.", {"date": "2004-05-01"}).metadata["date"]
-    '2004-05-01'
+    Examples:
+        >>> Document("bridge", "Anna Berg opened the bridge.", {"date": "2004-05-01"}).metadata["date"]
+        '2004-05-01'
     """
 
     id: str
@@ -35,8 +36,9 @@ class Question:
         answers: all accepted answers; the first one is used in training.
         document_id: id of the document that contains the answer.
 
-    >>> Question("q1", "Who opened the bridge?", ("Anna Berg", "Berg"), "bridge").answers[0]
-    'Anna Berg'
+    Examples:
+        >>> Question("q1", "Who opened the bridge?", ("Anna Berg", "Berg"), "bridge").answers[0]
+        'Anna Berg'
     """
 
     id: str
@@ -55,11 +57,12 @@ class QADataset:
         documents: all documents of the stream.
         questions: all questions about them.
 
-    >>> documents = (Document("bridge", "Anna Berg opened the bridge."), Document("river", "A ferry on the river."))
-    >>> questions = (Question("q1", "Who opened the bridge?", ("Anna Berg",), "bridge"),)
-    >>> by_document = QADataset("example", "test", documents, questions).questions_by_document()
-    >>> {name: [question.id for question in about] for name, about in by_document.items()}
-    {'bridge': ['q1'], 'river': []}
+    Examples:
+        >>> documents = (Document("bridge", "Anna Berg opened the bridge."), Document("river", "A ferry on the river."))
+        >>> questions = (Question("q1", "Who opened the bridge?", ("Anna Berg",), "bridge"),)
+        >>> by_document = QADataset("example", "test", documents, questions).questions_by_document()
+        >>> {name: [question.id for question in about] for name, about in by_document.items()}
+        {'bridge': ['q1'], 'river': []}
     """
 
     name: str

@@ -26,9 +26,10 @@ def pad_rows(
     Returns:
         Token ids `[B, L]` and mask `[B, L]`, both int64; the mask is 1 for tokens and 0 for padding.
 
-    >>> ids, mask = pad_rows([[7, 8, 9], [5]], pad=0)
-    >>> ids.tolist(), mask.tolist()
-    ([[7, 8, 9], [5, 0, 0]], [[1, 1, 1], [1, 0, 0]])
+    Examples:
+        >>> ids, mask = pad_rows([[7, 8, 9], [5]], pad=0)
+        >>> ids.tolist(), mask.tolist()
+        ([[7, 8, 9], [5, 0, 0]], [[1, 1, 1], [1, 0, 0]])
     """
     length = max(map(len, rows))
     ids = torch.full((len(rows), length), pad)

@@ -45,19 +45,20 @@ class MemoryBank(Contents):
         folder: folder of a bank on disk; None for a bank in memory.
         version: a number that grows with every change.
 
-    >>> import torch
-    >>> from mac_rag.data.types import Document
-    >>> from mac_rag.memory import MemoryBank
-    >>> bank = MemoryBank("fingerprint of the model")
-    >>> documents = [Document("bridge", "The bridge opened."), Document("museum", "The museum closed.")]
-    >>> bank.put(documents, torch.zeros(2, 4, 8))
-    ()
-    >>> len(bank), "bridge" in bank, bank["museum"].phi.shape
-    (2, True, torch.Size([1, 4, 8]))
-    >>> bank.delete("bridge")
-    ('bridge',)
-    >>> bank.document_ids
-    ['museum']
+    Examples:
+        >>> import torch
+        >>> from mac_rag.data.types import Document
+        >>> from mac_rag.memory import MemoryBank
+        >>> bank = MemoryBank("fingerprint of the model")
+        >>> documents = [Document("bridge", "The bridge opened."), Document("museum", "The museum closed.")]
+        >>> bank.put(documents, torch.zeros(2, 4, 8))
+        ()
+        >>> len(bank), "bridge" in bank, bank["museum"].phi.shape
+        (2, True, torch.Size([1, 4, 8]))
+        >>> bank.delete("bridge")
+        ('bridge',)
+        >>> bank.document_ids
+        ['museum']
     """
 
     folder: Path | None = None

@@ -26,13 +26,14 @@ class ClosestPair:
         capacity: maximum number of vectors at a time.
         width: W, the length of a vector.
 
-    >>> import torch
-    >>> from mac_rag.memory.closest_pair import ClosestPair
-    >>> vectors = ClosestPair(capacity=3, width=2)
-    >>> for key, vector in enumerate([[1.0, 0.0], [0.0, 1.0], [1.0, 0.1]]):
-    ...     vectors.add(key, torch.tensor(vector))
-    >>> vectors.pair()
-    (0, 2)
+    Examples:
+        >>> import torch
+        >>> from mac_rag.memory.closest_pair import ClosestPair
+        >>> vectors = ClosestPair(capacity=3, width=2)
+        >>> for key, vector in enumerate([[1.0, 0.0], [0.0, 1.0], [1.0, 0.1]]):
+        ...     vectors.add(key, torch.tensor(vector))
+        >>> vectors.pair()
+        (0, 2)
     """
 
     def __init__(self, capacity: int, width: int) -> None:

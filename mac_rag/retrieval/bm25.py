@@ -48,13 +48,15 @@ class BM25Retriever(RowRetriever):
     Raises:
         ConfigError: for an unknown engine or idf, or an idf that the engine does not support.
 
-    >>> from mac_rag.data.types import Document
-    >>> from mac_rag.retrieval import BM25Retriever
-    >>> retriever = BM25Retriever()
-    >>> retriever.add([Document("bridge", "Anna Berg opened the bridge."), Document("river", "A ferry on the river.")])
-    >>> [hits] = retriever.retrieve(["Who opened the bridge?"], k=5)
-    >>> [hit.document_id for hit in hits]
-    ['bridge']
+    Examples:
+        >>> from mac_rag.data.types import Document
+        >>> from mac_rag.retrieval import BM25Retriever
+        >>> retriever = BM25Retriever()
+        >>> documents = [Document("bridge", "Anna Berg opened the bridge."), Document("river", "A ferry on the river.")]
+        >>> retriever.add(documents)
+        >>> [hits] = retriever.retrieve(["Who opened the bridge?"], k=5)
+        >>> [hit.document_id for hit in hits]
+        ['bridge']
     """
 
     def __init__(

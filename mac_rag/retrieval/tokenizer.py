@@ -39,9 +39,10 @@ class Tokenizer:
     Raises:
         ConfigError: for a language without a stemmer or a list of stop words, or an invalid pattern.
 
-    >>> from mac_rag.retrieval import Tokenizer
-    >>> Tokenizer()("The bridges were opened in May")
-    ['bridg', 'were', 'open', 'may']
+    Examples:
+        >>> from mac_rag.retrieval import Tokenizer
+        >>> Tokenizer()("The bridges were opened in May")
+        ['bridg', 'were', 'open', 'may']
     """
 
     pattern: str = r"\w+"
