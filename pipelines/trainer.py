@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, ModelLoadError
+from mac_rag.lm.devices import default_device
 from mac_rag.progress import progress_bar
 
 
@@ -74,6 +75,11 @@ class TrainerConfig(Config):
         if self.schedule_steps is not None and self.schedule_steps < self.steps:
             raise ValueError(f"schedule_steps is {self.schedule_steps}, before the last of {self.steps} steps")
         return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where to train: a GPU if there is one, unless `cpu`."""
+        return default_device("cpu" if self.cpu else None)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, as a share of `learning_rate`."""

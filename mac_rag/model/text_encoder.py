@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mac_rag.errors import DocumentError
-from mac_rag.lm.batching import length_buckets, similar_lengths
+from mac_rag.lm.batching import length_buckets, pad_rows, similar_lengths
 from mac_rag.nn.amortization import AmortizationNetwork
 from mac_rag.nn.memory_tokens import MemoryTokens
 
@@ -67,11 +67,7 @@ class TextEncoder(nn.Module):
         return encoded[places.argsort()]
 
     def _encode_batch(self, rows: Sequence[Sequence[int]]) -> MemoryTokens:
-        length = max(map(len, rows))
-        # Padding is masked, so any token may fill it.
-        ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=self.device)
-        encoded: MemoryTokens = self.network(ids, mask)
+        encoded: MemoryTokens = self.network(*pad_rows(rows, 0, self.device))  # masked, so any token may pad
         return encoded
 
     @torch.no_grad()
