@@ -20,6 +20,15 @@ _ALIKE = 1.5  # the longest text of a batch is at most so many times as long as 
 class TextEncoder(nn.Module):
     """g_amort for documents or g_input for questions.
 
+    Examples:
+        >>> from mac_rag import MACModel
+        >>> encoder = MACModel.from_pretrained("mac-tiny").amortization
+        >>> rows = encoder.plan("A storm has hit Wunville. " * 100)  # beyond the limit, so it becomes several rows
+        >>> len(rows) > 1, max(map(len, rows)) <= encoder.max_tokens
+        (True, True)
+        >>> encoder.encode(rows[:2], batch_tokens=2048).tokens.shape
+        torch.Size([2, 16, 128])
+
     Args:
         network: the amortization network.
         tokenizer: its backbone's tokenizer.

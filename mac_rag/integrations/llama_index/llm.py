@@ -60,10 +60,15 @@ logger = logging.getLogger(__name__)
 class DocumentsTruncatedEvent(BaseEvent):
     """Documents were shortened to fit into the LM's window.
 
+    Examples:
+        >>> event = DocumentsTruncatedEvent(query_str="What hit Wunville?", given=["A storm.", "A town."], used=["A"])
+        >>> f"{len(event.given) - len(event.used)} of {len(event.given)} documents left out"
+        '1 of 2 documents left out'
+
     Attributes:
-        query_str: the question, which never is.
+        query_str: the question; it is never shortened.
         given: the texts of the nodes.
-        used: what is left of them; one of which nothing is left is missing.
+        used: the texts that the LM reads; texts that were left out are missing.
     """
 
     query_str: str
@@ -78,21 +83,24 @@ class DocumentsTruncatedEvent(BaseEvent):
 class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
     """A LlamaIndex LLM that answers through a `MACEngine`: from its memory bank, from retrieved context, or both.
 
-    Query and chat engines hand it question and context through the slots of their prompt templates, which it formats
-    as the model was trained; the wording of the templates, system prompts and chat histories never reach the LM. See
-    `read_slots` for what each slot does. Used directly:
+    It takes question and context from the slots of LlamaIndex's prompt templates (see `read_slots`). The LM never reads
+    the wording of the templates, system prompts or chat histories. Used directly:
 
     - `complete(prompt, contexts=...)` takes its argument as the question;
     - `chat(messages)` takes the last user message as the question;
     - the async methods leave the event loop free, the streaming ones yield tokens as the LM makes them.
 
     Context is text as LlamaIndex assembles it: nodes are joined, and each starts with its metadata. Hide metadata
-    that the model was not trained on by `node.excluded_llm_metadata_keys`. Of a context beyond the LM's window the end
-    is left out, and a warning logged; retrieve fewer or smaller nodes, let LlamaIndex pack by the LM's own tokens
-    (`prompt_helper`), or use `MACSynthesizer`, which also keeps the nodes apart. A model that answers in a few tokens
-    cannot rewrite a question: chat engines get follow-up questions back as they are, and one with a rewriting prompt of
-    its own in the mode condense_plus_context needs `skip_condense=True`. Structured output, output parsers and tools
-    are refused.
+    that the model was not trained on by `node.excluded_llm_metadata_keys`. A context beyond the LM's window loses its
+    end, and a warning is logged: retrieve fewer or smaller nodes, let LlamaIndex pack by the LM's own tokens
+    (`prompt_helper`), or use `MACSynthesizer`, which also keeps the nodes apart. Chat engines get follow-up questions
+    back as they are, because the model cannot rewrite them; a chat engine in mode condense_plus_context with its own
+    rewriting prompt needs `skip_condense=True`. Structured output, output parsers and tools are refused.
+
+    Examples:
+        >>> context = "Edgar Flara will join the board of Rainga Press. The company employs 180 people."
+        >>> MACLLM("mac-tiny").complete("How many workers does Rainga Press have?", contexts=[context]).text
+        '180'
 
     Args:
         model: name or path of a checkpoint, or a model; None for the default. Its bank is empty: fill `llm.engine`.
