@@ -63,7 +63,7 @@ class MACEngine:
             `mac_rag.lm.max_rule`); None for what the model is configured to.
 
     Raises:
-        ConfigError: for a way of attending that the model does not support.
+        ConfigError: for an `attention` that the model does not support.
         FingerprintError: when another model wrote the bank.
     """
 
@@ -356,7 +356,7 @@ class MACEngine:
 
         Raises:
             BankError: for an empty bank, or none of its documents allowed.
-            ConfigError: for a way of attending that does not reach single documents.
+            ConfigError: for an `attention` that does not tell single documents apart.
         """
         with self._lock:
             return self._current().document_mass(questions, allowed)
