@@ -51,10 +51,10 @@ class LMConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> LMConfig:
-        given = {name for name, field in LMConfig.model_fields.items() if getattr(self, name) != field.default}
-        if self.tokenizer is not None and "vocabulary" in given:
+        changed = {name for name, field in LMConfig.model_fields.items() if getattr(self, name) != field.default}
+        if self.tokenizer is not None and "vocabulary" in changed:
             raise ValueError(f"vocabulary is {self.vocabulary}, but the tokenizer {self.tokenizer!r} has its own")
-        if self.kind == "t5" and "positions" in given:
+        if self.kind == "t5" and "positions" in changed:
             raise ValueError(f"positions is {self.positions}, but a t5 has relative positions without a limit")
         return self
 
@@ -116,8 +116,8 @@ class PretrainTask(Task):
         self.config = config
         folder = output / "tokenizer"
         if not folder.exists():
-            named = config.lm.tokenizer
-            (train_tokenizer(config) if named is None else load_tokenizer(named)).save_pretrained(folder)
+            name = config.lm.tokenizer
+            (train_tokenizer(config) if name is None else load_tokenizer(name)).save_pretrained(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.encoder = PromptEncoder(self.tokenizer)
         torch.manual_seed(config.trainer.seed)
