@@ -25,6 +25,9 @@ from pipelines.tasks.open_book import reading_scores
 from pipelines.tasks.throughput import training_speed
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
+# Value of `lm.embeddings` -> makes token embeddings `[vocabulary, width]` from a tokenizer and the width.
+_PRETRAINED_EMBEDDINGS = {"minilm": minilm_embeddings}
+
 
 class LMConfig(Config):
     """Architecture, sizes and first weights of an LM.
@@ -126,9 +129,10 @@ class PretrainTask(Task):
         # They are tied to the output: this scale gives logits of unit variance. With the usual 0.02, rare tokens are
         # hard to tell apart.
         torch.nn.init.normal_(embedded, std=config.lm.hidden_size**-0.5)
-        if config.lm.embeddings == "minilm":
+        make_embeddings = _PRETRAINED_EMBEDDINGS.get(config.lm.embeddings)
+        if make_embeddings is not None:
             with torch.no_grad():
-                embedded.copy_(minilm_embeddings(self.tokenizer, config.lm.hidden_size))
+                embedded.copy_(make_embeddings(self.tokenizer, config.lm.hidden_size))
         self._answer_mark = self.encoder.question("")[-2:]
         self._compiled: Any = torch.compile(self.token_losses, dynamic=False) if config.compile else self.token_losses
         if config.corpus.kind == "newswire":
