@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -27,6 +26,7 @@ from pydantic import Field, model_validator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mac_rag.atomic_files import write_folder, write_text
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.devices import default_device
@@ -300,31 +300,18 @@ class Trainer:
 
     def _export(self, name: str) -> None:
         """Writes the model beside its old version and swaps the two, so that a kill leaves one of them whole."""
-        new, old = self.output / f".{name}.new", self.output / f".{name}.old"
-        for leftover in (new, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        self.task.save(new)
-        final = self.output / name
-        if final.exists():
-            final.rename(old)
-        new.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
+        with write_folder(self.output / name) as new:
+            self.task.save(new)
 
     def _checkpoint(self) -> None:
         if not self.accelerator.is_main_process:
             self.accelerator.wait_for_everyone()
             return
         folder = self.output / "checkpoints"
-        new = folder / "incomplete"
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
-        save_file(self.task.training_state(), new / "model.safetensors")
-        torch.save(self.optimizer.state_dict(), new / "optimizer.pt")
-        (new / "trainer.json").write_text(json.dumps({"step": self.step, "best": self.best}))
-        for path in new.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        new.rename(folder / f"step-{self.step:08d}")
+        with write_folder(folder / f"step-{self.step:08d}") as new:
+            save_file(self.task.training_state(), new / "model.safetensors")
+            torch.save(self.optimizer.state_dict(), new / "optimizer.pt")
+            (new / "trainer.json").write_text(json.dumps({"step": self.step, "best": self.best}))
         for older in _checkpoints(folder)[:-1]:
             shutil.rmtree(older)
         self.accelerator.wait_for_everyone()
@@ -351,9 +338,7 @@ class Trainer:
             if not line.endswith("\n") or json.loads(line)["step"] > self.step:
                 break
             kept.append(line)
-        new = log.with_suffix(".new")
-        new.write_text("".join(kept))
-        new.replace(log)
+        write_text(log, "".join(kept))
 
 
 def finished_steps(output: Path) -> int:
