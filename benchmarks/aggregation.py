@@ -66,8 +66,9 @@ def main(
 
     from benchmarks.aggregation_cases import Case, Sizes, compared, measured
     from benchmarks.measure import copy_bandwidth, in_child, write_json
+    from mac_rag.lm.devices import default_device
 
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = default_device(device)
     sizes = Sizes(tokens, width, blocks, heads, head_width)
     console = Console()
     console.print(

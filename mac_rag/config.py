@@ -78,6 +78,11 @@ class PromptFormat:
     Document, question and answer are tokenized one by one and joined as ids. So a boundary never changes a token, and
     `d + x` starts with exactly the ids of `d`.
 
+    Examples:
+        >>> prompt = PromptFormat(document="Context: {document}\\n\\n", question="Q: {question}\\nA:")
+        >>> prompt.question.format(question="Who?")
+        'Q: Who?\\nA:'
+
     Attributes:
         document, question, answer: the templates.
         abstention: the answer that the LM has learned for questions whose answer does not stand in front of them, such
@@ -103,6 +108,10 @@ Quantization = Literal["none", "int8", "nf4"]
 class BaseLMConfig(Config):
     """The frozen base LM theta_base.
 
+    Examples:
+        >>> BaseLMConfig(name="openai-community/gpt2-xl", dtype="bf16", quantization="nf4").quantization
+        'nf4'
+
     Attributes:
         name: a causal LM on the Hub, or a folder; `./name` is a folder inside the checkpoint itself. `minilm` is a
             prefix LM of all-MiniLM-L6-v2's weights, which must be tuned before it can answer.
@@ -122,6 +131,12 @@ FROM_BASE_LM = ("decoder-only", "encoder-pooling")  # designs whose backbone can
 
 class EncoderConfig(Config):
     """The amortization network g_amort or the input encoder g_input.
+
+    Examples:
+        >>> EncoderConfig(name="google-t5/t5-base").design  # T5's encoder reads, its decoder writes memory tokens
+        'encoder-decoder'
+        >>> EncoderConfig(name=None, design="encoder-pooling", layers=6).layers  # starts from 6 layers of the base LM
+        6
 
     Attributes:
         design: how the learned vectors meet the text; see `mac_rag.nn.amortization`.
@@ -165,6 +180,10 @@ class SentenceEncoderConfig(Config):
     It is a retriever's encoder and is never trained: learning which document answers a question takes more examples
     than learning to read. Not part of the paper.
 
+    Examples:
+        >>> SentenceEncoderConfig(name="minilm", embeddings="base-lm").embeddings  # the LM has this vocabulary
+        'base-lm'
+
     Attributes:
         name: `minilm`, a folder, or a repository on the Hub. The encoder's width must be D.
         revision: branch, tag or commit on the Hub.
@@ -183,6 +202,10 @@ class HashedBM25Config(Config):
     The document prior adds these products to its cosine. The vectors are stored with the memory tokens, and nothing
     attends to them. Not part of the paper.
 
+    Examples:
+        >>> HashedBM25Config(vectors=16, weight=0.2).vectors
+        16
+
     Attributes:
         vectors: R, lexical vectors of width D for each text.
         weight: weight of the product beside the cosine. No training changes it, so choose it on validation data.
@@ -194,6 +217,10 @@ class HashedBM25Config(Config):
 
 class AggregationConfig(Config):
     """The aggregation network h_psi; the defaults are the paper's.
+
+    Examples:
+        >>> AggregationConfig(blocks=2, prior_width=128, prior_sharpness=4).prior_width  # with a document prior
+        128
 
     Attributes:
         blocks: cross-attention blocks.
@@ -214,6 +241,10 @@ class AggregationConfig(Config):
 
 class ModulationConfig(Config):
     """How phi* changes the LM.
+
+    Examples:
+        >>> ModulationConfig(kind="lora", targets=("q_proj", "v_proj")).targets
+        ('q_proj', 'v_proj')
 
     Attributes:
         kind: `prefix` (P-tuning v2), `lora` or `film`.
@@ -239,6 +270,11 @@ class ModulationConfig(Config):
 class AttentionConfig(Config):
     """How an engine attends to its bank. It is part of no checkpoint: any bank may be read in any of these ways.
 
+    Examples:
+        >>> from mac_rag import MACEngine
+        >>> MACEngine("mac-tiny", attention=AttentionConfig(strategy="preselect", preselected=8)).attention.preselected
+        8
+
     Attributes:
         strategy: `streaming` is exact over the whole bank, at constant working memory. `preselect` is exact over the
             documents with the highest prior, so that a question's cost hardly grows with the bank. `hierarchical` is
@@ -263,6 +299,13 @@ class AttentionConfig(Config):
 class BoundConfig(Config):
     """How large a bank may become, and how it makes room (section "Memory bank size constraint").
 
+    Examples:
+        >>> from mac_rag import Document, MACEngine
+        >>> engine = MACEngine("mac-tiny", bound=BoundConfig(maximum=2))
+        >>> report = engine.adapt([Document(town, f"A storm has hit {town}.") for town in ("Haib", "Tour", "Wun")])
+        >>> len(list(engine.bank)), len(engine.bank)  # two entries stand for three documents
+        (2, 3)
+
     Attributes:
         maximum: largest number of entries; documents that were averaged are one entry.
         method: see `mac_rag.memory.reduction`. In the paper, averaging the nearest entries is best.
@@ -285,6 +328,12 @@ def _index_fields(index: Any) -> dict[str, Any]:
 
 class MACConfig(Config):
     """A whole MAC model.
+
+    Examples:
+        >>> t5 = EncoderConfig(name="google-t5/t5-small")
+        >>> config = MACConfig(base_lm=BaseLMConfig(name="gpt2"), amortization=t5, input_encoder=t5, tokens=12)
+        >>> MACConfig.parse(config.model_dump(), "config.json") == config
+        True
 
     Attributes:
         base_lm: the frozen base LM.

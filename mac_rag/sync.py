@@ -108,6 +108,17 @@ Remember = Callable[[list[Document]], object]  # writes documents to the bank, w
 class SyncedBank:
     """A memory bank and the retriever that it follows.
 
+    Examples:
+        >>> import torch
+        >>> from mac_rag.retrieval import BM25Retriever
+        >>> synced = SyncedBank(MemoryBank("fingerprint of the model"), BM25Retriever())
+        >>> documents = [Document("bridge", "The bridge opened."), Document("museum", "The museum closed.")]
+        >>> forgotten = synced.put(documents, lambda: synced.bank.put(documents, torch.zeros(2, 4, 8)))
+        >>> synced.delete(["bridge"])
+        Deletion(forgotten=('bridge',), unfiled=('bridge',))
+        >>> "bridge" in synced.bank, "bridge" in synced.retriever
+        (False, False)
+
     Args:
         bank: open for writing, or in memory.
         retriever: None for a bank alone.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -27,8 +26,10 @@ from pydantic import Field, model_validator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mac_rag.atomic_files import write_folder, write_text
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, ModelLoadError
+from mac_rag.lm.devices import default_device
 from mac_rag.progress import progress_bar
 
 
@@ -74,6 +75,11 @@ class TrainerConfig(Config):
         if self.schedule_steps is not None and self.schedule_steps < self.steps:
             raise ValueError(f"schedule_steps is {self.schedule_steps}, before the last of {self.steps} steps")
         return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where to train: a GPU if there is one, unless `cpu`."""
+        return default_device("cpu" if self.cpu else None)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, as a share of `learning_rate`."""
@@ -294,31 +300,18 @@ class Trainer:
 
     def _export(self, name: str) -> None:
         """Writes the model beside its old version and swaps the two, so that a kill leaves one of them whole."""
-        new, old = self.output / f".{name}.new", self.output / f".{name}.old"
-        for leftover in (new, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        self.task.save(new)
-        final = self.output / name
-        if final.exists():
-            final.rename(old)
-        new.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
+        with write_folder(self.output / name) as new:
+            self.task.save(new)
 
     def _checkpoint(self) -> None:
         if not self.accelerator.is_main_process:
             self.accelerator.wait_for_everyone()
             return
         folder = self.output / "checkpoints"
-        new = folder / "incomplete"
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
-        save_file(self.task.training_state(), new / "model.safetensors")
-        torch.save(self.optimizer.state_dict(), new / "optimizer.pt")
-        (new / "trainer.json").write_text(json.dumps({"step": self.step, "best": self.best}))
-        for path in new.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        new.rename(folder / f"step-{self.step:08d}")
+        with write_folder(folder / f"step-{self.step:08d}") as new:
+            save_file(self.task.training_state(), new / "model.safetensors")
+            torch.save(self.optimizer.state_dict(), new / "optimizer.pt")
+            (new / "trainer.json").write_text(json.dumps({"step": self.step, "best": self.best}))
         for older in _checkpoints(folder)[:-1]:
             shutil.rmtree(older)
         self.accelerator.wait_for_everyone()
@@ -346,9 +339,7 @@ class Trainer:
             if not line.endswith("\n") or json.loads(line)["step"] > self.step:
                 break
             kept_lines.append(line)
-        new = log.with_suffix(".new")
-        new.write_text("".join(kept_lines))
-        new.replace(log)
+        write_text(log, "".join(kept_lines))
 
 
 def finished_steps(output: Path) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -192,7 +194,27 @@ class TestReadme:
         assert len(quickstart.splitlines()) <= 14
 
 
+def examples(docstring: str | None) -> list[doctest.Example]:
+    """The doctest examples in the section `Examples:` of a docstring."""
+    _, _, section = inspect.cleandoc(docstring or "").partition("\nExamples:\n")
+    return doctest.DocTestParser().get_examples(re.split(r"\n(?=\S)", section)[0])
+
+
+def public_classes() -> list[type]:
+    modules = ("mac_rag", "mac_rag.integrations.llama_index", "mac_rag.memory", "mac_rag.retrieval")
+    public = (getattr(module, name) for module in map(importlib.import_module, modules) for name in module.__all__)
+    return sorted({value for value in public if isinstance(value, type)}, key=lambda cls: cls.__name__)
+
+
 class TestPublicNames:
+    @pytest.mark.parametrize("cls", public_classes())
+    def test_every_public_class_shows_an_example_that_doctest_runs(self, cls: type) -> None:
+        assert examples(cls.__doc__), f"the docstring of {cls.__name__} has no example after 'Examples:'"
+
+    @pytest.mark.parametrize("section", ["", "Examples:\n    engine.answer()", "Notes:\n    >>> 1 + 1\n    2"])
+    def test_a_docstring_without_a_runnable_example_is_noticed(self, section: str) -> None:
+        assert not examples(f"Answers questions.\n\n{section}\n")
+
     def test_all_of_them_can_be_imported(self) -> None:
         import mac_rag
 

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from mac_rag.errors import ConfigError
 from mac_rag.lm.base_lm import LORA_TARGETS
-from mac_rag.lm.batching import length_buckets
+from mac_rag.lm.batching import length_buckets, pad_rows
 from mac_rag.lm.loading import load_backbone, load_tokenizer
 from mac_rag.nn.modulation import Change, HookedModulation, linear_names
 
@@ -73,7 +73,7 @@ class Compressor(nn.Module):
 
     def forward(self, base_lm: BaseLM, documents: Sequence[Sequence[int]]) -> Compressed:
         """Compresses K documents, given as token ids, in one batch."""
-        ids, mask = _left_padded(documents, base_lm)
+        ids, mask = pad_rows(documents, base_lm.tokenizer.pad_token_id, base_lm.device, "left")
         embedded = base_lm.model.get_input_embeddings()(ids)
         vectors = self.vectors.to(embedded.dtype).expand(len(ids), -1, -1)
         mask = torch.cat([mask, mask.new_ones(vectors.shape[:2])], 1)
@@ -164,7 +164,7 @@ class CCM(nn.Module):
         """Mean negative log-likelihood of the answers' tokens, each prompt behind its own compressed document."""
         compressed = self.compressor(base_lm, documents)
         rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        ids, mask = _left_padded(rows, base_lm)
+        ids, mask = pad_rows(rows, base_lm.tokenizer.pad_token_id, base_lm.device, "left")
         logits = _behind(base_lm, compressed, ids, mask).logits[:, :-1]
         labels = torch.full_like(ids, -100)
         for label, answer in zip(labels, answers, strict=True):
@@ -200,7 +200,7 @@ def generate_behind(
         prompts: token ids of each prompt.
         max_new_tokens: limit of an answer's tokens.
     """
-    ids, mask = _left_padded(prompts, base_lm)
+    ids, mask = pad_rows(prompts, base_lm.tokenizer.pad_token_id, base_lm.device, "left")
     eos = base_lm.tokenizer.eos_token_id
     output = _behind(base_lm, compressed, ids, mask)
     mask = torch.cat([mask.new_ones(len(ids), compressed.keys_values.shape[4]), mask], 1)
@@ -234,12 +234,3 @@ def _behind(base_lm: BaseLM, compressed: Compressed, ids: Tensor, mask: Tensor) 
         past_key_values=DynamicCache([(layer[:, 0], layer[:, 1]) for layer in compressed.keys_values.unbind(1)]),
         use_cache=True,
     )
-
-
-def _left_padded(rows: Sequence[Sequence[int]], base_lm: BaseLM) -> tuple[Tensor, Tensor]:
-    """Ids `[B, L]` and mask `[B, L]`."""
-    length = max(map(len, rows))
-    pad = base_lm.tokenizer.pad_token_id
-    ids = torch.tensor([[pad] * (length - len(row)) + [*row] for row in rows], device=base_lm.device)
-    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=base_lm.device)
-    return ids, mask

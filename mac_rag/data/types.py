@@ -102,6 +102,16 @@ class AdaptReport:
 class Answer:
     """An answer and what the LM read for it.
 
+    Examples:
+        >>> from mac_rag import MACEngine
+        >>> from mac_rag.retrieval import BM25Retriever
+        >>> engine = MACEngine("mac-tiny", retriever=BM25Retriever())
+        >>> text = "Edgar Flara will join the board of Rainga Press. The company employs 180 people."
+        >>> report = engine.adapt([Document("press", text)])
+        >>> [answer] = engine.answer(["How many workers does Rainga Press have?"])
+        >>> answer.text, answer.document_ids, answer.truncated
+        ('180', ('press',), False)
+
     Attributes:
         text: the answer.
         contexts: the documents in front of the question, as the LM read them.

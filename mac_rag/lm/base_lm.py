@@ -15,6 +15,7 @@ from torch.nn import functional
 from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.architectures import architecture_of
+from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.loading import list_of_layers, load_causal_lm
 from mac_rag.lm.max_rule import MaxRuleEnsemble
 from mac_rag.lm.prompt import PromptEncoder
@@ -311,13 +312,10 @@ class BaseLM(nn.Module):
 
     def _padded(self, rows: Sequence[Sequence[int]], modulation: Modulation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Pads rows on the left: ids `[B, L]`, attention mask `[B, P + L]` with the prefix, and positions `[B, L]`."""
-        length = max(map(len, rows))
-        pad = self.tokenizer.pad_token_id
-        ids = torch.tensor([[pad] * (length - len(row)) + [*row] for row in rows], device=self.device)
-        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=self.device)
+        ids, mask = pad_rows(rows, self.tokenizer.pad_token_id, self.device, "left")
         if modulation:
             mask = torch.cat([modulation.prefix_mask(mask), mask], 1)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -length:]
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         return ids, mask, positions
 
 

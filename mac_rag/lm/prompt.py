@@ -13,6 +13,14 @@ from mac_rag.config import PromptFormat
 class FittedPrompt:
     """A question with documents in front of it, as token ids that fit the LM's window.
 
+    Examples:
+        >>> from mac_rag import MACModel
+        >>> model = MACModel.from_pretrained("mac-tiny")
+        >>> documents = ["A storm has hit Wunville.", "Insurers expect to pay. " * 500, "It has 760 workers."]
+        >>> prompt = model.fit_to_window("What hit Wunville?", documents, overflow="truncate")
+        >>> prompt.truncated, len(prompt.contexts), prompt.contexts[0]  # the second is shortened, the third left out
+        (True, 2, 'A storm has hit Wunville.')
+
     Attributes:
         question: x, the text.
         ids: token ids of the base LM: `d_1 + ... + d_k + x`, ending where the answer begins.

@@ -22,6 +22,17 @@ from mac_rag.memory.records import Record
 class BankEntry:
     """An entry of the bank: one document, or several that were merged.
 
+    Examples:
+        >>> from mac_rag import Document, MemoryBank
+        >>> bank = MemoryBank("fingerprint of the model")
+        >>> documents = [Document("may", "The bridge opened.", {"year": 2004}), Document("june", "The bridge closed.")]
+        >>> forgotten = bank.put(documents, torch.zeros(2, 4, 8))
+        >>> bank["may"].metadata["year"], bank["may"].phi.shape
+        (2004, torch.Size([1, 4, 8]))
+        >>> bank.merge(["may", "june"], torch.zeros(1, 4, 8))
+        >>> [member.document_id for member in bank["june"].members]
+        ['may', 'june']
+
     Attributes:
         members: the documents of the entry, in the order of arrival.
         sequence: the entry's number in the order of arrival; never used for another entry.

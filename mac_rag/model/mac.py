@@ -37,6 +37,16 @@ class MACModel(GenerationMixin, nn.Module):
     Documents become memory tokens (`amortize`), a question and a bank of memory tokens become one modulation phi*
     (`aggregate`), and the LM answers under it (`generate`). Build one with `from_config` or `from_pretrained`.
 
+    Examples:
+        >>> model = MACModel.from_pretrained("mac-tiny")
+        >>> text = "Edgar Flara will join the board of Rainga Press. The company employs 180 people."
+        >>> memory_tokens = model.amortize([text])
+        >>> memory_tokens.shape  # one document, T = 16, D = 128
+        torch.Size([1, 16, 128])
+        >>> question = "How many workers does Rainga Press have?"
+        >>> model.generate([question], modulation=model.aggregate([question], memory_tokens))
+        ['180']
+
     Args:
         config: the configuration of all networks.
         base_lm: theta_base.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mac_rag.errors import DocumentError
-from mac_rag.lm.batching import length_buckets, similar_lengths
+from mac_rag.lm.batching import length_buckets, pad_rows, similar_lengths
 from mac_rag.nn.amortization import AmortizationNetwork
 from mac_rag.nn.memory_tokens import MemoryTokens
 
@@ -19,6 +19,15 @@ _LENGTH_RATIO = 1.5  # largest ratio of the longest to the shortest text of a ba
 
 class TextEncoder(nn.Module):
     """g_amort for documents or g_input for questions.
+
+    Examples:
+        >>> from mac_rag import MACModel
+        >>> encoder = MACModel.from_pretrained("mac-tiny").amortization
+        >>> rows = encoder.plan("A storm has hit Wunville. " * 100)  # beyond the limit, so it becomes several rows
+        >>> len(rows) > 1, max(map(len, rows)) <= encoder.max_tokens
+        (True, True)
+        >>> encoder.encode(rows[:2], batch_tokens=2048).tokens.shape
+        torch.Size([2, 16, 128])
 
     Args:
         network: the amortization network.
@@ -67,11 +76,7 @@ class TextEncoder(nn.Module):
         return encoded[places.argsort()]
 
     def _encode_batch(self, rows: Sequence[Sequence[int]]) -> MemoryTokens:
-        length = max(map(len, rows))
-        # Padding is masked, so any token may fill it.
-        ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=self.device)
-        encoded: MemoryTokens = self.network(ids, mask)
+        encoded: MemoryTokens = self.network(*pad_rows(rows, 0, self.device))  # masked, so any token may pad
         return encoded
 
     @torch.no_grad()

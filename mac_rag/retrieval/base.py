@@ -17,6 +17,14 @@ from mac_rag.errors import BankError, ConfigError
 class Hit:
     """One retrieved document.
 
+    Examples:
+        >>> from mac_rag.retrieval import BM25Retriever
+        >>> retriever = BM25Retriever()
+        >>> retriever.add([Document("bridge", "Anna Berg opened the bridge.", {"date": "2004-05-01"})])
+        >>> [[hit]] = retriever.retrieve(["Who opened the bridge?"], k=1)
+        >>> hit.document_id, hit.text, hit.metadata["date"]
+        ('bridge', 'Anna Berg opened the bridge.', '2004-05-01')
+
     Attributes:
         document_id: id of the document.
         text: its text.
@@ -31,7 +39,17 @@ class Hit:
 
 
 class Retriever(ABC):
-    """Finds the documents that are relevant to a question. Thread-safe."""
+    """Finds the documents that are relevant to a question. Thread-safe.
+
+    Examples:
+        >>> from mac_rag.retrieval import BM25Retriever
+        >>> retriever: Retriever = BM25Retriever()  # or any other
+        >>> retriever.add([Document("may", "The bridge opened."), Document("june", "The bridge closed.")])
+        >>> retriever.put([Document("june", "The bridge is open again.")])  # replaces the document with this id
+        >>> [hits] = retriever.retrieve(["When did the bridge open?"], k=5, allowed={"june"})
+        >>> [hit.text for hit in hits]
+        ['The bridge is open again.']
+    """
 
     @abstractmethod
     def add(self, documents: Sequence[Document]) -> None:

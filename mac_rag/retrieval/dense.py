@@ -43,6 +43,15 @@ class DenseRetriever(RowRetriever):
 
     The search is exact: one matrix product over all documents. Equal texts are encoded once.
 
+    Examples:
+        >>> from mac_rag.retrieval.encoders import minilm
+        >>> retriever = DenseRetriever(minilm())
+        >>> documents = [Document("bridge", "Anna Berg opened the bridge."), Document("soup", "Boil the carrots.")]
+        >>> retriever.add(documents)
+        >>> [hits] = retriever.retrieve(["How are vegetables cooked?"], k=2)  # shares no word with a document
+        >>> [hit.document_id for hit in hits]
+        ['soup', 'bridge']
+
     Args:
         encoder: encoder of documents and questions.
         folder: folder for vectors while documents are being encoded, so that an interrupted `add` continues where it

@@ -37,6 +37,16 @@ class LlamaIndexRetriever(Retriever):
     Several nodes of one document make one hit, with the text of the best node. If that leaves less than `k` hits, more
     nodes are retrieved. A retriever without the attribute `similarity_top_k` can return less than `k` hits.
 
+    Examples:
+        >>> from llama_index.core import MockEmbedding, VectorStoreIndex
+        >>> index = VectorStoreIndex([], embed_model=MockEmbedding(embed_dim=8))
+        >>> retriever = LlamaIndexRetriever(index)
+        >>> documents = [Document("bridge", "Anna Berg opened the bridge."), Document("river", "A ferry on the river.")]
+        >>> retriever.add(documents)
+        >>> [hits] = retriever.retrieve(["Who opened the bridge?"], k=1, allowed={"bridge"})
+        >>> [hit.text for hit in hits], list(index.ref_doc_info)
+        (['Anna Berg opened the bridge.'], ['bridge', 'river'])
+
     Args:
         source: an index, which is searched in its current state and to which documents can be added; or a retriever,
             which is only read. An index must have a docstore, because a vector store alone cannot tell which documents

@@ -9,6 +9,7 @@ import torch
 
 from mac_rag.data.metrics import best_over, exact_match, f1
 from mac_rag.data.types import Question
+from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.prompt import PromptEncoder
 
 
@@ -29,15 +30,12 @@ def reading_scores(
     totals = {"em": 0.0, "f1": 0.0}
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
-        length = max(len(prompts[i]) for i in chosen)
-        padding = [length - len(prompts[i]) for i in chosen]
         pad = encoder.tokenizer.pad_token_id
-        ids = torch.tensor([[pad] * n + prompts[i] for n, i in zip(padding, chosen)], device=lm.device)
-        mask = torch.tensor([[0] * n + [1] * (length - n) for n in padding], device=lm.device)
+        ids, mask = pad_rows([prompts[i] for i in chosen], pad, lm.device, "left")
         output = lm.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad
         )
-        answers = encoder.tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)
+        answers = encoder.tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
         for answer, i in zip(answers, chosen, strict=True):
             for name, metric in (("em", exact_match), ("f1", f1)):
                 totals[name] += best_over(metric, answer, questions[i].answers)

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from mac_rag.config import Config, PromptFormat
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import QADataset
+from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.loading import load_tokenizer, quiet
 from mac_rag.lm.prompt import PromptEncoder
 from pipelines.corpora.text import CorpusConfig, ReadingSequences, Sequences, texts
@@ -215,10 +216,8 @@ class PretrainTask(Task):
 
     def _padded(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Rows padded on the right, which causal attention never reads; all of their tokens are targets."""
-        length = max(map(len, rows))
-        pad = self.tokenizer.pad_token_id
-        ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows], device=self.lm.device)
-        return ids, ids.masked_fill(ids == pad, -100)
+        ids, mask = pad_rows(rows, self.tokenizer.pad_token_id, self.lm.device)
+        return ids, ids.masked_fill(mask == 0, -100)
 
     def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Negative log-likelihood of every token but the first of each row `[B, L - 1]`, 0 where there is no target."""

@@ -142,7 +142,7 @@ class TrainTask(Task):
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
         self.config = config
-        device = torch.device("cuda" if torch.cuda.is_available() and not config.trainer.cpu else "cpu")
+        device = config.trainer.device
         torch.manual_seed(config.trainer.seed)
         if config.model is not None:
             _require_gradients(config.model, device)

@@ -17,7 +17,7 @@ from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError
 from mac_rag.lm.architectures import architecture_of
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.batching import length_buckets
+from mac_rag.lm.batching import length_buckets, pad_rows
 from mac_rag.lm.loading import load_causal_lm, quiet
 from mac_rag.lm.lora_tuning import make_trainable, merged
 from mac_rag.lm.packaged import PACKAGED
@@ -96,7 +96,7 @@ class TuneTask(Task):
     def __init__(self, config: TuneConfig) -> None:
         super().__init__()
         self.config = config
-        device = torch.device("cuda" if torch.cuda.is_available() and not config.trainer.cpu else "cpu")
+        device = config.trainer.device
         torch.manual_seed(config.trainer.seed)
         lm, tokenizer = load_causal_lm(config.base_lm, device)
         self.lm: Any = lm
@@ -126,8 +126,7 @@ class TuneTask(Task):
         texts = {document.id: document.text for document in data.documents}
         sample = self._questions[:_COUNTED]
         prompts = [self.encoder.prompt(q.question, [texts[q.document_id]]) for q in sample[:_READ]]
-        pad, length = self.encoder.tokenizer.pad_token_id, max(map(len, prompts))
-        ids = torch.tensor([[*row, *[pad] * (length - len(row))] for row in prompts], device=self.lm.device)
+        ids, _ = pad_rows(prompts, self.encoder.tokenizer.pad_token_id, self.lm.device)
         answers = [token for q in sample for token in self.encoder.answer(q.answers[0])]
         init_pointer_head(self.lm, ids, torch.tensor(answers, device=self.lm.device))
 
@@ -172,13 +171,9 @@ class TuneTask(Task):
     def forward(self, batch: list[_Sequence]) -> dict[str, Tensor]:
         if self._segmented:
             return {"loss": self._segmented_loss(batch)}
-        length = max(len(sequence.ids) for sequence in batch)
-        pad = self.encoder.tokenizer.pad_token_id
         device = self.lm.device
-        padding = [length - len(sequence.ids) for sequence in batch]
-        ids = torch.tensor([s.ids + [pad] * n for s, n in zip(batch, padding)], device=device)
-        labels = torch.tensor([s.labels + [-100] * n for s, n in zip(batch, padding)], device=device)
-        mask = torch.tensor([[1] * (length - n) + [0] * n for n in padding], device=device)
+        ids, mask = pad_rows([sequence.ids for sequence in batch], self.encoder.tokenizer.pad_token_id, device)
+        labels, _ = pad_rows([sequence.labels for sequence in batch], -100, device)
         logits = self.lm(input_ids=ids, attention_mask=mask).logits[:, :-1].flatten(0, 1)
         return {"loss": functional.cross_entropy(logits.float(), labels[:, 1:].flatten(), ignore_index=-100)}
 

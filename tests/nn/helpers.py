@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
-from mac_rag.lm.base_lm import BaseLM
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning
+
+if TYPE_CHECKING:
+    from mac_rag.lm.base_lm import BaseLM
+    from mac_rag.nn.modulation import ModulationNetwork
 
 WIDTH, TOKENS = 16, 3  # of the aggregation network
 
@@ -42,6 +43,11 @@ def random_texts(count: int, seed: int = 0) -> MemoryTokens:
 
 def modulated_lm(folder: Path, kind: Any, **options: Any) -> tuple[BaseLM, ModulationNetwork, Tensor]:
     """A base LM, a modulation network of a kind, and phi* of as many questions as there are `PROMPTS`."""
+    # Here, because processes that import this module for the rest of it need no transformers, which takes seconds.
+    from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
+    from mac_rag.lm.base_lm import BaseLM
+    from mac_rag.nn.modulation import FiLM, LoRA, PrefixTuning
+
     lm = BaseLM.load(BaseLMConfig(name=str(folder)), PromptFormat(), torch.device("cpu"))
     lm.double()
     torch.manual_seed(5)

@@ -25,11 +25,20 @@ def case() -> tuple[Tensor, Chunk]:
     return 5 * random(2, 3, 4, 8), Chunk(random(3, 9, 2, 8, seed=1), random(3, 9, 2, 8, seed=2), bias)
 
 
-def process(rank: int, split: list[int], folder: str) -> None:
+def process(rank: int, folder: str) -> None:
+    """One of four processes, the first of which form a group of their own for each split."""
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=len(split))
+    distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=max(map(len, SPLITS)))
+    for number, split in enumerate(SPLITS):
+        group = distributed.new_group(list(range(len(split))))
+        if rank < len(split):
+            attend_to_own_rows(rank, split, group, f"{folder}/{number}-{rank}.safetensors")
+    distributed.destroy_process_group()
+
+
+def attend_to_own_rows(rank: int, split: list[int], group: distributed.ProcessGroup, file: str) -> None:
     rows = slice(sum(split[:rank]), sum(split[: rank + 1]))
-    attend = ShardedAttention()
+    attend = ShardedAttention(group)
     query, chunk = case()
     own = Chunk(chunk.keys[:, rows], chunk.values[:, rows], chunk.bias[..., rows])
     attended, mass = attend(query, [own], mass=True)
@@ -39,20 +48,26 @@ def process(rank: int, split: list[int], folder: str) -> None:
         bank = built.project(random_texts(9, seed=1)[rows])
         phi, shares = built(question, bank, attention=attend, mass=True)
     results = {"attended": attended, "mass": mass, "phi": phi, "shares": shares}
-    save_file({name: result.contiguous() for name, result in results.items()}, f"{folder}/{rank}.safetensors")
-    distributed.destroy_process_group()
+    save_file({name: result.contiguous() for name, result in results.items()}, file)
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_processes_with_parts_of_a_bank_agree_with_one_that_has_it_all(split: list[int], tmp_path: Path) -> None:
-    multiprocessing.spawn(process, (split, str(tmp_path)), nprocs=len(split))
+@pytest.fixture(scope="module")
+def results_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each process found under each split; one start of the processes serves all, for it takes seconds."""
+    folder = tmp_path_factory.mktemp("sharded")
+    multiprocessing.spawn(process, (str(folder),), nprocs=max(map(len, SPLITS)))
+    return folder
+
+
+@pytest.mark.parametrize("number", range(len(SPLITS)))
+def test_processes_with_parts_of_a_bank_agree_with_one_that_has_it_all(number: int, results_folder: Path) -> None:
     query, chunk = case()
     built, question = network(), random_texts(3)
     bank: BankProjection = built.project(random_texts(9, seed=1))
     results = [*direct_attention(query, [chunk], mass=True), *built(question, bank, mass=True)]
     expected = dict(zip(["attended", "mass", "phi", "shares"], results, strict=True))
-    first = load_file(tmp_path / "0.safetensors")
-    for rank in range(len(split)):
-        for name, found in load_file(tmp_path / f"{rank}.safetensors").items():
+    first = load_file(results_folder / f"{number}-0.safetensors")
+    for rank in range(len(SPLITS[number])):
+        for name, found in load_file(results_folder / f"{number}-{rank}.safetensors").items():
             torch.testing.assert_close(found, expected[name].detach(), **CLOSE)
             assert found.equal(first[name])

@@ -22,6 +22,17 @@ class FilteredDocuments(Container[str]):
     document, and its id as `doc_id`, `document_id` and `ref_doc_id`. Missing keys count as in LlamaIndex's own
     `SimpleVectorStore`. A document that the bank does not hold never passes.
 
+    Examples:
+        >>> from llama_index.core.vector_stores import MetadataFilter
+        >>> from mac_rag import Document
+        >>> engine = MACEngine("mac-tiny")
+        >>> texts = {1995: "A storm has hit Haibburn.", 2000: "A storm has hit Wunville."}
+        >>> report = engine.adapt([Document(f"storm-{year}", text, {"year": year}) for year, text in texts.items()])
+        >>> recent = FilteredDocuments(engine, MetadataFilters(filters=[MetadataFilter(key="year", value=2000)]))
+        >>> "storm-2000" in recent, "storm-1995" in recent
+        (True, False)
+        >>> [answer] = engine.answer(["Where did the storm hit?"], allowed=recent)  # the older storm has no influence
+
     Args:
         engine: the engine of the bank.
         filters: LlamaIndex's metadata filters; they may be nested.

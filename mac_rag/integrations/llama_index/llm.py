@@ -60,6 +60,11 @@ logger = logging.getLogger(__name__)
 class DocumentsTruncatedEvent(BaseEvent):
     """Documents were cut or left out to fit into the LM's window.
 
+    Examples:
+        >>> event = DocumentsTruncatedEvent(query_str="What hit Wunville?", given=["A storm.", "A town."], used=["A"])
+        >>> f"{len(event.given) - len(event.used)} of {len(event.given)} documents left out"
+        '1 of 2 documents left out'
+
     Attributes:
         query_str: the question, which is never cut.
         given: the texts of the nodes.
@@ -78,9 +83,8 @@ class DocumentsTruncatedEvent(BaseEvent):
 class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
     """A LlamaIndex LLM that answers through a `MACEngine`: from its memory bank, from retrieved context, or both.
 
-    Query and chat engines pass question and context in the slots of their prompt templates (see `read_slots`). It
-    formats both as the model was trained. The wording of templates, system prompts and chat histories never reach the
-    LM. For direct use:
+    It takes question and context from the slots of LlamaIndex's prompt templates (see `read_slots`). The LM never reads
+    the wording of the templates, system prompts or chat histories. Direct use:
 
     - `complete(prompt, contexts=...)` answers `prompt`, which is the question;
     - `chat(messages)` answers the last user message;
@@ -89,11 +93,14 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
     LlamaIndex joins the nodes to one context, each behind its metadata. Hide metadata that the model was not trained on
     with `node.excluded_llm_metadata_keys`. If a context is beyond the LM's window, its end is left out and a warning is
     logged; retrieve fewer or smaller nodes, let LlamaIndex pack by the LM's own tokens (`prompt_helper`), or use
-    `MACSynthesizer`, which also keeps the nodes separate.
+    `MACSynthesizer`, which also keeps the nodes separate. Chat engines get follow-up questions back as they are, because
+    the model cannot rewrite them. In the mode condense_plus_context, a custom rewriting prompt needs
+    `skip_condense=True`. Structured output, output parsers and tools raise an error.
 
-    A model that answers in a few tokens cannot rewrite a question: chat engines get follow-up questions back as they
-    are. In the mode condense_plus_context, a custom rewriting prompt needs `skip_condense=True`. Structured output,
-    output parsers and tools raise an error.
+    Examples:
+        >>> context = "Edgar Flara will join the board of Rainga Press. The company employs 180 people."
+        >>> MACLLM("mac-tiny").complete("How many workers does Rainga Press have?", contexts=[context]).text
+        '180'
 
     Args:
         model: name or path of a checkpoint, or a model; None for the default. Its bank is empty: fill `llm.engine`.

@@ -49,6 +49,18 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
 
     Thread-safe.
 
+    Examples:
+        >>> from llama_index.core.schema import TextNode
+        >>> from mac_rag import Document
+        >>> engine = MACEngine("mac-tiny")
+        >>> texts = {"press": "Rainga Press employs 180 people.", "match": "Irene Searkwell struck the first goal."}
+        >>> report = engine.adapt([Document(name, text) for name, text in texts.items()])
+        >>> nodes = [NodeWithScore(node=TextNode(id_=name, text=text)) for name, text in texts.items()]
+        >>> memory = MACNodePostprocessor(engine, fusion_weight=0.9)
+        >>> reranked = memory.postprocess_nodes(nodes, query_str="Who struck the opening goal?")
+        >>> [scored.node.node_id for scored in reranked]
+        ['match', 'press']
+
     Args:
         engine: an engine whose bank was written by `MemoryWriter` or `engine.adapt`.
         mode: `rerank`, `annotate` or `expand`; see above.

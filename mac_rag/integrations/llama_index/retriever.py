@@ -17,6 +17,16 @@ class MACRetriever(BaseRetriever):
 
     Each node is a whole document: node id, source id and metadata are the document's.
 
+    Examples:
+        >>> from mac_rag import Document
+        >>> from mac_rag.retrieval import BM25Retriever
+        >>> retriever = BM25Retriever()
+        >>> documents = [Document("bridge", "Anna Berg opened the bridge."), Document("river", "A ferry on the river.")]
+        >>> retriever.add(documents)
+        >>> nodes = MACRetriever(retriever, similarity_top_k=1).retrieve("Who opened the bridge?")
+        >>> [(scored.node.node_id, scored.text) for scored in nodes]
+        [('bridge', 'Anna Berg opened the bridge.')]
+
     Args:
         retriever: the retriever; an engine's own retriever keeps following the engine.
         similarity_top_k: number of nodes per question.

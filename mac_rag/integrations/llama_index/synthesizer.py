@@ -51,6 +51,15 @@ class MACSynthesizer(BaseSynthesizer):
 
         index.as_query_engine(llm=llm, response_synthesizer=MACSynthesizer(llm))
 
+    Examples:
+        >>> from llama_index.core.schema import TextNode
+        >>> texts = ["Rainga Press employs 180 people.", "A storm has hit Wunville."]
+        >>> nodes = [NodeWithScore(node=TextNode(text=text)) for text in texts]
+        >>> synthesizer = MACSynthesizer(MACLLM("mac-tiny"))
+        >>> response = synthesizer.synthesize("How many workers does Rainga Press have?", nodes)
+        >>> response.response, response.metadata["mac_truncated"], len(response.source_nodes)
+        ('180', False, 2)
+
     Args:
         llm: the `MACLLM` that answers; None for `Settings.llm`.
         streaming: True to yield the answer piece by piece.

@@ -31,13 +31,18 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
     between leaves no influence of the document, and a second delete completes the first. A `MemoryWriter` among the
     transformations writes documents to the bank; `add` does not. Everything else is passed on to the vector store.
 
-        store = MACVectorStore(SimpleVectorStore(), engine)
-        index = VectorStoreIndex.from_documents(
-            documents,
-            storage_context=StorageContext.from_defaults(vector_store=store),
-            transformations=[MemoryWriter(engine), SentenceSplitter()],
-        )
-        index.delete_ref_doc("bridge")
+    Examples:
+        >>> from llama_index.core import Document, MockEmbedding, StorageContext, VectorStoreIndex
+        >>> from llama_index.core.vector_stores import SimpleVectorStore
+        >>> from mac_rag.integrations.llama_index import MemoryWriter
+        >>> engine = MACEngine("mac-tiny")
+        >>> storage = StorageContext.from_defaults(vector_store=MACVectorStore(SimpleVectorStore(), engine))
+        >>> options = {"transformations": [MemoryWriter(engine)], "embed_model": MockEmbedding(embed_dim=8)}
+        >>> storm = Document(id_="storm", text="A storm has hit Wunville.")
+        >>> index = VectorStoreIndex.from_documents([storm], storage_context=storage, **options)
+        >>> index.delete_ref_doc("storm")
+        >>> engine.bank.document_ids
+        []
 
     Args:
         vector_store: the vector store.

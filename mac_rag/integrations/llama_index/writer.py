@@ -33,6 +33,16 @@ class MemoryWriter(EngineComponent, TransformComponent):
     documents that are deleted there are deleted from the bank as well. Pipelines with `num_workers` are refused,
     because each worker would fill its own bank.
 
+    Examples:
+        >>> from llama_index.core import Document
+        >>> from llama_index.core.ingestion import IngestionPipeline
+        >>> from llama_index.core.node_parser import SentenceSplitter
+        >>> engine = MACEngine("mac-tiny")
+        >>> pipeline = IngestionPipeline(transformations=[MemoryWriter(engine), SentenceSplitter()])
+        >>> nodes = pipeline.run(documents=[Document(id_="storm", text="A storm has hit Wunville.")])
+        >>> [node.ref_doc_id for node in nodes], engine.bank.document_ids
+        (['storm'], ['storm'])
+
     Args:
         engine: the engine to adapt.
         filed_by: `source` to file each document under its id; it must then arrive as one node. `node` to file every
