@@ -93,7 +93,7 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
     LlamaIndex joins the nodes to one context, each behind its metadata. Hide metadata that the model was not trained on
     with `node.excluded_llm_metadata_keys`. If a context is beyond the LM's window, its end is left out and a warning is
     logged; retrieve fewer or smaller nodes, let LlamaIndex pack by the LM's own tokens (`prompt_helper`), or use
-    `MACSynthesizer`, which also keeps the nodes separate. Chat engines get follow-up questions back as they are, because
+    `MACSynthesizer`, which also keeps the nodes separate. Chat engines get follow-up questions back unchanged, because
     the model cannot rewrite them. In the mode condense_plus_context, a custom rewriting prompt needs
     `skip_condense=True`. Structured output, output parsers and tools raise an error.
 
