@@ -115,7 +115,7 @@ class SyncedBank:
         >>> documents = [Document("bridge", "The bridge opened."), Document("museum", "The museum closed.")]
         >>> forgotten = synced.put(documents, lambda: synced.bank.put(documents, torch.zeros(2, 4, 8)))
         >>> synced.delete(["bridge"])
-        Deletion(forgotten=('bridge',), unfiled=('bridge',))
+        Deletion(from_bank=('bridge',), from_retriever=('bridge',))
         >>> "bridge" in synced.bank, "bridge" in synced.retriever
         (False, False)
 
