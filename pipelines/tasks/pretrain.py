@@ -216,8 +216,9 @@ class PretrainTask(Task):
 
     def _padded(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Rows padded on the right, which causal attention never reads; all of their tokens are targets."""
-        ids, mask = pad_rows(rows, self.tokenizer.pad_token_id, self.lm.device)
-        return ids, ids.masked_fill(mask == 0, -100)
+        pad = self.tokenizer.pad_token_id
+        ids, _ = pad_rows(rows, pad, self.lm.device)
+        return ids, ids.masked_fill(ids == pad, -100)  # packed blocks bring padding of their own
 
     def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Negative log-likelihood of every token but the first of each row `[B, L - 1]`, 0 where there is no target."""
