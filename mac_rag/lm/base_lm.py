@@ -56,6 +56,12 @@ class BaseLM(nn.Module):
         return device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the hidden states, keys and values; that of the embeddings, since quantised weights keep it."""
+        dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
+        return dtype
+
+    @property
     def width(self) -> int:
         """D, the width of the LM's embeddings."""
         width: int = self.model.config.hidden_size
@@ -146,7 +152,7 @@ class BaseLM(nn.Module):
             "input_ids": ids,
             "attention_mask": mask,
             "position_ids": positions,
-            "past_key_values": modulation.cache() if modulation else None,
+            "past_key_values": modulation.cache(self.dtype) if modulation else None,
             **self.architecture.segment_arguments(segments, hidden_tokens),
         }
         with _attached(modulation, self.model):
@@ -198,7 +204,7 @@ class BaseLM(nn.Module):
             output = self.model.generate(
                 input_ids=ids,
                 attention_mask=mask,
-                past_key_values=modulation.cache(num_beams) if modulation else None,
+                past_key_values=modulation.cache(self.dtype, num_beams) if modulation else None,
                 max_new_tokens=max_new_tokens,
                 num_beams=num_beams,
                 do_sample=False,
@@ -285,7 +291,7 @@ class BaseLM(nn.Module):
         """
         prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
         ids, mask, positions = self._padded(prompts, modulation)
-        cache = modulation.cache() if modulation else None
+        cache = modulation.cache(self.dtype) if modulation else None
         segments = self.architecture.segment_arguments(torch.ones_like(ids))
         while True:
             with _attached(modulation, self.model):
