@@ -95,7 +95,7 @@ class MACModel(GenerationMixin, nn.Module):
             QuantizationError: when bitsandbytes is missing.
         """
         place = default_device(device)
-        base_lm = BaseLM.load(config.base_lm, config.prompt, place)
+        base_lm = BaseLM.load(config.base_lm, config.prompt, place, modulation=config.modulation.kind)
         sentence_encoder = pretrained_sentence_encoder(config, base_lm)
         hashed_bm25 = make_hashed_bm25(config, base_lm)
         parts = config.amortization, config.input_encoder

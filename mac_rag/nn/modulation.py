@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from mac_rag.nn.visible_prefix import visible_prefix
+
 
 @dataclass(frozen=True)
 class LMShape:
@@ -96,7 +98,14 @@ class PrefixModulation(Modulation):
     def cache(self, dtype: torch.dtype, repeats: int = 1) -> DynamicCache:
         rows = self._keys_values.repeat_interleave(repeats, 0) if repeats > 1 else self._keys_values
         rows = rows.to(dtype)
+        # Without a configuration it keeps all positions, also in layers with a sliding window.
         return DynamicCache([(layer[:, 0], layer[:, 1]) for layer in rows.unbind(1)])
+
+    @contextmanager
+    def attached(self, lm: nn.Module) -> Iterator[None]:
+        dtype = lm.get_input_embeddings().weight.dtype  # type: ignore[operator]
+        with visible_prefix(lm, self.prefix_length, dtype):
+            yield
 
 
 Change: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # a module's input and output -> its changed output
