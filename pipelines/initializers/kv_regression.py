@@ -148,7 +148,7 @@ def _fit_prefix(
         segments = model.base_lm.architecture.segment_arguments(torch.ones_like(ids))
         cache = lm(input_ids=ids, use_cache=True, logits_to_keep=1, **segments).past_key_values
         kept = torch.stack([torch.stack([layer[0][0], layer[1][0]]) for layer in cache])  # [layers, 2, H, L, d]
-        wanted.append(torch.einsum("tl,nkhld->tnkhd", weights, kept).flatten(1))
+        wanted.append(torch.einsum("tl,nkhld->tnkhd", weights, kept.to(weights.dtype)).flatten(1))
     linear: Any = prefix.to_keys_values
     weight, bias = _ridge(prefix.norm(phi).flatten(0, 1), torch.cat(wanted))
     linear.weight.copy_(weight.T)

@@ -17,6 +17,8 @@ from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.dtypes import use_master_weights, widest_dtype
 from mac_rag.nn.modulation import FiLM
+from pipelines.tasks.train import TrainConfig, TrainTask
+from pipelines.trainer import Trainer
 from tests.helpers import mac_config
 
 Folder = Callable[[str], Path]
@@ -84,6 +86,60 @@ def test_every_path_of_a_model_around_a_half_precision_lm(
     each = model.generate_each(fitted, phi, [0.0, 0.5, 1.0])
     assert [len(answers) for answers in each] == [2, 2, 2]
     assert isinstance(str(MACLLM(engine=engine).complete(QUESTIONS[0])), str)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_lm_in_bf16_carries_a_memory(model_folder: Folder, kind: Any, quantization: Any) -> None:
+    config = BaseLMConfig(name=str(model_folder("llama")), dtype="bf16", quantization=quantization)
+    encoder = EncoderConfig(name=str(model_folder("t5")))
+    model = strong(
+        MACModel.from_config(
+            MACConfig(
+                base_lm=config,
+                amortization=encoder,
+                input_encoder=encoder,
+                tokens=4,
+                modulation=ModulationConfig(kind=kind),
+            ),
+            device="cpu",
+        )
+    )
+    assert model.base_lm.dtype is torch.bfloat16
+    phi = model.aggregate(QUESTIONS, model.amortize(TEXTS))
+    assert model.generate(QUESTIONS, modulation=phi) != model.generate(QUESTIONS)
+    assert model.base_lm.answer_loss([[1, 30]], [[60, 2]], model.modulation(phi[:1])).isfinite().all()
+
+
+@pytest.mark.parametrize("init", ["pretrained", "kv_regression"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_training_around_a_half_precision_lm_from_its_start_to_its_checkpoint(
+    model_folder: Folder, tmp_path: Path, dtype: str, init: str
+) -> None:
+    encoder = {"design": "encoder-pooling", "name": None, "embeddings": "base-lm", "dtype": dtype}
+    recipe = TrainConfig.parse(
+        {
+            "model": {
+                "base_lm": {"name": str(model_folder("llama")), "dtype": dtype},
+                "amortization": encoder,
+                "input_encoder": encoder,
+                "tokens": 3,
+                "aggregation": {"blocks": 2, "heads": 2, "head_width": 8, "prior_width": 8},
+            },
+            "init": init,
+            "data": {"name": "newswire", "documents": 20, "validation_documents": 4},
+            "losses": {"answer": 1, "direct": 1},
+            "trainer": {"steps": 2, "batch_size": 3, "learning_rate": 1e-3, "validate_every": 2, "cpu": True},
+        },
+        "test",
+    )
+    task = TrainTask(recipe)
+    Trainer(task, recipe.trainer, tmp_path).run()
+    assert {p.dtype for p in task.model.mac_state().values()} == {torch.float32}
+    assert task.model.base_lm.dtype is not torch.float32
+    again = MACModel.from_pretrained(tmp_path / "last", device="cpu")
+    assert again.base_lm.dtype is task.model.base_lm.dtype
+    torch.testing.assert_close(again.amortize(TEXTS), task.model.eval().amortize(TEXTS), atol=0.1, rtol=0.1)
 
 
 @pytest.mark.parametrize("dtype", HALF)
