@@ -114,11 +114,10 @@ def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]
     Returns:
         For each design the values of its encoder's configuration; the last one has the base LM's own layers.
     """
-    import shutil
-
     import torch
     from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
+    from mac_rag.atomic_files import write_folder
     from mac_rag.config import FROM_BASE_LM, EncoderConfig
     from mac_rag.lm.loading import load_causal_lm, quiet
     from mac_rag.model.checkpoint import find, read_config
@@ -152,12 +151,10 @@ def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]
         network = make(t5 if kind == "t5" else sizes)
         with torch.no_grad():
             network.get_input_embeddings().weight.copy_(lm.get_input_embeddings().weight)
-        unfinished = places[kind].with_suffix(".partial")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        with quiet():
-            network.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        unfinished.rename(places[kind])
+        with write_folder(places[kind]) as new:
+            with quiet():
+                network.save_pretrained(new)
+            tokenizer.save_pretrained(new)
     return {
         "encoder-decoder": {"design": "encoder-decoder", "name": str(places["t5"])},
         "encoder-only": {"design": "encoder-only", "name": str(places["t5"])},

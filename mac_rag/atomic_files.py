@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,29 @@ def write_text(path: Path, text: str) -> str:
     digest = write_file(path, [text.encode()])
     sync_folder(path.parent)
     return digest
+
+
+@contextmanager
+def write_folder(path: Path) -> Iterator[Path]:
+    """Gives a new folder to fill, which takes its name when it is complete, in place of an older one of that name.
+
+    A crash leaves under the name what was there before, all that is new, or nothing; never a part. An error while the
+    folder is filled leaves what was there before.
+    """
+    new, old = (path.with_name(f".{path.name}{ending}") for ending in (UNFINISHED, ".old"))
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    new.mkdir(parents=True)
+    yield new
+    for file in new.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+    if path.exists():
+        path.rename(old)
+    new.rename(path)
+    sync_folder(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

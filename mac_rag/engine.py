@@ -1,7 +1,6 @@
 """The engine: the one place where a model, its memory bank and a retriever meet.
 
-LlamaIndex, the evaluations and the command line are thin faces over it. One lock makes it safe to use from several
-threads.
+The LlamaIndex components, the evaluations and the command line all use it. A lock makes it thread-safe.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ __all__ = ["AdaptReport", "Answer", "MACEngine"]
 
 _log = logging.getLogger(__name__)
 
-# Documents that are encoded and committed at a time: enough to fill length-sorted batches, few enough to lose little.
+# Documents encoded and committed at a time: enough to fill length-sorted batches, few enough to lose little in a crash.
 _ADAPT_GROUP = 512
 
 Plan: TypeAlias = dict[str, list[list[int]]]  # document id -> token ids of its rows
@@ -53,17 +52,17 @@ class MACEngine:
     Args:
         model: a model, or the name or path of one.
         bank: a bank that the model wrote; None for an empty one.
-        retriever: finds documents to put in front of a question; None for memory alone. It is kept in step with the
-            bank by `adapt` and `forget`, which change it first. What a crash interrupted between the two is finished by
-            the next engine that opens both; `reconcile` lets a bank follow that is behind for other reasons.
-        k: how many documents the retriever finds.
+        retriever: retrieves documents to put in front of a question; None for memory alone. `adapt` and `forget`
+            change retriever and bank, the retriever first. If a crash interrupts such a change, the next engine that
+            opens both finishes it; `reconcile` repairs a bank that is behind for other reasons.
+        k: number of documents to retrieve.
         attention: how questions attend to the bank; None for exact attention to all of it.
-        bound: keeps the bank from growing beyond a size; None lets it grow.
-        memory_weight: lambda, of what is said with memory behind documents, against what is said without (see
-            `mac_rag.lm.max_rule`); None for what the model is configured to.
+        bound: largest size of the bank, and how to reduce it; None lets it grow.
+        memory_weight: lambda, the weight of the LM with memory against the LM alone, behind documents (see
+            `mac_rag.lm.max_rule`); None for the model's configured weight.
 
     Raises:
-        ConfigError: for a way of attending that the model does not support.
+        ConfigError: for an `attention` that the model does not support.
         FingerprintError: when another model wrote the bank.
     """
 
@@ -101,14 +100,14 @@ class MACEngine:
     ) -> AdaptReport:
         """Remembers documents (the online stage of algorithm 2): no gradient, no question, one pass.
 
-        A document that the bank already holds with this id, text and metadata costs nothing; one with a known id and
-        other text or metadata replaces the old. All documents are checked before the first is written, so bad input
-        loses nothing. A bank on disk is committed every few hundred documents: after an interruption, the same call
-        goes on where it stopped.
+        A document that the bank already holds with this id, text and metadata costs nothing. A document with a known id
+        and other text or metadata replaces the old one. All documents are checked before the first is written, so bad
+        input changes nothing. A bank on disk is committed every few hundred documents; after an interruption, the same
+        call resumes.
 
         Args:
-            documents: with ids of their own.
-            on_long: what to do with a document beyond the model's limit: remember it in chunks, or refuse it.
+            documents: documents with unique ids.
+            on_long: for a document beyond the model's limit: split it into chunks, or raise an error.
             progress: shows a progress bar.
 
         Raises:
@@ -121,22 +120,22 @@ class MACEngine:
             self._finish()
             documents = list(documents)
             plan = self._plan(documents, on_long)
-            lacking = self._synced.unfiled(documents, plan)
-            pending = [document for document in documents if document.id in plan or document.id in lacking]
+            unfiled = self._synced.missing_from_retriever(documents, plan)
+            pending = [document for document in documents if document.id in plan or document.id in unfiled]
             if pending:
-                self.bank.commit()  # a bank that cannot be written to says so before the retriever is
+                self.bank.commit()  # raises for a bank that is not writable, before the retriever changes
             updated = sum(document_id in self.bank for document_id in plan)
             rows = 0
             forgotten: list[str] = []
             with progress_bar("adapt", len(pending), disable=not progress) as bar:
                 for first in range(0, len(pending), _ADAPT_GROUP):
                     group = pending[first : first + _ADAPT_GROUP]
-                    written, gone = self._write(group, plan, lacking)
-                    rows += written
-                    forgotten += gone
+                    group_rows, group_forgotten = self._write(group, plan, unfiled)
+                    rows += group_rows
+                    forgotten += group_forgotten
                     bar.advance(len(group))
             unchanged = len(documents) - len(plan)
-            return AdaptReport(len(plan) - updated, updated, unchanged, rows, tuple(forgotten), len(lacking))
+            return AdaptReport(len(plan) - updated, updated, unchanged, rows, tuple(forgotten), len(unfiled))
 
     def _plan(self, documents: Sequence[Document], on_long: str = "chunk") -> Plan:
         """Token ids of the documents that are new or changed, by id: one row, or one for each chunk of a long one."""
@@ -153,33 +152,33 @@ class MACEngine:
                 plan[document.id] = self.model.amortization.plan(document.text, whole=on_long == "error")
             except DocumentError as error:
                 raise DocumentError(f"document {document.id!r}: {error}") from None
-            Member.of(document)  # refuses what the bank could not keep
+            Member.of(document)  # raises for metadata that the bank cannot store
         return plan
 
-    def _write(self, documents: Sequence[Document], plan: Plan, lacking: Container[str]) -> tuple[int, tuple[str, ...]]:
-        """Writes `lacking` documents to the retriever and then planned ones to the bank, and commits.
+    def _write(self, documents: Sequence[Document], plan: Plan, unfiled: Container[str]) -> tuple[int, tuple[str, ...]]:
+        """Writes the `unfiled` documents to the retriever, then the planned ones to the bank, and commits.
 
         Returns:
-            How many rows of memory tokens were written, and the ids of documents that the bank forgot.
+            The number of rows of memory tokens that were written, and the ids of documents that the bank forgot.
         """
         new = [document for document in documents if document.id in plan]
-        phi = self._encoded(new, plan)  # first, for this may fail and has changed nothing yet
-        filing = [document for document in documents if document.id in lacking]
-        gone = self._synced.put(filing, lambda: self._put(new, phi, plan))
-        return 0 if phi is None else len(phi), gone
+        phi = self._encode(new, plan)  # first: if it fails, nothing has changed yet
+        to_file = [document for document in documents if document.id in unfiled]
+        forgotten = self._synced.put(to_file, lambda: self._put(new, phi, plan))
+        return 0 if phi is None else len(phi), forgotten
 
     def _remember(self, documents: Sequence[Document]) -> None:
         """Writes documents of the retriever to the bank."""
         plan = self._plan(documents)
         new = [document for document in documents if document.id in plan]
-        self._put(new, self._encoded(new, plan), plan)
+        self._put(new, self._encode(new, plan), plan)
 
-    def _encoded(self, documents: Sequence[Document], plan: Plan) -> Tensor | None:
+    def _encode(self, documents: Sequence[Document], plan: Plan) -> Tensor | None:
         rows = [row for document in documents for row in plan[document.id]]
         return self.model.amortize_rows(rows) if rows else None
 
     def _put(self, documents: Sequence[Document], phi: Tensor | None, plan: Plan) -> tuple[str, ...]:
-        """Writes documents to the bank; returns the ids of others that went."""
+        """Writes documents to the bank; returns the ids of documents that it forgot to stay within its bound."""
         if phi is None:
             return ()
         rows = [len(plan[document.id]) for document in documents]
@@ -194,13 +193,13 @@ class MACEngine:
         return SyncedBank(self.bank, self.retriever)
 
     def _finish(self) -> None:
-        """Does the rest of a change that was interrupted between the retriever and the bank."""
+        """Finishes a change that was interrupted between the retriever and the bank."""
         if self.retriever is not None and self.bank.intent:
-            done = self._synced.finish(self._remember)
-            _log.warning("finished an interrupted change of retriever and bank: %d documents", done)
+            count = self._synced.finish(self._remember)
+            _log.warning("finished an interrupted change of retriever and bank: %d documents", count)
 
     def forget(self, document_id: str) -> tuple[str, ...]:
-        """Removes a document from the retriever and the bank, if only one of them holds it from that one.
+        """Deletes a document from the retriever and the bank, whichever holds it.
 
         Returns:
             The ids of all documents that the bank has forgotten: this one, and those that it was merged with.
@@ -210,16 +209,16 @@ class MACEngine:
         """
         with self._lock:
             self._finish()
-            return self._synced.delete([document_id]).forgotten
+            return self._synced.delete([document_id]).from_bank
 
     def reconcile(self, *, allow_emptying: bool = False) -> Reconciliation:
-        """Lets the bank follow the retriever after a crash between the two; see `mac_rag.sync.SyncedBank.reconcile`.
+        """Makes the bank agree with the retriever; see `mac_rag.sync.SyncedBank.reconcile`.
 
-        A bank that is bounded by random pruning lacks documents on purpose. They are adapted again here, and others
+        A bank that is bounded by random pruning lacks documents on purpose. They are adapted again here, and others are
         pruned for them.
 
         Args:
-            allow_emptying: lets all documents of the bank go, where the retriever holds none of them.
+            allow_emptying: allows the deletion of all documents of the bank, if the retriever holds none of them.
 
         Raises:
             ConfigError: without a retriever, or with one that does not tell what it holds.
@@ -252,21 +251,21 @@ class MACEngine:
 
         Args:
             questions: texts; or prompts that `MACModel.fit_to_window` has made, for which nothing is retrieved.
-            contexts: documents for each question, used instead of the retriever's.
+            contexts: documents for each question, used instead of retrieved ones.
             use_memory: False to answer without the bank.
             use_retriever: False to answer without the retriever.
-            k: how many documents the retriever finds; None for the engine's number.
+            k: number of documents to retrieve; None for the engine's number.
             memory_weight: lambda behind documents; None for the engine's.
             allowed: ids of the documents that may have any influence, through the retriever or the bank; None for all.
-            overflow: when documents and question are beyond the LM's window: refuse, or leave out the last documents,
-                never the question.
+            overflow: if documents and question are beyond the LM's window: raise an error, or cut the documents from
+                the last one on. The question is never cut.
             max_new_tokens: None for the model's configured length.
             num_beams: 1 is greedy.
-            batch_size: questions of one generation.
+            batch_size: number of questions that are answered at a time.
             progress: shows a progress bar.
 
         Raises:
-            BankError: for an empty bank where memory is wanted, or none of its documents allowed.
+            BankError: with `use_memory`, for an empty bank, or if none of its documents is allowed.
             DocumentError: for an empty question, or a prompt beyond the window.
             FingerprintError: when another model wrote the bank.
         """
@@ -311,7 +310,7 @@ class MACEngine:
         """Yields the answer to one question piece by piece; the pieces joined are what `answer` returns.
 
         Raises:
-            BankError, DocumentError, FingerprintError: as `answer`, at the call and not at the first piece.
+            BankError, DocumentError, FingerprintError: as `answer`; at the call, not at the first piece.
         """
         with self._lock:
             self.bank.check_model(self.model.fingerprint)
@@ -347,7 +346,7 @@ class MACEngine:
     def document_attention(
         self, questions: Sequence[str], allowed: Container[str] | None = None
     ) -> tuple[list[str], Tensor]:
-        """How much of each question's attention goes to each document of the bank.
+        """The share of each question's attention that goes to each document of the bank.
 
         Documents that were merged share the attention to their one entry equally.
 
@@ -356,7 +355,7 @@ class MACEngine:
 
         Raises:
             BankError: for an empty bank, or none of its documents allowed.
-            ConfigError: for a way of attending that does not reach single documents.
+            ConfigError: for an `attention` that does not tell single documents apart.
         """
         with self._lock:
             return self._current().document_mass(questions, allowed)
@@ -366,7 +365,7 @@ class MACEngine:
         return self._current().aggregate(questions, allowed, ids=ids)
 
     def _current(self) -> BankReader:
-        """The reader of the bank that is set now."""
+        """The reader of the current bank; `bank` may have been replaced since the last call."""
         self.bank.check_model(self.model.fingerprint)
         if self._reader.bank is not self.bank:
             self._reader = BankReader(self.model, self.bank, self.attention)
@@ -380,7 +379,7 @@ class MACEngine:
         k: int | None,
         allowed: Container[str] | None,
     ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """The documents in front of each question, and the ids of those that the retriever found."""
+        """Documents in front of each question, and the ids of the retrieved ones."""
         if contexts is not None:
             return [(tuple(texts), ()) for texts in contexts]
         texts = [question for question in questions if isinstance(question, str)]

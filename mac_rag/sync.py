@@ -1,9 +1,9 @@
-"""A memory bank and a retriever that are changed together and agree, through crashes too. Knows no model.
+"""Keeps a memory bank and a retriever in agreement, through crashes too. Knows no model.
 
-The retriever holds the texts and is the truth; the bank follows. So whatever changes both changes the retriever first
-and then the bank: the bank commits an intent that names the documents, the retriever changes, the bank changes, and its
-next commit ends the intent. A crash in between leaves a bank that is behind, the intent tells where to look, and the
-retriever has all it takes to catch up.
+The retriever holds the texts and is the source of truth; the bank follows it. A change of both has four steps: the bank
+commits an intent that names the documents, the retriever changes, the bank changes, and the bank's next commit ends the
+intent. A crash in between leaves a bank that is behind. The intent names the documents to look at, and the retriever
+holds the texts from which the bank catches up.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from mac_rag.retrieval.base import Retriever
 
 T = TypeVar("T")
 
-_COMPARED = 10_000  # documents whose hashes are read in passing; of more than that, only the numbers are compared
+_COMPARED = 10_000  # most documents whose hashes are compared at every opening; beyond it, only the counts are
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a bank is not what its retriever says, by document ids.
+    """How a bank differs from its retriever, by document id.
 
     Attributes:
-        missing: in the retriever alone.
-        outdated: in both, with another text or other metadata.
-        surplus: in the bank alone.
+        missing: documents that only the retriever holds.
+        outdated: documents of both whose text or metadata differ.
+        surplus: documents that only the bank holds.
     """
 
     missing: tuple[str, ...]
@@ -44,12 +44,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """What was done to a bank so that it agrees with its retriever, by document ids.
+    """How a bank was changed to agree with its retriever, by document id.
 
     Attributes:
-        added: adapted, for the bank had forgotten them or never known.
-        updated: adapted again, for the bank knew another text or other metadata.
-        deleted: forgotten, for the retriever does not hold them.
+        added: documents that only the retriever held; they were adapted.
+        updated: documents whose text or metadata differed; they were adapted again.
+        deleted: documents that only the bank held; they were deleted.
     """
 
     added: tuple[str, ...]
@@ -59,15 +59,15 @@ class Reconciliation:
 
 @dataclass(frozen=True)
 class Deletion:
-    """What a deletion removed, by document ids.
+    """What a deletion removed, by document id.
 
     Attributes:
-        forgotten: from the bank: the documents asked for, and those that they were merged with.
-        unfiled: from the retriever.
+        from_bank: documents deleted from the bank: the requested ones, and those that were merged with them.
+        from_retriever: documents deleted from the retriever.
     """
 
-    forgotten: tuple[str, ...]
-    unfiled: tuple[str, ...]
+    from_bank: tuple[str, ...]
+    from_retriever: tuple[str, ...]
 
 
 def difference(bank: MemoryBank, retriever: Retriever) -> Difference:
@@ -76,28 +76,29 @@ def difference(bank: MemoryBank, retriever: Retriever) -> Difference:
     Raises:
         ConfigError: for a retriever that does not tell what it holds.
     """
-    filed = retriever.content_hashes()
-    known = {member.document_id: member.content_hash for entry in bank for member in entry.members}
+    retriever_hashes = retriever.content_hashes()
+    bank_hashes = {member.document_id: member.content_hash for entry in bank for member in entry.members}
     return Difference(
-        missing=tuple(name for name in filed if name not in known),
-        outdated=tuple(name for name, value in filed.items() if known.get(name, value) != value),
-        surplus=tuple(name for name in known if name not in filed),
+        missing=tuple(name for name in retriever_hashes if name not in bank_hashes),
+        outdated=tuple(name for name, value in retriever_hashes.items() if bank_hashes.get(name, value) != value),
+        surplus=tuple(name for name in bank_hashes if name not in retriever_hashes),
     )
 
 
 def disagreement(bank: MemoryBank, retriever: Retriever) -> str | None:
-    """Where a bank is not what its retriever says, in a few words; cheap enough to be asked whenever both are opened.
+    """How a bank differs from its retriever, in a few words; None if no difference is seen.
 
-    None where they agree, as far as they are compared, or where the retriever does not tell what it holds.
+    It is cheap enough to run whenever both are opened: large banks are compared by their number of documents only. It
+    returns None, too, for a retriever that does not tell what it holds.
     """
     try:
-        held = len(retriever)
-        if max(held, len(bank)) > _COMPARED:
-            return None if held == len(bank) else f"{len(bank)} documents against {held}"
-        found = difference(bank, retriever)
+        count = len(retriever)
+        if max(count, len(bank)) > _COMPARED:
+            return None if count == len(bank) else f"{len(bank)} documents against {count}"
+        differ = difference(bank, retriever)
     except ConfigError:
         return None
-    parts = {"missing from the bank": found.missing, "outdated in it": found.outdated, "only in it": found.surplus}
+    parts = {"missing from the bank": differ.missing, "outdated in it": differ.outdated, "only in it": differ.surplus}
     return ", ".join(f"{len(names)} {what}" for what, names in parts.items() if names) or None
 
 
@@ -114,7 +115,7 @@ class SyncedBank:
         >>> documents = [Document("bridge", "The bridge opened."), Document("museum", "The museum closed.")]
         >>> forgotten = synced.put(documents, lambda: synced.bank.put(documents, torch.zeros(2, 4, 8)))
         >>> synced.delete(["bridge"])
-        Deletion(forgotten=('bridge',), unfiled=('bridge',))
+        Deletion(from_bank=('bridge',), from_retriever=('bridge',))
         >>> "bridge" in synced.bank, "bridge" in synced.retriever
         (False, False)
 
@@ -127,131 +128,131 @@ class SyncedBank:
         self.bank = bank
         self.retriever = retriever
 
-    def unfiled(self, documents: Sequence[Document], fresh: Container[str]) -> set[str]:
-        """The ids of those documents that the retriever lacks, or holds with another text or other metadata.
+    def missing_from_retriever(self, documents: Sequence[Document], changed: Container[str]) -> set[str]:
+        """Ids of the documents that the retriever lacks, or holds with another text or other metadata.
 
         Args:
             documents: the documents to look up.
-            fresh: ids of those that are new or changed to the bank. Where the retriever does not tell which texts it
-                holds, all of them count as changed.
+            changed: ids of the documents that are new to the bank or differ from its version. If the retriever does not
+                tell which texts it holds, all of these count as missing.
         """
         if self.retriever is None:
             return set()
         try:
-            filed = self.retriever.content_hashes([document.id for document in documents])
+            hashes = self.retriever.content_hashes([document.id for document in documents])
         except ConfigError:
             retriever = self.retriever
-            return {document.id for document in documents if document.id in fresh or document.id not in retriever}
-        return {document.id for document in documents if filed.get(document.id) != content_hash(document)}
+            return {document.id for document in documents if document.id in changed or document.id not in retriever}
+        return {document.id for document in documents if hashes.get(document.id) != content_hash(document)}
 
-    def put(self, filing: Sequence[Document], write_to_bank: Callable[[], T]) -> T:
+    def put(self, documents: Sequence[Document], write_to_bank: Callable[[], T]) -> T:
         """Writes documents to the retriever, then to the bank, and commits.
 
         Args:
-            filing: the documents that the retriever lacks.
-            write_to_bank: writes to the bank what it lacks.
+            documents: the documents that the retriever lacks.
+            write_to_bank: writes to the bank the documents that the bank lacks.
 
         Returns:
             What `write_to_bank` returns.
         """
-        if self.retriever is not None and filing:
-            self.bank.commit(Intent(puts=tuple(document.id for document in filing)))
-            self.retriever.put(filing)
-        written = write_to_bank()
+        if self.retriever is not None and documents:
+            self.bank.commit(Intent(puts=tuple(document.id for document in documents)))
+            self.retriever.put(documents)
+        result = write_to_bank()
         self.bank.commit(None if self.retriever is None else Intent())
-        return written
+        return result
 
     def delete(self, document_ids: Sequence[str], *, persist: Callable[[], object] = lambda: None) -> Deletion:
-        """Removes documents from the retriever and the bank, each from those that hold it, and commits.
+        """Deletes documents from the retriever and the bank, whichever holds them, and commits.
 
-        An intent that stands already stays: finishing it takes a model.
+        An intent of an interrupted change stays in place, because only an engine with a model can finish that change.
 
         Args:
-            document_ids: which documents.
-            persist: writes the retriever to where it lasts; called after its change and before the bank's.
+            document_ids: ids of the documents to delete.
+            persist: saves the retriever; called after the retriever changes and before the bank does.
 
         Raises:
             BankError: for an id that neither holds, before anything is changed.
         """
         ids = list(dict.fromkeys(document_ids))
-        filed = [] if self.retriever is None else [name for name in ids if name in self.retriever]
+        in_retriever = [] if self.retriever is None else [name for name in ids if name in self.retriever]
         for name in ids:
-            if name not in self.bank and name not in filed:
+            if name not in self.bank and name not in in_retriever:
                 place = self.bank.folder or "the bank"
                 raise BankError(
                     f"no document {name!r} in {place}" + ("" if self.retriever is None else " or its retriever")
                 )
         pending = self.bank.intent
-        if self.retriever is not None and filed:
+        if self.retriever is not None and in_retriever:
             self.bank.commit(Intent(puts=pending.puts, deletes=(*pending.deletes, *ids)))
-            for name in filed:
+            for name in in_retriever:
                 self.retriever.delete(name)
             persist()
-        gone = self._forget(ids)
+        from_bank = self._forget(ids)
         self.bank.commit(pending)
-        return Deletion(gone, tuple(filed))
+        return Deletion(from_bank, tuple(in_retriever))
 
     def finish(self, remember: Remember) -> int:
-        """Does the rest of a change that was interrupted between retriever and bank, as the bank's intent says.
+        """Finishes a change that was interrupted between retriever and bank, as the bank's intent says.
 
-        Where the retriever does not tell what it holds, nothing is done.
+        It does nothing if the retriever does not tell what it holds.
 
         Returns:
-            How many documents were adapted or forgotten.
+            The number of documents that were adapted or deleted.
         """
         intent = self.bank.intent
         if self.retriever is None or not intent:
             return 0
         try:
-            filed = self.retriever.content_hashes([*intent.puts, *intent.deletes])
+            hashes = self.retriever.content_hashes([*intent.puts, *intent.deletes])
         except ConfigError:
             return 0
-        changed = [name for name in intent.puts if name in filed and not is_held(self.bank, name, filed[name])]
-        gone = [name for name in intent.deletes if name not in filed and name in self.bank]
-        self._forget(gone)
+        changed = [name for name in intent.puts if name in hashes and not is_held(self.bank, name, hashes[name])]
+        deleted = [name for name in intent.deletes if name not in hashes and name in self.bank]
+        self._forget(deleted)
         remember(self.retriever.documents(changed))
         self.bank.commit(Intent())
-        return len(changed) + len(gone)
+        return len(changed) + len(deleted)
 
     def reconcile(self, remember: Remember, *, group: int, allow_emptying: bool = False) -> Reconciliation:
-        """Makes the bank agree with the retriever: adapts what it lacks from the stored texts, deletes the surplus.
+        """Makes the bank agree with the retriever: adapts the missing documents, and deletes those of the bank alone.
 
-        Interrupted, it has done a part, and the same call does the rest.
+        After an interruption, the same call does the rest.
 
         Args:
             remember: writes documents to the bank.
-            group: documents that are remembered and committed at a time.
-            allow_emptying: lets all documents of the bank go.
+            group: number of documents that are remembered and committed at a time.
+            allow_emptying: allows the deletion of all documents of the bank.
 
         Raises:
-            BankError: for a retriever that holds none of the bank's documents, unless that is allowed.
+            BankError: when the retriever holds none of the bank's documents, unless `allow_emptying` is True.
             ConfigError: without a retriever, or for one that does not tell what it holds.
         """
         bank, retriever = self.bank, self.retriever
         if retriever is None:
             raise ConfigError("there is no retriever to reconcile the bank with; give the engine one")
-        found = difference(bank, retriever)
-        if len(found.surplus) == len(bank) > 0 and not allow_emptying:
+        before = difference(bank, retriever)
+        if len(before.surplus) == len(bank) > 0 and not allow_emptying:
             raise BankError(
                 f"the retriever holds none of the bank's {len(bank)} documents, so that all of them would go; name the "
                 "retriever that the bank was adapted with, adapt the documents again, or allow the bank to be emptied"
             )
-        self._forget([*found.surplus, *found.outdated])
+        self._forget([*before.surplus, *before.outdated])
         bank.commit()
-        lacking = difference(bank, retriever).missing
-        for first in range(0, len(lacking), group):
-            remember(retriever.documents(lacking[first : first + group]))
+        missing = difference(bank, retriever).missing
+        for first in range(0, len(missing), group):
+            remember(retriever.documents(missing[first : first + group]))
             bank.commit()
-        outdated = set(found.outdated)
-        return Reconciliation(tuple(name for name in lacking if name not in outdated), found.outdated, found.surplus)
+        outdated = set(before.outdated)
+        return Reconciliation(tuple(name for name in missing if name not in outdated), before.outdated, before.surplus)
 
     def _forget(self, document_ids: Sequence[str]) -> tuple[str, ...]:
-        """Deletes from the bank what it holds of these; some may have gone with one that they were merged with."""
-        gone: dict[str, None] = {}
+        """Deletes from the bank the documents that it holds, and returns their ids and those merged with them."""
+        deleted: dict[str, None] = {}
         for name in document_ids:
-            if name in self.bank:
-                gone |= dict.fromkeys(self.bank.delete(name))
-        return tuple(gone)
+            if name in self.bank:  # it may have been deleted with an earlier one that it was merged with
+                deleted |= dict.fromkeys(self.bank.delete(name))
+        return tuple(deleted)
 
 
 def is_held(bank: MemoryBank, document_id: str, content: str) -> bool:

@@ -15,16 +15,18 @@ def main(
     config: ConfigOption,
     model: Annotated[str, typer.Option(help="A MAC model with a sentence encoder: a name or a folder.")],
     output: Annotated[Path, typer.Option(help="Folder for the new model, new or empty.")],
-    words: Annotated[int, typer.Option(min=1, help="R, lexical vectors of each text.")] = 8,
+    words: Annotated[int, typer.Option(min=1, help="R, the number of lexical vectors of each text.")] = 8,
     weight: Annotated[
-        float, typer.Option(min=1e-6, help="Weight of their product beside the cosine in the document prior.")
+        float,
+        typer.Option(min=1e-6, help="Weight of their product, which the document prior adds to the cosine."),
     ] = 0.1,
-    store: Annotated[Literal["fp32", "bf16", "int8"], typer.Option(help="How the weights are stored.")] = "fp32",
+    store: Annotated[Literal["fp32", "bf16", "int8"], typer.Option(help="Data type of the stored weights.")] = "fp32",
     set_: SetOption = None,
 ) -> None:
-    """Let the document prior compare words, too: count in the training set of a recipe how rare each token is.
+    """Add hashed BM25 to a model, so that its document prior compares words as well.
 
-    Nothing is trained, and all weights stay as they are. The recipe is one of pipelines.train; only its data are read.
+    The command counts how rare each token is in the training set of a recipe of pipelines.train, and reads nothing else
+    of the recipe. Nothing is trained, and all weights stay as they are.
     """
     import torch
 

@@ -16,26 +16,27 @@ if TYPE_CHECKING:
 
 Contents = dict[str, set[str]]  # documents, titles and questions, normalised
 
-_SHOWN = 5  # examples of what is in both
+_SHOWN = 5  # examples to print of each kind
 
 
 def main(
     recipes: Annotated[
-        list[str], typer.Argument(help="Recipes, and pipelines for all of their stages; files or shipped ones.")
+        list[str],
+        typer.Argument(help="Files or names of recipes, or of pipelines for all of their stages."),
     ],
     split: Annotated[str, typer.Option(help="The held-out split of the data set that the recipes train on.")] = "test",
     set_: SetOption = None,
 ) -> None:
     """Check that the training data of recipes contain nothing of a held-out split.
 
-    It compares whole paragraphs, titles and questions of the data set, and paragraphs and titles of text files, after
-    SQuAD's normalisation. It fails if any of them is in both.
+    It compares whole paragraphs, titles and questions of the data set, and paragraphs and titles of text files, all
+    normalised as in SQuAD's evaluation. The command fails if any of them is in both.
     """
     from mac_rag.data import load_dataset
     from mac_rag.errors import DataError
 
     shared_count = 0
-    for recipe in [name for given in recipes for name in stages_or_itself(given)]:
+    for recipe in [name for argument in recipes for name in stages_or_itself(argument)]:
         data, files = sources(recipe, set_)
         if data is None:
             typer.echo(f"{recipe}: no data set, nothing to compare")

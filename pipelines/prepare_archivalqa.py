@@ -92,7 +92,7 @@ def read_questions(files: Sequence[Path]) -> list[PublicQuestion]:
 
 
 def find_articles(corpus: Path, public_questions: Sequence[PublicQuestion]) -> dict[str, Article]:
-    """The articles that the questions ask about, by id; reads the corpus no further than the last of them.
+    """The articles that the questions ask about, by id. Reading stops when all of them are found.
 
     Raises:
         DataError: see `pipelines.corpora.nitf.read_articles`.
@@ -100,17 +100,17 @@ def find_articles(corpus: Path, public_questions: Sequence[PublicQuestion]) -> d
     from mac_rag.progress import progress_bar
     from pipelines.corpora.nitf import read_articles
 
-    wanted = {public.article for public in public_questions}
-    found: dict[str, Article] = {}
-    with progress_bar("articles found", total=len(wanted)) as bar:
+    ids = {public.article for public in public_questions}
+    articles: dict[str, Article] = {}
+    with progress_bar("articles found", total=len(ids)) as bar:
         for number, article in enumerate(read_articles(corpus), 1):
-            if article.id in wanted and article.id not in found:
-                found[article.id] = article
+            if article.id in ids and article.id not in articles:
+                articles[article.id] = article
                 bar.note(f"{number:,} read")
                 bar.advance()
-                if len(found) == len(wanted):
+                if len(articles) == len(ids):
                     break
-    return found
+    return articles
 
 
 def write_splits(
@@ -119,8 +119,8 @@ def write_splits(
     """Writes one CSV file for each split, its rows in the order of the questions.
 
     Returns:
-        The number of questions written for each split, empty when there are none at all (and nothing is written), and
-        the number left out for each reason.
+        The number of questions written for each split, and the number left out for each reason. If no question matches,
+        the first is empty and no file is written.
     """
     from mac_rag.data.archivalqa import schema_row, write_rows
     from mac_rag.data.types import Document

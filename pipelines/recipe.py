@@ -1,4 +1,4 @@
-"""Recipes of the training commands: reading, overriding values, and keeping the configuration beside a run."""
+"""Recipes of the training commands: reads them, overrides values, and stores the configuration beside a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ C = TypeVar("C", bound=Config)
 _KEPT = "config.yaml"  # in the folder of a run
 
 ConfigOption = Annotated[str, typer.Option("--config", help="A YAML file, or PIPELINE/STAGE, such as mac-tiny/train.")]
-OutputOption = Annotated[Path, typer.Option("--output", help="Folder of the run. A run that stopped there is resumed.")]
+OutputOption = Annotated[Path, typer.Option("--output", help="Folder of the run. An interrupted run in it is resumed.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Overrides one value of the recipe, e.g. --set trainer.steps=100.")
 ]
@@ -38,8 +38,8 @@ KOption = Annotated[
     str | None,
     typer.Option(
         "--k",
-        help="Number of retrieved documents; of several numbers, such as 1,3,5, one is drawn for each question. Short "
-        "for --set context.k=[...]",
+        help="Number of retrieved documents. From several, such as 1,3,5, one is drawn for each question. Short for "
+        "--set context.k=[...]",
         show_default="the recipe's",
     ),
 ]
@@ -47,13 +47,13 @@ KOption = Annotated[
 
 def with_context(overrides: list[str] | None, retriever: str | None, k: str | None) -> list[str]:
     """The overrides of `--set`, followed by those that `--retriever` and `--k` stand for."""
-    named = [] if retriever is None else [f"context.retriever={json.dumps(retriever)}"]
+    retrievers = [] if retriever is None else [f"context.retriever={json.dumps(retriever)}"]
     numbers = [] if k is None else [f"context.k=[{k}]"]
-    return [*(overrides or ()), *named, *numbers]
+    return [*(overrides or ()), *retrievers, *numbers]
 
 
 class Recipe(NamedTuple):
-    """What a recipe says, not validated.
+    """A recipe as it is written, not validated.
 
     Attributes:
         values: its values.
@@ -120,26 +120,26 @@ def recipe_names() -> list[str]:
 
 
 def _stage_recipe(name: str) -> Recipe:
-    pipeline, _, wanted = name.rpartition("/")
+    pipeline, _, stage_name = name.rpartition("/")
     path = pipeline_file(pipeline) if pipeline else None
     for stage in read_stages(path) if path is not None else ():
-        if stage.name == wanted:
+        if stage.name == stage_name:
             return Recipe(stage.values, f"{stage.where} (task {stage.task})", stage.task)
     raise ConfigError(f"no recipe {name!r}: neither a file nor one of {', '.join(recipe_names())}")
 
 
 def keep_recipe(config: Config, output: Path) -> None:
-    """Writes the exact configuration of a run into its folder, or checks that the run there has the same.
+    """Writes the configuration of a run into its folder, or checks that the run in the folder has the same.
 
     Raises:
         ConfigError: when the folder holds a run of another configuration; it names what differs.
     """
     path = output / _KEPT
     output.mkdir(parents=True, exist_ok=True)
-    whole = output / f".config.{os.getpid()}"
-    whole.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    new = output / f".config.{os.getpid()}"
+    new.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     try:
-        os.link(whole, path)  # atomic: with several processes, all come here at the same time
+        os.link(new, path)  # atomic, because several processes may do this at the same time
     except FileExistsError:
         changes = changes_since(output, config)
         if changes:
@@ -148,13 +148,13 @@ def keep_recipe(config: Config, output: Path) -> None:
                 f"delete {output}"
             ) from None
     finally:
-        whole.unlink()
+        new.unlink()
 
 
 def changes_since(output: Path, config: Config) -> list[str]:
-    """What differs between the configuration of the run in a folder and another one; nothing for a folder without run.
+    """How a configuration differs from that of the run in a folder; nothing if the folder has no run.
 
-    Values are compared and not texts, so that a run which an earlier release began goes on.
+    It compares values, not texts, so that runs of an earlier release can be resumed.
     """
     path = output / _KEPT
     if not path.exists():
@@ -162,10 +162,10 @@ def changes_since(output: Path, config: Config) -> list[str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # old names in a file that the user did not write
-            kept = type(config).parse(read_yaml(path), path)
+            stored = type(config).parse(read_yaml(path), path)
     except ConfigError as error:
         return [str(error)]
-    return list(_differences(kept.model_dump(mode="json"), config.model_dump(mode="json"), ""))
+    return list(_differences(stored.model_dump(mode="json"), config.model_dump(mode="json"), ""))
 
 
 def _differences(old: Any, new: Any, name: str) -> Iterator[str]:

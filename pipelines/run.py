@@ -22,22 +22,24 @@ def main(
     pipeline: Annotated[str, typer.Argument(help="A pipeline file, or the name of a shipped model, such as mac-tiny.")],
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder with one folder a stage. What is done there is skipped.", show_default="runs/NAME"),
+        typer.Option(
+            help="Folder with one folder per stage; stages that are done are skipped.", show_default="runs/NAME"
+        ),
     ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="Show the stages and their state; run nothing.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Show the stages and their state, and run nothing.")] = False,
     set_: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
-            help="Overrides one value of a stage, e.g. --set memory.trainer.steps=100; '*' stands for all stages that "
-            "have such a value, e.g. --set '*.data.path=folder'.",
+            help="Overrides one value of a stage, e.g. --set memory.trainer.steps=100. `*` stands for all stages that "
+            "have the value, e.g. `--set '*.data.path=folder'`.",
         ),
     ] = None,
 ) -> None:
-    """Train a model from its first stage to its last: skip what is done, go on with what was interrupted.
+    """Train a model stage by stage: skip stages that are done, and resume the one that was interrupted.
 
-    A run that was stopped or killed goes on, with the same losses, when the same command is given again. Single stages:
-    python -m pipelines.train --config NAME/STAGE --output runs/NAME/STAGE.
+    If the command is stopped or killed, run it again: the training resumes with the same losses. A single stage:
+    `python -m pipelines.train --config NAME/STAGE --output runs/NAME/STAGE`.
     """
     from mac_rag.errors import ConfigError
 
@@ -67,9 +69,10 @@ class StageRun:
 
     Attributes:
         stage: the stage.
-        number, count: its place, from 1, among how many.
+        number: its place in the pipeline, counted from 1.
+        count: number of stages in the pipeline.
         recipe: its validated recipe.
-        folder: where it runs.
+        folder: its folder.
     """
 
     stage: Stage
@@ -84,7 +87,7 @@ class StageRun:
 
     @property
     def done(self) -> bool:
-        """True if it has run to its end: `last/` is what a task writes at the end."""
+        """True if the stage is complete: a task writes `last/` at its end."""
         return (self.folder / "last").exists()
 
     @property
@@ -104,7 +107,7 @@ class StageRun:
 
 
 def plan(stages: Sequence[Stage], folder: Path) -> list[StageRun]:
-    """The stages with their recipes, all of which are validated before any stage runs.
+    """The stages with their recipes. All recipes are validated before any stage runs.
 
     Raises:
         ConfigError: for an invalid recipe; it names the stage.
@@ -124,10 +127,10 @@ def plan(stages: Sequence[Stage], folder: Path) -> list[StageRun]:
 
 
 def check(runs: Sequence[StageRun]) -> None:
-    """Makes sure that what lies in the folder belongs to this pipeline.
+    """Checks that the runs in the folder belong to this pipeline.
 
     Raises:
-        ConfigError: for a stage that has begun with another configuration, or that has begun although a stage it
+        ConfigError: for a stage that has begun with another configuration, or that has begun although a stage that it
             starts from is not done; it names the folders to delete.
     """
     from mac_rag.errors import ConfigError

@@ -1,6 +1,6 @@
-"""Pipeline files: named stages in order, each a task and its recipe, which may start from what earlier stages left.
+"""Pipeline files: named stages in order. Each has a task and a recipe, and may start from results of earlier stages.
 
-    shared:                # values for YAML anchors; no stage reads them by themselves
+    shared:                # values for YAML anchors; the stages do not read this key
       data: &data {name: newswire}
     stages:
       reader:
@@ -12,8 +12,8 @@
         model: {base_lm: {name: "${stages.reader}/best"}, ...}
         ...
 
-Every stage has a folder of its own name, and the folders of one pipeline lie side by side. So `${stages.reader}/best`
-is the folder `best` in the folder `reader` next to that of the stage which refers to it.
+Every stage has a folder with its name, and the folders of one pipeline lie side by side. `${stages.reader}/best` is the
+folder `best` of the stage `reader`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mac_rag.errors import ConfigError
 C = TypeVar("C", bound=Config)
 
 RECIPES = Path(__file__).parent / "recipes"
-TASKS = ("pretrain", "tune_qa", "train", "add_lexical")  # what each does: pipelines.tasks.registry
+TASKS = ("pretrain", "tune_qa", "train", "add_lexical")  # see pipelines.tasks.registry
 _STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _REFERENCE = re.compile(r"\$\{stages\.([^}]*)\}/(?:best|last)")
 _EVERY_STAGE = "*"
@@ -46,7 +46,7 @@ class Stage:
     Attributes:
         name: its name, which is also the name of its folder.
         task: one of `TASKS`.
-        values: its recipe, not validated, in which references to earlier stages stand as they are.
+        values: its recipe, not validated, with unresolved references to earlier stages.
         where: file and stage, for messages.
     """
 
@@ -62,7 +62,7 @@ class Stage:
 
 
 def pipeline_file(name: str) -> Path | None:
-    """The file of a pipeline: `name` itself, or that of the shipped preset of this name; None if there is neither."""
+    """The file of a pipeline: `name` itself, or that of the shipped model with this name; None if there is neither."""
     path = Path(name) if Path(name).is_file() else RECIPES / name / "pipeline.yaml"
     return path if path.is_file() else None
 
@@ -76,7 +76,7 @@ def read_stages(path: Path, overrides: Sequence[str] = ()) -> list[Stage]:
 
     Raises:
         ConfigError: for ill-formed YAML, a stage without a known task, a reference to anything but an earlier stage,
-            or an override of what is not there; it names the stage.
+            or an override of an unknown stage or value; it names the stage.
     """
     values = read_yaml(path)
     stages = values.get("stages")
@@ -85,7 +85,7 @@ def read_stages(path: Path, overrides: Sequence[str] = ()) -> list[Stage]:
     unknown = sorted(values.keys() - {"shared", "stages"})
     if unknown:
         raise ConfigError(f"{path}: a pipeline has shared and stages, but not {', '.join(map(str, unknown))}")
-    stages = {name: copy.deepcopy(stage) for name, stage in stages.items()}  # aliases are one object in all stages
+    stages = {name: copy.deepcopy(stage) for name, stage in stages.items()}  # YAML aliases share one object
     for override in overrides:
         _override_stage(path, stages, override)
     read: list[Stage] = []
@@ -102,11 +102,11 @@ def read_stages(path: Path, overrides: Sequence[str] = ()) -> list[Stage]:
 
 
 def with_stage_folders(config: C, folder: Path) -> C:
-    """The same recipe, its references replaced by paths.
+    """The recipe with its references replaced by paths.
 
     Args:
         config: the recipe.
-        folder: where the folders of all stages lie.
+        folder: the folder that holds the folders of all stages.
     """
     values = config.model_dump(mode="json")
     if not any(_REFERENCE.fullmatch(text) for text in _texts(values)):
@@ -135,7 +135,7 @@ def override_value(values: dict[str, Any], override: str) -> None:
     """Sets one value: `override` is `name.of.value=YAML`.
 
     Raises:
-        ConfigError: for an override of another form, or of something that holds no values.
+        ConfigError: for an ill-formed override, or a name whose parent holds no values.
     """
     dotted, equals, text = override.partition("=")
     if not equals:
@@ -204,7 +204,7 @@ def _mapped(values: Any, change: Callable[[str], str]) -> Any:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that comes twice in one mapping, of which YAML would silently take the last."""
+    """Raises an error for a key that occurs twice in one mapping; YAML would silently take the last."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)

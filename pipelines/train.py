@@ -26,16 +26,16 @@ def main(
     base_lm: Annotated[
         Literal["frozen", "lora", "full"] | None,
         typer.Option(
-            help="Leave the base LM frozen, or train it jointly. Short for --set tune_base_lm=...",
+            help="Keep the base LM frozen, or train it jointly. Short for --set tune_base_lm=...",
             show_default="the recipe's",
         ),
     ] = None,
     set_: SetOption = None,
 ) -> None:
-    """Meta-train the amortization, input and aggregation networks around an LM, frozen or not.
+    """Meta-train the amortization, input and aggregation networks around an LM, which is frozen or trained jointly.
 
-    best/ and last/ in the output folder are MAC checkpoints: MACModel.from_pretrained("<output>/best"). Several
-    processes: torchrun --nproc_per_node N -m pipelines.train ...
+    best/ and last/ in the output folder are MAC checkpoints: `MACModel.from_pretrained("OUTPUT/best")`. With several
+    processes: `torchrun --nproc_per_node N -m pipelines.train ...`
     """
     from pipelines.tasks.registry import run_task
     from pipelines.tasks.train import TrainConfig

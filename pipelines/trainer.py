@@ -1,15 +1,14 @@
-"""The training loop behind every pipeline: Accelerate, exact resume, validation, best and last checkpoints.
+"""The training loop of all pipelines: Accelerate, exact resume, validation, best and last checkpoints.
 
 A run is a pure function of its configuration. The batch of step `i` depends on the seed, `i` and the process alone, and
-all randomness of a step is seeded from the same numbers, so a run that is killed and started again meets the same
-batches and draws the same dropout as one that never stopped; the checkpoint holds parameters, optimiser and step.
+all randomness of a step is seeded from the same numbers. So a run that is killed and started again has the same batches
+and the same dropout as one that never stopped. The checkpoint holds parameters, optimiser and step.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -27,6 +26,7 @@ from pydantic import Field, model_validator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mac_rag.atomic_files import write_folder, write_text
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.devices import default_device
@@ -41,14 +41,14 @@ class TrainerConfig(Config):
         batch_size: examples of one forward pass on one process.
         accumulate: forward passes per optimiser step; gradients are averaged over them.
         warmup_steps: steps of linear warm-up, after which `schedule` applies (constant in the paper).
-        schedule_steps: step at which the schedule ends; None for the last one. A run from which another one starts
-            need not end at a rate of zero.
+        schedule_steps: step at which the schedule ends; None for the last step. With a later step, the run does not
+            end at a rate of zero, which helps a run that starts from it.
         clip: largest gradient norm; longer gradients are scaled down.
         precision: `fp32`, or `bf16` for mixed precision.
-        validate_every, save_every, log_every: periods in steps.
+        validate_every, save_every, log_every: intervals in steps.
         best: name of the validation figure that chooses the best checkpoint.
-        best_mode: whether a high or a low figure is good.
-        cpu: train on the CPU even if there is a GPU.
+        best_mode: `max` if a higher figure is better, `min` if a lower one is.
+        cpu: True to train on the CPU even if there is a GPU.
     """
 
     steps: int = Field(ge=1)
@@ -111,18 +111,18 @@ class Task(nn.Module, ABC):
         """
 
     def begin_step(self, step: int) -> None:
-        """Called before each optimiser step, for what changes in the course of the training."""
+        """Called before each optimiser step; a task may change its settings here."""
 
     @abstractmethod
     def forward(self, batch: Any) -> dict[str, Tensor]:
-        """Returns `loss` and any other scalars worth a log line."""
+        """Returns `loss` and any other scalars to log."""
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
         """Figures on held-out data."""
 
     def speed(self, examples: float) -> dict[str, float]:
-        """Further figures of speed for the log; `examples` is the number per second over all processes."""
+        """Figures of speed to log; `examples` is the number of examples per second over all processes."""
         return {}
 
     @abstractmethod
@@ -138,7 +138,7 @@ class Task(nn.Module, ABC):
         ]
 
     def training_state(self) -> dict[str, Tensor]:
-        """Everything that steps change: trained parameters and persistent buffers, tied weights once."""
+        """All tensors that training changes: trained parameters and persistent buffers, tied weights once."""
         persistent = self.state_dict(keep_vars=True).keys()
         state: dict[str, Tensor] = {name: p for name, p in self.named_parameters() if p.requires_grad}
         state |= {name: buffer for name, buffer in self.named_buffers() if name in persistent}
@@ -158,11 +158,11 @@ class Task(nn.Module, ABC):
 
 
 class Trainer:
-    """Runs a task to its last step, from the checkpoint of an earlier run in the same folder if there is one.
+    """Trains a task to its last step. It resumes from the newest checkpoint in the folder, if there is one.
 
     Args:
         task: the task.
-        config: length, speed and periods of the training.
+        config: length, learning rate and intervals of the training.
         output: the run's folder: `metrics.jsonl`, `tensorboard/`, `checkpoints/`, and the exported `best/` and `last/`.
         label: label of the progress bar.
     """
@@ -199,7 +199,7 @@ class Trainer:
         """Trains, validates, saves.
 
         Returns:
-            The figures of the last validation; empty on all processes but the first, or if the run was already done.
+            The figures of the last validation; empty if the run was already done, and on all processes but the first.
 
         Raises:
             ConfigError: when the loss is no longer finite, or `trainer.best` is not a figure of the validation.
@@ -237,7 +237,7 @@ class Trainer:
         return figures
 
     def _leave(self) -> None:
-        """Ends the process group and its threads.
+        """Ends the process group and its threads before the interpreter shuts down.
 
         A thread that releases a tensor while the interpreter shuts down aborts the process.
         """
@@ -300,43 +300,31 @@ class Trainer:
 
     def _export(self, name: str) -> None:
         """Writes the model beside its old version and swaps the two, so that a kill leaves one of them whole."""
-        new, old = self.output / f".{name}.new", self.output / f".{name}.old"
-        for leftover in (new, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        self.task.save(new)
-        final = self.output / name
-        if final.exists():
-            final.rename(old)
-        new.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
+        with write_folder(self.output / name) as new:
+            self.task.save(new)
 
     def _checkpoint(self) -> None:
         if not self.accelerator.is_main_process:
             self.accelerator.wait_for_everyone()
             return
         folder = self.output / "checkpoints"
-        new = folder / "incomplete"
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
-        save_file(self.task.training_state(), new / "model.safetensors")
-        torch.save(self.optimizer.state_dict(), new / "optimizer.pt")
-        (new / "trainer.json").write_text(json.dumps({"step": self.step, "best": self.best}))
-        for path in new.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        new.rename(folder / f"step-{self.step:08d}")
+        with write_folder(folder / f"step-{self.step:08d}") as new:
+            save_file(self.task.training_state(), new / "model.safetensors")
+            torch.save(self.optimizer.state_dict(), new / "optimizer.pt")
+            (new / "trainer.json").write_text(json.dumps({"step": self.step, "best": self.best}))
         for older in _checkpoints(folder)[:-1]:
             shutil.rmtree(older)
         self.accelerator.wait_for_everyone()
 
     def _resume(self) -> None:
-        found = _checkpoints(self.output / "checkpoints")
-        if not found:
+        checkpoints = _checkpoints(self.output / "checkpoints")
+        if not checkpoints:
             self._keep_metrics()
             return
-        state = json.loads((found[-1] / "trainer.json").read_text())
-        self.task.load_training_state(load_file(found[-1] / "model.safetensors"))
-        self.optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", map_location="cpu", weights_only=True))
+        newest = checkpoints[-1]
+        state = json.loads((newest / "trainer.json").read_text())
+        self.task.load_training_state(load_file(newest / "model.safetensors"))
+        self.optimizer.load_state_dict(torch.load(newest / "optimizer.pt", map_location="cpu", weights_only=True))
         self.step, self.best = state["step"], state["best"]
         self._keep_metrics()
         self.accelerator.print(f"resumed {self.output} at step {self.step}")
@@ -346,20 +334,18 @@ class Trainer:
         log = self.output / "metrics.jsonl"
         if not self.accelerator.is_main_process or not log.exists():
             return
-        kept = []
+        kept_lines = []
         for line in log.read_text().splitlines(keepends=True):
             if not line.endswith("\n") or json.loads(line)["step"] > self.step:
                 break
-            kept.append(line)
-        new = log.with_suffix(".new")
-        new.write_text("".join(kept))
-        new.replace(log)
+            kept_lines.append(line)
+        write_text(log, "".join(kept_lines))
 
 
 def finished_steps(output: Path) -> int:
     """Steps of the run in a folder that its newest checkpoint holds; 0 without a checkpoint."""
-    found = _checkpoints(output / "checkpoints")
-    return int(found[-1].name.removeprefix("step-")) if found else 0
+    checkpoints = _checkpoints(output / "checkpoints")
+    return int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else 0
 
 
 def _checkpoints(folder: Path) -> list[Path]:

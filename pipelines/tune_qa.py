@@ -23,8 +23,8 @@ def main(
 ) -> None:
     """Tune a base LM on question-answer pairs, with or without retrieved documents in front of them.
 
-    best/ and last/ in the output folder are ordinary Hugging Face model folders. The baselines of the paper and MAC
-    with retrieval start from such an LM.
+    best/ and last/ in the output folder are ordinary Hugging Face model folders. The paper's baselines and MAC with
+    retrieval start from such an LM.
     """
     from pipelines.tasks.registry import run_task
     from pipelines.tasks.tune_qa import TuneConfig

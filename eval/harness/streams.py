@@ -122,6 +122,4 @@ def write_once(path: Path, make: Callable[[], QADataset]) -> None:
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".partial.csv")
-    write_archivalqa(make(), unfinished)
-    unfinished.replace(path)
+    write_archivalqa(make(), path)

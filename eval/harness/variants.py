@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from eval.harness.command import report
 from eval.harness.protocol import judge, samples, summarize
 from eval.harness.scales import Scale, Setup
 from eval.harness.streams import named_folder, open_stream, write_once
+from mac_rag.atomic_files import write_folder
 from mac_rag.config import MACConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset
@@ -193,10 +193,8 @@ def grafted(config: MACConfig, trained: Path, fresh: Part | None, folder: Path, 
                 for name, parameter in model.mac_state().items():
                     if not (name.startswith(f"{fresh}.") and parameter.requires_grad):
                         parameter.copy_(trained_weights[name])
-            unfinished = place.with_suffix(".partial")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            model.save_pretrained(unfinished)
-            unfinished.rename(place)
+            with write_folder(place) as new:
+                model.save_pretrained(new)
     return place
 
 

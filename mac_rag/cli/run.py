@@ -1,4 +1,4 @@
-"""How every command of the project starts: parsed by typer, stopped by a clear message instead of a traceback."""
+"""Starts every command of the project: typer parses it, and an error is one message instead of a traceback."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mac_rag.errors import MACError
 
 
 def run_command(command: Callable[..., Any]) -> None:
-    """Runs one function as a command; an error meant for the user ends it with exit code 1 and one message."""
+    """Runs one function as a command. A `MACError` ends it with one message and exit code 1."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
     app.command()(command)
     run_app(app)
 
 
 def run_app(app: typer.Typer) -> None:
-    """Runs a typer application the same way."""
+    """Runs a typer application. A `MACError` ends it with one message and exit code 1."""
     try:
         app()
     except MACError as error:

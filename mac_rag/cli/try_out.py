@@ -1,4 +1,4 @@
-"""`mac-rag try`: paragraphs and questions typed in, answered by the LM alone, from memory, with BM25, and with both."""
+"""`mac-rag try`: answers typed questions by the LM alone, from memory, with BM25, and with both."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mac_rag.cli.options import ModelOption
 if TYPE_CHECKING:
     from mac_rag.engine import MACEngine
 
-# What is tried where nothing is typed in.
+# The lines that are used if nothing is typed.
 SAMPLE = (
     "The company's office in Rotterdam was opened in March 2019 by Helen Park. It has 240 employees, most of whom "
     "write software for shipping.",
@@ -27,30 +27,35 @@ SAMPLE = (
     "When did a shepherd discover the marble caves?",
     "Where was the Kestrel engine built?",
 )
-_WAYS = {"LM alone": (False, False), "MAC": (True, False), "BM25": (False, True), "BM25 + MAC": (True, True)}
+# Name of a system -> whether it uses memory, and whether it uses the retriever.
+_SYSTEMS = {"LM alone": (False, False), "MAC": (True, False), "BM25": (False, True), "BM25 + MAC": (True, True)}
 
 
 def try_out(
     typed: Annotated[
         str | None,
-        typer.Argument(metavar="[-]", help="A dash: type lines of your own.", show_default="three paragraphs of ours"),
+        typer.Argument(
+            metavar="[-]",
+            help="- reads your own lines from standard input.",
+            show_default="a sample of three paragraphs",
+        ),
     ] = None,
     model: ModelOption = DEFAULT_MODEL,
-    k: Annotated[int, typer.Option(min=1, help="How many paragraphs BM25 puts in front of a question.")] = 1,
+    k: Annotated[int, typer.Option(min=1, help="Number of BM25's paragraphs in front of each question.")] = 1,
 ) -> None:
-    """Try it: with -, a line that ends in ? is a question, and any other is a paragraph to remember.
+    """Try memory and retrieval on a sample, or on lines that you type (with -).
 
-    Each question is answered four times: by the LM alone, from memory, from the paragraphs that BM25 finds, and from
-    both. Nothing is kept.
+    A line that ends in ? is a question; any other line is a paragraph to remember. Each question is answered four
+    times: by the LM alone, from memory, from the paragraphs that BM25 retrieves, and from both. Nothing is saved.
     """
     from mac_rag.engine import MACEngine
     from mac_rag.retrieval.registry import make_retriever
 
     if typed not in (None, "-"):
-        raise typer.BadParameter(f"give - to type your own lines, or nothing, not {typed!r}")
+        raise typer.BadParameter(f"{typed!r} is not -; give - to type your own lines, or nothing")
     engine = MACEngine(model, retriever=make_retriever("bm25"), k=k)
     if typed == "-" and sys.stdin.isatty():
-        typer.echo("Type a paragraph on a line to have it remembered, a question with ? to ask; Ctrl-D ends.", err=True)
+        typer.echo("Type a paragraph to remember, or a question that ends in ?, one per line. Ctrl-D ends.", err=True)
     for line in _lines(SAMPLE if typed is None else sys.stdin):
         if line.endswith("?"):
             _ask(engine, line)
@@ -72,7 +77,7 @@ def _remember(engine: MACEngine, text: str) -> None:
 
 def _ask(engine: MACEngine, question: str) -> None:
     typer.secho(f"\n{question}", bold=True)
-    for name, (memory, retriever) in _WAYS.items():
+    for name, (memory, retriever) in _SYSTEMS.items():
         if not len(engine.bank) and (memory or retriever):
             continue
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How documents, questions and answers become the base LM's tokens: one format for training and for use."""
+"""Turns documents, questions and answers into the base LM's tokens: one format for training and inference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mac_rag.config import PromptFormat
 
 @dataclass(frozen=True)
 class FittedPrompt:
-    """A question with documents in front of it, as token ids within the LM's window. It is made once and handed down.
+    """A question with documents in front of it, as token ids that fit the LM's window.
 
     Examples:
         >>> from mac_rag import MACModel
@@ -24,8 +24,8 @@ class FittedPrompt:
     Attributes:
         question: x, the text.
         ids: token ids of the base LM: `d_1 + ... + d_k + x`, ending where the answer begins.
-        contexts: d_1 to d_k as they stand in the prompt.
-        truncated: True if documents were shortened or left out to fit the window.
+        contexts: d_1 to d_k as they stand in the prompt, possibly cut.
+        truncated: True if documents were cut or left out to fit the window.
         question_ids: token ids of the question for the input encoder; empty where no memory is involved.
     """
 
@@ -52,7 +52,7 @@ class PromptEncoder:
             raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token; answers could not end")
         self.tokenizer = tokenizer
         self.format = prompt_format or PromptFormat()
-        # What the tokenizer itself puts in front of a text: <s> for Llama, nothing for GPT-2.
+        # Tokens that the tokenizer puts in front of a text: <s> for Llama, none for GPT-2.
         self.start: list[int] = [i for i in tokenizer("").input_ids if i != tokenizer.eos_token_id]
         self.eos: int = tokenizer.eos_token_id
 
@@ -81,16 +81,16 @@ class PromptEncoder:
         return list(self.fit_to_window(question, contexts, room).ids)
 
     def fit_to_window(self, question: str, contexts: Sequence[str] = (), room: int | None = None) -> FittedPrompt:
-        """`d_1 + ... + d_k + x`, contexts in the order given, shortened where they do not fit.
+        """`d_1 + ... + d_k + x`, with contexts cut or left out if they do not fit.
 
-        A retriever puts the best document first, and a document is worth most whole. So the first ones stay whole as
-        long as there is room, the next keeps its beginning, cut between tokens, and the others are left out. The
-        question is never shortened: one that alone is beyond the room gives a prompt that is beyond it.
+        Retrievers put the best document first, and a whole document is worth more than a part. So the first documents
+        stay whole as long as there is room, the next one is cut between tokens, and the others are left out. The
+        question is never cut: if it does not fit by itself, the prompt is longer than `room`.
 
         Args:
             question: x.
-            contexts: d_1 to d_k. Each is tokenized once, and the one that is cut once more.
-            room: tokens for the prompt; None for any number.
+            contexts: d_1 to d_k, in the order of the prompt. Each is tokenized once; one that is cut, once more.
+            room: largest number of tokens of the prompt; None for no limit.
         """
         start, end = self.start, self.question(question)
         documents = [self.document(text) for text in contexts]
@@ -99,7 +99,7 @@ class PromptEncoder:
             ids = [*start, *(token for document in documents for token in document), *end]
             return FittedPrompt(question, tuple(ids), tuple(contexts))
         left = room - len(start) - len(end)
-        ids, kept = list(start), []
+        ids, fitting = list(start), []
         for text, document in zip(contexts, documents, strict=True):
             text = text.strip()
             if not text:
@@ -107,20 +107,20 @@ class PromptEncoder:
             if len(document) > left:
                 text = self._beginning(text, left)
                 if text.strip():
-                    kept.append(text)
+                    fitting.append(text)
                     ids += self.document(text)
                 break
-            kept.append(text)
+            fitting.append(text)
             ids += document
             left -= len(document)
-        return FittedPrompt(question, (*ids, *end), tuple(kept), truncated=True)
+        return FittedPrompt(question, (*ids, *end), tuple(fitting), truncated=True)
 
     def _beginning(self, text: str, room: int) -> str:
-        """As many of a text's first tokens as make a document of `room` tokens."""
+        """The longest beginning of a text whose document has at most `room` tokens."""
         ids = self._ids(text)
         for length in range(min(len(ids), room), 0, -1):
             cut: str = self.tokenizer.decode(ids[:length]).rstrip("\N{REPLACEMENT CHARACTER}")
-            # Cut text may tokenize into a token more than it was cut to.
+            # The cut text may have one token more when it is tokenized again.
             if len(self.document(cut)) <= room:
                 return cut
         return ""

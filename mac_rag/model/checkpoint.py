@@ -3,9 +3,9 @@
 config.json             the configuration: all sizes, the base models and their revisions
 model.safetensors       MAC's own networks
 amortization/           architecture of the amortization network's backbone; its tokenizer, if that is not the base LM's
-input_encoder/          the same of the input encoder's
-index/                  architecture of the sentence encoder, where there is one
-base_lm/                the base LM, if it was tuned or has no name on the Hub
+input_encoder/          the same for the input encoder
+index/                  architecture of the sentence encoder, if there is one
+base_lm/                the base LM, if it was tuned or is not on the Hub
 
 A checkpoint reads and writes the parts of a model; `mac_rag.model.MACModel` assembles them.
 """
@@ -44,7 +44,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "
 
 @dataclass(frozen=True)
 class Parts:
-    """What a model is assembled from.
+    """The parts that a model is assembled from.
 
     Attributes:
         config: the configuration of all networks.
@@ -70,11 +70,11 @@ def write(
     """Writes a checkpoint; see `MACModel.save_pretrained`.
 
     Args:
-        parts: what the model is assembled from.
+        parts: the parts of the model.
         weights: the weights of MAC's own networks, by their names in checkpoints (`MACModel.mac_state`).
         folder: a new or empty folder.
         dtype: dtype of the stored weights; None keeps each as it is.
-        lm_was_trained: True if the base LM differs from the one that its name stands for; then it is stored, too.
+        lm_was_trained: True if the base LM was trained; then the checkpoint stores it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = parts.config
@@ -94,10 +94,10 @@ def write(
 
 
 def read(folder: Path, device: torch.device) -> Parts:
-    """The parts of a checkpoint. The weights of MAC's own networks are not loaded yet; `fill` loads them.
+    """The parts of a checkpoint, without the weights of MAC's own networks, which `fill` loads.
 
     Raises:
-        ModelLoadError: when its files are missing, of another format or of another architecture.
+        ModelLoadError: when files are missing, or have another format or architecture.
     """
     config = read_config(folder)
     base_lm = BaseLM.load(config.base_lm, config.prompt, device, folder, config.modulation.kind)
@@ -132,15 +132,15 @@ def upload(
     return str(address)
 
 
-def fill(wanted: Mapping[str, Tensor], path: Path) -> None:
+def fill(parameters: Mapping[str, Tensor], path: Path) -> None:
     """Copies stored weights into parameters of exactly the same names and shapes.
 
     Args:
-        wanted: parameters by their names in checkpoints.
+        parameters: parameters by their names in checkpoints.
         path: a safetensors file.
 
     Raises:
-        ModelLoadError: when the file is truncated or damaged, or names or shapes differ; it tells which.
+        ModelLoadError: when the file is truncated or damaged, or names or shapes differ; it lists the differences.
     """
     try:
         stored = from_int8(load_file(path))
@@ -148,18 +148,18 @@ def fill(wanted: Mapping[str, Tensor], path: Path) -> None:
         raise ModelLoadError(f"{path} is missing, truncated or damaged: {error}") from error
     differences = [
         f"{name}: {'missing in the file' if name not in stored else 'unknown to the model'}"
-        for name in sorted(wanted.keys() ^ stored.keys())
+        for name in sorted(parameters.keys() ^ stored.keys())
     ] + [
-        f"{name}: {list(stored[name].shape)} in the file, {list(wanted[name].shape)} in the model"
-        for name in sorted(wanted.keys() & stored.keys())
-        if stored[name].shape != wanted[name].shape
+        f"{name}: {list(stored[name].shape)} in the file, {list(parameters[name].shape)} in the model"
+        for name in sorted(parameters.keys() & stored.keys())
+        if stored[name].shape != parameters[name].shape
     ]
     if differences:
         shown = "\n  ".join(differences[:20])
         more = f"\n  and {len(differences) - 20} more" if len(differences) > 20 else ""
         raise ModelLoadError(f"{path} does not match its configuration:\n  {shown}{more}")
     with torch.no_grad():
-        for name, parameter in wanted.items():
+        for name, parameter in parameters.items():
             parameter.copy_(stored[name])
 
 
@@ -167,7 +167,7 @@ def find(name_or_path: str | Path, revision: str | None) -> Path:
     """The folder of a checkpoint: a path, a shipped model, or a download from the Hub.
 
     Raises:
-        ModelLoadError: when there is none of that name.
+        ModelLoadError: when there is no model of that name.
     """
     path = Path(name_or_path)
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""Builds the networks of a model: text encoders, from pretrained parts or the base LM's own weights, and modulation."""
+"""Builds the networks of a model: text encoders, from pretrained backbones or the base LM's weights, and modulation."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ def make_encoder(
         backbone: a transformers model without a language-modelling head.
         tokenizer: the backbone's tokenizer.
         base_lm: the base LM.
-        sentence_encoder: from `make_sentence_encoder`; None for none.
-        hashed_bm25: from `make_hashed_bm25`; None for none.
+        sentence_encoder: the result of `make_sentence_encoder`, or None.
+        hashed_bm25: the result of `make_hashed_bm25`, or None.
 
     Raises:
         ModelLoadError: when the encoder should share the base LM's embeddings, but has another width or vocabulary; or
-            when sentence encoder or hashed BM25, which read the base LM's tokens, meet another vocabulary.
+            when there is a sentence encoder or hashed BM25, which read the base LM's tokens, and the encoder has
+            another vocabulary.
     """
     if part.design == "encoder-pooling" and hasattr(backbone, "bidirectional"):
-        backbone.bidirectional = True  # a backbone that can attend both ways, but does so only on request
+        backbone.bidirectional = True  # off by default in backbones that can attend both ways
     alike = _same_vocabulary(tokenizer, base_lm)
     if part.embeddings == "base-lm":
         _share_embeddings(part.name, backbone, alike, base_lm)
@@ -76,7 +77,7 @@ def make_sentence_encoder(part: SentenceEncoderConfig, backbone: Any, tokenizer:
 
 
 def make_hashed_bm25(config: MACConfig, base_lm: BaseLM) -> HashedBM25 | None:
-    """The hashed BM25 that both text encoders share, with all tokens equally rare; None where the model has none."""
+    """The hashed BM25 that both text encoders share; all tokens count as equally rare. None if the model has none."""
     if config.hashed_bm25 is None:
         return None
     return HashedBM25(len(base_lm.tokenizer), config.hashed_bm25.vectors, base_lm.width).to(base_lm.device)
@@ -119,7 +120,7 @@ def pretrained_encoder(
     """Loads an encoder's backbone, or starts it from the base LM's weights, and builds the encoder around it.
 
     Raises:
-        ModelLoadError: as `load_backbone` and `make_encoder`; and when a backbone should start from a quantised LM.
+        ModelLoadError: as `load_backbone` and `make_encoder`; and when an encoder should start from a quantised LM.
     """
     if part.name is not None:
         backbone = load_backbone(part, base_lm.device)

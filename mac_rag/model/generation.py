@@ -1,4 +1,4 @@
-"""Answers of a MAC model: prompts that fit the LM's window, generation and streaming under a modulation."""
+"""The answering half of a MAC model: fitting prompts to the LM's window, generation and streaming."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mac_rag.nn.modulation import Modulation, ModulationNetwork
 
 
 class GenerationMixin:
-    """The half of `mac_rag.model.MACModel` that answers; it has the attributes below from there.
+    """The part of `mac_rag.model.MACModel` that answers. `MACModel` sets the attributes.
 
     Attributes:
         config: all sizes.
         base_lm: the frozen LM.
         input_encoder: g_input.
         modulation: maps phi* to a modulation of the LM.
-        cpu_batch_tokens: tokens of the prompts in one batch on a CPU; more do not fit its caches and are slower.
+        cpu_batch_tokens: prompt tokens per batch on a CPU; larger batches exceed its caches and are slower.
     """
 
     config: MACConfig
@@ -37,12 +37,12 @@ class GenerationMixin:
 
     @property
     def context_window(self) -> int:
-        """Tokens that documents, question and answer may have together."""
+        """Largest number of tokens of documents, question and answer together."""
         return self.config.context_window or self._positions
 
     @property
     def _positions(self) -> int:
-        """Positions of the LM that a prefix leaves."""
+        """Positions of the LM that the prefix of memory tokens does not take."""
         prefix = self.config.tokens * self.config.modulation.slots if self.config.modulation.kind == "prefix" else 0
         return self.base_lm.context_window - prefix
 
@@ -57,10 +57,11 @@ class GenerationMixin:
         """A question and its documents as token ids that fit the LM's window.
 
         Args:
-            question: x; a prompt that is fitted already is returned as it is.
+            question: x; a `FittedPrompt` is returned as it is.
             contexts: documents in front of it, the best first.
-            overflow: where they do not fit: refuse, or leave out the last documents; the question is never shortened.
-            max_new_tokens: longest answer, which has to fit too; None for the configured length.
+            overflow: if they do not fit: raise an error, or cut the documents from the last one on. The question is
+                never cut.
+            max_new_tokens: longest answer, which must fit too; None for the configured length.
 
         Raises:
             DocumentError: for an empty question, or a prompt beyond the window.
@@ -68,7 +69,7 @@ class GenerationMixin:
         if isinstance(question, FittedPrompt):
             return question
         room = self.context_window - (max_new_tokens or self.config.max_new_tokens)
-        question_ids = self.input_encoder.ids(question)  # an empty or endless question is an error without memory, too
+        question_ids = self.input_encoder.ids(question)  # checks the question, even if no memory is used
         fitted = self.base_lm.prompts.fit_to_window(question, contexts, room)
         if len(fitted.ids) > room or (fitted.truncated and overflow == "error"):
             used = len(self.base_lm.prompts.prompt(question, contexts))
@@ -92,20 +93,20 @@ class GenerationMixin:
         """Answers questions: `LM(d + x; phi*)`.
 
         Args:
-            prompts: B questions as texts, or as `fit_to_window` gives them.
-            contexts: documents in front of each question, in this order; only for questions that are texts.
+            prompts: B questions, as texts or as results of `fit_to_window`.
+            contexts: documents in front of each question; only for questions that are texts.
             modulation: phi* `[B, T, D]`; None for the frozen LM alone.
             max_new_tokens: None for the configured length.
             num_beams: 1 is greedy.
-            memory_weight: lambda behind documents, see `mac_rag.lm.max_rule`; None for the configured one.
+            memory_weight: lambda behind documents (see `mac_rag.lm.max_rule`); None for the configured weight.
 
         Raises:
             ConfigError: for a memory_weight that is not above 0 and at most 1.
         """
-        fitted = self._fitted(prompts, contexts)
+        fitted = self._as_fitted(prompts, contexts)
         weights = self._weights(fitted, memory_weight)
         answers = [""] * len(fitted)
-        for rows in self._read_together(fitted):
+        for rows in self._batches(fitted):
             texts = self.base_lm.generate(
                 [fitted[i].ids for i in rows],
                 self._modulation(None if modulation is None else modulation[rows]),
@@ -129,10 +130,10 @@ class GenerationMixin:
             weights: values of lambda (see `mac_rag.lm.max_rule`), from 0 (the frozen LM alone) to 1.
 
         Returns:
-            For each weight B answers.
+            B answers for each weight.
         """
         answers = [[""] * len(prompts) for _ in weights]
-        for rows in self._read_together(prompts):
+        for rows in self._batches(prompts):
             each = self.base_lm.generate_each(
                 [prompts[i].ids for i in rows],
                 self.modulation(modulation[rows]),
@@ -144,18 +145,18 @@ class GenerationMixin:
                     at_weight[i] = text
         return answers
 
-    def _fitted(
+    def _as_fitted(
         self, prompts: Sequence[str | FittedPrompt], contexts: Sequence[Sequence[str]] | None
     ) -> list[FittedPrompt]:
-        """All prompts as token ids; questions that are texts are not shortened."""
+        """All prompts as token ids; documents of questions that are texts are not cut."""
         encoder = self.base_lm.prompts
         return [
             prompt if isinstance(prompt, FittedPrompt) else encoder.fit_to_window(prompt, texts)
             for prompt, texts in zip(prompts, contexts or [()] * len(prompts), strict=True)
         ]
 
-    def _read_together(self, prompts: Sequence[FittedPrompt]) -> list[list[int]]:
-        """Batches of prompts, by their indices: one of all on a GPU, several of similar lengths on a CPU."""
+    def _batches(self, prompts: Sequence[FittedPrompt]) -> list[list[int]]:
+        """Batches of prompts, as lists of indices: a single one on a GPU, several of similar lengths on a CPU."""
         if self.base_lm.device.type != "cpu":
             return [list(range(len(prompts)))]
         return length_buckets([len(prompt.ids) for prompt in prompts], self.cpu_batch_tokens)
@@ -170,7 +171,7 @@ class GenerationMixin:
         memory_weight: float | None = None,
     ) -> Iterator[str]:
         """Yields the greedy answer to one question piece by piece; arguments as `generate`'s, phi* `[1, T, D]`."""
-        [fitted] = self._fitted([prompt], [contexts])
+        [fitted] = self._as_fitted([prompt], [contexts])
         yield from self.base_lm.stream(
             fitted.ids,
             self._modulation(modulation),

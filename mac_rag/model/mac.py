@@ -109,8 +109,8 @@ class MACModel(GenerationMixin, nn.Module):
         """Loads a checkpoint: one in the package (`mac-small`, `mac-tiny`), a folder, or a repository on the Hub.
 
         Raises:
-            ModelLoadError: when there is none of that name, or its files are truncated, of another format or of
-                another architecture; names the weights that differ.
+            ModelLoadError: when there is no model of that name, or its files are truncated or have another format or
+                architecture; it lists the weights that differ.
         """
         folder = checkpoint.find(name_or_path, revision)
         parts = checkpoint.read(folder, default_device(device))
@@ -119,7 +119,7 @@ class MACModel(GenerationMixin, nn.Module):
         return model.eval()
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Writes a checkpoint: `config.json`, safetensors, tokenizers, and the base LM where it has no other home.
+        """Writes a checkpoint: `config.json`, safetensors, tokenizers, and a base LM that was tuned or is a folder.
 
         Args:
             folder: a new or empty folder.
@@ -153,7 +153,7 @@ class MACModel(GenerationMixin, nn.Module):
             self.base_lm.eval()
         if self.amortization.network.sentence_encoder is not None:
             self.amortization.network.sentence_encoder.eval()
-        self._fingerprint = None  # fused optimisers change weights without a trace on the tensors
+        self._fingerprint = None  # fused optimisers change weights without a new version of the tensors
         return self
 
     def use_master_weights(self) -> None:
@@ -191,9 +191,9 @@ class MACModel(GenerationMixin, nn.Module):
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of all weights that write or read memory tokens. Models of equal fingerprint can share a bank."""
+        """Hex digest of all weights that write or read memory tokens. Only models with the same one share a bank."""
         state = self.mac_state() | self._shared_embeddings()
-        # In-place updates advance a tensor's version, so this notices training between two calls.
+        # In-place updates raise a tensor's version, so training between two calls is noticed.
         version = sum(tensor._version for tensor in state.values())
         if self._fingerprint is None or self._fingerprint[0] != version:
             digest = hashlib.sha256(fingerprint_fields(self.config).encode())
@@ -231,13 +231,13 @@ class MACModel(GenerationMixin, nn.Module):
     def amortize_rows(
         self, rows: Sequence[Sequence[int]], *, batch_tokens: int = 8192, progress: bool = False
     ) -> Tensor:
-        """As `amortize`, of texts that are token ids already (`TextEncoder.plan`)."""
+        """As `amortize`, for documents that are already token ids (`TextEncoder.plan`)."""
         with progress_bar("adapt", len(rows), disable=not progress) as bar:
             return self.amortization.encode(rows, batch_tokens, bar.advance).stacked()
 
     @property
     def row_shape(self) -> tuple[int, int]:
-        """T + R and D: the shape of one document in what `amortize` gives and a bank keeps."""
+        """`(T + R, D)`, the shape of one document's row in `amortize`'s result and in a bank."""
         return self.config.tokens + self.config.lexical_vectors, self.base_lm.width
 
     @torch.no_grad()
@@ -245,7 +245,7 @@ class MACModel(GenerationMixin, nn.Module):
         """Projects a bank to the keys and values of all blocks, once for all questions.
 
         Args:
-            phi: `[K, T + R, D]`, as `amortize` gives it.
+            phi: `[K, T + R, D]`, the result of `amortize`.
 
         Raises:
             BankError: for an empty bank.
@@ -260,7 +260,7 @@ class MACModel(GenerationMixin, nn.Module):
 
         Args:
             questions: B texts.
-            bank: memory tokens as `amortize` gives them, or a view of them.
+            bank: memory tokens from `amortize`, or a view of them.
             mask: `[B, K]`, True where a question may see a document.
 
         Raises:
@@ -287,9 +287,10 @@ class MACModel(GenerationMixin, nn.Module):
 
     @contextmanager
     def without_document_prior(self) -> Iterator[None]:
-        """Leaves the document prior out of attention while the context lasts, to measure what it contributes."""
-        used, self.aggregation.use_prior = self.aggregation.use_prior, False
+        """A context in which attention ignores the document prior, to measure the prior's effect."""
+        before = self.aggregation.use_prior
+        self.aggregation.use_prior = False
         try:
             yield
         finally:
-            self.aggregation.use_prior = used
+            self.aggregation.use_prior = before

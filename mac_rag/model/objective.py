@@ -1,4 +1,4 @@
-"""MAC's objective: equation 2 with back-propagation dropout, and further terms for small models.
+"""MAC's objective: equation 2 with back-propagation dropout, and auxiliary losses for small models.
 
 The paper's objective is the `answer` term alone. The others help a small model over its cold start: `direct`,
 `distillation` and `reconstruction` teach the amortization network without the aggregation network in between,
@@ -25,7 +25,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 if TYPE_CHECKING:
     from mac_rag.model import MACModel
 
-_ALIKE = 2.0  # the longest prompt of a batch is at most so many times as long as its shortest
+_LENGTH_RATIO = 2.0  # largest ratio of the longest to the shortest prompt of a batch
 
 
 class LossWeights(Config):
@@ -59,8 +59,8 @@ class Batch:
     Attributes:
         documents: K texts.
         questions, answers: B texts.
-        gold: index of the document that answers it, for each question.
-        contexts: retrieved documents in front of each question; empty for questions alone.
+        gold: for each question, the index of the document that answers it.
+        contexts: retrieved documents in front of each question; empty if there are none for all questions.
         without_memory: True for each question that the LM answers without phi*; empty if it has phi* for all.
     """
 
@@ -94,8 +94,8 @@ def mac_loss(
         weights: weight of each term; a term of weight zero is not computed.
         backprop_dropout: p, the share of documents without gradients; at least one always has them.
         negatives: memory tokens of other documents, without gradients: further negatives of the contrastive term.
-        distractors: for each question so many negatives, those of the highest document prior, join the documents that
-            all questions attend to in the answer term, as in a bank of many documents.
+        distractors: number of negatives that each question adds to the documents which all questions attend to: those
+            with the highest document prior. The answer term then sees a bank of more documents.
         tune_amortization: False amortizes all documents without gradients.
 
     Returns:
@@ -220,8 +220,7 @@ def _logits(
 ) -> Tensor:
     """Logits of each token of all targets, row after row.
 
-    Rows of similar length share a batch; otherwise a few prompts with documents in front would pad all the others to
-    their length.
+    Rows of similar length share a batch. Otherwise the longest prompts would pad all others to their length.
 
     Args:
         model: the model.
@@ -234,7 +233,7 @@ def _logits(
     for without in (False, True):
         rows = [i for i, flag in enumerate(bare) if flag == without]
         lengths = [len(prompts[i]) + len(targets[i]) for i in rows]
-        for group in similar_lengths(lengths, _ALIKE):
+        for group in similar_lengths(lengths, _LENGTH_RATIO):
             chosen = [rows[i] for i in group]
             modulation = None if without else model.modulation(phi[chosen])
             group_rows = [prompts[i] for i in chosen], [targets[i] for i in chosen]

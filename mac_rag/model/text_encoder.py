@@ -1,4 +1,4 @@
-"""A text encoder: tokenizer and amortization network together, from texts to memory tokens."""
+"""A text encoder: a tokenizer and an amortization network, from texts to memory tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mac_rag.lm.batching import length_buckets, pad_rows, similar_lengths
 from mac_rag.nn.amortization import AmortizationNetwork
 from mac_rag.nn.memory_tokens import MemoryTokens
 
-_ALIKE = 1.5  # the longest text of a batch is at most so many times as long as its shortest
+_LENGTH_RATIO = 1.5  # largest ratio of the longest to the shortest text of a batch
 
 
 class TextEncoder(nn.Module):
@@ -32,7 +32,7 @@ class TextEncoder(nn.Module):
     Args:
         network: the amortization network.
         tokenizer: its backbone's tokenizer.
-        max_tokens: longest text; less if the backbone has fewer positions.
+        max_tokens: largest number of tokens of a text; less if the backbone has fewer positions.
     """
 
     def __init__(self, network: AmortizationNetwork, tokenizer: Any, max_tokens: int) -> None:
@@ -70,7 +70,7 @@ class TextEncoder(nn.Module):
 
     def forward(self, rows: Sequence[Sequence[int]]) -> MemoryTokens:
         """Encodes token ids of K texts to their memory tokens; texts of similar length share a batch."""
-        groups = similar_lengths([len(row) for row in rows], _ALIKE)
+        groups = similar_lengths([len(row) for row in rows], _LENGTH_RATIO)
         encoded = MemoryTokens.cat([self._encode_batch([rows[i] for i in group]) for group in groups])
         places = torch.tensor([i for group in groups for i in group], device=self.device)
         return encoded[places.argsort()]
@@ -86,7 +86,7 @@ class TextEncoder(nn.Module):
         Args:
             rows: token ids of each text.
             batch_tokens: tokens of one batch, padding included.
-            advance: called with the number of texts after each batch.
+            advance: called after each batch with its number of texts.
 
         Returns:
             Memory tokens of K texts in float32, in the order of `rows`.
@@ -119,7 +119,7 @@ class TextEncoder(nn.Module):
 
         Args:
             text: the document.
-            whole: refuse a text beyond the limit instead of cutting it.
+            whole: raise an error for a text beyond the limit, instead of cutting it.
 
         Raises:
             DocumentError: for anything but a text with at least one visible character; for a single word beyond the

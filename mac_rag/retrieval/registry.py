@@ -16,6 +16,13 @@ from mac_rag.retrieval.hybrid import HybridRetriever
 
 _SENTENCE_TRANSFORMERS = "sentence-transformers:"
 _CHROMA = "chroma:"
+# Name of a dense retriever -> makes its encoder; takes the module of encoders, because that is imported on first use.
+_ENCODERS: dict[str, Callable[[Any], Encoder]] = {
+    "contriever": lambda encoders: encoders.contriever("facebook/contriever"),
+    "contriever-msmarco": lambda encoders: encoders.contriever("facebook/contriever-msmarco"),
+    "dpr": lambda encoders: encoders.dpr(),
+    "minilm": lambda encoders: encoders.minilm(),
+}
 
 # The names that `make_retriever` takes, for help texts and messages.
 RETRIEVERS = (
@@ -86,19 +93,13 @@ def needs_folder(spec: str) -> bool:
 
 def _encoder(spec: str) -> Callable[[], Encoder] | None:
     """A function that makes the encoder of a dense retriever; None if `spec` does not name one."""
-    if spec not in ("contriever", "contriever-msmarco", "dpr", "minilm") and not spec.startswith(
-        _SENTENCE_TRANSFORMERS
-    ):
+    if spec not in _ENCODERS and not spec.startswith(_SENTENCE_TRANSFORMERS):
         return None
     from mac_rag.retrieval import encoders
 
-    if spec == "dpr":
-        return encoders.dpr
-    if spec == "minilm":
-        return encoders.minilm
-    if spec.startswith(_SENTENCE_TRANSFORMERS):
-        return lambda: encoders.SentenceTransformerEncoder(spec.removeprefix(_SENTENCE_TRANSFORMERS))
-    return lambda: encoders.contriever(f"facebook/{spec}")
+    if spec in _ENCODERS:
+        return lambda: _ENCODERS[spec](encoders)
+    return lambda: encoders.SentenceTransformerEncoder(spec.removeprefix(_SENTENCE_TRANSFORMERS))
 
 
 def _import(spec: str) -> Any:

@@ -83,5 +83,5 @@ def _question_word(pattern: re.Pattern[str], answer: str, before: str, rng: rand
 
 def _thinned(text: str, rng: random.Random) -> list[str]:
     """At most twelve words, without punctuation around them; some are left out, common ones more often."""
-    kept = (word.strip(',;:()"') for word in text.split())
-    return [word for word in kept if word and rng.random() > (0.5 if word.lower() in _COMMON else 0.2)][:12]
+    words = (word.strip(',;:()"') for word in text.split())
+    return [word for word in words if word and rng.random() > (0.5 if word.lower() in _COMMON else 0.2)][:12]

@@ -41,13 +41,13 @@ def read_articles(folder: Path) -> Iterator[Article]:
     Raises:
         DataError: for a folder without such files, a damaged archive, or XML that is ill-formed or declares entities.
     """
-    found = False
+    has_documents = False
     for source, content in _documents(folder):
-        found = True
+        has_documents = True
         article = parse_article(content, source)
         if article is not None:
             yield article
-    if not found:
+    if not has_documents:
         raise DataError(f"{folder} holds no .xml file and no .tgz archive with one; give the folder of the corpus")
 
 

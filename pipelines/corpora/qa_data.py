@@ -58,9 +58,9 @@ class DataConfig(Config):
         data = joined([load_dataset(self.name, split, self.path) for split in splits])
         if self.unlike is None:
             return data
-        asked = {normalize(q.question) for q in load_dataset(self.name, self.unlike, self.path).questions}
-        kept = tuple(question for question in data.questions if normalize(question.question) not in asked)
-        return dataclasses.replace(data, questions=kept)
+        held_out = {normalize(q.question) for q in load_dataset(self.name, self.unlike, self.path).questions}
+        questions = tuple(question for question in data.questions if normalize(question.question) not in held_out)
+        return dataclasses.replace(data, questions=questions)
 
     @field_validator("train")
     @classmethod
@@ -150,8 +150,8 @@ class ContextMiner:
         mined = []
         for question, k in zip(questions, sizes, strict=True):
             gold = rng.random() < self._config.gold_rate
-            found = self._retrieved[question.question] if k else []
-            others = [document for document in found if document.id != question.document_id]
+            best = self._retrieved[question.question] if k else []
+            others = [document for document in best if document.id != question.document_id]
             if gold and k:
                 chosen = [*others[: k - 1], self._documents[question.document_id]]
             else:

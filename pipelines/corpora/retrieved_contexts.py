@@ -122,8 +122,8 @@ def fingerprint(retriever: Retriever) -> str:
 
 def cache_folder() -> Path:
     """Folder of results that all runs share: `$MAC_RAG_CACHE`, or `mac_rag` in the user's cache folder."""
-    named = os.environ.get(CACHE_VARIABLE)
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mac_rag"
+    folder = os.environ.get(CACHE_VARIABLE)
+    return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mac_rag"
 
 
 def _read(file: Path, rows: Rows) -> bool:

@@ -185,9 +185,9 @@ class ReadingSequences(Sequences):
         rng.shuffle(chosen)
         encoder = self._encoder
         ids = encoder.prompt_start([document.text for document in chosen])
-        asked = [question for document in chosen for question in self._questions[document.id]]
-        rng.shuffle(asked)
-        for question in asked:
+        questions = [question for document in chosen for question in self._questions[document.id]]
+        rng.shuffle(questions)
+        for question in questions:
             pair = encoder.question(question.question) + encoder.answer(question.answers[0])
             if len(ids) + len(pair) > self._length:
                 break

@@ -63,14 +63,14 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
         )
     training = model.training
     model.eval()
-    asked = data.questions_by_document()
-    documents = [document for document in data.documents if asked[document.id]]
+    questions_of = data.questions_by_document()
+    documents = [document for document in data.documents if questions_of[document.id]]
     rows = [model.amortization.ids(document.text) for document in documents]
     if network.hashed_bm25 is not None:
         network.hashed_bm25.count(rows)
     some = range(0, len(rows), -(-len(rows) // _READ))
     rows_read = [rows[i] for i in some]
-    questions = [model.input_encoder.ids(asked[documents[i].id][0].question) for i in some]
+    questions = [model.input_encoder.ids(questions_of[documents[i].id][0].question) for i in some]
     states = [_states(network, row) for row in rows_read]
     _fit_salience(network, rows, rows_read, states)
     pooled = [_pooling(network, state) for state in states]
@@ -115,8 +115,8 @@ def _fit_salience(
     """Salience starts as how rare a word is among the documents: the log of the share of them that it stands in."""
     holding = Counter(token for row in rows for token in set(row))
     rarity = [math.log(len(rows) / holding[token]) for row in rows_read for token in row]
-    wanted = torch.tensor(rarity, device=network.queries.device).clamp(min=1e-2)
-    before_softplus = wanted + (-(-wanted).expm1()).log()
+    salience = torch.tensor(rarity, device=network.queries.device).clamp(min=1e-2)
+    before_softplus = salience + (-(-salience).expm1()).log()
     weight, bias = _ridge(torch.cat(list(states)), before_softplus[:, None])
     network.salience.weight.copy_(weight.T)
     network.salience.bias.copy_(bias)
@@ -142,15 +142,15 @@ def _fit_prefix(
 ) -> None:
     """Fits the prefix of memory tokens to the keys and values that the LM keeps of the text, pooled alike."""
     lm: Any = model.base_lm.model
-    wanted = []
+    targets = []
     for row, weights in zip(rows, pooled, strict=True):
         ids = torch.tensor([row], device=phi.device)
         segments = model.base_lm.architecture.segment_arguments(torch.ones_like(ids))
         cache = lm(input_ids=ids, use_cache=True, logits_to_keep=1, **segments).past_key_values
-        kept = torch.stack([torch.stack([layer[0][0], layer[1][0]]) for layer in cache])  # [layers, 2, H, L, d]
-        wanted.append(torch.einsum("tl,nkhld->tnkhd", weights, kept.to(weights.dtype)).flatten(1))
+        keys_values = torch.stack([torch.stack([layer[0][0], layer[1][0]]) for layer in cache])  # [layers, 2, H, L, d]
+        targets.append(torch.einsum("tl,nkhld->tnkhd", weights, keys_values.to(weights.dtype)).flatten(1))
     linear: Any = prefix.to_keys_values
-    weight, bias = _ridge(prefix.norm(phi).flatten(0, 1), torch.cat(wanted))
+    weight, bias = _ridge(prefix.norm(phi).flatten(0, 1), torch.cat(targets))
     linear.weight.copy_(weight.T)
     linear.bias.copy_(bias)
 

@@ -28,9 +28,9 @@ def minilm_embeddings(tokenizer: Any, width: int) -> Tensor:
     folder = str(minilm_folder())
     theirs = AutoTokenizer.from_pretrained(folder)
     table = AutoModel.from_pretrained(folder, use_safetensors=True).embeddings.word_embeddings.weight.detach().float()
-    found = _means(tokenizer, theirs, table)
-    known = ~found.isnan().any(1)
-    centred = found[known] - found[known].mean(0)
+    means = _means(tokenizer, theirs, table)
+    known = ~means.isnan().any(1)
+    centred = means[known] - means[known].mean(0)
     axes = torch.linalg.svd(centred, full_matrices=False).Vh[:width]
     projected = centred @ axes.T
     result = functional.normalize(torch.randn(len(tokenizer), width))
@@ -44,7 +44,7 @@ def _means(tokenizer: Any, theirs: Any, table: Tensor) -> Tensor:
     pieces = theirs.get_vocab()
     if tokenizer.get_vocab() == pieces:
         return table
-    found = torch.full((len(tokenizer), table.shape[1]), torch.nan)
+    means = torch.full((len(tokenizer), table.shape[1]), torch.nan)
     for index in range(len(tokenizer)):
         text = "" if index in tokenizer.all_special_ids else tokenizer.decode([index])
         word = text.strip().lower()
@@ -53,5 +53,5 @@ def _means(tokenizer: Any, theirs: Any, table: Tensor) -> Tensor:
         # A token that continues a word is one there, too, if it can.
         inside = pieces.get(f"##{word}") if text[0] != " " and text[0].islower() else None
         rows = [inside] if inside is not None else theirs(word, add_special_tokens=False).input_ids
-        found[index] = table[rows].mean(0)
-    return found
+        means[index] = table[rows].mean(0)
+    return means

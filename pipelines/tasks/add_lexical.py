@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
+from mac_rag.atomic_files import write_folder
 from mac_rag.config import Config, HashedBM25Config
 from mac_rag.errors import ConfigError
 from mac_rag.lm.devices import DTYPES
@@ -44,10 +44,8 @@ def write_extended(config: AddLexicalConfig, output: Path) -> None:
     """
     texts = (document.text for document in config.data.training_set().documents)
     model = add_hashed_bm25(MACModel.from_pretrained(config.start_from), texts, config.vectors, config.weight)
-    new = output / ".last.new"
-    shutil.rmtree(new, ignore_errors=True)
-    model.save_pretrained(new, dtype=torch.int8 if config.store_dtype == "int8" else DTYPES[config.store_dtype])
-    new.rename(output / "last")
+    with write_folder(output / "last") as new:
+        model.save_pretrained(new, dtype=torch.int8 if config.store_dtype == "int8" else DTYPES[config.store_dtype])
 
 
 def add_hashed_bm25(model: MACModel, texts: Iterable[str], vectors: int, weight: float) -> MACModel:

@@ -18,8 +18,8 @@ _NAME = "mac_products"
 
 def has_matrix_units() -> bool:
     """True if the CPU has bf16 matrix units (Intel's AMX)."""
-    found: bool = torch.cpu._is_amx_tile_supported()
-    return found
+    supported: bool = torch.cpu._is_amx_tile_supported()
+    return supported
 
 
 def use_products(model: nn.Module) -> None:

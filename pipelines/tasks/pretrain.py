@@ -26,6 +26,9 @@ from pipelines.tasks.open_book import reading_scores
 from pipelines.tasks.throughput import training_speed
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
+# Value of `lm.embeddings` -> makes token embeddings `[vocabulary, width]` from a tokenizer and the width.
+_PRETRAINED_EMBEDDINGS = {"minilm": minilm_embeddings}
+
 
 class LMConfig(Config):
     """Architecture, sizes and first weights of an LM.
@@ -52,10 +55,10 @@ class LMConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> LMConfig:
-        given = {name for name, field in LMConfig.model_fields.items() if getattr(self, name) != field.default}
-        if self.tokenizer is not None and "vocabulary" in given:
+        changed = {name for name, field in LMConfig.model_fields.items() if getattr(self, name) != field.default}
+        if self.tokenizer is not None and "vocabulary" in changed:
             raise ValueError(f"vocabulary is {self.vocabulary}, but the tokenizer {self.tokenizer!r} has its own")
-        if self.kind == "t5" and "positions" in given:
+        if self.kind == "t5" and "positions" in changed:
             raise ValueError(f"positions is {self.positions}, but a t5 has relative positions without a limit")
         return self
 
@@ -117,8 +120,8 @@ class PretrainTask(Task):
         self.config = config
         folder = output / "tokenizer"
         if not folder.exists():
-            named = config.lm.tokenizer
-            (train_tokenizer(config) if named is None else load_tokenizer(named)).save_pretrained(folder)
+            name = config.lm.tokenizer
+            (train_tokenizer(config) if name is None else load_tokenizer(name)).save_pretrained(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.encoder = PromptEncoder(self.tokenizer)
         torch.manual_seed(config.trainer.seed)
@@ -127,9 +130,10 @@ class PretrainTask(Task):
         # They are tied to the output: this scale gives logits of unit variance. With the usual 0.02, rare tokens are
         # hard to tell apart.
         torch.nn.init.normal_(embedded, std=config.lm.hidden_size**-0.5)
-        if config.lm.embeddings == "minilm":
+        make_embeddings = _PRETRAINED_EMBEDDINGS.get(config.lm.embeddings)
+        if make_embeddings is not None:
             with torch.no_grad():
-                embedded.copy_(minilm_embeddings(self.tokenizer, config.lm.hidden_size))
+                embedded.copy_(make_embeddings(self.tokenizer, config.lm.hidden_size))
         self._answer_mark = self.encoder.question("")[-2:]
         self._compiled: Any = torch.compile(self.token_losses, dynamic=False) if config.compile else self.token_losses
         if config.corpus.kind == "newswire":

@@ -48,7 +48,7 @@ class PretrainT5Task(PretrainTask):
 
     def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
         half = ids.shape[1] // 2
-        text, said = ids[:, :half], ids[:, half:]
+        text, continuation = ids[:, :half], ids[:, half:]
         pad = self.lm.config.pad_token_id
         embed = self.lm.get_input_embeddings()
         logits = (
@@ -56,7 +56,7 @@ class PretrainT5Task(PretrainTask):
             * self.lm(
                 inputs_embeds=self._scale * embed(text),
                 attention_mask=(text != pad).long(),
-                decoder_inputs_embeds=self._scale * embed(functional.pad(said[:, :-1], (1, 0), value=pad)),
+                decoder_inputs_embeds=self._scale * embed(functional.pad(continuation[:, :-1], (1, 0), value=pad)),
                 use_cache=False,
             ).logits
         )

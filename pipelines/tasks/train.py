@@ -181,21 +181,21 @@ class TrainTask(Task):
         short = curriculum is not None and step < curriculum.steps
         sentences = 1 + step // curriculum.steps_per_sentence if curriculum is not None and short else None
         texts: list[str] = []
-        asked: list[Question] = []
+        questions: list[Question] = []
         gold: list[int] = []
         for index, document in enumerate(documents):
             known = self._questions[document.id]
             count = min(self.config.questions_per_document, len(known), sentences or len(known))
             chosen = rng.sample(known, count)
-            asked += chosen
+            questions += chosen
             gold += [index] * len(chosen)
             answers = [question.answers[0] for question in chosen]
             texts.append(document.text if sentences is None else excerpt(document.text, answers, sentences))
-        contexts = self._miner.mine(asked, rng)
+        contexts = self._miner.mine(questions, rng)
         batch = Batch(
             documents=texts,
-            questions=[question.question for question in asked],
-            answers=[question.answers[0] for question in asked],
+            questions=[question.question for question in questions],
+            answers=[question.answers[0] for question in questions],
             gold=gold,
             contexts=[[document.text for document in mined] for mined in contexts],
             without_memory=[bool(mined) and rng.random() < self.config.without_memory for mined in contexts],
@@ -235,20 +235,20 @@ class TrainTask(Task):
 
     def validate(self) -> dict[str, float]:
         """EM and F1 on the held-out stream, from memory alone and with retrieved documents, if any; and the losses."""
-        data, found = self._validation, self._validation_retrieved
+        data, retrieved = self._validation, self._validation_retrieved
         engine = MACEngine(self.model)
         engine.adapt(data.documents)
         figures = self._figures(engine, None)
-        if found is not None:
+        if retrieved is not None:
             k = max(self.config.context.k)
-            contexts = [[document.text for document in found[question.question][:k]] for question in data.questions]
+            contexts = [[document.text for document in retrieved[question.question][:k]] for question in data.questions]
             figures |= {f"{name}_retrieved": value for name, value in self._figures(engine, contexts).items()}
         return figures | self._losses()
 
     def _figures(self, engine: MACEngine, contexts: list[list[str]] | None) -> dict[str, float]:
         questions = self._validation.questions
-        given = engine.answer([question.question for question in questions], contexts=contexts, overflow="truncate")
-        pairs = [(answer.text, question.answers) for answer, question in zip(given, questions, strict=True)]
+        generated = engine.answer([question.question for question in questions], contexts=contexts, overflow="truncate")
+        pairs = [(answer.text, question.answers) for answer, question in zip(generated, questions, strict=True)]
         return {
             name: sum(best_over(metric, text, answers) for text, answers in pairs) / len(pairs)
             for name, metric in (("em", exact_match), ("f1", f1))
@@ -256,14 +256,14 @@ class TrainTask(Task):
 
     def _losses(self) -> dict[str, float]:
         """Each term on the held-out documents, in batches as in training; no documents stand in front of questions."""
-        asked = self._validation.questions_by_document()
-        documents = [document for document in self._validation.documents if asked[document.id]]
+        questions_of = self._validation.questions_by_document()
+        documents = [document for document in self._validation.documents if questions_of[document.id]]
         most = self.config.questions_per_document
         totals: dict[str, float] = {}
         count = 0
         for start in range(0, len(documents), self.config.trainer.batch_size):
             part = documents[start : start + self.config.trainer.batch_size]
-            pairs = [(i, q) for i, document in enumerate(part) for q in asked[document.id][:most]]
+            pairs = [(i, q) for i, document in enumerate(part) for q in questions_of[document.id][:most]]
             batch = Batch(
                 documents=[document.text for document in part],
                 questions=[question.question for _, question in pairs],

@@ -143,8 +143,8 @@ class TuneTask(Task):
     def _sequence(self, question: Question, contexts: list[Document], rng: random.Random) -> _Sequence:
         others = [q for document in contexts for q in self._by_document[document.id] if q.id != question.id]
         rng.shuffle(others)
-        asked = [question, *others[: self.config.questions_per_context - 1]]
-        rng.shuffle(asked)
+        questions = [question, *others[: self.config.questions_per_context - 1]]
+        rng.shuffle(questions)
         ids = self.encoder.prompt_start([document.text for document in contexts])
         segment_ids, hidden = [1] * len(ids), [False] * len(ids)
         if rng.random() < self.config.question_blind:
@@ -153,7 +153,7 @@ class TuneTask(Task):
         whole = self.config.loss_on == "all"
         labels = list(ids) if whole else [-100] * len(ids)
         read = {document.id for document in contexts}
-        for pair in asked:
+        for pair in questions:
             prompt, answer = self.encoder.question(pair.question), self.encoder.answer(self._target(pair, read))
             ids += prompt + answer
             segment_ids += [1] * len(prompt) + [0] * len(answer)
@@ -197,10 +197,10 @@ class TuneTask(Task):
     def validate(self) -> dict[str, float]:
         data = self._validation
         figures = self._scores([()] * len(data.questions), "_closed")
-        found = self._validation_retrieved
-        if found is not None:
+        retrieved = self._validation_retrieved
+        if retrieved is not None:
             for k in sorted(set(self.config.context.k)):
-                contexts = [[document.text for document in found[q.question][:k]] for q in data.questions]
+                contexts = [[document.text for document in retrieved[q.question][:k]] for q in data.questions]
                 figures |= self._scores(contexts, f"_retrieved_{k}")
         return figures
 

@@ -23,7 +23,7 @@ FACTS = {
 
 
 class HashEmbedding(BaseEmbedding):
-    """Bags of hashed words: deterministic, and texts that share words are near each other."""
+    """Embeddings of hashed bags of words: deterministic, and texts that share words are near each other."""
 
     def _embed(self, text: str) -> list[float]:
         vector = [0.0] * 64

@@ -19,7 +19,7 @@ from mac_rag.retrieval.embeddings import Vectors
 
 
 class WordEncoder:
-    """Bags of hashed words: deterministic, and texts that share words are near each other."""
+    """Embeddings of hashed bags of words: deterministic, and texts that share words are near each other."""
 
     width = 32
 

@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 class DocumentsTruncatedEvent(BaseEvent):
-    """Documents were shortened to fit into the LM's window.
+    """Documents were cut or left out to fit into the LM's window.
 
     Examples:
         >>> event = DocumentsTruncatedEvent(query_str="What hit Wunville?", given=["A storm.", "A town."], used=["A"])
@@ -66,9 +66,9 @@ class DocumentsTruncatedEvent(BaseEvent):
         '1 of 2 documents left out'
 
     Attributes:
-        query_str: the question; it is never shortened.
+        query_str: the question, which is never cut.
         given: the texts of the nodes.
-        used: the texts that the LM reads; texts that were left out are missing.
+        used: the texts that the LM reads, some of them cut. Texts that were left out are missing.
     """
 
     query_str: str
@@ -84,18 +84,18 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
     """A LlamaIndex LLM that answers through a `MACEngine`: from its memory bank, from retrieved context, or both.
 
     It takes question and context from the slots of LlamaIndex's prompt templates (see `read_slots`). The LM never reads
-    the wording of the templates, system prompts or chat histories. Used directly:
+    the wording of the templates, system prompts or chat histories. Direct use:
 
-    - `complete(prompt, contexts=...)` takes its argument as the question;
-    - `chat(messages)` takes the last user message as the question;
-    - the async methods leave the event loop free, the streaming ones yield tokens as the LM makes them.
+    - `complete(prompt, contexts=...)` answers `prompt`, which is the question;
+    - `chat(messages)` answers the last user message;
+    - the async methods do not block the event loop, the streaming ones yield tokens as the LM generates them.
 
-    Context is text as LlamaIndex assembles it: nodes are joined, and each starts with its metadata. Hide metadata
-    that the model was not trained on by `node.excluded_llm_metadata_keys`. A context beyond the LM's window loses its
-    end, and a warning is logged: retrieve fewer or smaller nodes, let LlamaIndex pack by the LM's own tokens
-    (`prompt_helper`), or use `MACSynthesizer`, which also keeps the nodes apart. Chat engines get follow-up questions
-    back as they are, because the model cannot rewrite them; a chat engine in mode condense_plus_context with its own
-    rewriting prompt needs `skip_condense=True`. Structured output, output parsers and tools are refused.
+    LlamaIndex joins the nodes to one context, each behind its metadata. Hide metadata that the model was not trained on
+    with `node.excluded_llm_metadata_keys`. If a context is beyond the LM's window, its end is left out and a warning is
+    logged; retrieve fewer or smaller nodes, let LlamaIndex pack by the LM's own tokens (`prompt_helper`), or use
+    `MACSynthesizer`, which also keeps the nodes separate. Chat engines get follow-up questions back unchanged, because
+    the model cannot rewrite them. In the mode condense_plus_context, a custom rewriting prompt needs
+    `skip_condense=True`. Structured output, output parsers and tools raise an error.
 
     Examples:
         >>> context = "Edgar Flara will join the board of Rainga Press. The company employs 180 people."
@@ -105,19 +105,19 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
     Args:
         model: name or path of a checkpoint, or a model; None for the default. Its bank is empty: fill `llm.engine`.
         engine: an engine with its model and bank, instead of `model`.
-        use_memory: True to always answer with the bank, which must not be empty; False never to; None to use it when
-            it holds documents, and otherwise answer from the context alone.
+        use_memory: True to always answer with the bank, which must then not be empty; False to never use it; None to
+            use it if it holds documents, and otherwise to answer from the context alone.
         max_new_tokens: longest answer; None for the model's configured length.
-        filters: which documents may have any influence through the bank; give the same to the retriever. For filters
-            of one request, `llm.model_copy(update={"filters": filters})` costs nothing and shares the engine.
-        callback_manager: LlamaIndex's.
+        filters: the documents that may influence an answer through the bank; give the retriever the same filters. For
+            the filters of one request, `llm.model_copy(update={"filters": filters})` is cheap and shares the engine.
+        callback_manager: LlamaIndex's callback manager.
 
     Raises:
         ConfigError: when both `model` and `engine` are given.
         ModelLoadError: when the model cannot be loaded.
     """
 
-    model: str = Field(description="Name or path of the model; a description where it was given as an object.")
+    model: str = Field(description="Name or path of the model; a description if it is an object.")
     use_memory: bool | None = Field(default=None, description="Whether to answer with the bank; None if it is filled.")
     max_new_tokens: int | None = Field(default=None, ge=1, description="Longest answer; None for the model's own.")
 
@@ -155,7 +155,7 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """What LlamaIndex plans with; the window is enlarged by what LlamaIndex takes off for its own prompts."""
+        """Sizes that LlamaIndex plans with. The window includes what LlamaIndex subtracts for its own prompts."""
         model = self.engine.model
         return LLMMetadata(
             context_window=model.context_window + LLAMA_INDEX_RESERVE,
@@ -166,9 +166,9 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
     def prompt_helper(self) -> PromptHelper:
         """A prompt helper that counts the LM's own tokens against its true window.
 
-        Set it as `Settings.prompt_helper`, or give it to `get_response_synthesizer`, to have LlamaIndex divide a
-        context that is too long instead of having its end left out: tree_summarize and accumulate then ask about every
-        part, compact and refine about the first (with a warning), and simple_summarize cuts the rest off.
+        Without it, the end of a context that is too long is left out. Set it as `Settings.prompt_helper`, or give it to
+        `get_response_synthesizer`, and LlamaIndex divides such a context: tree_summarize and accumulate ask about every
+        part, compact and refine about the first one (with a warning), and simple_summarize cuts the rest off.
         """
         model = self.engine.model
         tokenizer = model.base_lm.tokenizer
@@ -181,7 +181,7 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
     # -- the engine --
 
     def _settings(self, contexts: Contexts) -> dict[str, Any]:
-        """Settings of one call of the engine, once it is sure that there is something to answer from."""
+        """Keyword arguments for one call of the engine; raises if there is nothing to answer from."""
         engine = self.engine
         engine.bank.check_model(engine.model.fingerprint)
         use_memory = self.remembers if self.use_memory is None else self.use_memory
@@ -198,7 +198,7 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
     def fit_to_window(self, question: str, texts: Sequence[str]) -> FittedPrompt:
         """The question and the texts as a prompt that fits the LM's window.
 
-        Where texts had to be shortened or left out, a warning is logged and a `DocumentsTruncatedEvent` fired.
+        If texts are cut or left out, it logs a warning and fires a `DocumentsTruncatedEvent`.
 
         Raises:
             DocumentError: for an empty question, or one that alone is beyond the window.
@@ -217,8 +217,8 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
             dispatcher.event(event)
         return prompt
 
-    def _asked(self, question: str, contexts: Contexts) -> str | FittedPrompt:
-        """What the engine is asked: a prompt with its contexts, or the question, for which it may retrieve."""
+    def _prompt_of(self, question: str, contexts: Contexts) -> str | FittedPrompt:
+        """The engine's input: a fitted prompt, or a question without contexts, for which it may retrieve."""
         if contexts is None or isinstance(contexts, FittedPrompt):
             return contexts or question
         return self.fit_to_window(question, contexts)
@@ -227,12 +227,12 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
         follow_up = rewritten_question(question)
         if follow_up is not None:
             return follow_up
-        return self.engine.answer([self._asked(question, contexts)], **self._settings(contexts))[0].text
+        return self.engine.answer([self._prompt_of(question, contexts)], **self._settings(contexts))[0].text
 
     def _stream(self, question: str, contexts: Contexts) -> Iterator[tuple[str, str]]:
-        """Yields the answer so far and its newest piece; what is wrong with the question shows at the call."""
-        pieces = self.engine.stream(self._asked(question, contexts), **self._settings(contexts))
-        return _grown(pieces)
+        """Yields the answer so far and its newest piece. Errors are raised at the call, not at the first piece."""
+        pieces = self.engine.stream(self._prompt_of(question, contexts), **self._settings(contexts))
+        return _accumulate(pieces)
 
     async def _astream(self, question: str, contexts: Contexts) -> AsyncIterator[tuple[str, str]]:
         pieces = await asyncio.to_thread(self._stream, question, contexts)
@@ -253,12 +253,12 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
 
         Args:
             prompt: the question.
-            formatted: LlamaIndex's; without effect.
-            contexts: texts to read it with, the best first, or a prompt that `fit_to_window` has made of them; None for
-                those of the engine's retriever, if it has one.
+            formatted: an argument of LlamaIndex's interface; it has no effect.
+            contexts: texts to answer from, the best first, or the result of `fit_to_window`; None for those of the
+                engine's retriever, if it has one.
 
         Raises:
-            BankError: for an empty bank where memory is required, or where there is no context either.
+            BankError: for an empty bank, if memory is required or there is no context either.
             FingerprintError: when another model wrote the bank.
             DocumentError: for an empty question, or one that alone is beyond the LM's window.
             MACError: for any other option.
@@ -357,13 +357,13 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
         """As `stream`."""
         request = self._request(prompt, prompt_args)
         if request.settled is not None:
-            return _once(request.settled)
+            return _single(request.settled)
         return await astream_completion_response_to_tokens(
             await self.astream_complete(request.question, contexts=request.contexts)
         )
 
     def _request(self, prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Request:
-        """Announces a prediction as LlamaIndex's own LLMs do, and reads what is asked."""
+        """Announces a prediction as LlamaIndex's own LLMs do, and reads question and context from the slots."""
         dispatcher.event(LLMPredictStartEvent(template=prompt, template_args=dict(prompt_args)))
         self._log_template_data(prompt, **prompt_args)
         if self.output_parser is not None:
@@ -375,14 +375,14 @@ def _describe(model: MACModel) -> str:
     return f"{model.config.base_lm.name} with MAC {model.fingerprint[:12]}"
 
 
-def _grown(pieces: Iterator[str]) -> Iterator[tuple[str, str]]:
+def _accumulate(pieces: Iterator[str]) -> Iterator[tuple[str, str]]:
     text = ""
     for piece in pieces:
         text += piece
         yield text, piece
 
 
-async def _once(text: str) -> TokenAsyncGen:
+async def _single(text: str) -> TokenAsyncGen:
     yield text
 
 
@@ -391,10 +391,10 @@ def _chat_response(text: str, delta: str | None = None) -> ChatResponse:
 
 
 def _last_question(messages: Sequence[ChatMessage]) -> str:
-    asked = next((message for message in reversed(messages) if message.role == MessageRole.USER), None)
-    if asked is None:
+    message = next((message for message in reversed(messages) if message.role == MessageRole.USER), None)
+    if message is None:
         raise MACError("MACLLM answers the last user message, and there is none among the messages")
-    others = [block.block_type for block in asked.blocks if not isinstance(block, TextBlock)]
+    others = [block.block_type for block in message.blocks if not isinstance(block, TextBlock)]
     if others:
         raise MACError(f"MACLLM reads text only, but the last user message holds: {', '.join(others)}")
-    return asked.content or ""
+    return message.content or ""

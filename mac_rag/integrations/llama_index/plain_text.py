@@ -12,31 +12,31 @@ class PlainTextLLM:
     """An LLM that answers in plain text: LlamaIndex's structured output and tools are refused."""
 
     def structured_predict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises MACError: there is no structured output."""
+        """Raises MACError: structured output is not supported."""
         refuse_structure()
 
     async def astructured_predict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises MACError: there is no structured output."""
+        """Raises MACError: structured output is not supported."""
         refuse_structure()
 
     def stream_structured_predict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises MACError: there is no structured output."""
+        """Raises MACError: structured output is not supported."""
         refuse_structure()
 
     async def astream_structured_predict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises MACError: there is no structured output."""
+        """Raises MACError: structured output is not supported."""
         refuse_structure()
 
     def as_structured_llm(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises MACError."""
+        """Raises MACError: structured output is not supported."""
         refuse_structure()
 
     def predict_and_call(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises MACError."""
+        """Raises MACError: tools are not supported."""
         refuse_structure()
 
     async def apredict_and_call(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises MACError."""
+        """Raises MACError: tools are not supported."""
         refuse_structure()
 
 

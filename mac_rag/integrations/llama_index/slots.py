@@ -29,9 +29,8 @@ class Request:
 
     Attributes:
         question: the question to answer.
-        contexts: texts to answer it from, or a prompt that is fitted already; None if the template has no slot
-            for contexts.
-        settled: a reply that is known without the model; None if the model has to answer.
+        contexts: texts to answer from, or a `FittedPrompt`; None if the template has no slot for contexts.
+        settled: the reply, if it is known without the model; None if the model has to answer.
     """
 
     question: str

@@ -23,9 +23,9 @@ from mac_rag.errors import ConfigError
 from mac_rag.integrations.llama_index.llm import MACLLM
 from mac_rag.lm.prompt import FittedPrompt
 
-TRUNCATED = "mac_truncated"  # key of the response's metadata: whether documents were shortened
+TRUNCATED = "mac_truncated"  # key of the response's metadata: True if documents were cut or left out
 
-# Its slots are read, its wording is not; see `read_slots`.
+# Only the slots of this template are read; see `read_slots`.
 _SLOTS = PromptTemplate("{context_str}\n{query_str}")
 
 dispatcher = get_dispatcher(__name__)
@@ -33,7 +33,7 @@ dispatcher = get_dispatcher(__name__)
 
 @dataclass
 class _Synthesis:
-    """One synthesis under way: what to ask, and, once it is there, the response."""
+    """A synthesis in progress: the prompt, the nodes, and the response once there is one."""
 
     prompt: FittedPrompt
     source_nodes: list[NodeWithScore]
@@ -43,11 +43,11 @@ class _Synthesis:
 class MACSynthesizer(BaseSynthesizer):
     """Answers from all nodes at once, as the model was trained to: `LM(d1 + ... + dk + x; phi*)` in one pass.
 
-    Other synthesizers join nodes to one text, or ask about one after the other. Here each is a document `d` of its
-    own, in the order of the nodes, with the metadata that LlamaIndex shows an LLM. Where the window is too short for
-    all of them, the last ones are shortened or left out (see `MACLLM.fit_to_window`), and the response carries the
-    metadata `mac_truncated: True` (False otherwise). Its source nodes stay whole. Without nodes it answers from memory
-    alone, if there is memory, and like LlamaIndex's own synthesizers if not.
+    Other synthesizers join the nodes to one text, or ask about one node after the other. Here each node is a document
+    `d` of its own, in the order of the nodes, with the metadata that LlamaIndex shows to an LLM. If the nodes do not
+    fit into the window, the last ones are cut or left out (see `MACLLM.fit_to_window`), and the response has the
+    metadata `mac_truncated: True` (False otherwise). Its source nodes stay whole. Without nodes, it answers from memory
+    alone; if there is no memory either, it does what LlamaIndex's own synthesizers do.
 
         index.as_query_engine(llm=llm, response_synthesizer=MACSynthesizer(llm))
 
@@ -61,9 +61,9 @@ class MACSynthesizer(BaseSynthesizer):
         ('180', False, 2)
 
     Args:
-        llm: answers; None for `Settings.llm`.
-        streaming: yields the answer piece by piece.
-        callback_manager: LlamaIndex's.
+        llm: the `MACLLM` that answers; None for `Settings.llm`.
+        streaming: True to yield the answer piece by piece.
+        callback_manager: LlamaIndex's callback manager.
 
     Raises:
         ConfigError: when the LLM is no `MACLLM`.
@@ -84,13 +84,13 @@ class MACSynthesizer(BaseSynthesizer):
         return {}
 
     def _update_prompts(self, prompts: PromptDictType) -> None:
-        """There are none: the wording of a prompt is the model's own."""
+        """Does nothing: the wording of a prompt is part of the model."""
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> RESPONSE_TEXT_TYPE:
         """Answers a question from texts, each a document of its own.
 
         Raises:
-            BankError, DocumentError, FingerprintError: as `MACLLM.complete`; never for documents that are too long.
+            BankError, DocumentError, FingerprintError: as `MACLLM.complete`, but not for documents that do not fit.
         """
         return self._answer(self._mac.fit_to_window(query_str, text_chunks))
 
@@ -133,7 +133,7 @@ class MACSynthesizer(BaseSynthesizer):
             return self._respond(work, await self._aanswer(work.prompt))
 
     def _is_empty(self, nodes: Sequence[NodeWithScore]) -> bool:
-        """Whether there is nothing to answer from."""
+        """True if there are neither nodes nor memory to answer from."""
         llm = self._mac
         return not nodes and not (llm.remembers if llm.use_memory is None else llm.use_memory)
 
@@ -146,7 +146,7 @@ class MACSynthesizer(BaseSynthesizer):
     def _synthesis(
         self, query: QueryType, nodes: Sequence[NodeWithScore], additional: Sequence[NodeWithScore] | None
     ) -> Iterator[_Synthesis]:
-        """Announces a synthesis as LlamaIndex's own do, and its response, which is set inside."""
+        """Announces a synthesis and its response as LlamaIndex's own synthesizers do; the caller sets the response."""
         dispatcher.event(SynthesizeStartEvent(query=query))
         query = QueryBundle(query) if isinstance(query, str) else query
         payload: dict[str, Any] = {EventPayload.QUERY_STR: query.query_str}

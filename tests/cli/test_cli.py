@@ -133,7 +133,9 @@ class TestBank:
         run("adapt", bank.parent / "new.txt", "--bank", bank, "--model", model, "--max-entries", 1)
         assert len(list(MemoryBank.open(bank))) == 1
         shown = run("bank", "delete", "r2", "--bank", bank).stdout
-        assert shown.startswith(f"5 deleted; {bank} holds 0 documents\nmerged with them and gone too: ")
+        assert shown.startswith(
+            f"5 deleted; {bank} holds 0 documents\nalso deleted, because they were merged with these: "
+        )
         assert "r[1]" in shown
 
     def test_verify_and_repair(self, bank: Path) -> None:

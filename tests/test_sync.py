@@ -241,12 +241,12 @@ def test_the_command_line_keeps_both(tiny_checkpoint: Path, tmp_path: Path) -> N
     assert asked.exit_code == 0
     remedy = f"mac-rag reconcile --bank {bank} --retriever bm25 --retriever-folder {tmp_path / 'r'}"
     assert asked.stderr.splitlines()[-1] == (
-        f"warning: {bank} and bm25 do not agree (1 missing from the bank); let the bank follow: {remedy}"
+        f"warning: {bank} and bm25 do not agree (1 missing from the bank); repair the bank: {remedy}"
     )
     assert run("reconcile", *common) == "1 added, 0 updated, 0 deleted; bank and bm25 hold 2 documents\n"
     for wrong, message in (
-        (common[:6], "name one with --retriever-folder"),
-        ((*common, "--retriever", "none"), "no use"),
+        (common[:6], "give one with --retriever-folder"),
+        ((*common, "--retriever", "none"), "takes no folder; leave out --retriever-folder"),
     ):
         refused = CliRunner().invoke(app, ["adapt", str(file), *map(str, wrong)])
         assert message in str(refused.exception)

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from mac_rag.errors import ConfigError, ModelLoadError
 from pipelines.recipe import keep_recipe
 from pipelines.trainer import Task, Trainer, TrainerConfig, shuffled
-from tests.toy_training import ITEMS, ToyTask, train
+from tests.pipelines.toy_training import ITEMS, ToyTask, train
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -53,7 +53,7 @@ class TestResume:
         self, whole: Path, tmp_path: Path, place: tuple[str, int]
     ) -> None:
         killed = command(
-            "-m", "tests.toy_training", str(tmp_path), "--dropout", "0.2", "--kill", place[0], str(place[1])
+            "-m", "tests.pipelines.toy_training", str(tmp_path), "--dropout", "0.2", "--kill", place[0], str(place[1])
         )
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert len(metrics(tmp_path)) < len(metrics(whole))
@@ -141,7 +141,7 @@ def test_each_example_counts_once_however_a_step_is_divided(tmp_path: Path) -> N
 
 def test_two_processes_train_as_one_that_accumulates(tmp_path: Path) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    finished = command(*launch, "-m", "tests.toy_training", str(tmp_path / "two"))
+    finished = command(*launch, "-m", "tests.pipelines.toy_training", str(tmp_path / "two"))
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("threads:") == 2
     assert "gloo" not in finished.stdout  # a thread of the process group at the interpreter's end may abort the process

@@ -62,7 +62,7 @@ class ToyTask(Task):
         return {"error": float(functional.mse_loss(self.layers(self.x), self.y)), "seen": float(self.seen)}
 
     def save(self, folder: Path) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         self._reached("save")
         save_file(dict(self.layers.state_dict()), folder / "model.safetensors")
 
