@@ -10,10 +10,10 @@ NEEDS := $(BIN) pyproject.toml constraints.txt
 # Nothing below needs a model hub; offline, nothing can reach for one by accident.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test format docs clean
+.PHONY: help demo test test-matrix format docs clean
 
 help:  ## Show this list.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  PYTHON=python3.12 chooses the interpreter, VENV=folder another virtual environment."
 
 demo: $(VENV)/.installed  ## Remember three paragraphs, then answer: LM alone, memory, BM25, BM25 + memory.
@@ -26,6 +26,9 @@ test: $(VENV)/.installed-dev  ## Lint, check types and imports, run the tests.
 	$(VENV)/bin/lint-imports
 	$(BIN) -m pytest --import-mode=prepend --doctest-modules mac_rag
 	$(BIN) -m pytest -n 2 --dist worksteal
+
+test-matrix: $(VENV)/.installed-dev  ## Test every LM architecture in every dtype under every modulation.
+	$(BIN) -m pytest -n 2 -m matrix tests/lm
 
 format: $(VENV)/.installed-dev  ## Sort imports and format the code.
 	$(BIN) -m ruff check --fix .

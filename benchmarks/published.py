@@ -111,7 +111,7 @@ def _next(lm: torch.nn.Module, ids: Tensor, mask: Tensor, modulation: Modulation
             input_ids=ids,
             attention_mask=torch.cat([mask.new_ones(len(ids), prefix), mask], 1),
             position_ids=(mask.cumsum(1) - 1).clamp(min=0) + prefix,
-            past_key_values=modulation.cache(),
+            past_key_values=modulation.cache(next(lm.parameters()).dtype),
         ).logits
     token: Tensor = logits[:, -1].argmax(-1)
     return token

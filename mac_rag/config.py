@@ -143,7 +143,7 @@ class EncoderConfig(Config):
         name: the pretrained backbone, a name on the Hub or a folder; `minilm` is all-MiniLM-L6-v2 from its installed
             package. None starts the backbone from the base LM's own weights (designs decoder-only and encoder-pooling).
         revision: branch, tag or commit on the Hub.
-        dtype: dtype of the backbone's weights in memory.
+        dtype: dtype of the backbone's weights in memory; training keeps those that it changes in fp32.
         quantization: quantization of the pretrained backbone, which is then frozen. What starts from scratch is never
             quantised.
         embeddings: token embeddings: the backbone's `own`, trained with it; or the base LM's (`base-lm`), frozen like

@@ -6,10 +6,20 @@ type, and never which model it is.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
+
+from mac_rag.errors import ModelLoadError
+
+
+def _kv_heads(config: Any) -> int:
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads
 
 
 @dataclass(frozen=True)
@@ -21,10 +31,12 @@ class Architecture:
             are computed.
         takes_segments: True if `forward` takes `segment_ids` and `hidden`, which say what parts of a prompt see each
             other both ways; see `mac_rag.lm.prefix_lm`.
+        kv_heads: number of heads in a layer's key-value cache, from the LM's configuration.
     """
 
     linear_head: bool = False
     takes_segments: bool = False
+    kv_heads: Callable[[Any], int] = _kv_heads
 
     def segment_arguments(self, segment_ids: Tensor, hidden: Tensor | None = None) -> dict[str, Tensor]:
         """Arguments of `forward` for the segments of prompts; none for an architecture without segments.
@@ -39,6 +51,53 @@ class Architecture:
 
 
 _ARCHITECTURES = {name: Architecture(linear_head=True) for name in ("gpt2", "llama", "mistral", "qwen2", "qwen3")}
+
+
+def _falcon_kv_heads(config: Any) -> int:
+    heads: int = config.num_attention_heads
+    if config.new_decoder_architecture:
+        return heads  # its cache holds the keys and values after they are repeated for all heads
+    return 1 if config.multi_query else heads
+
+
+_ARCHITECTURES["falcon"] = Architecture(kv_heads=_falcon_kv_heads)
+
+
+def check_modulation(config: Any, kind: str) -> None:
+    """Refuses an LM that cannot carry a modulation; it needs the LM's configuration only, no weights.
+
+    Args:
+        config: the LM's transformers configuration.
+        kind: `prefix`, `lora` or `film`.
+
+    Raises:
+        ModelLoadError: for such an LM; it names the reason and the modulation that works.
+    """
+    name = config.model_type
+    if config.get_text_config() is not config:
+        raise ModelLoadError(f"{name} is more than a text model; give the folder of its text model alone")
+    lm_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if lm_class is None:
+        return  # loading says that it is no causal LM
+    if "past_key_values" not in inspect.signature(lm_class.forward).parameters:
+        raise ModelLoadError(
+            f"{name} keeps its state in a cache of its own and has no keys and values (a state-space or recurrent LM); "
+            "no modulation works with it, give an LM with attention"
+        )
+    reason = _against_prefix(config, lm_class) if kind == "prefix" else None
+    if reason is not None:
+        raise ModelLoadError(f"{name} cannot carry a prefix: {reason}; set modulation.kind to lora or film")
+
+
+def _against_prefix(config: Any, lm_class: Any) -> str | None:
+    """Why an LM has no room for a prefix of keys and values in every layer; None if it has."""
+    if lm_class._is_stateful or any(DynamicCache(config=config).is_linear):
+        return "some of its layers are state-space layers or convolutions, which no keys and values reach"
+    if getattr(config, "kv_lora_rank", None):
+        return "its keys and values differ in width (multi-head latent attention)"
+    if getattr(config, "num_kv_shared_layers", None) is not None:
+        return "its layers share keys and values, or differ in their widths"
+    return None
 
 
 def register(model_type: str, architecture: Architecture) -> None:

@@ -22,8 +22,8 @@ from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.nn.modulation import LMShape, Modulation, linear_names
 
 # Last names of the linear layers that make queries and values, by default the targets of LoRA: in Llama, Mistral and
-# Qwen; in BERT; and in GPT-2 and GPT-NeoX, where one layer makes them all.
-LORA_TARGETS = ("q_proj", "v_proj", "query", "value", "c_attn", "query_key_value")
+# Qwen; in BERT; and in GPT-2, GPT-NeoX and Phi-3, where one layer makes them all.
+LORA_TARGETS = ("q_proj", "v_proj", "query", "value", "c_attn", "query_key_value", "qkv_proj")
 
 
 class BaseLM(nn.Module):
@@ -44,16 +44,27 @@ class BaseLM(nn.Module):
 
     @classmethod
     def load(
-        cls, config: BaseLMConfig, prompt_format: PromptFormat, device: torch.device, folder: Path | None = None
+        cls,
+        config: BaseLMConfig,
+        prompt_format: PromptFormat,
+        device: torch.device,
+        folder: Path | None = None,
+        modulation: str | None = None,
     ) -> BaseLM:
-        """Loads the LM, frozen and in evaluation mode; see `load_causal_lm` for the errors."""
-        model, tokenizer = load_causal_lm(config, device, folder)
+        """Loads the LM, frozen and in evaluation mode; see `load_causal_lm` for the arguments and errors."""
+        model, tokenizer = load_causal_lm(config, device, folder, modulation)
         return cls(model.requires_grad_(False).eval(), tokenizer, prompt_format)
 
     @property
     def device(self) -> torch.device:
         device: torch.device = self.model.device
         return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the hidden states, keys and values; that of the embeddings, since quantised weights keep it."""
+        dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
+        return dtype
 
     @property
     def width(self) -> int:
@@ -74,7 +85,6 @@ class BaseLM(nn.Module):
             ModelLoadError: for LoRA, when no module has one of the target names.
         """
         lm = self.model.config
-        heads: int = lm.num_attention_heads
         linears = linear_names(self.model, config.targets or LORA_TARGETS)
         if config.kind == "lora" and not linears:
             raise ModelLoadError(
@@ -83,8 +93,8 @@ class BaseLM(nn.Module):
             )
         return LMShape(
             layers=lm.num_hidden_layers,
-            kv_heads=getattr(lm, "num_key_value_heads", None) or heads,
-            head_width=getattr(lm, "head_dim", None) or lm.hidden_size // heads,
+            kv_heads=self.architecture.kv_heads(lm),
+            head_width=getattr(lm, "head_dim", None) or lm.hidden_size // lm.num_attention_heads,
             width=lm.hidden_size,
             linears=linears,
             blocks=self._block_names(),
@@ -146,7 +156,7 @@ class BaseLM(nn.Module):
             "input_ids": ids,
             "attention_mask": mask,
             "position_ids": positions,
-            "past_key_values": modulation.cache() if modulation else None,
+            "past_key_values": modulation.cache(self.dtype) if modulation else None,
             **self.architecture.segment_arguments(segments, hidden_tokens),
         }
         with _attached(modulation, self.model):
@@ -198,7 +208,7 @@ class BaseLM(nn.Module):
             output = self.model.generate(
                 input_ids=ids,
                 attention_mask=mask,
-                past_key_values=modulation.cache(num_beams) if modulation else None,
+                past_key_values=modulation.cache(self.dtype, num_beams) if modulation else None,
                 max_new_tokens=max_new_tokens,
                 num_beams=num_beams,
                 do_sample=False,
@@ -285,7 +295,7 @@ class BaseLM(nn.Module):
         """
         prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
         ids, mask, positions = self._padded(prompts, modulation)
-        cache = modulation.cache() if modulation else None
+        cache = modulation.cache(self.dtype) if modulation else None
         segments = self.architecture.segment_arguments(torch.ones_like(ids))
         while True:
             with _attached(modulation, self.model):
@@ -300,8 +310,9 @@ class BaseLM(nn.Module):
                 )
             cache, logits = output.past_key_values, output.logits[:, -1]
             if copies > 1:
-                cache.batch_repeat_interleave(copies)
-                logits, mask, positions = (part.repeat_interleave(copies, 0) for part in (logits, mask, positions))
+                places = torch.arange(len(ids), device=self.device).repeat_interleave(copies)
+                cache.reorder_cache(places)  # which every kind of layer can do
+                logits, mask, positions = (part[places] for part in (logits, mask, positions))
                 copies = 1
             tokens = (ensemble(ids, logits) if ensemble else logits).argmax(-1)
             yield tokens

@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from mac_rag.config import BaseLMConfig, Dtype, EncoderConfig, Quantization
 from mac_rag.errors import ModelLoadError, QuantizationError
+from mac_rag.lm.architectures import check_modulation
 from mac_rag.lm.devices import DTYPES
 from mac_rag.lm.int8_storage import from_int8
 from mac_rag.lm.packaged import PACKAGED
@@ -47,21 +48,28 @@ def resolve(name: str, folder: Path | None) -> str:
     return str(inside)
 
 
-def load_causal_lm(config: BaseLMConfig, device: torch.device, folder: Path | None = None) -> tuple[nn.Module, Any]:
+def load_causal_lm(
+    config: BaseLMConfig, device: torch.device, folder: Path | None = None, modulation: str | None = None
+) -> tuple[nn.Module, Any]:
     """Loads a causal LM and its tokenizer.
 
     Args:
         config: what to load.
         device: where to load it.
         folder: the checkpoint that `./` names refer to; None for none.
+        modulation: the kind of modulation that the LM shall carry; None for none.
 
     Raises:
-        ModelLoadError: when there is no such model, or it is not a causal LM.
+        ModelLoadError: when there is no such model, it is not a causal LM, or it cannot carry the modulation, which is
+            noticed before its weights are loaded.
         QuantizationError: when bitsandbytes is missing.
     """
     if config.name in PACKAGED:
         return _from_package(config.name, PACKAGED[config.name].lm, config, device), load_tokenizer(config.name)
     place = resolve(config.name, folder)
+    if modulation is not None:
+        architecture = loaded("a causal LM", place, AutoConfig.from_pretrained, revision=config.revision)
+        check_modulation(architecture, modulation)
     options = _options(config.dtype, config.quantization, device)
     if (Path(place) / INT8_LM).is_file():
         if config.quantization != "none":

@@ -8,10 +8,13 @@ from typing import Any
 from transformers.pytorch_utils import Conv1D
 
 from mac_rag.errors import ConfigError
+from mac_rag.nn.dtypes import use_master_weights
 
 
 def make_trainable(lm: Any, lora_rank: int | None) -> None:
     """Makes all weights trainable, or freezes them and adds trainable low-rank updates in place.
+
+    What is trained is fp32, also in an LM of half precision (see `mac_rag.nn.dtypes.use_master_weights`).
 
     Args:
         lm: a transformers causal LM; it keeps its class and the names of its modules.
@@ -24,6 +27,7 @@ def make_trainable(lm: Any, lora_rank: int | None) -> None:
         raise ConfigError("a quantised base LM stays frozen; set base_lm.quantization: none to train it")
     lm.requires_grad_(lora_rank is None)
     if lora_rank is None:
+        use_master_weights(lm)
         return
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -32,6 +36,7 @@ def make_trainable(lm: Any, lora_rank: int | None) -> None:
     transposed = any(isinstance(module, Conv1D) for module in lm.modules())  # GPT-2's linear layers
     config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules=_targets(lm), fan_in_fan_out=transposed)
     inject_adapter_in_model(config, lm)
+    use_master_weights(lm)
 
 
 def merged(lm: Any) -> Any:

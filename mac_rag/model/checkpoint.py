@@ -100,7 +100,7 @@ def read(folder: Path, device: torch.device) -> Parts:
         ModelLoadError: when files are missing, or have another format or architecture.
     """
     config = read_config(folder)
-    base_lm = BaseLM.load(config.base_lm, config.prompt, device, folder)
+    base_lm = BaseLM.load(config.base_lm, config.prompt, device, folder, config.modulation.kind)
     sentence_encoder = None
     if config.sentence_encoder is not None:
         sentence_encoder = _sentence_encoder(folder / SENTENCE_ENCODER_FOLDER, config.sentence_encoder, base_lm)

@@ -27,6 +27,7 @@ from mac_rag.model.stored_names import FROZEN, fingerprint_fields, stored_name
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.bank_view import BankProjection, BankView
+from mac_rag.nn.dtypes import use_master_weights
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.progress import progress_bar
 
@@ -94,7 +95,7 @@ class MACModel(GenerationMixin, nn.Module):
             QuantizationError: when bitsandbytes is missing.
         """
         place = default_device(device)
-        base_lm = BaseLM.load(config.base_lm, config.prompt, place)
+        base_lm = BaseLM.load(config.base_lm, config.prompt, place, modulation=config.modulation.kind)
         sentence_encoder = pretrained_sentence_encoder(config, base_lm)
         hashed_bm25 = make_hashed_bm25(config, base_lm)
         parts = config.amortization, config.input_encoder
@@ -154,6 +155,14 @@ class MACModel(GenerationMixin, nn.Module):
             self.amortization.network.sentence_encoder.eval()
         self._fingerprint = None  # fused optimisers change weights without a new version of the tensors
         return self
+
+    def use_master_weights(self) -> None:
+        """Makes weights in half precision fp32 where they are trained; call it before training.
+
+        What is frozen or quantised keeps its dtype. A checkpoint still loads in its configured dtypes.
+        """
+        use_master_weights(self)
+        self._fingerprint = None
 
     def train_base_lm(self, *, lora_rank: int | None) -> None:
         """Makes the base LM trainable: all its weights, or low-rank updates, which a checkpoint holds merged.

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.modeling_outputs import BaseModelOutput
 
+from mac_rag.nn.dtypes import widest_dtype
 from mac_rag.nn.hashed_bm25 import HashedBM25
 from mac_rag.nn.memory_tokens import MemoryTokens
 
@@ -150,11 +152,13 @@ class EncoderDecoder(AmortizationNetwork):
         return 0.02  # as published; in the decoder they stand alone
 
     def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        queries = self.queries.to(self.backbone.get_input_embeddings().weight.dtype)
+        # A quantised encoder is frozen and may be bf16, while its decoder is trained in fp32.
+        dtype = widest_dtype(self.backbone.get_decoder())
+        encoded = self.backbone.get_encoder()(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         output = self.backbone(
-            input_ids=input_ids,
+            encoder_outputs=BaseModelOutput(last_hidden_state=encoded.to(dtype)),
             attention_mask=attention_mask,
-            decoder_inputs_embeds=queries.expand(len(input_ids), -1, -1),
+            decoder_inputs_embeds=self.queries.to(dtype).expand(len(input_ids), -1, -1),
             use_cache=False,
         )
         states: Tensor = output.last_hidden_state

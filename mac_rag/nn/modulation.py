@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from mac_rag.nn.visible_prefix import visible_prefix
+
 
 @dataclass(frozen=True)
 class LMShape:
@@ -56,10 +58,11 @@ class Modulation(ABC):
         """The prefix's attention mask `[B, P]`, to stand in front of the prompts' attention mask `[B, L]`."""
         return mask.new_ones(len(mask), self.prefix_length)
 
-    def cache(self, repeats: int = 1) -> DynamicCache | None:
+    def cache(self, dtype: torch.dtype, repeats: int = 1) -> DynamicCache | None:
         """A key-value cache that holds the prefix; None without one. Each call makes a new one, since use changes it.
 
         Args:
+            dtype: the LM's dtype, in which its attention computes keys and values.
             repeats: consecutive copies of each row, for beam search.
         """
         return None
@@ -92,9 +95,17 @@ class PrefixModulation(Modulation):
             seen[len(seen) // 2 :] = 0
         return seen
 
-    def cache(self, repeats: int = 1) -> DynamicCache:
+    def cache(self, dtype: torch.dtype, repeats: int = 1) -> DynamicCache:
         rows = self._keys_values.repeat_interleave(repeats, 0) if repeats > 1 else self._keys_values
+        rows = rows.to(dtype)
+        # Without a configuration it keeps all positions, also in layers with a sliding window.
         return DynamicCache([(layer[:, 0], layer[:, 1]) for layer in rows.unbind(1)])
+
+    @contextmanager
+    def attached(self, lm: nn.Module) -> Iterator[None]:
+        dtype = lm.get_input_embeddings().weight.dtype  # type: ignore[operator]
+        with visible_prefix(lm, self.prefix_length, dtype):
+            yield
 
 
 Change: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # a module's input and output -> its changed output
@@ -148,7 +159,7 @@ def _first_half(change: Change) -> Change:
 
 def _rows(values: Tensor, like: Tensor) -> Tensor:
     """Repeats each row to the size of the LM's batch, which beam search makes a multiple of B."""
-    return values.repeat_interleave(like.shape[0] // values.shape[0], 0).to(like.dtype)
+    return values.repeat_interleave(like.shape[0] // values.shape[0], 0)
 
 
 class ModulationNetwork(nn.Module, ABC):
@@ -225,8 +236,8 @@ class LoRA(ModulationNetwork):
 
     def _update(self, down: Tensor, up: Tensor) -> Change:
         def change(inputs: Tensor, output: Tensor) -> Tensor:
-            ranked: Tensor = inputs @ _rows(down, inputs).mT / math.sqrt(inputs.shape[-1])
-            return output + self.scale * (ranked @ _rows(up, inputs)).to(output.dtype)
+            ranked: Tensor = inputs @ _rows(down, inputs).to(inputs.dtype).mT / math.sqrt(inputs.shape[-1])
+            return output + self.scale * (ranked @ _rows(up, inputs).to(inputs.dtype)).to(output.dtype)
 
         return change
 
@@ -257,8 +268,10 @@ class FiLM(ModulationNetwork):
 
     def _update(self, layer: Tensor) -> Change:
         def change(_: Tensor, output: Tensor) -> Tensor:
-            gamma, beta = _rows(layer, output)[:, :, None].unbind(1)  # each [rows, 1, width]
-            return output * (1 + gamma) + beta
+            # In bf16, 1 + gamma would lose all of a gamma below 2^-8.
+            exact = layer.to(torch.promote_types(layer.dtype, output.dtype))
+            gamma, beta = _rows(exact, output)[:, :, None].unbind(1)  # each [rows, 1, width]
+            return (output * (1 + gamma) + beta).to(output.dtype)
 
         return change
 

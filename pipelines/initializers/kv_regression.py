@@ -148,7 +148,7 @@ def _fit_prefix(
         segments = model.base_lm.architecture.segment_arguments(torch.ones_like(ids))
         cache = lm(input_ids=ids, use_cache=True, logits_to_keep=1, **segments).past_key_values
         keys_values = torch.stack([torch.stack([layer[0][0], layer[1][0]]) for layer in cache])  # [layers, 2, H, L, d]
-        targets.append(torch.einsum("tl,nkhld->tnkhd", weights, keys_values).flatten(1))
+        targets.append(torch.einsum("tl,nkhld->tnkhd", weights, keys_values.to(weights.dtype)).flatten(1))
     linear: Any = prefix.to_keys_values
     weight, bias = _ridge(prefix.norm(phi).flatten(0, 1), torch.cat(targets))
     linear.weight.copy_(weight.T)

@@ -152,6 +152,7 @@ class TrainTask(Task):
             _require_gradients(self.model.config, device)
         if config.tune_base_lm != "frozen":
             self.model.train_base_lm(lora_rank=config.lora_rank if config.tune_base_lm == "lora" else None)
+        self.model.use_master_weights()
         data = config.data.training_set()
         if config.init == "kv_regression":
             init_by_kv_regression(self.model, data)

@@ -51,7 +51,7 @@ def test_a_memory_gives_the_lm_what_it_keeps_of_the_text(started: tuple[MACModel
         return torch.cat([torch.cat([layer[0], layer[1]], 1).mean(2).flatten() for layer in cache])
 
     def memories(model: MACModel) -> torch.Tensor:
-        return torch.stack([kept(model.modulation(model.amortize([text])).cache()) for text in texts])
+        return torch.stack([kept(model.modulation(model.amortize([text])).cache(torch.float32)) for text in texts])
 
     built, model = started
     read = []

@@ -1,0 +1,261 @@
+"""Tiny random LMs of the real classes, and what every one of them must do under every modulation in every dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from mac_rag.config import ModulationConfig, PromptFormat
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
+from tests.helpers import VOCABULARY, save_tokenizer
+
+KINDS = ["prefix", "lora", "film"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Largest root mean square difference of log-probabilities from the plain loop in the same dtype, in standard deviations
+# of these. The memory changes them by more than twice as much in every cell, so a memory that is lost is noticed.
+TOLERANCES = {"fp32": 1e-4, "bf16": 0.08, "fp16": 0.01}
+WINDOW, TOKENS, NEW = 8, 4, 6
+
+_WORDS: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_SIZES = {**_WORDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_MOST = {**_SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+_WINDOW = {**_MOST, "sliding_window": WINDOW}
+_MIXED = {**_WINDOW, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {**_WORDS, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 4096},
+    "llama": _MOST,
+    "qwen2": _MOST,
+    "qwen3": {**_MOST, "head_dim": 32},
+    "qwen2_moe": {
+        **_MOST, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "mistral": _WINDOW,
+    "mixtral": {**_WINDOW, "num_local_experts": 4},
+    "gemma2": {**_MIXED, "query_pre_attn_scalar": 16},
+    "gemma3_text": {**_MIXED, "query_pre_attn_scalar": 16},
+    "phi": _MOST,
+    "phi3": _WINDOW,
+    "olmo2": _MOST,
+    "smollm3": {**_MOST, "no_rope_layers": [1, 0]},
+    "gpt_oss": {**_MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_neox": {**_SIZES, "intermediate_size": 64, "max_position_embeddings": 4096},
+    "opt": {**_SIZES, "ffn_dim": 64, "word_embed_proj_dim": 64, "max_position_embeddings": 4096},
+    "falcon": {**_SIZES, "alibi": False, "max_position_embeddings": 4096},
+    "stablelm": _MOST,
+    "granite": _MOST,
+    "cohere2": _MIXED,
+}  # fmt: skip
+
+# LMs with layers that have no keys and values: they carry LoRA and FiLM.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "jamba": {
+        **_MOST, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1,
+        "mamba_d_state": 8, "mamba_dt_rank": 8,
+    },
+    "lfm2": {**_MOST, "layer_types": ["conv", "full_attention"]},
+    "qwen3_next": {
+        **_MOST, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+}  # fmt: skip
+
+
+class Numbers:
+    """A tokenizer whose text is the token ids themselves, so that answers can be compared token by token."""
+
+    pad_token_id, eos_token_id = 0, 2
+
+    def decode(self, ids: Any, skip_special_tokens: bool = True) -> str:
+        answer = takewhile(lambda token: token != self.eos_token_id, map(int, ids))
+        return " ".join(map(str, answer))
+
+    def batch_decode(self, rows: Any, skip_special_tokens: bool = True) -> list[str]:
+        return [self.decode(row) for row in rows]
+
+
+@cache
+def _tokenizer() -> Any:
+    with TemporaryDirectory() as folder:
+        save_tokenizer(Path(folder), "<s> $A")
+        return AutoTokenizer.from_pretrained(folder)
+
+
+@dataclass
+class Cell:
+    """One architecture in one dtype under one modulation.
+
+    Attributes:
+        lm: the LM; its answers are token ids as text.
+        network: a modulation network, away from its start.
+        phi: `[B, T, D]`.
+        dtype: name of the LM's dtype.
+    """
+
+    lm: BaseLM
+    network: ModulationNetwork
+    phi: Tensor
+    dtype: str
+
+    @classmethod
+    def of(cls, name: str, kind: Any, dtype: str, **changes: Any) -> Cell:
+        config = AutoConfig.for_model(name, **{**(ARCHITECTURES | HYBRIDS)[name], **changes})
+        if dtype != "fp32" and hasattr(config, "num_experts_per_tok"):
+            # A near tie of two experts may fall either way in half precision, and then all that follows differs.
+            config.num_experts_per_tok = ARCHITECTURES[name].get("num_local_experts", 4)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).requires_grad_(False).eval()
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # its first weights are too small for tokens to matter
+                parameter.copy_(0.15 * torch.randn(parameter.shape))
+        lm = BaseLM(model, _tokenizer(), PromptFormat())
+        lm.tokenizer = Numbers()
+        network = _network(lm, kind)
+        for parameter in network.parameters():
+            torch.nn.init.normal_(parameter, std=0.6 if kind == "prefix" else 0.3)
+        return cls(lm, network, torch.randn(3, TOKENS, lm.width), dtype)
+
+    def modulation(self, *rows: int) -> Modulation:
+        return self.network(self.phi[list(rows)])  # type: ignore[no-any-return]
+
+    def plain_log_probs(self, ids: Sequence[int], modulation: Modulation | None) -> Tensor:
+        """Log-probabilities behind each token `[L, vocabulary]`: no padding, no cache of text, masks made by hand."""
+        model, length = self.lm.model, len(ids)
+        prefix = modulation.prefix_length if modulation else 0
+        keys, queries = torch.arange(-prefix, length), torch.arange(length)[:, None]
+        seen = keys <= queries
+        near = seen & ((keys > queries - WINDOW) | (keys < 0))
+
+        def additive(mask: Tensor) -> Tensor:
+            masked = torch.zeros(mask.shape, dtype=model.dtype)
+            return masked.masked_fill(~mask, torch.finfo(model.dtype).min)[None, None]
+
+        if model.config.model_type in HYBRIDS:
+            return self._log_probs({"input_ids": torch.tensor([ids])}, modulation)
+        masks: Any = additive(near if getattr(model.config, "sliding_window", None) else seen)
+        if getattr(model.config, "layer_types", None):
+            masks = {"full_attention": additive(seen), "sliding_attention": additive(near)}
+        inputs = {
+            "input_ids": torch.tensor([ids]),
+            "position_ids": prefix + torch.arange(length)[None],
+            "attention_mask": masks,
+        }
+        return self._log_probs(inputs, modulation)
+
+    def _log_probs(self, inputs: dict[str, Any], modulation: Modulation | None) -> Tensor:
+        # Without `attached` for a prefix, whose masks are whole already.
+        hooked = modulation is not None and not modulation.prefix_length
+        with modulation.attached(self.lm.model) if modulation and hooked else nullcontext():
+            past = modulation.cache(self.lm.dtype) if modulation else None
+            logits = self.lm.model(**inputs, past_key_values=past, use_cache=past is not None).logits
+        return logits[0].float().log_softmax(-1)  # type: ignore[no-any-return]
+
+    def plain_answer(self, prompt: Sequence[int], modulation: Modulation | None) -> list[int]:
+        """The greedy answer, the whole sequence anew for each token."""
+        answer: list[int] = []
+        while len(answer) < NEW and (not answer or answer[-1] != Numbers.eos_token_id):
+            answer.append(int(self.plain_log_probs([*prompt, *answer], modulation)[-1].argmax()))
+        return answer
+
+    def plain_answer_log_probs(
+        self, prompt: Sequence[int], answer: Sequence[int], modulation: Modulation | None
+    ) -> Tensor:
+        """Log-probabilities in front of each token of an answer, `[tokens, vocabulary]`."""
+        return self.plain_log_probs([*prompt, *answer], modulation)[len(prompt) - 1 : -1]
+
+    def distance(self, found: Tensor, expected: Tensor) -> float:
+        """How far log-probabilities `[tokens, vocabulary]` are from those expected; 1 is the largest allowed."""
+        return float((found - expected).square().mean().sqrt() / expected.std() / TOLERANCES[self.dtype])
+
+
+def _network(lm: BaseLM, kind: Any) -> ModulationNetwork:
+    shape = lm.shape(ModulationConfig(kind=kind))
+    if kind == "prefix":
+        return PrefixTuning(shape, TOKENS, lm.width)
+    return LoRA(shape, TOKENS, lm.width) if kind == "lora" else FiLM(shape, lm.width)
+
+
+def prompts(longest: int = 10 * WINDOW) -> list[list[int]]:
+    """Prompts of three lengths; the last is longer than any window."""
+    random = torch.Generator().manual_seed(4)
+    return [[1, *torch.randint(3, VOCABULARY, (n - 1,), generator=random).tolist()] for n in (3, 9, longest)]
+
+
+def check(cell: Cell, rows: Sequence[Sequence[int]] | None = None) -> None:
+    """Everything that a cell of the matrix promises."""
+    rows = rows or prompts()
+    with torch.no_grad():
+        answers = [cell.plain_answer(prompt, cell.modulation(i)) for i, prompt in enumerate(rows)]
+        check_losses(cell, rows, answers)
+        check_generation(cell, rows, answers)
+    check_gradients(cell, rows, answers)
+
+
+def check_losses(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
+    """In a batch with padding, and alone, log-probabilities and the memory's effect are those of the plain loop."""
+    lm, everyone = cell.lm, range(len(rows))
+    sizes = [len(answer) for answer in answers]
+    together = lm.answer_logits(rows, answers, cell.modulation(*everyone)).float().log_softmax(-1).split(sizes)
+    without = lm.answer_logits(rows, answers, None).float().log_softmax(-1).split(sizes)
+    for i, (prompt, answer) in enumerate(zip(rows, answers, strict=True)):
+        expected = cell.plain_answer_log_probs(prompt, answer, cell.modulation(i))
+        alone = lm.answer_logits([prompt], [answer], cell.modulation(i)).float().log_softmax(-1)
+        assert cell.distance(together[i], expected) < 1
+        assert cell.distance(alone, expected) < 1
+        bare = cell.plain_answer_log_probs(prompt, answer, None)
+        assert cell.distance(without[i], bare) < 1
+        assert cell.distance(bare, expected) > 2
+
+
+def check_generation(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
+    """`generate`, `stream` and `generate_each` give the plain loop's tokens; beams in a batch are beams alone."""
+    lm, everyone = cell.lm, range(len(rows))
+    whole = cell.modulation(*everyone)
+    generated = lm.generate(rows, whole, max_new_tokens=NEW)
+    streamed = ["".join(lm.stream(p, cell.modulation(i), max_new_tokens=NEW)) for i, p in enumerate(rows)]
+    each = lm.generate_each(rows, whole, max_new_tokens=NEW, weights=[1.0, 0.5])
+    half = lm.generate(rows, whole, max_new_tokens=NEW, weights=[0.5] * len(rows))
+    beams = lm.generate(rows, whole, max_new_tokens=NEW, num_beams=3)
+    if cell.dtype == "fp32":
+        expected = [Numbers().decode(answer) for answer in answers]
+        assert generated == streamed == each[0] == expected
+        assert each[1] == half
+        alone = [lm.generate([p], cell.modulation(i), max_new_tokens=NEW, num_beams=3)[0] for i, p in enumerate(rows)]
+        assert beams == alone
+        return
+    for texts in (
+        generated,
+        streamed,
+        each[0],
+    ):  # near ties may fall either way, but every token is as good as the best
+        for i, (prompt, text) in enumerate(zip(rows, texts, strict=True)):
+            tokens = [int(token) for token in text.split()]
+            if tokens:
+                scores = cell.plain_answer_log_probs(prompt, tokens, cell.modulation(i))
+                behind = scores.max(1).values - scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+                assert behind.max() <= 4 * TOLERANCES[cell.dtype] * scores.std()
+    assert len(beams) == len(half) == len(rows)
+
+
+def check_gradients(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
+    """Gradients reach phi* of every row and all of the network."""
+    phi = cell.phi.clone().requires_grad_(True)
+    cell.lm.answer_loss(rows, answers, cell.network(phi)).sum().backward()
+    assert phi.grad is not None
+    assert phi.grad.isfinite().all()
+    assert phi.grad.flatten(1).norm(dim=1).gt(0).all()
+    for name, parameter in cell.network.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name

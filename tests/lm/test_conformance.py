@@ -1,0 +1,73 @@
+"""Every architecture, in every dtype, under every modulation: see `tests.lm.helpers.check`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from mac_rag.config import BaseLMConfig, PromptFormat
+from mac_rag.errors import ModelLoadError
+from mac_rag.lm.base_lm import BaseLM
+from tests.lm.helpers import ARCHITECTURES, DTYPES, HYBRIDS, KINDS, Cell, check, prompts
+
+MATRIX = [(name, kind, dtype) for name in ARCHITECTURES for kind in KINDS for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"),
+    [(name, KINDS[i % 3], list(DTYPES)[i // 3 % 3]) for i, name in enumerate(ARCHITECTURES)],
+)
+def test_each_architecture_once(name: str, kind: str, dtype: str) -> None:
+    check(Cell.of(name, kind, dtype))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "kind", "dtype"), MATRIX)
+def test_the_whole_matrix(name: str, kind: str, dtype: str) -> None:
+    check(Cell.of(name, kind, dtype))
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
+def test_a_prefix_behind_a_prompt_of_2000_tokens(name: str) -> None:
+    check(Cell.of(name, "prefix", "fp32"), prompts(2000))
+
+
+@pytest.mark.parametrize("kind", ["lora", "film"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_carry_what_needs_no_keys_and_values(name: str, kind: str) -> None:
+    check(Cell.of(name, kind, "fp32"))
+
+
+class TestRefusals:
+    """The folders hold a configuration and no weights: nothing else is read."""
+
+    @staticmethod
+    def load(folder: Path, kind: str, name: str, **config: Any) -> None:
+        AutoConfig.for_model(name, **config).save_pretrained(folder)
+        BaseLM.load(BaseLMConfig(name=str(folder)), PromptFormat(), torch.device("cpu"), modulation=kind)
+
+    @pytest.mark.parametrize(
+        ("name", "reason"),
+        [
+            *((name, "state-space layers or convolutions") for name in HYBRIDS),
+            ("deepseek_v3", "keys and values differ in width"),
+            ("gemma3n_text", "share keys and values"),
+        ],
+    )
+    def test_no_prefix_without_keys_and_values_in_every_layer(self, tmp_path: Path, name: str, reason: str) -> None:
+        with pytest.raises(ModelLoadError, match=rf"{name} cannot carry a prefix: .*{reason}.*kind to lora or film"):
+            self.load(tmp_path, "prefix", name, **HYBRIDS.get(name, {}))
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("name", ["mamba", "mamba2", "rwkv"])
+    def test_state_space_lms_are_refused(self, tmp_path: Path, name: str, kind: str) -> None:
+        with pytest.raises(ModelLoadError, match=f"{name} keeps its state in a cache of its own"):
+            self.load(tmp_path, kind, name)
+
+    def test_an_lm_of_images_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelLoadError, match="gemma3 is more than a text model"):
+            self.load(tmp_path, "prefix", "gemma3")

@@ -1,0 +1,239 @@
+"""LMs and encoders in half precision: everything works, and what is trained is trained in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mac_rag import Document, MACEngine, MACModel
+from mac_rag.config import BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig, PromptFormat
+from mac_rag.integrations.llama_index import MACLLM
+from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.lora_tuning import make_trainable
+from mac_rag.model.objective import Batch, LossWeights, mac_loss
+from mac_rag.nn.dtypes import use_master_weights, widest_dtype
+from mac_rag.nn.modulation import FiLM
+from pipelines.tasks.train import TrainConfig, TrainTask
+from pipelines.trainer import Trainer
+from tests.helpers import mac_config
+
+Folder = Callable[[str], Path]
+TEXTS = ["A storm closed the port of Riga.", "The mayor of Lisbon opened a bridge."]
+QUESTIONS = ["Which port?", "Who opened a bridge in the town of Lisbon?"]
+HALF = ["bf16", "fp16"]
+KINDS = ["prefix", "lora", "film"]
+
+
+def in_dtype(config: MACConfig, dtype: Any, /, **encoder: Any) -> MACConfig:
+    part = config.amortization.model_copy(update=encoder)
+    values = config.model_copy(
+        update={
+            "base_lm": config.base_lm.model_copy(update={"dtype": dtype}),
+            "amortization": part,
+            "input_encoder": part,
+        }
+    ).model_dump()
+    return MACConfig.model_validate(values)
+
+
+def strong(model: MACModel) -> MACModel:
+    """The model with a modulation that changes what is generated."""
+    torch.manual_seed(3)
+    for parameter in model.modulation.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_every_path_of_a_model_around_a_half_precision_lm(
+    model_folder: Folder, name: str, kind: Any, dtype: str
+) -> None:
+    config = mac_config(model_folder(name), modulation=ModulationConfig(kind=kind), memory_weight=0.5)
+    model = strong(MACModel.from_config(in_dtype(config, dtype), device="cpu"))
+    assert widest_dtype(model.base_lm) is model.base_lm.dtype is not torch.float32
+    assert {p.dtype for p in model.mac_state().values()} == {torch.float32}
+
+    batch = Batch(TEXTS, QUESTIONS, ["Riga", "the mayor"], [0, 1])
+    every = LossWeights(answer=1, direct=1, distillation=1, reconstruction=1, contrastive=1, alignment=1)
+    losses, _ = mac_loss(model.train(), batch, every)
+    losses["loss"].backward()
+    for part in (model.amortization, model.input_encoder, model.aggregation, model.modulation):
+        gradients = [p.grad for p in part.parameters() if p.requires_grad and p.grad is not None]
+        assert sum(float(g.abs().sum()) for g in gradients) > 0
+        assert all(g.isfinite().all() for g in gradients)
+
+    model.eval()
+    engine = MACEngine(model)
+    engine.adapt([Document(str(i), text) for i, text in enumerate(TEXTS)])
+    assert len(engine.answer(QUESTIONS)) == 2
+    phi = model.aggregate(QUESTIONS, model.amortize(TEXTS))
+    for contexts in ([(), ()], [TEXTS[:1], TEXTS[:1]]):
+        greedy = model.generate(QUESTIONS, contexts, modulation=phi)
+        streamed = [
+            "".join(model.stream(q, c, modulation=phi[i : i + 1]))
+            for i, (q, c) in enumerate(zip(QUESTIONS, contexts, strict=True))
+        ]
+        assert streamed[0] == model.generate(QUESTIONS[:1], contexts[:1], modulation=phi[:1])[0]
+        assert len(greedy) == len(streamed) == 2
+        assert len(model.generate(QUESTIONS, contexts, modulation=phi, num_beams=2)) == 2
+    fitted = [model.fit_to_window(question, TEXTS[:1]) for question in QUESTIONS]
+    each = model.generate_each(fitted, phi, [0.0, 0.5, 1.0])
+    assert [len(answers) for answers in each] == [2, 2, 2]
+    assert isinstance(str(MACLLM(engine=engine).complete(QUESTIONS[0])), str)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_lm_in_bf16_carries_a_memory(model_folder: Folder, kind: Any, quantization: Any) -> None:
+    config = BaseLMConfig(name=str(model_folder("llama")), dtype="bf16", quantization=quantization)
+    encoder = EncoderConfig(name=str(model_folder("t5")))
+    model = strong(
+        MACModel.from_config(
+            MACConfig(
+                base_lm=config,
+                amortization=encoder,
+                input_encoder=encoder,
+                tokens=4,
+                modulation=ModulationConfig(kind=kind),
+            ),
+            device="cpu",
+        )
+    )
+    assert model.base_lm.dtype is torch.bfloat16
+    phi = model.aggregate(QUESTIONS, model.amortize(TEXTS))
+    assert model.generate(QUESTIONS, modulation=phi) != model.generate(QUESTIONS)
+    assert model.base_lm.answer_loss([[1, 30]], [[60, 2]], model.modulation(phi[:1])).isfinite().all()
+
+
+@pytest.mark.parametrize("init", ["pretrained", "kv_regression"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_training_around_a_half_precision_lm_from_its_start_to_its_checkpoint(
+    model_folder: Folder, tmp_path: Path, dtype: str, init: str
+) -> None:
+    encoder = {"design": "encoder-pooling", "name": None, "embeddings": "base-lm", "dtype": dtype}
+    recipe = TrainConfig.parse(
+        {
+            "model": {
+                "base_lm": {"name": str(model_folder("llama")), "dtype": dtype},
+                "amortization": encoder,
+                "input_encoder": encoder,
+                "tokens": 3,
+                "aggregation": {"blocks": 2, "heads": 2, "head_width": 8, "prior_width": 8},
+            },
+            "init": init,
+            "data": {"name": "newswire", "documents": 20, "validation_documents": 4},
+            "losses": {"answer": 1, "direct": 1},
+            "trainer": {"steps": 2, "batch_size": 3, "learning_rate": 1e-3, "validate_every": 2, "cpu": True},
+        },
+        "test",
+    )
+    task = TrainTask(recipe)
+    Trainer(task, recipe.trainer, tmp_path).run()
+    assert {p.dtype for p in task.model.mac_state().values()} == {torch.float32}
+    assert task.model.base_lm.dtype is not torch.float32
+    again = MACModel.from_pretrained(tmp_path / "last", device="cpu")
+    assert again.base_lm.dtype is task.model.base_lm.dtype
+    torch.testing.assert_close(again.amortize(TEXTS), task.model.eval().amortize(TEXTS), atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_loses_little_of_the_memory(model_folder: Folder, kind: Any, dtype: str) -> None:
+    losses = {}
+    for each in ("fp32", dtype):
+        config = mac_config(model_folder("llama"), modulation=ModulationConfig(kind=kind))
+        torch.manual_seed(0)
+        model = strong(MACModel.from_config(in_dtype(config, each), device="cpu"))
+        phi = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(1))
+        losses[each] = model.base_lm.answer_loss([[1, 30, 31], [1, 40]], [[60, 2], [61, 2]], model.modulation(phi))
+    torch.testing.assert_close(losses[dtype], losses["fp32"], atol=0.15, rtol=0.02)
+
+
+def test_film_keeps_a_scale_below_the_resolution_of_bf16() -> None:
+    network = FiLM.__new__(FiLM)
+    layer = torch.tensor([[[2.0**-10], [0.0]]])  # gamma and beta of one row
+    change = FiLM._update(network, layer)
+    output = torch.full((1, 1, 1), 255.0, dtype=torch.bfloat16)
+    assert change(output, output).item() == 255.0  # rounds back: 255.25
+    layer[0, 1] = 0.5  # together they reach the next number
+    assert change(output, output).item() == 256.0
+
+
+class TestMasterWeights:
+    def test_trainable_half_precision_becomes_fp32_and_frozen_stays(self) -> None:
+        module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)).bfloat16()
+        module[0].requires_grad_(False)
+        use_master_weights(module)
+        assert [module[i].weight.dtype for i in range(2)] == [torch.bfloat16, torch.float32]
+
+    @pytest.mark.parametrize("design", ["encoder-decoder", "encoder-only", "encoder-pooling"])
+    def test_a_small_step_changes_the_weights_of_a_bf16_backbone(self, model_folder: Folder, design: Any) -> None:
+        config = in_dtype(mac_config(model_folder("llama"), model_folder("t5"), design), "bf16", dtype="bf16")
+        changed = {}
+        for master in (False, True):
+            torch.manual_seed(0)
+            model = strong(MACModel.from_config(config, device="cpu")).train()
+            if master:
+                model.use_master_weights()
+            weights = [p for p in model.amortization.network.backbone.parameters() if p.requires_grad]
+            before = [p.detach().clone() for p in weights]
+            optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
+            for _ in range(3):
+                mac_loss(model, Batch(TEXTS, QUESTIONS, ["Riga", "the mayor"], [0, 1]), LossWeights())[0][
+                    "loss"
+                ].backward()
+                optimiser.step()
+                optimiser.zero_grad()
+            moved = sum(int((p != old).sum()) for p, old in zip(weights, before, strict=True) if p.ndim > 1)
+            changed[master] = moved / sum(p.numel() for p in weights if p.ndim > 1)
+            assert model.base_lm.dtype is torch.bfloat16
+        assert changed[True] > 4 * changed[False]
+
+    def test_a_quantised_encoder_stays_bf16_beside_a_decoder_in_fp32(self, model_folder: Folder) -> None:
+        config = mac_config(model_folder("llama"), model_folder("t5"), "encoder-decoder")
+        model = MACModel.from_config(in_dtype(config, "bf16", dtype="bf16", quantization="nf4"), device="cpu")
+        at_first = model.amortize(TEXTS)
+        model.use_master_weights()
+        backbone = model.amortization.network.backbone
+        assert {p.dtype for p in backbone.parameters() if p.requires_grad} == {torch.float32}
+        assert torch.float32 not in {p.dtype for p in backbone.parameters() if not p.requires_grad}
+        torch.testing.assert_close(model.amortize(TEXTS), at_first, atol=0.1, rtol=0.05)
+
+    @pytest.mark.parametrize("rank", [None, 4])
+    def test_an_lm_in_bf16_is_tuned_in_fp32(self, model_folder: Folder, rank: int | None) -> None:
+        config = BaseLMConfig(name=str(model_folder("llama")), dtype="bf16")
+        lm = BaseLM.load(config, PromptFormat(), torch.device("cpu"))
+        make_trainable(lm.model, rank)
+        trained = [p for p in lm.model.parameters() if p.requires_grad]
+        assert {p.dtype for p in trained} == {torch.float32}
+        lm.answer_loss([[1, 30]], [[60, 2]], None).sum().backward()
+        assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in trained)
+
+
+@pytest.mark.parametrize("design", ["decoder-only"])
+@pytest.mark.parametrize("dtype", ["fp32", *HALF])
+def test_an_encoder_shares_the_embeddings_of_an_lm_in_any_dtype(
+    model_folder: Folder, tmp_path: Path, design: Any, dtype: str
+) -> None:
+    config = in_dtype(mac_config(model_folder("llama")), dtype, embeddings="base-lm", dtype=dtype)
+    model = MACModel.from_config(config, device="cpu").train()
+    backbone = model.amortization.network.backbone
+    shared = model.base_lm.model.get_input_embeddings().weight
+    assert backbone.get_input_embeddings().weight is shared
+    assert not any(p is shared for p in model.mac_state().values())
+    assert {p.dtype for p in model.mac_state().values()} == {torch.float32}
+    mac_loss(model, Batch(TEXTS, QUESTIONS, ["Riga", "the mayor"], [0, 1]), LossWeights())[0]["loss"].backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in backbone.parameters())
+    assert shared.grad is None
+    model.eval().save_pretrained(tmp_path)
+    again = MACModel.from_pretrained(tmp_path, device="cpu")
+    assert MACModel.from_pretrained(tmp_path, device="cpu").fingerprint == again.fingerprint
+    tolerance = 1e-5 if dtype == "fp32" else 0.1
+    torch.testing.assert_close(again.amortize(TEXTS), model.amortize(TEXTS), atol=tolerance, rtol=tolerance)
+    assert EncoderConfig.model_validate(again.config.amortization.model_dump()) == config.amortization
