@@ -235,11 +235,8 @@ def check_generation(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequenc
         alone = [lm.generate([p], cell.modulation(i), max_new_tokens=NEW, num_beams=3)[0] for i, p in enumerate(rows)]
         assert beams == alone
         return
-    for texts in (
-        generated,
-        streamed,
-        each[0],
-    ):  # near ties may fall either way, but every token is as good as the best
+    # Near ties may fall either way, but every token is as good as the best.
+    for texts in (generated, streamed, each[0]):
         for i, (prompt, text) in enumerate(zip(rows, texts, strict=True)):
             tokens = [int(token) for token in text.split()]
             if tokens:
