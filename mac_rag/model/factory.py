@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
-
 from mac_rag.config import EncoderConfig, MACConfig, SentenceEncoderConfig
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.loading import keep_first_layers, load_backbone, load_tokenizer
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.amortization import DESIGNS
-from mac_rag.nn.dtypes import SharedEmbedding
+from mac_rag.nn.dtypes import HALF_PRECISION, SharedEmbedding
 from mac_rag.nn.hashed_bm25 import HashedBM25
 from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning
 
@@ -96,7 +94,7 @@ def _share_embeddings(name: str | None, backbone: Any, same_vocabulary: bool, ba
             f"{name!r} cannot share the base LM's embeddings: its vocabulary or width is another; set embeddings: own"
         )
     # In fp32 both are of one type. An LM in half precision lends its embeddings to a backbone that is trained in fp32.
-    half = shared.weight.dtype in (torch.float16, torch.bfloat16)
+    half = shared.weight.dtype in HALF_PRECISION
     backbone.set_input_embeddings(SharedEmbedding(shared, backbone) if half else shared)
 
 

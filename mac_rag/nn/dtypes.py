@@ -7,6 +7,8 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
+HALF_PRECISION = (torch.float16, torch.bfloat16)
+
 
 def widest_dtype(module: nn.Module) -> torch.dtype:
     """The floating-point type that holds every floating-point weight of a module; float16 and bfloat16 give float32.
@@ -33,7 +35,7 @@ def use_master_weights(module: nn.Module) -> None:
         torch.float32
     """
     for parameter in module.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+        if parameter.requires_grad and parameter.dtype in HALF_PRECISION:
             parameter.data = parameter.data.float()
 
 

@@ -103,8 +103,7 @@ class PrefixModulation(Modulation):
 
     @contextmanager
     def attached(self, lm: nn.Module) -> Iterator[None]:
-        dtype = lm.get_input_embeddings().weight.dtype  # type: ignore[operator]
-        with visible_prefix(lm, self.prefix_length, dtype):
+        with visible_prefix(lm, self.prefix_length):
             yield
 
 

@@ -30,17 +30,17 @@ def has_limited_layers(config: Any) -> bool:
 
 
 @contextmanager
-def visible_prefix(lm: Any, length: int, dtype: torch.dtype) -> Iterator[None]:
+def visible_prefix(lm: Any, length: int) -> Iterator[None]:
     """Keeps the first `length` positions of the cache visible in every layer while the context lasts.
 
     Args:
         lm: a transformers causal LM. Its calls take an attention mask `[B, P + L]`.
         length: P.
-        dtype: dtype of the LM's hidden states.
     """
     if not has_limited_layers(lm.config):
         yield
         return
+    dtype = lm.get_input_embeddings().weight.dtype
 
     def in_prefix(_batch: Tensor, _head: Tensor, _query: Tensor, key: Tensor) -> Tensor:
         return key < length
