@@ -249,12 +249,16 @@ class ModulationConfig(Config):
     Attributes:
         kind: `prefix` (P-tuning v2), `lora` or `film`.
         slots: prefix positions for each token of phi*; only for `prefix`.
+        attention_sink: the prefix begins with the LM's own keys and values of its first tokens, and where the LM turns
+            keys by their positions, those of the prefix are generated before rotation; only for `prefix`. Rotary LMs
+            need it. The paper has none.
         bottleneck: inner width of the map from phi*; None for one linear layer.
         targets: last names of the modules that LoRA changes; None for those of the attention's queries and values.
     """
 
     kind: Literal["prefix", "lora", "film"] = "prefix"
     slots: int = Field(1, ge=1)
+    attention_sink: bool = False
     bottleneck: int | None = Field(None, ge=1)
     targets: tuple[str, ...] | None = None
 
@@ -262,6 +266,8 @@ class ModulationConfig(Config):
     def _check(self) -> Self:
         if self.slots > 1 and self.kind != "prefix":
             raise ValueError(f"slots is {self.slots}, but only kind prefix has slots, not {self.kind}")
+        if self.attention_sink and self.kind != "prefix":
+            raise ValueError(f"attention_sink is true, but only kind prefix has one, not {self.kind}")
         if self.targets is not None and self.kind != "lora":
             raise ValueError(f"targets is {self.targets}, but only kind lora has targets, not {self.kind}")
         return self

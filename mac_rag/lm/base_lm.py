@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import DynamicCache
 
 from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
 from mac_rag.errors import ModelLoadError
@@ -104,6 +105,30 @@ class BaseLM(nn.Module):
         """Names of the decoder layers."""
         name, layers = list_of_layers(self.model)
         return tuple(f"{name}.{index}" for index in range(len(layers)))
+
+    @torch.no_grad()
+    def keys_values(self, ids: Sequence[int], modulation: Modulation | None = None) -> Tensor:
+        """The keys and values that the LM computes of a text, `[layers, 2, kv_heads, L, head_width]`, in its dtype.
+
+        Args:
+            ids: L token ids.
+            modulation: modulation of one row, whose prefix stands in front of the text; None for none.
+        """
+        rows, mask, positions = self._padded([ids], modulation)
+        # Without a configuration a cache keeps all positions, also in layers with a sliding window.
+        cache = (modulation.cache(self.dtype) if modulation else None) or DynamicCache()
+        with _attached(modulation, self.model):
+            self.model(
+                input_ids=rows,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+                **self.architecture.segment_arguments(torch.ones_like(rows)),
+            )
+        layers = torch.stack([torch.stack([layer[0][0], layer[1][0]]) for layer in cache])
+        return layers[..., -len(ids) :, :]
 
     def answer_loss(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 
 from mac_rag.config import EncoderConfig, MACConfig, SentenceEncoderConfig
 from mac_rag.errors import ModelLoadError
+from mac_rag.lm.attention_sink import make_attention_sink
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.loading import keep_first_layers, load_backbone, load_tokenizer
 from mac_rag.model.text_encoder import TextEncoder
@@ -139,11 +140,14 @@ def make_modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNet
     """The network from phi* to a modulation of the base LM, with random weights.
 
     Raises:
-        ModelLoadError: as `BaseLM.shape`.
+        ModelLoadError: as `BaseLM.shape` and `make_attention_sink`.
     """
     part, shape = config.modulation, base_lm.shape(config.modulation)
     if part.kind == "lora":
         return LoRA(shape, config.tokens, base_lm.width, bottleneck=part.bottleneck)
     if part.kind == "film":
         return FiLM(shape, base_lm.width, bottleneck=part.bottleneck)
-    return PrefixTuning(shape, config.tokens, base_lm.width, slots=part.slots, bottleneck=part.bottleneck)
+    sink = None
+    if part.attention_sink:
+        sink = make_attention_sink(base_lm, config.tokens * part.slots, config.context_window)
+    return PrefixTuning(shape, config.tokens, base_lm.width, slots=part.slots, bottleneck=part.bottleneck, sink=sink)

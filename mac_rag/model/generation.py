@@ -43,8 +43,7 @@ class GenerationMixin:
     @property
     def _positions(self) -> int:
         """Positions of the LM that the prefix of memory tokens does not take."""
-        prefix = self.config.tokens * self.config.modulation.slots if self.config.modulation.kind == "prefix" else 0
-        return self.base_lm.context_window - prefix
+        return self.base_lm.context_window - self.modulation.prefix_length
 
     def fit_to_window(
         self,

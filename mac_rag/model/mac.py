@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mac_rag.config import MACConfig
 from mac_rag.errors import BankError, ConfigError
+from mac_rag.lm.attention_sink import sink_keys_values
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.devices import default_device
 from mac_rag.lm.lora_tuning import make_trainable
@@ -29,6 +30,7 @@ from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.bank_view import BankProjection, BankView
 from mac_rag.nn.dtypes import use_master_weights
 from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.modulation import PrefixTuning
 from mac_rag.progress import progress_bar
 
 
@@ -154,6 +156,8 @@ class MACModel(GenerationMixin, nn.Module):
         if self.amortization.network.sentence_encoder is not None:
             self.amortization.network.sentence_encoder.eval()
         self._fingerprint = None  # fused optimisers change weights without a new version of the tensors
+        if self.base_lm_trained and isinstance(self.modulation, PrefixTuning) and self.modulation.sink is not None:
+            self.modulation.sink.keys_values.copy_(sink_keys_values(self.base_lm))  # the trainer comes here each step
         return self
 
     def use_master_weights(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from mac_rag.nn.attention_sink import AttentionSink
 from mac_rag.nn.visible_prefix import visible_prefix
 
 
@@ -162,7 +163,13 @@ def _rows(values: Tensor, like: Tensor) -> Tensor:
 
 
 class ModulationNetwork(nn.Module, ABC):
-    """Maps phi* to a modulation of one LM."""
+    """Maps phi* to a modulation of one LM.
+
+    Attributes:
+        prefix_length: P, positions that its modulations take in front of each row; 0 for those without a prefix.
+    """
+
+    prefix_length: int = 0
 
     @abstractmethod
     def forward(self, phi: Tensor) -> Modulation:
@@ -170,7 +177,9 @@ class ModulationNetwork(nn.Module, ABC):
 
 
 class PrefixTuning(ModulationNetwork):
-    """P-tuning v2 from phi*: each token gives `slots` keys and values of every layer, P = T * slots.
+    """P-tuning v2 from phi*: each token gives `slots` keys and values of every layer.
+
+    P is T * slots, and with an attention sink its length more.
 
     Args:
         shape: the LM's sizes.
@@ -179,14 +188,25 @@ class PrefixTuning(ModulationNetwork):
         slots: prefix positions for each token.
         bottleneck: inner width of a two-layer map; None for one linear layer, as in the paper. Wide LMs need a
             bottleneck: one linear layer to all keys and values of LLaMA-2-7B would have a billion weights.
+        sink: stands in front of the generated keys and values, and turns the keys to their places; None for a prefix
+            that is generated as a whole.
     """
 
     def __init__(
-        self, shape: LMShape, tokens: int, width: int, *, slots: int = 1, bottleneck: int | None = None
+        self,
+        shape: LMShape,
+        tokens: int,
+        width: int,
+        *,
+        slots: int = 1,
+        bottleneck: int | None = None,
+        sink: AttentionSink | None = None,
     ) -> None:
         super().__init__()
         self.slots = slots
         self.shape = shape
+        self.sink = sink
+        self.prefix_length = tokens * slots + (0 if sink is None else sink.length)
         outputs = slots * shape.layers * 2 * shape.kv_heads * shape.head_width
         self.norm = nn.LayerNorm(width)
         self.to_keys_values = _linear(width, bottleneck, outputs)
@@ -195,7 +215,8 @@ class PrefixTuning(ModulationNetwork):
         shape = self.shape
         mapped: Tensor = self.to_keys_values(self.norm(phi))  # [B, T, slots * layers * 2 * kv_heads * head_width]
         slots = mapped.unflatten(-1, (self.slots, shape.layers, 2, shape.kv_heads, shape.head_width))
-        return PrefixModulation(slots.flatten(1, 2).permute(0, 2, 3, 4, 1, 5))
+        generated = slots.flatten(1, 2).permute(0, 2, 3, 4, 1, 5)
+        return PrefixModulation(generated if self.sink is None else self.sink(generated))
 
 
 class LoRA(ModulationNetwork):
