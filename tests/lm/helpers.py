@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mac_rag.config import ModulationConfig, PromptFormat
+from mac_rag.lm.attention_sink import make_attention_sink
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
 from tests.helpers import VOCABULARY, save_tokenizer
@@ -57,6 +58,23 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granite": _MOST,
     "cohere2": _MIXED,
 }  # fmt: skip
+
+# LMs that turn their keys in further ways: neighbours as pairs, in a part of the width, or the other way round.
+ROTATIONS: dict[str, dict[str, Any]] = {
+    "glm4": {**_MOST, "head_dim": 16},
+    "helium": {**_MOST, "head_dim": 16},
+    "nanochat": _MOST,
+    "cohere": _MOST,
+    "exaone4": _MIXED,
+}
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 512},
+    {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+]  # fmt: skip
 
 # LMs with layers that have no keys and values: they carry LoRA and FiLM.
 HYBRIDS: dict[str, dict[str, Any]] = {
@@ -111,7 +129,7 @@ class Cell:
 
     @classmethod
     def of(cls, name: str, kind: Any, dtype: str, **changes: Any) -> Cell:
-        config = AutoConfig.for_model(name, **{**(ARCHITECTURES | HYBRIDS)[name], **changes})
+        config = AutoConfig.for_model(name, **{**(ARCHITECTURES | ROTATIONS | HYBRIDS)[name], **changes})
         if dtype != "fp32" and hasattr(config, "num_experts_per_tok"):
             # A near tie of two experts may fall either way in half precision, and then all that follows differs.
             config.num_experts_per_tok = ARCHITECTURES[name].get("num_local_experts", 4)
@@ -124,19 +142,25 @@ class Cell:
         lm.tokenizer = Numbers()
         network = _network(lm, kind)
         for parameter in network.parameters():
-            torch.nn.init.normal_(parameter, std=0.6 if kind == "prefix" else 0.3)
+            torch.nn.init.normal_(parameter, std=0.6 if network.prefix_length else 0.3)
         return cls(lm, network, torch.randn(3, TOKENS, lm.width), dtype)
 
     def modulation(self, *rows: int) -> Modulation:
         return self.network(self.phi[list(rows)])  # type: ignore[no-any-return]
 
-    def plain_log_probs(self, ids: Sequence[int], modulation: Modulation | None) -> Tensor:
-        """Log-probabilities behind each token `[L, vocabulary]`: no padding, no cache of text, masks made by hand."""
+    def plain_log_probs(self, ids: Sequence[int], modulation: Modulation | None, front: int = 0) -> Tensor:
+        """Log-probabilities behind each token `[L, vocabulary]`: no padding, no cache of text, masks made by hand.
+
+        Args:
+            ids: L token ids.
+            modulation: of one row; None for the LM alone.
+            front: number of first tokens that all layers see from everywhere, as they see a prefix.
+        """
         model, length = self.lm.model, len(ids)
         prefix = modulation.prefix_length if modulation else 0
         keys, queries = torch.arange(-prefix, length), torch.arange(length)[:, None]
         seen = keys <= queries
-        near = seen & ((keys > queries - WINDOW) | (keys < 0))
+        near = seen & ((keys > queries - WINDOW) | (keys < front))
 
         def additive(mask: Tensor) -> Tensor:
             masked = torch.zeros(mask.shape, dtype=model.dtype)
@@ -181,6 +205,9 @@ class Cell:
 
 
 def _network(lm: BaseLM, kind: Any) -> ModulationNetwork:
+    if kind == "sink":
+        sink = make_attention_sink(lm, TOKENS, None)
+        return PrefixTuning(lm.shape(ModulationConfig()), TOKENS, lm.width, sink=sink)
     shape = lm.shape(ModulationConfig(kind=kind))
     if kind == "prefix":
         return PrefixTuning(shape, TOKENS, lm.width)
