@@ -208,6 +208,10 @@ def keep_first_layers(backbone: nn.Module, count: int) -> None:
     name, layers = list_of_layers(backbone)
     parent, _, last = name.rpartition(".")
     setattr(backbone.get_submodule(parent), last, layers[:count])
+    for field, value in vars(config).items():
+        # What a configuration says of each layer, such as `layer_types`; it is checked against their number.
+        if "layer" in field and isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(config, field, value[:count])
     config.num_hidden_layers = count
 
 
