@@ -111,6 +111,20 @@ def _tokenizer() -> Any:
         return AutoTokenizer.from_pretrained(folder)
 
 
+def random_lm(name: str, dtype: str = "fp32", **changes: Any) -> Any:
+    """An LM of an architecture with random weights, frozen and in evaluation mode."""
+    config = AutoConfig.for_model(name, **{**(ARCHITECTURES | ROTATIONS | HYBRIDS)[name], **changes})
+    if dtype != "fp32" and hasattr(config, "num_experts_per_tok"):
+        # A near tie of two experts may fall either way in half precision, and then all that follows differs.
+        config.num_experts_per_tok = ARCHITECTURES[name].get("num_local_experts", 4)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:  # its first weights are too small for tokens to matter
+            parameter.copy_(0.15 * torch.randn(parameter.shape))
+    return model
+
+
 @dataclass
 class Cell:
     """One architecture in one dtype under one modulation.
@@ -129,16 +143,7 @@ class Cell:
 
     @classmethod
     def of(cls, name: str, kind: Any, dtype: str, **changes: Any) -> Cell:
-        config = AutoConfig.for_model(name, **{**(ARCHITECTURES | ROTATIONS | HYBRIDS)[name], **changes})
-        if dtype != "fp32" and hasattr(config, "num_experts_per_tok"):
-            # A near tie of two experts may fall either way in half precision, and then all that follows differs.
-            config.num_experts_per_tok = ARCHITECTURES[name].get("num_local_experts", 4)
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).requires_grad_(False).eval()
-        for parameter in model.parameters():
-            if parameter.ndim > 1:  # its first weights are too small for tokens to matter
-                parameter.copy_(0.15 * torch.randn(parameter.shape))
-        lm = BaseLM(model, _tokenizer(), PromptFormat())
+        lm = BaseLM(random_lm(name, dtype, **changes), _tokenizer(), PromptFormat())
         lm.tokenizer = Numbers()
         network = _network(lm, kind)
         for parameter in network.parameters():
