@@ -28,7 +28,7 @@ test: $(VENV)/.installed-dev  ## Lint, check types and imports, run the tests.
 	$(BIN) -m pytest -n 2 --dist worksteal
 
 test-matrix: $(VENV)/.installed-dev  ## Test every LM architecture in every dtype under every modulation.
-	$(BIN) -m pytest -n 2 -m matrix tests/lm
+	$(BIN) -m pytest -n 2 -m matrix tests/lm tests/pipelines
 
 format: $(VENV)/.installed-dev  ## Sort imports and format the code.
 	$(BIN) -m ruff check --fix .

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,10 +75,11 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     some = range(0, len(rows), -(-len(rows) // _READ))
     rows_read = [rows[i] for i in some]
     questions = [model.input_encoder.ids(questions_of[documents[i].id][0].question) for i in some]
-    states = [_states(network, row) for row in rows_read]
+    with progress_bar("kv_regression: read", len(rows_read)) as bar:
+        states = [_states(network, row, bar.advance) for row in rows_read]
     _fit_salience(network, rows, rows_read, states)
     count = len(network.queries)
-    phi = model.amortization.encode(rows_read, _BATCH)
+    phi = MemoryTokens.cat([_memory_tokens(network, row, state) for row, state in zip(rows_read, states, strict=True)])
     memory = phi.tokens
     read = memory[:, -count:]  # without the sentence encoder's
     places = _least_used(read.flatten(0, 1), count) * (_PLACE * read.square().mean((0, 1)).sum().sqrt())
@@ -96,10 +97,19 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     model.train(training)
 
 
-def _states(network: EncoderPooling, row: Sequence[int]) -> Tensor:
+def _states(network: EncoderPooling, row: Sequence[int], advance: Callable[[], None]) -> Tensor:
     """`[L, backbone width]`"""
     ids = torch.tensor([row], device=network.queries.device)
-    return network.text_states(ids, torch.ones_like(ids))[0]
+    states = network.text_states(ids, torch.ones_like(ids))[0]
+    advance()
+    return states
+
+
+def _memory_tokens(network: EncoderPooling, row: Sequence[int], states: Tensor) -> MemoryTokens:
+    """Memory tokens of one text whose states `[L, backbone width]` are known."""
+    ids = torch.tensor([row], device=states.device)
+    mask = torch.ones_like(ids)
+    return network.memory_tokens(network.pooled(states[None], mask), ids, mask).to(torch.float32)
 
 
 def _pooling(network: EncoderPooling, states: Tensor, skipped: int) -> Tensor:
@@ -161,7 +171,7 @@ def _fit_prefix(
     if sink is not None:
         longest = sink.length + max(map(len, rows))
         rotation = key_rotation(base_lm.model, range(sink.length, longest), longest)
-    with progress_bar("kv_regression", len(rows)) as bar:
+    with progress_bar("kv_regression: fit", len(rows)) as bar:
         for row, tokens, text in zip(rows, phi, states, strict=True):
             # The sink is what the tokenizer puts in front of a text, where it does so.
             skipped = len(start) if sink is not None and list(row[: len(start)]) == start else 0
