@@ -47,9 +47,9 @@ _DEMANDS = re.compile(
     | (?i: \b(?:following|this|exact|example|output) \s+ format\b )
     | (?i: \b(?:relevance|total|final|evaluation|numerical|overall) \s+ scores?\b | \bon\ a\ scale\b )
     | (?i: \bnumbers? \s+ of \s+ the \s+ (?:documents?|passages?|choices?|summar(?:y|ies))\b )  # a choice
-    | (?i: \b(?:generate|write|output|list|create|produce|extract) \b [^.{}]{0,60}?
-           \b(?:questions|queries|keywords|titles?|summar(?:y|ies)|passages?|entities|triplets)\b )
-    | (?i: \bcite\b )
+    | (?i: \b(?:generate|write|output|list|create|produce|extract|return)\b [^.{}]{0,60}?
+           \b(?:questions|new\ question|queries|keywords|titles?|summar(?:y|ies)|passages?|entities|triplets)\b )
+    | (?i: \b(?:cite|rephrase|translate)\b )
     | \b(?:answer|respond|output|return|say|select) \s+ (?:with \s+)? ["']?[A-Z]{4,}\b          # a code word
     """,
     re.VERBOSE | re.DOTALL,
@@ -177,8 +177,8 @@ def check_question(text: str) -> None:
     if body.endswith(":") or "" in (line.strip() for line in lines) or any(_LABEL.match(line) for line in lines[1:]):
         refuse(
             f"it is a prompt to complete, not a question ({_beginning(body)!r})",
-            "; to ask a question about texts, hand them over as complete(question, contexts=[...]); a chat engine "
-            "asks each question as it is typed with chat_mode='context', or skip_condense=True",
+            "; to ask about texts, hand them over: complete(question, contexts=[...]). Without another LLM, a "
+            "chat engine takes skip_condense=True or chat_mode='context', and a QueryFusionRetriever num_queries=1",
         )
 
 
