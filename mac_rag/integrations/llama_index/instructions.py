@@ -39,18 +39,22 @@ _ANSWERING = {
 
 # Wording by which a template with the slots of question answering asks for something else. Evaluators, rerankers and
 # generators of questions declare no type of their own, so their wording is all that tells them from a custom template.
+# A custom template may well speak of questions, scores or JSON; only a demand for them is caught.
 _DEMANDS = re.compile(
     r"""
-      \bYES\b .{0,300}? \bNO\b                                      # a verdict
+      \bYES\b .{0,300}? \bNO\b                                                                    # a verdict
     | (?i: \b(?:yes|true|pass)\b ["'\W]{0,3} (?:or|/) ["'\W]{0,3} \b(?:no|false|fail)\b )
-    | (?i: \b(?:in|as|valid|return|output) \s+ (?:an?\s+|valid\s+)? (?:json|xml|yaml)\b )   # a notation
-    | (?i: \b(?:following|this|exact|example|output) \s+ format\b )
-    | (?i: \b(?:relevance|total|final|evaluation|numerical|overall) \s+ scores?\b | \bon\ a\ scale\b )
-    | (?i: \bnumbers? \s+ of \s+ the \s+ (?:documents?|passages?|choices?|summar(?:y|ies))\b )  # a choice
-    | (?i: \b(?:generate|write|output|list|create|produce|extract|return)\b [^.{}]{0,60}?
-           \b(?:questions|new\ question|queries|keywords|titles?|summar(?:y|ies)|passages?|entities|triplets)\b )
-    | (?i: \b(?:cite|rephrase|translate)\b )
-    | \b(?:answer|respond|output|return|say|select) \s+ (?:with \s+)? ["']?[A-Z]{4,}\b          # a code word
+    | (?i: \b(?:answer|respond|return|say) ) \s+ (?: with \s+ )? ["']? [A-Z]{3,} \b ["']? \s* (?: , | / | or\b )
+    | (?i: \b(?:answer|format|give|provide|reply|respond|return|write)\b [^.]{0,80}?                # a notation
+           (?<!\bis\s) (?<!\bare\s) \b(?:in|as|valid) \s+ (?: an?\s+ | valid\s+ )? (?:json|xml|yaml)\b )
+    | (?i: \b(?:answer|follow|following|give|provide|reply|respond|return|use|write)\b [^.]{0,80}?
+           \b(?:this|following|exact) \s+ format\b )
+    | (?i: \b(?:evaluation|relevance) \s+ scores?\b | \bon\ a\ scale\ (?:of|from)\b )               # a grade
+    | (?i: \bnumbers? \s+ of \s+ the \s+ (?:documents?|passages?|choices?)\b )                     # a choice
+    | (?i: \bcite\b [^.]{0,80} \bnumbers?\b )
+    | (?i: (?<!\bhow\ to\ ) \b(?:create|extract|generate|produce|return|write)\b                  # other texts
+           (?: \W+ (?! (?:answer|reply|response) s? \b ) \w+ ){0,4}?
+           \W+ (?:entities|keywords|new\ question|queries|questions|summar(?:y|ies)|titles?|triplets)\b )
     """,
     re.VERBOSE | re.DOTALL,
 )
