@@ -284,6 +284,14 @@ SERVED = {
             ChatMessage(role="user", content="{context_str}\n{query_str}"),
         ]
     ),
+    "a type of one's own": PromptTemplate("{context_str} {query_str}", prompt_type="support"),
+    "begun answer": ChatPromptTemplate(
+        [
+            ChatMessage(role="user", content="{context_str}"),
+            ChatMessage(role="user", content="{query_str}"),
+            ChatMessage(role="assistant", content="The answer is"),
+        ]
+    ),
     "rich": RichPromptTemplate("{{ context_str }}\n{{ query_str }}"),
 }
 
@@ -298,7 +306,7 @@ def test_templates_of_ones_own_are_served(
     assert answers == {str(index.as_query_engine(llm=llm, similarity_top_k=1).query(QUESTION))}
     assert engine.asked == [(QUESTION, (FACTS["bridge"],))] * 3
     said = caplog.text.count("not the wording of your prompt template")
-    assert said == (0 if name == "typed" else 1)
+    assert said == (0 if "type" in name else 1)
 
 
 REFUSED = {

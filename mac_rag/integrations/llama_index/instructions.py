@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 _CONTEXT_SLOTS = {"context_str", "context_msg"}
 _SLOTS = {"query_str", "existing_answer", *_CONTEXT_SLOTS}
 
-# The types that LlamaIndex declares for templates of questions and answers. `SUMMARY` belongs to tree_summarize.
-_ANSWERING = {
+# The types that LlamaIndex declares for other templates than those of questions and answers. `SUMMARY` belongs to
+# tree_summarize.
+_OTHER_TYPES = set(PromptType) - {
     PromptType.CUSTOM,
     PromptType.QUESTION_ANSWER,
     PromptType.REFINE,
@@ -118,7 +119,7 @@ def check_template(prompt: BasePromptTemplate, llm: LLM) -> None:
             "chat_mode='condense_plus_context' with skip_condense=True",
         )
     kind = prompt.metadata.get("prompt_type") or PromptType.CUSTOM
-    if kind not in _ANSWERING:
+    if kind in _OTHER_TYPES:
         refuse(f"its prompt template is made for {PromptType(kind).value!r}, not for answering a question")
     if "query_str" not in slots:
         named = ", ".join(sorted(slots)) or "none"
@@ -156,10 +157,12 @@ def _wording(prompt: BasePromptTemplate, llm: LLM) -> _Wording:
     if not isinstance(prompt, ChatPromptTemplate):
         return _Wording(_slots(prompt, prompt.template_vars), prompt.get_template(llm=llm))
     # Messages of an earlier conversation stand before the question; braces in them are no slots.
-    *earlier, last = prompt.message_templates
-    system = tuple(message.content or "" for message in earlier if _is_system(message))
-    text = "\n".join([*system, last.content or ""])
-    return _Wording(_slots(prompt, get_template_vars(text)), text, system, len(earlier) > len(system))
+    messages = prompt.message_templates
+    system = tuple(message.content or "" for message in messages if _is_system(message))
+    users = [message.content or "" for message in messages if message.role == MessageRole.USER]
+    text = "\n".join([*system, *users[-1:]])
+    names = [*get_template_vars(text), *(_SLOTS & set(prompt.template_vars))]
+    return _Wording(_slots(prompt, names), text, system, len(messages) > len(system) + 1)
 
 
 def _slots(prompt: BasePromptTemplate, names: Sequence[str]) -> frozenset[str]:
