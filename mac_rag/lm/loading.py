@@ -25,6 +25,8 @@ from mac_rag.config import BaseLMConfig, Dtype, EncoderConfig, Quantization
 from mac_rag.errors import ModelLoadError, QuantizationError
 from mac_rag.lm.architectures import check_modulation
 from mac_rag.lm.devices import DTYPES
+from mac_rag.lm.fetched import local_place
+from mac_rag.lm.gguf_files import load_gguf
 from mac_rag.lm.int8_storage import from_int8
 from mac_rag.lm.packaged import PACKAGED
 
@@ -65,8 +67,12 @@ def load_causal_lm(
         QuantizationError: when bitsandbytes is missing.
     """
     if config.name in PACKAGED:
+        if config.gguf_file is not None:
+            raise ModelLoadError(f"{config.name} comes from its package; leave out gguf_file: {config.gguf_file}")
         return _from_package(config.name, PACKAGED[config.name].lm, config, device), load_tokenizer(config.name)
-    place = resolve(config.name, folder)
+    place = local_place(resolve(config.name, folder), config.revision)
+    if config.gguf_file is not None:
+        return _from_gguf(config, place, device, modulation)
     if modulation is not None:
         architecture = loaded("a causal LM", place, AutoConfig.from_pretrained, revision=config.revision)
         check_modulation(architecture, modulation)
@@ -78,9 +84,22 @@ def load_causal_lm(
         return model.to(device), load_tokenizer(place)
     model = loaded("a causal LM", place, AutoModelForCausalLM.from_pretrained, revision=config.revision, **options)
     tokenizer = load_tokenizer(place, config.revision)
+    return _placed(model, config.quantization, device), _with_padding(tokenizer)
+
+
+def _from_gguf(config: BaseLMConfig, place: str, device: torch.device, modulation: str | None) -> tuple[nn.Module, Any]:
+    assert config.gguf_file is not None
+    with quiet():
+        model, tokenizer = load_gguf(
+            place, config.gguf_file, config.revision, dtype=DTYPES[config.dtype], modulation=modulation
+        )
+    return model.to(device), _with_padding(tokenizer)
+
+
+def _with_padding(tokenizer: Any) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # GPT-2 and Llama have none; padding is always masked
-    return _placed(model, config.quantization, device), tokenizer
+    return tokenizer
 
 
 def _int8_lm(place: str, *, dtype: torch.dtype) -> Any:
@@ -101,7 +120,7 @@ def load_tokenizer(place: str, revision: str | None = None) -> Any:
     """
     if place in PACKAGED:
         return PACKAGED[place].tokenizer()
-    return loaded("a tokenizer", place, AutoTokenizer.from_pretrained, revision=revision)
+    return loaded("a tokenizer", local_place(place, revision), AutoTokenizer.from_pretrained, revision=revision)
 
 
 def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
@@ -120,10 +139,11 @@ def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
     # Quantising T5 means its encoder (appendix A); the decoder stays as it is and is trained.
     skipped = ["decoder"] if config.design == "encoder-decoder" else []
     options = _options(config.dtype, config.quantization, device, skipped)
-    architecture = loaded("a model", config.name, AutoConfig.from_pretrained, revision=config.revision)
+    place = local_place(config.name, config.revision)
+    architecture = loaded("a model", place, AutoConfig.from_pretrained, revision=config.revision)
     check_design(config, architecture)
     loader = _backbone_class(config, architecture)
-    model = loaded("a model", config.name, loader.from_pretrained, revision=config.revision, **options)
+    model = loaded("a model", place, loader.from_pretrained, revision=config.revision, **options)
     if config.quantization != "none":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(bool(skipped) and name.startswith("decoder."))

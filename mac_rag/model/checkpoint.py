@@ -79,7 +79,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     config = parts.config
     if lm_was_trained or Path(config.base_lm.name).is_dir() or config.base_lm.name.startswith("./"):
-        embedded = config.base_lm.model_copy(update={"name": "./base_lm", "revision": None})
+        embedded = config.base_lm.model_copy(update={"name": "./base_lm", "revision": None, "gguf_file": None})
         config = config.model_copy(update={"base_lm": embedded})
         _save_base_lm(parts.base_lm, folder / "base_lm", dtype)
     for name, encoder in parts.encoders.items():

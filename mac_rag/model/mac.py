@@ -21,6 +21,7 @@ from mac_rag.model.factory import (
     make_modulation_network,
     pretrained_encoder,
     pretrained_sentence_encoder,
+    with_exact_revisions,
 )
 from mac_rag.model.generation import GenerationMixin
 from mac_rag.model.stored_names import FROZEN, fingerprint_fields, stored_name
@@ -95,6 +96,7 @@ class MACModel(GenerationMixin, nn.Module):
             QuantizationError: when bitsandbytes is missing.
         """
         place = default_device(device)
+        config = with_exact_revisions(config)
         base_lm = BaseLM.load(config.base_lm, config.prompt, place, modulation=config.modulation.kind)
         sentence_encoder = pretrained_sentence_encoder(config, base_lm)
         hashed_bm25 = make_hashed_bm25(config, base_lm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -256,3 +257,64 @@ def check_gradients(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequence
     for name, parameter in cell.network.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
+
+
+def save_gguf(folder: Path, file: Path, *, without: Sequence[str] = (), **metadata: int) -> Path:
+    """Writes the Llama and the tokenizer of a folder as a GGUF file in fp32.
+
+    Args:
+        folder: the model folder.
+        file: the file to write.
+        without: GGUF names of tensors to leave out.
+        metadata: metadata in place of the true values, by key.
+    """
+    import gguf
+
+    lm, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    sizes, state = lm.config, lm.state_dict()
+    heads, kv_heads = sizes.num_attention_heads, sizes.num_key_value_heads
+    writer = gguf.GGUFWriter(file, "llama")
+    numbers = {
+        "context_length": sizes.max_position_embeddings, "embedding_length": sizes.hidden_size,
+        "block_count": sizes.num_hidden_layers, "feed_forward_length": sizes.intermediate_size,
+        "attention.head_count": heads, "attention.head_count_kv": kv_heads, "vocab_size": sizes.vocab_size,
+        "rope.dimension_count": sizes.hidden_size // heads,
+    }  # fmt: skip
+    for key, value in ({f"llama.{key}": value for key, value in numbers.items()} | metadata).items():
+        writer.add_uint32(key, value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", sizes.rms_norm_eps)
+    writer.add_float32("llama.rope.freq_base", 10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    tokens = [tokenizer.convert_ids_to_tokens(i) for i in range(sizes.vocab_size)]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if i < 3 else 1 for i in range(sizes.vocab_size)])  # special tokens, then normal ones
+    merges = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+
+    def permuted(weight: Tensor, count: int) -> Tensor:
+        # GGUF has the rotated halves of a head side by side.
+        return weight.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    parts = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    for i in range(sizes.num_hidden_layers):
+        names |= {f"model.layers.{i}.{ours}": f"blk.{i}.{theirs}" for ours, theirs in parts.items()}
+    for name, tensor in state.items():
+        theirs = names[name.removesuffix(".weight")] + ".weight"
+        if "attn_q." in theirs or "attn_k." in theirs:
+            tensor = permuted(tensor, heads if "attn_q." in theirs else kv_heads)
+        if theirs not in without:
+            writer.add_tensor(theirs, tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
