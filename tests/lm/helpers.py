@@ -121,6 +121,12 @@ class Cell:
         for parameter in model.parameters():
             if parameter.ndim > 1:  # its first weights are too small for tokens to matter
                 parameter.copy_(0.15 * torch.randn(parameter.shape))
+        return cls.around(model, kind, dtype)
+
+    @classmethod
+    def around(cls, model: Any, kind: Any, dtype: str) -> Cell:
+        """The cell of an LM with the weights that it has."""
+        torch.manual_seed(1)
         lm = BaseLM(model, _tokenizer(), PromptFormat())
         lm.tokenizer = Numbers()
         network = _network(lm, kind)
