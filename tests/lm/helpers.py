@@ -103,12 +103,16 @@ class Cell:
         network: a modulation network, away from its start.
         phi: `[B, T, D]`.
         dtype: name of the LM's dtype.
+        tolerance: largest root mean square difference of log-probabilities, in standard deviations of these.
+        new: longest answer, in tokens.
     """
 
     lm: BaseLM
     network: ModulationNetwork
     phi: Tensor
     dtype: str
+    tolerance: float
+    new: int
 
     @classmethod
     def of(cls, name: str, kind: Any, dtype: str, **changes: Any) -> Cell:
@@ -124,15 +128,15 @@ class Cell:
         return cls.around(model, kind, dtype)
 
     @classmethod
-    def around(cls, model: Any, kind: Any, dtype: str) -> Cell:
-        """The cell of an LM with the weights that it has."""
+    def around(cls, model: Any, kind: Any, dtype: str, tolerance: float | None = None, new: int = NEW) -> Cell:
+        """The cell of an LM with the weights that it has; without a tolerance it is that of tiny LMs."""
         torch.manual_seed(1)
         lm = BaseLM(model, _tokenizer(), PromptFormat())
         lm.tokenizer = Numbers()
         network = _network(lm, kind)
         for parameter in network.parameters():
             torch.nn.init.normal_(parameter, std=0.6 if kind == "prefix" else 0.3)
-        return cls(lm, network, torch.randn(3, TOKENS, lm.width), dtype)
+        return cls(lm, network, torch.randn(3, TOKENS, lm.width), dtype, tolerance or TOLERANCES[dtype], new)
 
     def modulation(self, *rows: int) -> Modulation:
         return self.network(self.phi[list(rows)])  # type: ignore[no-any-return]
@@ -172,7 +176,7 @@ class Cell:
     def plain_answer(self, prompt: Sequence[int], modulation: Modulation | None) -> list[int]:
         """The greedy answer, the whole sequence anew for each token."""
         answer: list[int] = []
-        while len(answer) < NEW and (not answer or answer[-1] != Numbers.eos_token_id):
+        while len(answer) < self.new and (not answer or answer[-1] != Numbers.eos_token_id):
             answer.append(int(self.plain_log_probs([*prompt, *answer], modulation)[-1].argmax()))
         return answer
 
@@ -184,7 +188,7 @@ class Cell:
 
     def distance(self, found: Tensor, expected: Tensor) -> float:
         """How far log-probabilities `[tokens, vocabulary]` are from those expected; 1 is the largest allowed."""
-        return float((found - expected).square().mean().sqrt() / expected.std() / TOLERANCES[self.dtype])
+        return float((found - expected).square().mean().sqrt() / expected.std() / self.tolerance)
 
 
 def _network(lm: BaseLM, kind: Any) -> ModulationNetwork:
@@ -230,16 +234,18 @@ def check_generation(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequenc
     """`generate`, `stream` and `generate_each` give the plain loop's tokens; beams in a batch are beams alone."""
     lm, everyone = cell.lm, range(len(rows))
     whole = cell.modulation(*everyone)
-    generated = lm.generate(rows, whole, max_new_tokens=NEW)
-    streamed = ["".join(lm.stream(p, cell.modulation(i), max_new_tokens=NEW)) for i, p in enumerate(rows)]
-    each = lm.generate_each(rows, whole, max_new_tokens=NEW, weights=[1.0, 0.5])
-    half = lm.generate(rows, whole, max_new_tokens=NEW, weights=[0.5] * len(rows))
-    beams = lm.generate(rows, whole, max_new_tokens=NEW, num_beams=3)
+    generated = lm.generate(rows, whole, max_new_tokens=cell.new)
+    streamed = ["".join(lm.stream(p, cell.modulation(i), max_new_tokens=cell.new)) for i, p in enumerate(rows)]
+    each = lm.generate_each(rows, whole, max_new_tokens=cell.new, weights=[1.0, 0.5])
+    half = lm.generate(rows, whole, max_new_tokens=cell.new, weights=[0.5] * len(rows))
+    beams = lm.generate(rows, whole, max_new_tokens=cell.new, num_beams=3)
     if cell.dtype == "fp32":
         expected = [Numbers().decode(answer) for answer in answers]
         assert generated == streamed == each[0] == expected
         assert each[1] == half
-        alone = [lm.generate([p], cell.modulation(i), max_new_tokens=NEW, num_beams=3)[0] for i, p in enumerate(rows)]
+        alone = [
+            lm.generate([p], cell.modulation(i), max_new_tokens=cell.new, num_beams=3)[0] for i, p in enumerate(rows)
+        ]
         assert beams == alone
         return
     # Near ties may fall either way, but every token is as good as the best.
@@ -249,7 +255,7 @@ def check_generation(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequenc
             if tokens:
                 scores = cell.plain_answer_log_probs(prompt, tokens, cell.modulation(i))
                 behind = scores.max(1).values - scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-                assert behind.max() <= 4 * TOLERANCES[cell.dtype] * scores.std()
+                assert behind.max() <= 4 * cell.tolerance * scores.std()
     assert len(beams) == len(half) == len(rows)
 
 

@@ -13,7 +13,7 @@ from mac_rag.cache import CACHE_VARIABLE
 from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig
 from mac_rag.lm.fetched import fetched_revisions
 from mac_rag.lm.loading import load_causal_lm
-from tests.lm.helpers import KINDS, Cell, check, check_gradients, check_losses, prompts
+from tests.lm.helpers import KINDS, Cell, check, check_losses, prompts
 
 pytestmark = pytest.mark.lm
 NAME = "smollm2-135m"
@@ -24,34 +24,34 @@ def _fetched(user_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(user_cache))
 
 
+def config(dtype: Any) -> BaseLMConfig:
+    return BaseLMConfig(name=NAME, revision=fetched_revisions(NAME)[0], dtype=dtype)
+
+
 def cell(kind: str, dtype: Any) -> Cell:
-    lm, _ = load_causal_lm(
-        BaseLMConfig(name=NAME, revision=fetched_revisions(NAME)[0], dtype=dtype), torch.device("cpu")
-    )
-    return Cell.around(lm.requires_grad_(False).eval(), kind, dtype)
+    """Thirty layers round thirty times. In bf16 0.13 was measured; the memory's effect is 1.5 and more."""
+    lm, _ = load_causal_lm(config(dtype), torch.device("cpu"))
+    return Cell.around(lm.requires_grad_(False).eval(), kind, dtype, {"fp32": 1e-3, "bf16": 0.25}[dtype], new=3)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_conformance(kind: str, dtype: str) -> None:
-    check(cell(kind, dtype), prompts(40))
+    check(cell(kind, dtype), prompts(24))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_memory_behind_a_prompt_of_2000_tokens(kind: str) -> None:
-    rows, answers = prompts(2000)[1:], [[11, 12, 13], [14]]
-    here = cell(kind, "bf16")
     with torch.no_grad():
-        check_losses(here, rows, answers)
-    check_gradients(here, rows[:1], answers[:1])
+        check_losses(cell(kind, "bf16"), prompts(2000)[1:], [[11, 12, 13], [14]])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_around_it(kind: Any, tmp_path: Path) -> None:
     """An untrained MAC changes what the LM says; its checkpoint names the LM and does not store it."""
     encoder = EncoderConfig(design="decoder-only", name=None, layers=1)
-    config = MACConfig(
-        base_lm=BaseLMConfig(name=NAME, revision=fetched_revisions(NAME)[0], dtype="bf16"),
+    whole = MACConfig(
+        base_lm=config("bf16"),
         amortization=encoder,
         input_encoder=encoder,
         tokens=4,
@@ -60,7 +60,7 @@ def test_an_engine_around_it(kind: Any, tmp_path: Path) -> None:
         max_new_tokens=8,
     )
     torch.manual_seed(0)
-    model = MACModel.from_config(config, device="cpu")
+    model = MACModel.from_config(whole, device="cpu")
     for parameter in model.modulation.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(tmp_path)
