@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from mac_rag import Document, MACEngine, MACModel
 from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
@@ -95,6 +97,16 @@ def test_a_gpu_and_what_waits_beside_it(checkpoint: Callable[..., Path], kind: s
     assert answers(spread) == answers(MACModel.from_pretrained(checkpoint("llama", kind), device="cuda"))
 
 
+class OneDevice(TorchFunctionMode):
+    """Fails where an operation has tensors of several devices; some are lenient towards `meta`."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [part for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor) and part.ndim]
+        moves = function is torch.Tensor.to
+        assert moves or len({tensor.device for tensor in tensors}) < 2, f"{function} mixes devices"
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_layer_finds_its_part_of_the_memory_on_its_own_device(model_folder: Folder, kind: Any) -> None:
     """The second layer runs on `meta`, a device without values: whatever mixes devices in it is an error."""
@@ -109,7 +121,7 @@ def test_each_layer_finds_its_part_of_the_memory_on_its_own_device(model_folder:
     assert [device_of(layer).type for layer in body.layers] == ["cpu", "meta"]
     modulation = network(torch.randn(2, 4, lm.width))
     ids, mask, positions = lm._padded([[1, 30, 31], [1, 40]], modulation)
-    with modulation.attached(lm.model):
+    with modulation.attached(lm.model), OneDevice():
         output = body(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=lm._cache(modulation))
     assert output.last_hidden_state.is_meta
 
