@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 .PHONY: help demo test test-matrix test-lm format docs clean
 
 help:  ## Show this list.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  PYTHON=python3.12 chooses the interpreter, VENV=folder another virtual environment."
 
 demo: $(VENV)/.installed  ## Remember three paragraphs, then answer: LM alone, memory, BM25, BM25 + memory.

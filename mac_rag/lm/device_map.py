@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -68,7 +69,10 @@ class DeviceMap:
         except (RuntimeError, AssertionError) as error:  # no such device, or no room there
             detail = str(error).strip().splitlines()[0]
             raise ModelLoadError(f"the LM cannot be put where device_map {places} says: {detail}") from error
-        model.offload_folder = folder  # is removed with the model
+        if any(Path(folder.name).iterdir()):
+            model.offload_folder = folder  # is removed with the model
+        else:
+            folder.cleanup()
         if model.get_input_embeddings().weight.is_meta:
             raise ModelLoadError(
                 "device_map offloads the LM's embeddings, but they and MAC's networks must stay on a device; map them "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mac_rag import Document, MACEngine, MACModel
 from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
@@ -19,11 +21,11 @@ from mac_rag.errors import ConfigError, MACError, ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.device_map import DeviceMap, device_of
 from mac_rag.lm.loading import load_causal_lm
-from tests.helpers import mac_config
+from tests.helpers import mac_config, save_tokenizer
+from tests.lm.helpers import ARCHITECTURES, KINDS
 
 Folder = Callable[[str], Path]
 CPU = torch.device("cpu")
-KINDS = ["prefix", "lora", "film"]
 QUESTIONS = ["Which port?", "Who opened a bridge in the town of Lisbon?"]
 TEXTS = ["A storm closed the port of Riga.", "The mayor of Lisbon opened a bridge."]
 LLAMA = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
@@ -84,6 +86,25 @@ def test_answers_are_those_of_one_device(checkpoint: Callable[..., Path], name: 
     expected = answers(plain)
     assert answers(spread) == expected
     assert expected[0] != expected[5]  # the memory says something
+
+
+def test_weights_that_loading_changes_wait_in_a_folder_of_the_lm(tmp_path: Path) -> None:
+    """Files hold each expert by itself, and the LM has them in one tensor."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("mixtral", **ARCHITECTURES["mixtral"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, "<s> $A")
+    places = DeviceMap({**LLAMA, "model.layers.0": "disk"})
+    plain, spread = (
+        BaseLM.load(BaseLMConfig(name=str(tmp_path)), PromptFormat(), CPU, device_map=each) for each in (None, places)
+    )
+    rows, answer = [[1, 30, 31], [1, 40]], [[60, 2], [61, 2]]
+    torch.testing.assert_close(spread.answer_loss(rows, answer, None), plain.answer_loss(rows, answer, None))
+    folder = Path(spread.model.offload_folder.name)
+    assert list(folder.iterdir())
+    del spread
+    gc.collect()
+    assert not folder.exists()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
