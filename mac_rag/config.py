@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -114,16 +114,31 @@ class BaseLMConfig(Config):
 
     Attributes:
         name: a causal LM on the Hub, or a folder; `./name` is a folder inside the checkpoint itself. `minilm` is a
-            prefix LM of all-MiniLM-L6-v2's weights, which must be tuned before it can answer.
-        revision: branch, tag or commit on the Hub.
+            prefix LM of all-MiniLM-L6-v2's weights, which must be tuned before it can answer. `smollm2-135m` is an LM
+            that `mac-rag fetch` brings.
+        revision: branch, tag or commit on the Hub; of a fetched LM, the copy.
         dtype: dtype of the weights in memory.
         quantization: `int8` or `nf4` (4 bit) through bitsandbytes; `none` for none.
+        gguf_file: a GGUF file in the folder or repository, whose weights are dequantised to `dtype`; None for an LM in
+            safetensors.
     """
 
     name: str
     revision: str | None = None
     dtype: Dtype = "fp32"
     quantization: Quantization = "none"
+    gguf_file: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.gguf_file is None:
+            return self
+        if self.quantization != "none":
+            raise ValueError(f"the GGUF file {self.gguf_file} is dequantised; set quantization: none")
+        path = PurePosixPath(self.gguf_file)
+        if path.is_absolute() or ".." in path.parts or path.suffix != ".gguf":
+            raise ValueError(f"gguf_file is {self.gguf_file!r}; give the path of a .gguf file inside {self.name!r}")
+        return self
 
 
 FROM_BASE_LM = ("decoder-only", "encoder-pooling")  # designs whose backbone can start from the base LM's own weights

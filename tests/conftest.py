@@ -16,9 +16,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # on models this small, threads o
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What training keeps for later runs stays out of the user's own cache."""
-    os.environ["MAC_RAG_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The user's own cache folder, which is not used: what training keeps for later runs stays out of it."""
+    from mac_rag.cache import CACHE_VARIABLE, cache_folder
+
+    own = cache_folder()
+    os.environ[CACHE_VARIABLE] = str(tmp_path_factory.mktemp("cache"))
+    return own
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.architectures import architecture_of
 from mac_rag.lm.batching import pad_rows
+from mac_rag.lm.device_map import DeviceMap, device_of
 from mac_rag.lm.loading import list_of_layers, load_causal_lm
 from mac_rag.lm.max_rule import MaxRuleEnsemble
 from mac_rag.lm.prompt import PromptEncoder
@@ -51,15 +52,16 @@ class BaseLM(nn.Module):
         device: torch.device,
         folder: Path | None = None,
         modulation: str | None = None,
+        device_map: DeviceMap | None = None,
     ) -> BaseLM:
         """Loads the LM, frozen and in evaluation mode; see `load_causal_lm` for the arguments and errors."""
-        model, tokenizer = load_causal_lm(config, device, folder, modulation)
+        model, tokenizer = load_causal_lm(config, device, folder, modulation, device_map)
         return cls(model.requires_grad_(False).eval(), tokenizer, prompt_format)
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
+        """The device of the embeddings: token ids go there, and logits come back."""
+        return device_of(self.model.get_input_embeddings())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,7 +118,7 @@ class BaseLM(nn.Module):
         """
         rows, mask, positions = self._padded([ids], modulation)
         # Without a configuration a cache keeps all positions, also in layers with a sliding window.
-        cache = (modulation.cache(self.dtype) if modulation else None) or DynamicCache()
+        cache = self._cache(modulation) or DynamicCache()
         with _attached(modulation, self.model):
             self.model(
                 input_ids=rows,
@@ -127,7 +129,7 @@ class BaseLM(nn.Module):
                 logits_to_keep=1,
                 **self.architecture.segment_arguments(torch.ones_like(rows)),
             )
-        layers = torch.stack([torch.stack([layer[0][0], layer[1][0]]) for layer in cache])
+        layers = torch.stack([torch.stack([layer[0][0], layer[1][0]]).to(self.device) for layer in cache])
         return layers[..., -len(ids) :, :]
 
     def answer_loss(
@@ -181,16 +183,16 @@ class BaseLM(nn.Module):
             "input_ids": ids,
             "attention_mask": mask,
             "position_ids": positions,
-            "past_key_values": modulation.cache(self.dtype) if modulation else None,
+            "past_key_values": self._cache(modulation),
             **self.architecture.segment_arguments(segments, hidden_tokens),
         }
         with _attached(modulation, self.model):
             if self.architecture.linear_head:
                 states = self.model.base_model(**inputs).last_hidden_state[:, -longest - 1 : -1]
-                logits: Tensor = self.model.get_output_embeddings()(states[is_answer])
+                logits: Tensor = self.model.get_output_embeddings()(states[is_answer.to(states.device)])
             else:
                 logits = self.model(**inputs, logits_to_keep=longest + 1).logits[:, :-1][is_answer]
-        return logits
+        return logits.to(self.device)
 
     def _padded_prompts(self, values: Sequence[Sequence[int]], behind: Sequence[int], ids: Tensor) -> Tensor:
         """One value for each prompt token, and 0 for padding and answers: `[B, L]` as the ids.
@@ -233,7 +235,7 @@ class BaseLM(nn.Module):
             output = self.model.generate(
                 input_ids=ids,
                 attention_mask=mask,
-                past_key_values=modulation.cache(self.dtype, num_beams) if modulation else None,
+                past_key_values=self._cache(modulation, num_beams),
                 max_new_tokens=max_new_tokens,
                 num_beams=num_beams,
                 do_sample=False,
@@ -320,7 +322,7 @@ class BaseLM(nn.Module):
         """
         prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
         ids, mask, positions = self._padded(prompts, modulation)
-        cache = modulation.cache(self.dtype) if modulation else None
+        cache = self._cache(modulation)
         segments = self.architecture.segment_arguments(torch.ones_like(ids))
         while True:
             with _attached(modulation, self.model):
@@ -345,6 +347,15 @@ class BaseLM(nn.Module):
             mask = torch.cat([mask, torch.ones_like(ids)], 1)
             positions = positions[:, -1:] + 1
             segments = {}
+
+    def _cache(self, modulation: Modulation | None, repeats: int = 1) -> DynamicCache | None:
+        """The prefix of a modulation, in each layer on the device where the layer runs; None without a prefix."""
+        cache: Any = modulation.cache(self.dtype, repeats) if modulation else None
+        if cache is not None:
+            for entry, layer in zip(cache.layers, list_of_layers(self.model)[1], strict=True):
+                entry.keys, entry.values = (part.to(device_of(layer)) for part in (entry.keys, entry.values))
+        prefix: DynamicCache | None = cache
+        return prefix
 
     def _padded(self, rows: Sequence[Sequence[int]], modulation: Modulation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Pads rows on the left: ids `[B, L]`, attention mask `[B, P + L]` with the prefix, and positions `[B, L]`."""

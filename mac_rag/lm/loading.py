@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ from transformers.utils import logging
 from mac_rag.config import BaseLMConfig, Dtype, EncoderConfig, Quantization
 from mac_rag.errors import ModelLoadError, QuantizationError
 from mac_rag.lm.architectures import check_modulation
+from mac_rag.lm.device_map import DeviceMap
 from mac_rag.lm.devices import DTYPES
+from mac_rag.lm.fetched import local_place
+from mac_rag.lm.gguf_files import load_gguf
 from mac_rag.lm.int8_storage import from_int8
 from mac_rag.lm.packaged import PACKAGED
 
@@ -49,7 +53,11 @@ def resolve(name: str, folder: Path | None) -> str:
 
 
 def load_causal_lm(
-    config: BaseLMConfig, device: torch.device, folder: Path | None = None, modulation: str | None = None
+    config: BaseLMConfig,
+    device: torch.device,
+    folder: Path | None = None,
+    modulation: str | None = None,
+    device_map: DeviceMap | None = None,
 ) -> tuple[nn.Module, Any]:
     """Loads a causal LM and its tokenizer.
 
@@ -58,6 +66,7 @@ def load_causal_lm(
         device: where to load it.
         folder: the checkpoint that `./` names refer to; None for none.
         modulation: the kind of modulation that the LM shall carry; None for none.
+        device_map: in place of `device`, where the LM's parts go; None for the device.
 
     Raises:
         ModelLoadError: when there is no such model, it is not a causal LM, or it cannot carry the modulation, which is
@@ -65,22 +74,52 @@ def load_causal_lm(
         QuantizationError: when bitsandbytes is missing.
     """
     if config.name in PACKAGED:
+        if config.gguf_file is not None:
+            raise ModelLoadError(f"{config.name} comes from its package; leave out gguf_file: {config.gguf_file}")
+        _require_no_map(config.name, "comes from its package", device_map)
         return _from_package(config.name, PACKAGED[config.name].lm, config, device), load_tokenizer(config.name)
-    place = resolve(config.name, folder)
+    place = local_place(resolve(config.name, folder), config.revision)
+    if config.gguf_file is not None:
+        _require_no_map(config.gguf_file, "is dequantised", device_map)
+        return _from_gguf(config, place, device, modulation)
     if modulation is not None:
         architecture = loaded("a causal LM", place, AutoConfig.from_pretrained, revision=config.revision)
         check_modulation(architecture, modulation)
     options = _options(config.dtype, config.quantization, device)
     if (Path(place) / INT8_LM).is_file():
+        _require_no_map(place, "is stored as int8", device_map)
         if config.quantization != "none":
             raise ModelLoadError(f"{place} is stored as int8 and cannot be quantised again; set quantization: none")
         model = loaded("a causal LM", place, _int8_lm, dtype=DTYPES[config.dtype])
         return model.to(device), load_tokenizer(place)
-    model = loaded("a causal LM", place, AutoModelForCausalLM.from_pretrained, revision=config.revision, **options)
-    tokenizer = load_tokenizer(place, config.revision)
+    if device_map is None:
+        model = loaded("a causal LM", place, AutoModelForCausalLM.from_pretrained, revision=config.revision, **options)
+        model = _placed(model, config.quantization, device)
+    else:
+        options.pop("device_map", None)
+        loader = partial(device_map.load, AutoModelForCausalLM.from_pretrained)
+        model = loaded("a causal LM", place, loader, revision=config.revision, **options)
+    return model, _with_padding(load_tokenizer(place, config.revision))
+
+
+def _require_no_map(name: str, reason: str, device_map: DeviceMap | None) -> None:
+    if device_map is not None:
+        raise ModelLoadError(f"{name} {reason} and goes to one device; leave out device_map")
+
+
+def _from_gguf(config: BaseLMConfig, place: str, device: torch.device, modulation: str | None) -> tuple[nn.Module, Any]:
+    assert config.gguf_file is not None
+    with quiet():
+        model, tokenizer = load_gguf(
+            place, config.gguf_file, config.revision, dtype=DTYPES[config.dtype], modulation=modulation
+        )
+    return model.to(device), _with_padding(tokenizer)
+
+
+def _with_padding(tokenizer: Any) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # GPT-2 and Llama have none; padding is always masked
-    return _placed(model, config.quantization, device), tokenizer
+    return tokenizer
 
 
 def _int8_lm(place: str, *, dtype: torch.dtype) -> Any:
@@ -101,7 +140,7 @@ def load_tokenizer(place: str, revision: str | None = None) -> Any:
     """
     if place in PACKAGED:
         return PACKAGED[place].tokenizer()
-    return loaded("a tokenizer", place, AutoTokenizer.from_pretrained, revision=revision)
+    return loaded("a tokenizer", local_place(place, revision), AutoTokenizer.from_pretrained, revision=revision)
 
 
 def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
@@ -120,10 +159,11 @@ def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
     # Quantising T5 means its encoder (appendix A); the decoder stays as it is and is trained.
     skipped = ["decoder"] if config.design == "encoder-decoder" else []
     options = _options(config.dtype, config.quantization, device, skipped)
-    architecture = loaded("a model", config.name, AutoConfig.from_pretrained, revision=config.revision)
+    place = local_place(config.name, config.revision)
+    architecture = loaded("a model", place, AutoConfig.from_pretrained, revision=config.revision)
     check_design(config, architecture)
     loader = _backbone_class(config, architecture)
-    model = loaded("a model", config.name, loader.from_pretrained, revision=config.revision, **options)
+    model = loaded("a model", place, loader.from_pretrained, revision=config.revision, **options)
     if config.quantization != "none":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(bool(skipped) and name.startswith("decoder."))

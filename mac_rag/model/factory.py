@@ -9,12 +9,29 @@ from mac_rag.config import EncoderConfig, MACConfig, SentenceEncoderConfig
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.attention_sink import make_attention_sink
 from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.fetched import exact_revision
 from mac_rag.lm.loading import keep_first_layers, load_backbone, load_tokenizer
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.dtypes import HALF_PRECISION, SharedEmbedding
 from mac_rag.nn.hashed_bm25 import HashedBM25
 from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning
+
+
+def with_exact_revisions(config: MACConfig) -> MACConfig:
+    """The configuration with the revision of each fetched LM that it names: a checkpoint must identify the weights.
+
+    Raises:
+        ModelLoadError: for an LM that has not been fetched, or in several copies.
+    """
+
+    def exact(part: Any) -> Any:
+        if part is None or part.name is None:
+            return part
+        return part.model_copy(update={"revision": exact_revision(part.name, part.revision)})
+
+    parts = ("base_lm", "amortization", "input_encoder", "sentence_encoder")
+    return config.model_copy(update={name: exact(getattr(config, name)) for name in parts})
 
 
 def make_encoder(

@@ -256,8 +256,9 @@ class LoRA(ModulationNetwork):
 
     def _update(self, down: Tensor, up: Tensor) -> Change:
         def change(inputs: Tensor, output: Tensor) -> Tensor:
-            ranked: Tensor = inputs @ _rows(down, inputs).to(inputs.dtype).mT / math.sqrt(inputs.shape[-1])
-            return output + self.scale * (ranked @ _rows(up, inputs).to(inputs.dtype)).to(output.dtype)
+            inputs = inputs.to(output.device)  # the module may run on a device of its own
+            ranked: Tensor = inputs @ _rows(down, inputs).to(inputs).mT / math.sqrt(inputs.shape[-1])
+            return output + self.scale * (ranked @ _rows(up, inputs).to(inputs)).to(output.dtype)
 
         return change
 
@@ -289,7 +290,7 @@ class FiLM(ModulationNetwork):
     def _update(self, layer: Tensor) -> Change:
         def change(_: Tensor, output: Tensor) -> Tensor:
             # In bf16, 1 + gamma would lose all of a gamma below 2^-8.
-            exact = layer.to(torch.promote_types(layer.dtype, output.dtype))
+            exact = layer.to(output.device, torch.promote_types(layer.dtype, output.dtype))
             gamma, beta = _rows(exact, output)[:, :, None].unbind(1)  # each [rows, 1, width]
             return (output * (1 + gamma) + beta).to(output.dtype)
 

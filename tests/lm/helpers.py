@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -134,21 +135,31 @@ class Cell:
         network: a modulation network, away from its start.
         phi: `[B, T, D]`.
         dtype: name of the LM's dtype.
+        tolerance: largest root mean square difference of log-probabilities, in standard deviations of these.
+        new: longest answer, in tokens.
     """
 
     lm: BaseLM
     network: ModulationNetwork
     phi: Tensor
     dtype: str
+    tolerance: float
+    new: int
 
     @classmethod
     def of(cls, name: str, kind: Any, dtype: str, **changes: Any) -> Cell:
-        lm = BaseLM(random_lm(name, dtype, **changes), _tokenizer(), PromptFormat())
+        return cls.around(random_lm(name, dtype, **changes), kind, dtype)
+
+    @classmethod
+    def around(cls, model: Any, kind: Any, dtype: str, tolerance: float | None = None, new: int = NEW) -> Cell:
+        """The cell of an LM with the weights that it has; without a tolerance it is that of tiny LMs."""
+        lm = BaseLM(model, _tokenizer(), PromptFormat())
         lm.tokenizer = Numbers()
+        torch.manual_seed(1)
         network = _network(lm, kind)
         for parameter in network.parameters():
             torch.nn.init.normal_(parameter, std=0.6 if network.prefix_length else 0.3)
-        return cls(lm, network, torch.randn(3, TOKENS, lm.width), dtype)
+        return cls(lm, network, torch.randn(3, TOKENS, lm.width), dtype, tolerance or TOLERANCES[dtype], new)
 
     def modulation(self, *rows: int) -> Modulation:
         return self.network(self.phi[list(rows)])  # type: ignore[no-any-return]
@@ -194,7 +205,7 @@ class Cell:
     def plain_answer(self, prompt: Sequence[int], modulation: Modulation | None) -> list[int]:
         """The greedy answer, the whole sequence anew for each token."""
         answer: list[int] = []
-        while len(answer) < NEW and (not answer or answer[-1] != Numbers.eos_token_id):
+        while len(answer) < self.new and (not answer or answer[-1] != Numbers.eos_token_id):
             answer.append(int(self.plain_log_probs([*prompt, *answer], modulation)[-1].argmax()))
         return answer
 
@@ -206,7 +217,7 @@ class Cell:
 
     def distance(self, found: Tensor, expected: Tensor) -> float:
         """How far log-probabilities `[tokens, vocabulary]` are from those expected; 1 is the largest allowed."""
-        return float((found - expected).square().mean().sqrt() / expected.std() / TOLERANCES[self.dtype])
+        return float((found - expected).square().mean().sqrt() / expected.std() / self.tolerance)
 
 
 def _network(lm: BaseLM, kind: Any) -> ModulationNetwork:
@@ -255,16 +266,18 @@ def check_generation(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequenc
     """`generate`, `stream` and `generate_each` give the plain loop's tokens; beams in a batch are beams alone."""
     lm, everyone = cell.lm, range(len(rows))
     whole = cell.modulation(*everyone)
-    generated = lm.generate(rows, whole, max_new_tokens=NEW)
-    streamed = ["".join(lm.stream(p, cell.modulation(i), max_new_tokens=NEW)) for i, p in enumerate(rows)]
-    each = lm.generate_each(rows, whole, max_new_tokens=NEW, weights=[1.0, 0.5])
-    half = lm.generate(rows, whole, max_new_tokens=NEW, weights=[0.5] * len(rows))
-    beams = lm.generate(rows, whole, max_new_tokens=NEW, num_beams=3)
+    generated = lm.generate(rows, whole, max_new_tokens=cell.new)
+    streamed = ["".join(lm.stream(p, cell.modulation(i), max_new_tokens=cell.new)) for i, p in enumerate(rows)]
+    each = lm.generate_each(rows, whole, max_new_tokens=cell.new, weights=[1.0, 0.5])
+    half = lm.generate(rows, whole, max_new_tokens=cell.new, weights=[0.5] * len(rows))
+    beams = lm.generate(rows, whole, max_new_tokens=cell.new, num_beams=3)
     if cell.dtype == "fp32":
         expected = [Numbers().decode(answer) for answer in answers]
         assert generated == streamed == each[0] == expected
         assert each[1] == half
-        alone = [lm.generate([p], cell.modulation(i), max_new_tokens=NEW, num_beams=3)[0] for i, p in enumerate(rows)]
+        alone = [
+            lm.generate([p], cell.modulation(i), max_new_tokens=cell.new, num_beams=3)[0] for i, p in enumerate(rows)
+        ]
         assert beams == alone
         return
     # Near ties may fall either way, but every token is as good as the best.
@@ -274,7 +287,7 @@ def check_generation(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequenc
             if tokens:
                 scores = cell.plain_answer_log_probs(prompt, tokens, cell.modulation(i))
                 behind = scores.max(1).values - scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-                assert behind.max() <= 4 * TOLERANCES[cell.dtype] * scores.std()
+                assert behind.max() <= 4 * cell.tolerance * scores.std()
     assert len(beams) == len(half) == len(rows)
 
 
@@ -288,3 +301,64 @@ def check_gradients(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequence
     for name, parameter in cell.network.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
+
+
+def save_gguf(folder: Path, file: Path, *, without: Sequence[str] = (), **metadata: int) -> Path:
+    """Writes the Llama and the tokenizer of a folder as a GGUF file in fp32.
+
+    Args:
+        folder: the model folder.
+        file: the file to write.
+        without: GGUF names of tensors to leave out.
+        metadata: metadata in place of the true values, by key.
+    """
+    import gguf
+
+    lm, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    sizes, state = lm.config, lm.state_dict()
+    heads, kv_heads = sizes.num_attention_heads, sizes.num_key_value_heads
+    writer = gguf.GGUFWriter(file, "llama")
+    numbers = {
+        "context_length": sizes.max_position_embeddings, "embedding_length": sizes.hidden_size,
+        "block_count": sizes.num_hidden_layers, "feed_forward_length": sizes.intermediate_size,
+        "attention.head_count": heads, "attention.head_count_kv": kv_heads, "vocab_size": sizes.vocab_size,
+        "rope.dimension_count": sizes.hidden_size // heads,
+    }  # fmt: skip
+    for key, value in ({f"llama.{key}": value for key, value in numbers.items()} | metadata).items():
+        writer.add_uint32(key, value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", sizes.rms_norm_eps)
+    writer.add_float32("llama.rope.freq_base", 10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    tokens = [tokenizer.convert_ids_to_tokens(i) for i in range(sizes.vocab_size)]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if i < 3 else 1 for i in range(sizes.vocab_size)])  # special tokens, then normal ones
+    merges = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+
+    def permuted(weight: Tensor, count: int) -> Tensor:
+        # GGUF has the rotated halves of a head side by side.
+        return weight.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    parts = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    for i in range(sizes.num_hidden_layers):
+        names |= {f"model.layers.{i}.{ours}": f"blk.{i}.{theirs}" for ours, theirs in parts.items()}
+    for name, tensor in state.items():
+        theirs = names[name.removesuffix(".weight")] + ".weight"
+        if "attn_q." in theirs or "attn_k." in theirs:
+            tensor = permuted(tensor, heads if "attn_q." in theirs else kv_heads)
+        if theirs not in without:
+            writer.add_tensor(theirs, tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
