@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
-from mac_rag.errors import ModelLoadError
+from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.architectures import architecture_of
 from mac_rag.lm.batching import pad_rows
+from mac_rag.lm.chat import prompt_encoder
 from mac_rag.lm.loading import list_of_layers, load_causal_lm
 from mac_rag.lm.max_rule import MaxRuleEnsemble
-from mac_rag.lm.prompt import PromptEncoder
+from mac_rag.lm.sampling import GREEDY, Sampling, TokenChoice
 from mac_rag.nn.modulation import LMShape, Modulation, linear_names
 
 # Last names of the linear layers that make queries and values, by default the targets of LoRA: in Llama, Mistral and
@@ -32,7 +33,11 @@ class BaseLM(nn.Module):
     Args:
         model: any transformers causal LM.
         tokenizer: its tokenizer, with a padding token.
-        prompt_format: the templates of documents, questions and answers.
+        prompt_format: how documents, questions and answers are written.
+
+    Attributes:
+        prompts: writes prompts.
+        end_tokens: ids of the tokens that end an answer: those of the prompts and of the LM's generation config.
     """
 
     def __init__(self, model: Any, tokenizer: Any, prompt_format: PromptFormat) -> None:
@@ -40,7 +45,8 @@ class BaseLM(nn.Module):
         self.model = model
         self.tokenizer = tokenizer
         self.architecture = architecture_of(model)
-        self.prompts = PromptEncoder(tokenizer, prompt_format)
+        self.prompts = prompt_encoder(tokenizer, prompt_format)
+        self.end_tokens = sorted({*self.prompts.end_tokens, *_end_tokens(model)})
 
     @classmethod
     def load(
@@ -190,18 +196,27 @@ class BaseLM(nn.Module):
         max_new_tokens: int,
         num_beams: int = 1,
         weights: Sequence[float] | None = None,
+        sampling: Sampling = GREEDY,
     ) -> list[str]:
-        """Answers a batch of prompts, greedily or with beams.
+        """Answers a batch of prompts, greedily, with beams, or by sampling.
 
         Args:
             prompts: token ids of B rows.
             modulation: modulation of B rows; None for the LM alone.
             max_new_tokens: longest answer, in tokens.
-            num_beams: 1 is greedy.
+            num_beams: beams of beam search, which takes no sampling; 1 for none.
             weights: memory weight of each row for max-rule ensemble decoding (see `MaxRuleEnsemble`); None decodes with
                 the modulation only.
+            sampling: how tokens are chosen, and what ends an answer early.
+
+        Raises:
+            ConfigError: for beams and sampling together.
         """
         count = len(prompts)
+        if num_beams == 1:
+            return self._answers(self._decode(prompts, modulation, weights, sampling), count, max_new_tokens, sampling)
+        if sampling != GREEDY:
+            raise ConfigError(f"num_beams is {num_beams}, but beams take no sampling or stop; set it to 1: {sampling}")
         prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
         ids, mask, _ = self._padded(prompts, modulation)
         with _attached(modulation, self.model):
@@ -214,10 +229,9 @@ class BaseLM(nn.Module):
                 do_sample=False,
                 logits_processor=[ensemble] if ensemble else [],
                 pad_token_id=self.tokenizer.pad_token_id,
-                eos_token_id=self.tokenizer.eos_token_id,
+                eos_token_id=self.end_tokens,
             )
-        texts: list[str] = self.tokenizer.batch_decode(output[:count, ids.shape[1] :], skip_special_tokens=True)
-        return [text.strip() for text in texts]
+        return [text.strip() for text in self._decoded(output[:count, ids.shape[1] :])]
 
     @torch.no_grad()
     def generate_each(
@@ -240,14 +254,35 @@ class BaseLM(nn.Module):
             For each weight B answers, those that `generate` gives at this weight.
         """
         rows = len(prompts) * len(weights)
-        steps = self._greedy(prompts, modulation, list(weights) * len(prompts), copies=len(weights))
+        steps = self._decode(prompts, modulation, list(weights) * len(prompts), copies=len(weights))
+        texts = self._answers(steps, rows, max_new_tokens)
+        return [texts[first :: len(weights)] for first in range(len(weights))]
+
+    def _answers(
+        self, steps: Iterator[Tensor], rows: int, max_new_tokens: int, sampling: Sampling = GREEDY
+    ) -> list[str]:
+        """Answers from the steps of `_decode`, of which the first `rows` rows count."""
         ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
         generated: list[Tensor] = []
         while len(generated) < max_new_tokens and not ended.all():
             generated.append(next(steps)[:rows].masked_fill(ended, self.tokenizer.pad_token_id))
-            ended |= generated[-1] == self.tokenizer.eos_token_id
-        texts = self.tokenizer.batch_decode(torch.stack(generated, 1), skip_special_tokens=True)
-        return [[text.strip() for text in texts[first :: len(weights)]] for first in range(len(weights))]
+            ended |= self.ends(generated[-1])
+            if sampling.stop:
+                texts = self._decoded(torch.stack(generated, 1))
+                ended |= torch.tensor([sampling.until_stop(text)[1] for text in texts], device=self.device)
+        texts = self._decoded(torch.stack(generated, 1))
+        return [sampling.until_stop(text)[0].strip() for text in texts]
+
+    def ends(self, tokens: Tensor) -> Tensor:
+        """True for each token that ends an answer."""
+        return torch.isin(tokens, torch.tensor(self.end_tokens, device=tokens.device))
+
+    def _decoded(self, generated: Tensor) -> list[str]:
+        """Texts of generated tokens `[B, L]`, without the tokens that end an answer and without space in front."""
+        # Not every end token is special, and only special tokens are left out; the tokenizer's own is.
+        kept = generated.masked_fill(self.ends(generated), self.tokenizer.eos_token_id)
+        texts: list[str] = self.tokenizer.batch_decode(kept, skip_special_tokens=True)
+        return [text.lstrip() for text in texts]
 
     @torch.no_grad()
     def stream(
@@ -257,33 +292,38 @@ class BaseLM(nn.Module):
         *,
         max_new_tokens: int,
         weights: Sequence[float] | None = None,
+        sampling: Sampling = GREEDY,
     ) -> Iterator[str]:
-        """Yields the greedy answer to one prompt piece by piece. Joined, the pieces are what `generate` returns."""
+        """Yields the answer to one prompt piece by piece. Joined, the pieces are what `generate` returns."""
         generated: list[int] = []
-        sent = ""
-        for tokens in islice(self._greedy([prompt], modulation, weights), max_new_tokens):
+        sent = text = ""
+        for tokens in islice(self._decode([prompt], modulation, weights, sampling), max_new_tokens):
             token = int(tokens[0])
-            if token == self.tokenizer.eos_token_id:
+            if token in self.end_tokens:
                 break
             generated.append(token)
-            text = self.tokenizer.decode(generated, skip_special_tokens=True).lstrip()
+            decoded = self.tokenizer.decode(generated, skip_special_tokens=True).lstrip()
+            text, stopped = sampling.until_stop(decoded)
+            if stopped:
+                break
             # A character may need several tokens, and a space at the end may prove to be the end of the answer.
-            whole = text.rstrip("\N{REPLACEMENT CHARACTER}").rstrip()
+            whole = sampling.settled(text).rstrip("\N{REPLACEMENT CHARACTER}").rstrip()
             if len(whole) > len(sent):
                 yield whole[len(sent) :]
                 sent = whole
-        rest: str = self.tokenizer.decode(generated, skip_special_tokens=True).strip()[len(sent) :]
+        rest: str = text.rstrip()[len(sent) :]
         if rest:
             yield rest
 
-    def _greedy(
+    def _decode(
         self,
         prompts: Sequence[Sequence[int]],
         modulation: Modulation | None,
         weights: Sequence[float] | None,
+        sampling: Sampling = GREEDY,
         copies: int = 1,
     ) -> Iterator[Tensor]:
-        """Greedy decoding, unbounded: yields next tokens `[B]`, or `[2B]` when decoding with and without memory.
+        """Unbounded decoding: yields next tokens `[B]`, or `[2B]` when decoding with and without memory.
 
         The halves of `[2B]` are equal. With copies, B counts all copies.
 
@@ -291,8 +331,10 @@ class BaseLM(nn.Module):
             prompts: token ids of the rows.
             modulation: modulation of the rows; None for the LM alone.
             weights: memory weights as `generate` takes them, one for each copy of each row.
+            sampling: how tokens are chosen.
             copies: copies of each row, one behind the other. They share the pass over the prompt.
         """
+        choose = TokenChoice(sampling, len(prompts) * copies)
         prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
         ids, mask, positions = self._padded(prompts, modulation)
         cache = modulation.cache(self.dtype) if modulation else None
@@ -314,7 +356,7 @@ class BaseLM(nn.Module):
                 cache.reorder_cache(places)  # which every kind of layer can do
                 logits, mask, positions = (part[places] for part in (logits, mask, positions))
                 copies = 1
-            tokens = (ensemble(ids, logits) if ensemble else logits).argmax(-1)
+            tokens = choose(ensemble(ids, logits) if ensemble else logits)
             yield tokens
             ids = tokens[:, None]
             mask = torch.cat([mask, torch.ones_like(ids)], 1)
@@ -344,3 +386,9 @@ def _with_and_without(
 
 def _attached(modulation: Modulation | None, model: nn.Module) -> Any:
     return modulation.attached(model) if modulation else nullcontext()
+
+
+def _end_tokens(model: Any) -> list[int]:
+    """The end tokens of an LM's generation config, which holds none, one or several."""
+    ends = model.generation_config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)

@@ -60,12 +60,13 @@ def load_causal_lm(
         modulation: the kind of modulation that the LM shall carry; None for none.
 
     Raises:
-        ModelLoadError: when there is no such model, it is not a causal LM, or it cannot carry the modulation, which is
-            noticed before its weights are loaded.
+        ModelLoadError: when there is no such model, it is not a causal LM, its tokenizer has more tokens than it has
+            embeddings, or it cannot carry the modulation, which is noticed before its weights are loaded.
         QuantizationError: when bitsandbytes is missing.
     """
     if config.name in PACKAGED:
-        return _from_package(config.name, PACKAGED[config.name].lm, config, device), load_tokenizer(config.name)
+        packaged = _from_package(config.name, PACKAGED[config.name].lm, config, device)
+        return packaged, _tokenizer_of(packaged, config.name)
     place = resolve(config.name, folder)
     if modulation is not None:
         architecture = loaded("a causal LM", place, AutoConfig.from_pretrained, revision=config.revision)
@@ -75,12 +76,32 @@ def load_causal_lm(
         if config.quantization != "none":
             raise ModelLoadError(f"{place} is stored as int8 and cannot be quantised again; set quantization: none")
         model = loaded("a causal LM", place, _int8_lm, dtype=DTYPES[config.dtype])
-        return model.to(device), load_tokenizer(place)
+        return model.to(device), _tokenizer_of(model, place)
     model = loaded("a causal LM", place, AutoModelForCausalLM.from_pretrained, revision=config.revision, **options)
-    tokenizer = load_tokenizer(place, config.revision)
+    tokenizer = _tokenizer_of(model, place, config.revision)
+    return _placed(model, config.quantization, device), tokenizer
+
+
+def _tokenizer_of(lm: Any, place: str, revision: str | None = None) -> Any:
+    tokenizer = load_tokenizer(place, revision)
+    check_vocabulary(tokenizer, lm, place)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # GPT-2 and Llama have none; padding is always masked
-    return _placed(model, config.quantization, device), tokenizer
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: Any, model: Any, name: str | None) -> None:
+    """Refuses a tokenizer with tokens for which a model has no embeddings.
+
+    Raises:
+        ModelLoadError: for such a tokenizer; it names both sizes.
+    """
+    highest, size = max(tokenizer.get_vocab().values()), len(model.get_input_embeddings().weight)
+    if highest >= size:
+        raise ModelLoadError(
+            f"the tokenizer of {name!r} has token ids up to {highest}, but the model has embeddings for {size} tokens "
+            "only; resize the model's embeddings (resize_token_embeddings) or remove the tokens that were added"
+        )
 
 
 def _int8_lm(place: str, *, dtype: torch.dtype) -> Any:

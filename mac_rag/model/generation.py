@@ -14,6 +14,7 @@ from mac_rag.errors import ConfigError, DocumentError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.modulation import Modulation, ModulationNetwork
 
@@ -89,6 +90,7 @@ class GenerationMixin:
         max_new_tokens: int | None = None,
         num_beams: int = 1,
         memory_weight: float | None = None,
+        sampling: Sampling = GREEDY,
     ) -> list[str]:
         """Answers questions: `LM(d + x; phi*)`.
 
@@ -97,11 +99,12 @@ class GenerationMixin:
             contexts: documents in front of each question; only for questions that are texts.
             modulation: phi* `[B, T, D]`; None for the frozen LM alone.
             max_new_tokens: None for the configured length.
-            num_beams: 1 is greedy.
+            num_beams: beams of beam search; 1 for none.
             memory_weight: lambda behind documents (see `mac_rag.lm.max_rule`); None for the configured weight.
+            sampling: how tokens are chosen, and what ends an answer early.
 
         Raises:
-            ConfigError: for a memory_weight that is not above 0 and at most 1.
+            ConfigError: for a memory_weight that is not above 0 and at most 1, and for beams and sampling together.
         """
         fitted = self._as_fitted(prompts, contexts)
         weights = self._weights(fitted, memory_weight)
@@ -113,6 +116,7 @@ class GenerationMixin:
                 max_new_tokens=max_new_tokens or self.config.max_new_tokens,
                 num_beams=num_beams,
                 weights=None if weights is None else [weights[i] for i in rows],
+                sampling=sampling,
             )
             for i, text in zip(rows, texts, strict=True):
                 answers[i] = text
@@ -169,14 +173,16 @@ class GenerationMixin:
         modulation: Tensor | None = None,
         max_new_tokens: int | None = None,
         memory_weight: float | None = None,
+        sampling: Sampling = GREEDY,
     ) -> Iterator[str]:
-        """Yields the greedy answer to one question piece by piece; arguments as `generate`'s, phi* `[1, T, D]`."""
+        """Yields the answer to one question piece by piece; arguments as `generate`'s, phi* `[1, T, D]`."""
         [fitted] = self._as_fitted([prompt], [contexts])
         yield from self.base_lm.stream(
             fitted.ids,
             self._modulation(modulation),
             max_new_tokens=max_new_tokens or self.config.max_new_tokens,
             weights=self._weights([fitted], memory_weight),
+            sampling=sampling,
         )
 
     def _weights(self, prompts: Sequence[FittedPrompt], memory_weight: float | None) -> list[float] | None:
