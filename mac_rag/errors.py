@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 
-class MACError(RuntimeError):
+class MACError(Exception):
     """Base of all errors of this package.
 
-    It is a `RuntimeError` and not a `ValueError`, because LlamaIndex's refine synthesizer catches `ValueError` and
-    answers "Empty Response" where the user needs to read the message.
+    It derives from `Exception` alone, because LlamaIndex swallows more special errors where the user needs to read the
+    message: its refine synthesizer catches `ValueError` and `TypeError` and answers "Empty Response", and its async
+    helpers catch `RuntimeError` and report "Detected nested async".
     """
 
 
@@ -17,6 +18,10 @@ class ConfigError(MACError):
 
 class ModelLoadError(MACError):
     """A model or checkpoint that cannot be loaded: unknown name, another architecture, truncated or foreign weights."""
+
+
+class InstructionError(MACError):
+    """A request that only an LM which follows instructions can serve, made to a checkpoint that follows none."""
 
 
 class QuantizationError(MACError):

@@ -17,8 +17,6 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
-    MessageRole,
-    TextBlock,
 )
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.callbacks import CallbackManager
@@ -31,17 +29,22 @@ from llama_index.core.llms.llm import (
     stream_completion_response_to_tokens,
 )
 from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.schema import MetadataMode
 from llama_index.core.types import TokenAsyncGen, TokenGen
 from llama_index.core.vector_stores.types import MetadataFilters
 from llama_index_instrumentation import get_dispatcher
-from llama_index_instrumentation.base import BaseEvent
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.engine import MACEngine
-from mac_rag.errors import BankError, ConfigError, MACError
+from mac_rag.errors import BankError, ConfigError
+from mac_rag.integrations.llama_index.events import DocumentsTruncatedEvent
 from mac_rag.integrations.llama_index.filters import FilteringComponent
-from mac_rag.integrations.llama_index.plain_text import PlainTextLLM, refuse_options, refuse_structure
-from mac_rag.integrations.llama_index.slots import Request, read_slots, rewritten_question
+from mac_rag.integrations.llama_index.instructions import check_question, check_template, last_question
+from mac_rag.integrations.llama_index.once import first_time
+from mac_rag.integrations.llama_index.plain_text import PlainTextLLM, read_options, refuse_structure
+from mac_rag.integrations.llama_index.responses import accumulate, chat_response, single
+from mac_rag.integrations.llama_index.slots import Request, read_slots
+from mac_rag.integrations.llama_index.spans import NodeReader, listen
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import MACModel
 
@@ -57,45 +60,24 @@ dispatcher = get_dispatcher(__name__)
 logger = logging.getLogger(__name__)
 
 
-class DocumentsTruncatedEvent(BaseEvent):
-    """Documents were cut or left out to fit into the LM's window.
-
-    Examples:
-        >>> event = DocumentsTruncatedEvent(query_str="What hit Wunville?", given=["A storm.", "A town."], used=["A"])
-        >>> f"{len(event.given) - len(event.used)} of {len(event.given)} documents left out"
-        '1 of 2 documents left out'
-
-    Attributes:
-        query_str: the question, which is never cut.
-        given: the texts of the nodes.
-        used: the texts that the LM reads, some of them cut. Texts that were left out are missing.
-    """
-
-    query_str: str
-    given: list[str]
-    used: list[str]
-
-    @classmethod
-    def class_name(cls) -> str:
-        return "DocumentsTruncatedEvent"
-
-
-class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
+class MACLLM(PlainTextLLM, FilteringComponent, NodeReader, CustomLLM):
     """A LlamaIndex LLM that answers through a `MACEngine`: from its memory bank, from retrieved context, or both.
 
     It takes question and context from the slots of LlamaIndex's prompt templates (see `read_slots`). The LM never reads
-    the wording of the templates, system prompts or chat histories. Direct use:
+    the wording of the templates or chat histories. Direct use:
 
     - `complete(prompt, contexts=...)` answers `prompt`, which is the question;
     - `chat(messages)` answers the last user message;
     - the async methods do not block the event loop, the streaming ones yield tokens as the LM generates them.
 
-    LlamaIndex joins the nodes to one context, each behind its metadata. Hide metadata that the model was not trained on
-    with `node.excluded_llm_metadata_keys`. If a context is beyond the LM's window, its end is left out and a warning is
-    logged; retrieve fewer or smaller nodes, let LlamaIndex pack by the LM's own tokens (`prompt_helper`), or use
-    `MACSynthesizer`, which also keeps the nodes separate. Chat engines get follow-up questions back unchanged, because
-    the model cannot rewrite them. In the mode condense_plus_context, a custom rewriting prompt needs
-    `skip_condense=True`. Structured output, output parsers and tools raise an error.
+    A checkpoint that reads question and context only follows no instructions. Components that give any (rerankers,
+    evaluators, extractors, agents, rewriting steps of chat engines, system prompts) get an `InstructionError`, as do
+    structured output, output parsers and tools.
+
+    The LM reads the text of the nodes and none of their metadata, such as a file's path; `metadata_mode` changes that.
+    If a context is beyond the LM's window, its end is left out and a warning is logged; retrieve fewer or smaller
+    nodes, let LlamaIndex pack by the LM's own tokens (`prompt_helper`), or use `MACSynthesizer`, which also keeps the
+    nodes separate.
 
     Examples:
         >>> context = "Edgar Flara will join the board of Rainga Press. The company employs 180 people."
@@ -108,6 +90,8 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
         use_memory: True to always answer with the bank, which must then not be empty; False to never use it; None to
             use it if it holds documents, and otherwise to answer from the context alone.
         max_new_tokens: longest answer; None for the model's configured length.
+        metadata_mode: the metadata of a node that the LM reads in front of its text: none, or with `MetadataMode.LLM`
+            all but those in `node.excluded_llm_metadata_keys`.
         filters: the documents that may influence an answer through the bank; give the retriever the same filters. For
             the filters of one request, `llm.model_copy(update={"filters": filters})` is cheap and shares the engine.
         callback_manager: LlamaIndex's callback manager.
@@ -128,6 +112,7 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
         engine: MACEngine | None = None,
         use_memory: bool | None = None,
         max_new_tokens: int | None = None,
+        metadata_mode: MetadataMode = MetadataMode.NONE,
         filters: MetadataFilters | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
@@ -144,10 +129,12 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
             model=name,
             use_memory=use_memory,
             max_new_tokens=max_new_tokens,
+            metadata_mode=metadata_mode,
             filters=filters,
             callback_manager=callback_manager or CallbackManager([]),
         )
         self._engine = engine
+        listen()
 
     @classmethod
     def class_name(cls) -> str:
@@ -180,7 +167,7 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
 
     # -- the engine --
 
-    def _settings(self, contexts: Contexts) -> dict[str, Any]:
+    def _settings(self, contexts: Contexts, max_new_tokens: int | None) -> dict[str, Any]:
         """Keyword arguments for one call of the engine; raises if there is nothing to answer from."""
         engine = self.engine
         engine.bank.check_model(engine.model.fingerprint)
@@ -193,55 +180,71 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
                 "pass, and no context was given; adapt to some documents first (MemoryWriter, or llm.engine.adapt), "
                 "or ask the LM alone with use_memory=False"
             )
-        return {"use_memory": use_memory, "max_new_tokens": self.max_new_tokens, "allowed": self.allowed}
+        return {"use_memory": use_memory, "max_new_tokens": max_new_tokens, "allowed": self.allowed}
 
-    def fit_to_window(self, question: str, texts: Sequence[str]) -> FittedPrompt:
+    def fit_to_window(self, question: str, texts: Sequence[str], max_new_tokens: int | None = None) -> FittedPrompt:
         """The question and the texts as a prompt that fits the LM's window.
 
-        If texts are cut or left out, it logs a warning and fires a `DocumentsTruncatedEvent`.
+        If texts are cut or left out, it fires a `DocumentsTruncatedEvent`, and the first time it logs a warning.
+
+        Args:
+            question: the question.
+            texts: the texts to answer from, the best first.
+            max_new_tokens: longest answer, for which it leaves room; None for that of the LLM.
 
         Raises:
             DocumentError: for an empty question, or one that alone is beyond the window.
         """
-        prompt = self.engine.model.fit_to_window(
-            question, texts, overflow="truncate", max_new_tokens=self.max_new_tokens
-        )
+        room = max_new_tokens or self.max_new_tokens
+        prompt = self.engine.model.fit_to_window(question, texts, overflow="truncate", max_new_tokens=room)
         if prompt.truncated:
-            logger.warning(
-                "%d documents and the question are beyond the LM's window; the documents were shortened, and %d of "
-                "them left out: retrieve fewer or smaller nodes",
-                len(texts),
-                len(texts) - len(prompt.contexts),
-            )
+            if first_time("truncated"):
+                logger.warning(
+                    "%d documents and the question are beyond the LM's window; the documents were shortened, and %d of "
+                    "them left out: retrieve fewer or smaller nodes (this is said once; every time, a "
+                    "DocumentsTruncatedEvent says it)",
+                    len(texts),
+                    len(texts) - len(prompt.contexts),
+                )
             event = DocumentsTruncatedEvent(query_str=question, given=list(texts), used=list(prompt.contexts))
             dispatcher.event(event)
         return prompt
 
-    def _prompt_of(self, question: str, contexts: Contexts) -> str | FittedPrompt:
-        """The engine's input: a fitted prompt, or a question without contexts, for which it may retrieve."""
+    def _call(
+        self, question: str, contexts: Contexts, max_tokens: int | None
+    ) -> tuple[str | FittedPrompt, dict[str, Any]]:
+        """The arguments of one call of the engine: a fitted prompt, or a question for which it may retrieve."""
+        max_new_tokens = max_tokens or self.max_new_tokens
+        settings = self._settings(contexts, max_new_tokens)
         if contexts is None or isinstance(contexts, FittedPrompt):
-            return contexts or question
-        return self.fit_to_window(question, contexts)
+            return contexts or question, settings
+        return self.fit_to_window(question, contexts, max_new_tokens), settings
 
-    def _answer(self, question: str, contexts: Contexts) -> str:
-        follow_up = rewritten_question(question)
-        if follow_up is not None:
-            return follow_up
-        return self.engine.answer([self._prompt_of(question, contexts)], **self._settings(contexts))[0].text
+    def _answer(self, question: str, contexts: Contexts, max_tokens: int | None) -> str:
+        prompt, settings = self._call(question, contexts, max_tokens)
+        return self.engine.answer([prompt], **settings)[0].text
 
-    def _stream(self, question: str, contexts: Contexts) -> Iterator[tuple[str, str]]:
+    def _stream(self, question: str, contexts: Contexts, max_tokens: int | None) -> Iterator[tuple[str, str]]:
         """Yields the answer so far and its newest piece. Errors are raised at the call, not at the first piece."""
-        pieces = self.engine.stream(self._prompt_of(question, contexts), **self._settings(contexts))
-        return _accumulate(pieces)
+        prompt, settings = self._call(question, contexts, max_tokens)
+        return accumulate(self.engine.stream(prompt, **settings))
 
-    async def _astream(self, question: str, contexts: Contexts) -> AsyncIterator[tuple[str, str]]:
-        pieces = await asyncio.to_thread(self._stream, question, contexts)
+    async def _astream(
+        self, question: str, contexts: Contexts, max_tokens: int | None
+    ) -> AsyncIterator[tuple[str, str]]:
+        pieces = await asyncio.to_thread(self._stream, question, contexts, max_tokens)
 
         async def generate() -> AsyncIterator[tuple[str, str]]:
             while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                 yield piece
 
         return generate()
+
+    def _check(self, prompt: str, is_question: bool, options: Mapping[str, Any]) -> int | None:
+        """Checks the arguments of a completion and returns the longest answer that they ask for."""
+        if not is_question and not self.reads_instructions:
+            check_question(prompt)
+        return read_options(options)
 
     # -- questions --
 
@@ -253,34 +256,36 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
 
         Args:
             prompt: the question.
-            formatted: an argument of LlamaIndex's interface; it has no effect.
+            formatted: True if `prompt` is known to be a question; it is then not examined.
             contexts: texts to answer from, the best first, or the result of `fit_to_window`; None for those of the
                 engine's retriever, if it has one.
+            kwargs: `max_tokens`, the longest answer, and `temperature=0`, which is how MACLLM decodes.
 
         Raises:
+            InstructionError: when `prompt` is a prompt to complete and not a question.
             BankError: for an empty bank, if memory is required or there is no context either.
             FingerprintError: when another model wrote the bank.
             DocumentError: for an empty question, or one that alone is beyond the LM's window.
             MACError: for any other option.
         """
-        refuse_options(kwargs)
-        return CompletionResponse(text=self._answer(prompt, contexts))
+        max_tokens = self._check(prompt, formatted or contexts is not None, kwargs)
+        return CompletionResponse(text=self._answer(prompt, contexts, max_tokens))
 
     @llm_completion_callback()
     async def acomplete(
         self, prompt: str, formatted: bool = False, *, contexts: Contexts = None, **kwargs: Any
     ) -> CompletionResponse:
         """As `complete`."""
-        refuse_options(kwargs)
-        return CompletionResponse(text=await asyncio.to_thread(self._answer, prompt, contexts))
+        max_tokens = self._check(prompt, formatted or contexts is not None, kwargs)
+        return CompletionResponse(text=await asyncio.to_thread(self._answer, prompt, contexts, max_tokens))
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, *, contexts: Contexts = None, **kwargs: Any
     ) -> CompletionResponseGen:
         """As `complete`, token by token; errors come at the call."""
-        refuse_options(kwargs)
-        pieces = self._stream(prompt, contexts)
+        max_tokens = self._check(prompt, formatted or contexts is not None, kwargs)
+        pieces = self._stream(prompt, contexts, max_tokens)
         return (CompletionResponse(text=text, delta=piece) for text, piece in pieces)
 
     @llm_completion_callback()
@@ -288,8 +293,8 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
         self, prompt: str, formatted: bool = False, *, contexts: Contexts = None, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
         """As `stream_complete`."""
-        refuse_options(kwargs)
-        pieces = await self._astream(prompt, contexts)
+        max_tokens = self._check(prompt, formatted or contexts is not None, kwargs)
+        pieces = await self._astream(prompt, contexts, max_tokens)
         return (CompletionResponse(text=text, delta=piece) async for text, piece in pieces)
 
     @llm_chat_callback()
@@ -297,30 +302,31 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
         """Answers the last user message; the messages before it are not read.
 
         Raises:
+            InstructionError: for system messages, results of tools, or a prompt to complete in place of a question.
             MACError: when there is no user message, or it holds more than text; and as `complete`.
         """
-        refuse_options(kwargs)
-        return _chat_response(self._answer(_last_question(messages), None))
+        max_tokens = read_options(kwargs)
+        return chat_response(self._answer(last_question(messages), None, max_tokens))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """As `chat`."""
-        refuse_options(kwargs)
-        return _chat_response(await asyncio.to_thread(self._answer, _last_question(messages), None))
+        max_tokens = read_options(kwargs)
+        return chat_response(await asyncio.to_thread(self._answer, last_question(messages), None, max_tokens))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """As `chat`, token by token; errors come at the call."""
-        refuse_options(kwargs)
-        pieces = self._stream(_last_question(messages), None)
-        return (_chat_response(text, piece) for text, piece in pieces)
+        max_tokens = read_options(kwargs)
+        pieces = self._stream(last_question(messages), None, max_tokens)
+        return (chat_response(text, piece) for text, piece in pieces)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """As `stream_chat`."""
-        refuse_options(kwargs)
-        pieces = await self._astream(_last_question(messages), None)
-        return (_chat_response(text, piece) async for text, piece in pieces)
+        max_tokens = read_options(kwargs)
+        pieces = await self._astream(last_question(messages), None, max_tokens)
+        return (chat_response(text, piece) async for text, piece in pieces)
 
     # -- prompt templates --
 
@@ -328,12 +334,13 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
         """Answers the question in the template's slots; see `read_slots`.
 
         Raises:
+            InstructionError: for a template that asks for anything but the answer to a question.
             MACError: when the slots hold no question; and as `complete`.
         """
         request = self._request(prompt, prompt_args)
         answer = request.settled
         if answer is None:
-            answer = self.complete(request.question, contexts=request.contexts).text
+            answer = self.complete(request.question, formatted=True, contexts=request.contexts).text
         dispatcher.event(LLMPredictEndEvent(output=answer))
         return answer
 
@@ -342,7 +349,7 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
         request = self._request(prompt, prompt_args)
         answer = request.settled
         if answer is None:
-            answer = (await self.acomplete(request.question, contexts=request.contexts)).text
+            answer = (await self.acomplete(request.question, formatted=True, contexts=request.contexts)).text
         dispatcher.event(LLMPredictEndEvent(output=answer))
         return answer
 
@@ -351,15 +358,17 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
         request = self._request(prompt, prompt_args)
         if request.settled is not None:
             return (token for token in [request.settled])
-        return stream_completion_response_to_tokens(self.stream_complete(request.question, contexts=request.contexts))
+        return stream_completion_response_to_tokens(
+            self.stream_complete(request.question, formatted=True, contexts=request.contexts)
+        )
 
     async def astream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenAsyncGen:
         """As `stream`."""
         request = self._request(prompt, prompt_args)
         if request.settled is not None:
-            return _single(request.settled)
+            return single(request.settled)
         return await astream_completion_response_to_tokens(
-            await self.astream_complete(request.question, contexts=request.contexts)
+            await self.astream_complete(request.question, formatted=True, contexts=request.contexts)
         )
 
     def _request(self, prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Request:
@@ -368,33 +377,10 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
         self._log_template_data(prompt, **prompt_args)
         if self.output_parser is not None:
             refuse_structure()
+        if not self.reads_instructions:
+            check_template(prompt, self)
         return read_slots(prompt, prompt_args)
 
 
 def _describe(model: MACModel) -> str:
     return f"{model.config.base_lm.name} with MAC {model.fingerprint[:12]}"
-
-
-def _accumulate(pieces: Iterator[str]) -> Iterator[tuple[str, str]]:
-    text = ""
-    for piece in pieces:
-        text += piece
-        yield text, piece
-
-
-async def _single(text: str) -> TokenAsyncGen:
-    yield text
-
-
-def _chat_response(text: str, delta: str | None = None) -> ChatResponse:
-    return ChatResponse(message=ChatMessage(role=MessageRole.ASSISTANT, content=text), delta=delta)
-
-
-def _last_question(messages: Sequence[ChatMessage]) -> str:
-    message = next((message for message in reversed(messages) if message.role == MessageRole.USER), None)
-    if message is None:
-        raise MACError("MACLLM answers the last user message, and there is none among the messages")
-    others = [block.block_type for block in message.blocks if not isinstance(block, TextBlock)]
-    if others:
-        raise MACError(f"MACLLM reads text only, but the last user message holds: {', '.join(others)}")
-    return message.content or ""
