@@ -72,7 +72,7 @@ def save_instruct(folder: Path) -> Path:
     torch.manual_seed(1)
     config = LlamaConfig(
         **_SMALL, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=8192,
+        num_key_value_heads=1, max_position_embeddings=4096,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     save_tokenizer(folder, "<s> $A", CHATML)

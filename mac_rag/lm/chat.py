@@ -190,6 +190,64 @@ class ChatPromptEncoder(PromptEncoder):
                 return FittedPrompt(question, tuple(ids), tuple(texts), truncated=True)
             left -= len(ids) - room  # side by side, texts may take more tokens than alone
 
+    def fit_conversation(
+        self, messages: Sequence[Message], question: str, contexts: Sequence[str] = (), room: int | None = None
+    ) -> FittedPrompt:
+        """A whole conversation; contexts that stand in its messages are cut or taken out if it does not fit.
+
+        Args:
+            messages: the conversation, which ends with the user's turn. Without a system message, it gets that of the
+                format. For a template that writes none, a system message becomes the beginning of the user's turn.
+                Neighbouring messages of one role are one message.
+            question: what the memory is asked.
+            contexts: texts in the messages that may be cut, the best first.
+            room: largest number of tokens of the prompt; None for no limit.
+
+        Returns:
+            The prompt, which is longer than `room` if the rest of the conversation is.
+
+        Raises:
+            PromptError: for a conversation that does not end with the user's turn, or that the template refuses.
+        """
+        texts = list(contexts)
+        documents = [self.texts.ids(text) for text in contexts]
+        left = sum(map(len, documents))
+        ids = self.chat.ids(self._turns(messages))
+        while room is not None and len(ids) > room and texts:
+            left -= len(ids) - room
+            texts = [text for text, _ in self.shortened(contexts, documents, left)] if left > 0 else []
+            ids = self.chat.ids(self._turns(_with_shorter(messages, contexts, texts)))
+        return FittedPrompt(question, tuple(ids), tuple(texts), truncated=texts != list(contexts))
+
+    def _turns(self, messages: Sequence[Message]) -> list[Message]:
+        """The conversation in the form that the template takes."""
+        said = [message for message in messages if message.text.strip()]
+        if self.format.system is not None and all(message.role != "system" for message in said):
+            said.insert(0, Message("system", self.format.system))
+        if not self.chat.takes_system:
+            said = [Message("user", message.text) if message.role == "system" else message for message in said]
+        turns: list[Message] = []
+        for message in said:
+            if turns and turns[-1].role == message.role:
+                message = Message(message.role, f"{turns.pop().text.strip()}\n\n{message.text.strip()}")
+            turns.append(message)
+        if not turns or turns[-1].role != "user":
+            last = turns[-1].role if turns else "nobody"
+            raise PromptError(f"a conversation must end with a message of the user, but the last one is of {last}")
+        return turns
+
+
+def _with_shorter(messages: Sequence[Message], contexts: Sequence[str], texts: Sequence[str]) -> list[Message]:
+    """The messages with `texts`, of which the last ones may be missing, in place of `contexts`."""
+    kept = [*texts, *[""] * (len(contexts) - len(texts))]
+    shorter = []
+    for message in messages:
+        text = message.text
+        for before, after in zip(contexts, kept):
+            text = text.replace(before, after)
+        shorter.append(Message(message.role, text))
+    return shorter
+
 
 def prompt_encoder(tokenizer: Any, prompt_format: PromptFormat) -> PromptEncoder:
     """What writes prompts in a format.

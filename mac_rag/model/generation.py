@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from mac_rag.config import MACConfig
-from mac_rag.errors import ConfigError, DocumentError
+from mac_rag.errors import ConfigError, DocumentError, PromptError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
+from mac_rag.lm.chat import ChatPromptEncoder, Message
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.model.text_encoder import TextEncoder
@@ -79,6 +80,40 @@ class GenerationMixin:
                 f"{room}; give fewer or shorter documents (a smaller k or chunk size)"
             )
         return replace(fitted, question_ids=tuple(question_ids))
+
+    def fit_conversation(
+        self,
+        messages: Sequence[Message],
+        *,
+        question: str | None = None,
+        contexts: Sequence[str] = (),
+        max_new_tokens: int | None = None,
+    ) -> FittedPrompt:
+        """A conversation as token ids that fit the LM's window; only for models whose prompt format is `chat`.
+
+        Args:
+            messages: the conversation; see `ChatPromptEncoder.fit_conversation`.
+            question: what the memory is asked; None for the last message. Of a question beyond the input encoder's
+                limit, the memory is asked the end.
+            contexts: texts in the messages that may be cut, the best first.
+            max_new_tokens: longest answer, which must fit too; None for the configured length.
+
+        Raises:
+            ConfigError: for another prompt format.
+            PromptError: for a conversation that the chat template refuses, or that is beyond the window.
+        """
+        prompts = self.base_lm.prompts
+        if not isinstance(prompts, ChatPromptEncoder):
+            raise ConfigError("prompt.chat is false, but only a chat reads conversations; set it and train the model")
+        room = self.context_window - (max_new_tokens or self.config.max_new_tokens)
+        asked = messages[-1].text if question is None and messages else question or ""
+        fitted = prompts.fit_conversation(messages, asked, contexts, room)
+        if len(fitted.ids) > room:
+            raise PromptError(
+                f"the conversation takes {len(fitted.ids)} tokens, but the LM's window leaves room for {room}; "
+                "shorten its history or its prompts"
+            )
+        return replace(fitted, question_ids=tuple(self.input_encoder.plan(asked)[-1]))
 
     @torch.no_grad()
     def generate(
