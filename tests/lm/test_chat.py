@@ -188,3 +188,36 @@ def test_fitted_chats_keep_the_first_documents_and_the_question(name: str, docum
     whole = [text for text in fitted.contexts if text in documents]
     assert len(whole) >= len(fitted.contexts) - 1
     assert all(kept == given or given.startswith(kept) for kept, given in zip(fitted.contexts, documents))
+
+
+@pytest.mark.parametrize("name", ["chatml", "gemma", "mistral"])
+def test_any_conversation_is_brought_into_a_form_that_the_template_takes(name: str) -> None:
+    prompts = ChatPromptEncoder(TOKENIZERS[name], PromptFormat(chat=True))
+    said = [
+        Message("system", "Be brief."),
+        Message("system", "Be kind."),
+        Message("user", "Who?"),
+        Message("user", "When? "),
+        Message("assistant", ""),
+    ]
+    system, turn = "Be brief.\n\nBe kind.", "Who?\n\nWhen?"
+    expected = [("user", f"{system}\n\n{turn}")] if name == "gemma" else [("system", system), ("user", turn)]
+    assert list(prompts.fit_conversation(said, "When?").ids) == apply(name, expected)
+
+
+@settings(deadline=None, max_examples=40)
+@given(NAMES, st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(0, 80))
+def test_contexts_in_a_conversation_are_cut_to_the_room(name: str, lengths: list[int], spare: int) -> None:
+    prompts = ChatPromptEncoder(TOKENIZERS[name], PromptFormat(chat=True))
+    contexts = [f"{number}. " + "museum " * length for number, length in enumerate(lengths)]
+
+    def conversation(*texts: str) -> list[Message]:
+        return [Message("user", "Read: " + " - ".join(texts) + " Answer: Who?")]
+
+    room = len(prompts.chat.ids(conversation(*[""] * len(contexts)))) + spare
+    fitted = prompts.fit_conversation(conversation(*contexts), "Who?", contexts, room)
+    assert len(fitted.ids) <= room
+    assert fitted.truncated == (len(prompts.chat.ids(conversation(*contexts))) > room)
+    kept = [*fitted.contexts, *[""] * (len(contexts) - len(fitted.contexts))]
+    assert list(fitted.ids) == prompts.chat.ids(conversation(*kept))
+    assert all(context.startswith(text) for text, context in zip(kept, contexts))

@@ -10,7 +10,8 @@ import torch
 
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
-from mac_rag.errors import ModelLoadError
+from mac_rag.errors import ConfigError, ModelLoadError
+from mac_rag.lm.chat import Message
 from mac_rag.lm.sampling import Sampling
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
@@ -89,3 +90,8 @@ def test_chat_around_an_lm_without_a_chat_template_is_an_error(model_folder: Cal
     config = mac_config(model_folder("llama"), prompt=PromptFormat(chat=True))
     with pytest.raises(ModelLoadError, match="has no chat template; take an instruct LM, or leave out"):
         MACModel.from_config(config, device="cpu")
+
+
+def test_only_a_chat_reads_conversations(tiny_model: MACModel) -> None:
+    with pytest.raises(ConfigError, match="only a chat reads conversations"):
+        tiny_model.fit_conversation([Message("user", "Who?")])
