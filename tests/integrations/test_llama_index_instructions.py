@@ -258,6 +258,19 @@ SERVED = {
         "You answer questions about our database, which knows SQL and JSON. Use {context_str} only. Keep the answer "
         "short and say that you do not know if the text does not answer {query_str}. Yes, no guessing. THANK YOU."
     ),
+    **{
+        f"custom {number}": PromptTemplate(text + "\n{context_str}\n{query_str}")
+        for number, text in enumerate(
+            [
+                "You are given a list of passages and a question. Return the best answer.",
+                "Generate accurate answers to user questions from our summaries.",
+                "You answer questions about matches and their final scores, on NASA, and on how to write queries.",
+                "The context is in the following format: title, then text. It is in JSON.",
+                "Answer from the context, which is in XML. Do not cite sources. Do not rephrase.",
+                "If the documents do not answer the question, say NOTHING FOUND. Think of relevance.",
+            ]
+        )
+    },
     "renamed": PromptTemplate(
         "{my_text} {my_question}", template_var_mappings={"context_str": "my_text", "query_str": "my_question"}
     ),
@@ -269,6 +282,14 @@ SERVED = {
         [
             ChatMessage(role="system", content="You are a helpful assistant."),
             ChatMessage(role="user", content="{context_str}\n{query_str}"),
+        ]
+    ),
+    "a type of one's own": PromptTemplate("{context_str} {query_str}", prompt_type="support"),
+    "begun answer": ChatPromptTemplate(
+        [
+            ChatMessage(role="user", content="{context_str}"),
+            ChatMessage(role="user", content="{query_str}"),
+            ChatMessage(role="assistant", content="The answer is"),
         ]
     ),
     "rich": RichPromptTemplate("{{ context_str }}\n{{ query_str }}"),
@@ -285,7 +306,7 @@ def test_templates_of_ones_own_are_served(
     assert answers == {str(index.as_query_engine(llm=llm, similarity_top_k=1).query(QUESTION))}
     assert engine.asked == [(QUESTION, (FACTS["bridge"],))] * 3
     said = caplog.text.count("not the wording of your prompt template")
-    assert said == (0 if name == "typed" else 1)
+    assert said == (0 if "type" in name else 1)
 
 
 REFUSED = {
@@ -294,6 +315,7 @@ REFUSED = {
     "format": "{context_str} {query_str} Use the following format: Answer: <answer>",
     "score": "Give a relevance score of {context_str} for {query_str}.",
     "choice": "{context_str} Name the numbers of the documents that answer {query_str}.",
+    "code word": "Does {context_str} answer {query_str}? Return FOUND or MISSING.",
     "generation": "From {context_str}, generate three questions like {query_str}.",
     "slot": "{context_str} {query_str} {tone}",
 }

@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 _CONTEXT_SLOTS = {"context_str", "context_msg"}
 _SLOTS = {"query_str", "existing_answer", *_CONTEXT_SLOTS}
 
-# The types that LlamaIndex declares for templates of questions and answers. `SUMMARY` belongs to tree_summarize.
-_ANSWERING = {
+# The types that LlamaIndex declares for other templates than those of questions and answers. `SUMMARY` belongs to
+# tree_summarize.
+_OTHER_TYPES = set(PromptType) - {
     PromptType.CUSTOM,
     PromptType.QUESTION_ANSWER,
     PromptType.REFINE,
@@ -39,18 +40,22 @@ _ANSWERING = {
 
 # Wording by which a template with the slots of question answering asks for something else. Evaluators, rerankers and
 # generators of questions declare no type of their own, so their wording is all that tells them from a custom template.
+# A custom template may well speak of questions, scores or JSON; only a demand for them is caught.
 _DEMANDS = re.compile(
     r"""
-      \bYES\b .{0,300}? \bNO\b                                      # a verdict
+      \bYES\b .{0,300}? \bNO\b                                                                    # a verdict
     | (?i: \b(?:yes|true|pass)\b ["'\W]{0,3} (?:or|/) ["'\W]{0,3} \b(?:no|false|fail)\b )
-    | (?i: \b(?:in|as|valid|return|output) \s+ (?:an?\s+|valid\s+)? (?:json|xml|yaml)\b )   # a notation
-    | (?i: \b(?:following|this|exact|example|output) \s+ format\b )
-    | (?i: \b(?:relevance|total|final|evaluation|numerical|overall) \s+ scores?\b | \bon\ a\ scale\b )
-    | (?i: \bnumbers? \s+ of \s+ the \s+ (?:documents?|passages?|choices?|summar(?:y|ies))\b )  # a choice
-    | (?i: \b(?:generate|write|output|list|create|produce|extract|return)\b [^.{}]{0,60}?
-           \b(?:questions|new\ question|queries|keywords|titles?|summar(?:y|ies)|passages?|entities|triplets)\b )
-    | (?i: \b(?:cite|rephrase|translate)\b )
-    | \b(?:answer|respond|output|return|say|select) \s+ (?:with \s+)? ["']?[A-Z]{4,}\b          # a code word
+    | (?i: \b(?:answer|respond|return|say) ) \s+ (?: with \s+ )? ["']? [A-Z]{3,} \b ["']? \s* (?: , | / | or\b )
+    | (?i: \b(?:answer|format|give|provide|reply|respond|return|write)\b [^.]{0,80}?                # a notation
+           (?<!\bis\s) (?<!\bare\s) \b(?:in|as|valid) \s+ (?: an?\s+ | valid\s+ )? (?:json|xml|yaml)\b )
+    | (?i: \b(?:answer|follow|following|give|provide|reply|respond|return|use|write)\b [^.]{0,80}?
+           \b(?:this|following|exact) \s+ format\b )
+    | (?i: \b(?:evaluation|relevance) \s+ scores?\b | \bon\ a\ scale\ (?:of|from)\b )               # a grade
+    | (?i: \bnumbers? \s+ of \s+ the \s+ (?:documents?|passages?|choices?)\b )                     # a choice
+    | (?i: \bcite\b [^.]{0,80} \bnumbers?\b )
+    | (?i: (?<!\bhow\ to\ ) \b(?:create|extract|generate|produce|return|write)\b                  # other texts
+           (?: \W+ (?! (?:answer|reply|response) s? \b ) \w+ ){0,4}?
+           \W+ (?:entities|keywords|new\ question|queries|questions|summar(?:y|ies)|titles?|triplets)\b )
     """,
     re.VERBOSE | re.DOTALL,
 )
@@ -114,7 +119,7 @@ def check_template(prompt: BasePromptTemplate, llm: LLM) -> None:
             "chat_mode='condense_plus_context' with skip_condense=True",
         )
     kind = prompt.metadata.get("prompt_type") or PromptType.CUSTOM
-    if kind not in _ANSWERING:
+    if kind in _OTHER_TYPES:
         refuse(f"its prompt template is made for {PromptType(kind).value!r}, not for answering a question")
     if "query_str" not in slots:
         named = ", ".join(sorted(slots)) or "none"
@@ -152,10 +157,12 @@ def _wording(prompt: BasePromptTemplate, llm: LLM) -> _Wording:
     if not isinstance(prompt, ChatPromptTemplate):
         return _Wording(_slots(prompt, prompt.template_vars), prompt.get_template(llm=llm))
     # Messages of an earlier conversation stand before the question; braces in them are no slots.
-    *earlier, last = prompt.message_templates
-    system = tuple(message.content or "" for message in earlier if _is_system(message))
-    text = "\n".join([*system, last.content or ""])
-    return _Wording(_slots(prompt, get_template_vars(text)), text, system, len(earlier) > len(system))
+    messages = prompt.message_templates
+    system = tuple(message.content or "" for message in messages if _is_system(message))
+    users = [message.content or "" for message in messages if message.role == MessageRole.USER]
+    text = "\n".join([*system, *users[-1:]])
+    names = [*get_template_vars(text), *(_SLOTS & set(prompt.template_vars))]
+    return _Wording(_slots(prompt, names), text, system, len(messages) > len(system) + 1)
 
 
 def _slots(prompt: BasePromptTemplate, names: Sequence[str]) -> frozenset[str]:
