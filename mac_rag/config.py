@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mac_rag.errors import ConfigError
+from mac_rag.prompt_format import PromptFormat as PromptFormat
 
 # A field's new name; or what turns the old field's value into values of new fields, by name.
 Renaming: TypeAlias = str | Callable[[Any], Mapping[str, Any]]
@@ -69,36 +69,6 @@ class Config(BaseModel):
                 for fault in error.errors()
             )
             raise ConfigError(f"{where} is not a valid {cls.__name__}:\n" + "\n".join(faults)) from None
-
-
-@dataclass(frozen=True)
-class PromptFormat:
-    """Templates of the text around a document, a question and an answer.
-
-    Document, question and answer are tokenized one by one and joined as ids. So a boundary never changes a token, and
-    `d + x` starts with exactly the ids of `d`.
-
-    Examples:
-        >>> prompt = PromptFormat(document="Context: {document}\\n\\n", question="Q: {question}\\nA:")
-        >>> prompt.question.format(question="Who?")
-        'Q: Who?\\nA:'
-
-    Attributes:
-        document, question, answer: the templates.
-        abstention: the answer that the LM has learned for questions whose answer does not stand in front of them, such
-            as "I don't know"; None if it has learned none.
-    """
-
-    document: str = "{document}\n"
-    question: str = "Question: {question}\nAnswer:"
-    answer: str = " {answer}"
-    abstention: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("document", "question", "answer"):
-            template = getattr(self, name)
-            if template.count("{" + name + "}") != 1:
-                raise ValueError(f"the {name} template must hold {{{name}}} exactly once, got {template!r}")
 
 
 Dtype = Literal["fp32", "bf16", "fp16"]

@@ -18,6 +18,7 @@ from mac_rag.data.provenance import Member, content_hash
 from mac_rag.data.types import AdaptReport, Answer, Document
 from mac_rag.errors import BankError, DocumentError
 from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.reduction import BoundedBank
 from mac_rag.memory.views.reader import Aggregated, BankReader
@@ -244,6 +245,7 @@ class MACEngine:
         overflow: Literal["error", "truncate"] = "error",
         max_new_tokens: int | None = None,
         num_beams: int = 1,
+        sampling: Sampling = GREEDY,
         batch_size: int = 32,
         progress: bool = False,
     ) -> list[Answer]:
@@ -260,7 +262,8 @@ class MACEngine:
             overflow: if documents and question are beyond the LM's window: raise an error, or cut the documents from
                 the last one on. The question is never cut.
             max_new_tokens: None for the model's configured length.
-            num_beams: 1 is greedy.
+            num_beams: beams of beam search, which takes no sampling; 1 for none.
+            sampling: how tokens are chosen, and what ends an answer early.
             batch_size: number of questions that are answered at a time.
             progress: shows a progress bar.
 
@@ -290,6 +293,7 @@ class MACEngine:
                         max_new_tokens=max_new_tokens,
                         num_beams=num_beams,
                         memory_weight=self.memory_weight if memory_weight is None else memory_weight,
+                        sampling=sampling,
                     )
                     discarded = [0.0] * len(batch) if memory is None else memory.discarded.tolist()
                     for i, prompt, text, share in zip(places, batch, texts, discarded, strict=True):
@@ -306,6 +310,7 @@ class MACEngine:
         use_retriever: bool = True,
         allowed: Container[str] | None = None,
         max_new_tokens: int | None = None,
+        sampling: Sampling = GREEDY,
     ) -> Iterator[str]:
         """Yields the answer to one question piece by piece; the pieces joined are what `answer` returns.
 
@@ -319,7 +324,11 @@ class MACEngine:
             prompt = self.model.fit_to_window(question, texts, max_new_tokens=max_new_tokens)
             phi = self._aggregated([prompt], allowed).phi if use_memory else None
         pieces = self.model.stream(
-            prompt, modulation=phi, max_new_tokens=max_new_tokens, memory_weight=self.memory_weight
+            prompt,
+            modulation=phi,
+            max_new_tokens=max_new_tokens,
+            memory_weight=self.memory_weight,
+            sampling=sampling,
         )
 
         def locked() -> Iterator[str]:

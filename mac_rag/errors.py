@@ -32,6 +32,10 @@ class DocumentError(MACError):
     """A document that cannot be adapted: it is empty, not a text, or longer than the limit."""
 
 
+class PromptError(MACError):
+    """A conversation that the LM's chat template cannot write, or that is beyond the LM's window."""
+
+
 class BankError(MACError):
     """A memory bank that is empty, damaged, or misused (a duplicate id, an unknown id)."""
 

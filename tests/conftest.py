@@ -27,7 +27,7 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a tiny saved model: `llama`, `gpt2`, `t5` or `bert`."""
+    """Folder of a tiny saved model: `llama`, `instruct`, `gpt2`, `t5` or `bert`."""
     from tests import helpers
 
     root = tmp_path_factory.mktemp("models")
@@ -50,6 +50,22 @@ def tiny_checkpoint(model_folder: Callable[[str], Path], tmp_path_factory: pytes
     torch.manual_seed(0)
     place = tmp_path_factory.mktemp("checkpoint") / "tiny"
     MACModel.from_config(mac_config(model_folder("llama")), device="cpu").save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="session")
+def chat_checkpoint(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny MAC checkpoint around an instruct LM; its prompt format is `chat`."""
+    import torch
+
+    from mac_rag.model import MACModel
+    from mac_rag.prompt_format import PromptFormat
+    from tests.helpers import mac_config
+
+    torch.manual_seed(0)
+    place = tmp_path_factory.mktemp("checkpoint") / "chat"
+    config = mac_config(model_folder("instruct"), prompt=PromptFormat(chat=True))
+    MACModel.from_config(config, device="cpu").save_pretrained(place)
     return place
 
 

@@ -69,15 +69,16 @@ def load_causal_lm(
         device_map: in place of `device`, where the LM's parts go; None for the device.
 
     Raises:
-        ModelLoadError: when there is no such model, it is not a causal LM, or it cannot carry the modulation, which is
-            noticed before its weights are loaded.
+        ModelLoadError: when there is no such model, it is not a causal LM, its tokenizer has more tokens than it has
+            embeddings, or it cannot carry the modulation, which is noticed before its weights are loaded.
         QuantizationError: when bitsandbytes is missing.
     """
     if config.name in PACKAGED:
         if config.gguf_file is not None:
             raise ModelLoadError(f"{config.name} comes from its package; leave out gguf_file: {config.gguf_file}")
         _require_no_map(config.name, "comes from its package", device_map)
-        return _from_package(config.name, PACKAGED[config.name].lm, config, device), load_tokenizer(config.name)
+        packaged = _from_package(config.name, PACKAGED[config.name].lm, config, device)
+        return packaged, _checked(load_tokenizer(config.name), packaged, config.name)
     place = local_place(resolve(config.name, folder), config.revision)
     if config.gguf_file is not None:
         _require_no_map(config.gguf_file, "is dequantised", device_map)
@@ -91,7 +92,7 @@ def load_causal_lm(
         if config.quantization != "none":
             raise ModelLoadError(f"{place} is stored as int8 and cannot be quantised again; set quantization: none")
         model = loaded("a causal LM", place, _int8_lm, dtype=DTYPES[config.dtype])
-        return model.to(device), load_tokenizer(place)
+        return model.to(device), _checked(load_tokenizer(place), model, place)
     if device_map is None:
         model = loaded("a causal LM", place, AutoModelForCausalLM.from_pretrained, revision=config.revision, **options)
         model = _placed(model, config.quantization, device)
@@ -99,7 +100,7 @@ def load_causal_lm(
         options.pop("device_map", None)
         loader = partial(device_map.load, AutoModelForCausalLM.from_pretrained)
         model = loaded("a causal LM", place, loader, revision=config.revision, **options)
-    return model, _with_padding(load_tokenizer(place, config.revision))
+    return model, _checked(load_tokenizer(place, config.revision), model, place)
 
 
 def _require_no_map(name: str, reason: str, device_map: DeviceMap | None) -> None:
@@ -113,13 +114,29 @@ def _from_gguf(config: BaseLMConfig, place: str, device: torch.device, modulatio
         model, tokenizer = load_gguf(
             place, config.gguf_file, config.revision, dtype=DTYPES[config.dtype], modulation=modulation
         )
-    return model.to(device), _with_padding(tokenizer)
+    return model.to(device), _checked(tokenizer, model, config.gguf_file)
 
 
-def _with_padding(tokenizer: Any) -> Any:
+def _checked(tokenizer: Any, lm: Any, name: str) -> Any:
+    """A tokenizer that fits its LM and can pad."""
+    check_vocabulary(tokenizer, lm, name)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # GPT-2 and Llama have none; padding is always masked
     return tokenizer
+
+
+def check_vocabulary(tokenizer: Any, model: Any, name: str | None) -> None:
+    """Refuses a tokenizer with tokens for which a model has no embeddings.
+
+    Raises:
+        ModelLoadError: for such a tokenizer; it names both sizes.
+    """
+    highest, size = max(tokenizer.get_vocab().values()), len(model.get_input_embeddings().weight)
+    if highest >= size:
+        raise ModelLoadError(
+            f"the tokenizer of {name!r} has token ids up to {highest}, but the model has embeddings for {size} tokens "
+            "only; resize the model's embeddings (resize_token_embeddings) or remove the tokens that were added"
+        )
 
 
 def _int8_lm(place: str, *, dtype: torch.dtype) -> Any:

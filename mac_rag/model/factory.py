@@ -10,7 +10,7 @@ from mac_rag.errors import ModelLoadError
 from mac_rag.lm.attention_sink import make_attention_sink
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.fetched import exact_revision
-from mac_rag.lm.loading import keep_first_layers, load_backbone, load_tokenizer
+from mac_rag.lm.loading import check_vocabulary, keep_first_layers, load_backbone, load_tokenizer
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.dtypes import HALF_PRECISION, SharedEmbedding
@@ -55,12 +55,13 @@ def make_encoder(
         hashed_bm25: the result of `make_hashed_bm25`, or None.
 
     Raises:
-        ModelLoadError: when the encoder should share the base LM's embeddings, but has another width or vocabulary; or
-            when there is a sentence encoder or hashed BM25, which read the base LM's tokens, and the encoder has
-            another vocabulary.
+        ModelLoadError: when the tokenizer has more tokens than the backbone has embeddings; when the encoder should
+            share the base LM's embeddings, but has another width or vocabulary; or when there is a sentence encoder or
+            hashed BM25, which read the base LM's tokens, and the encoder has another vocabulary.
     """
     if part.design == "encoder-pooling" and hasattr(backbone, "bidirectional"):
         backbone.bidirectional = True  # off by default in backbones that can attend both ways
+    check_vocabulary(tokenizer, backbone, part.name)
     alike = _same_vocabulary(tokenizer, base_lm)
     if part.embeddings == "base-lm":
         _share_embeddings(part.name, backbone, alike, base_lm)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -72,6 +72,11 @@ class Modulation(ABC):
     def attached(self, lm: nn.Module) -> Iterator[None]:
         """Applies the modulation to the LM's modules while the context lasts."""
         yield
+
+
+def attached(modulation: Modulation | None, lm: nn.Module) -> AbstractContextManager[None]:
+    """`modulation.attached(lm)`; nothing without a modulation."""
+    return modulation.attached(lm) if modulation else nullcontext()
 
 
 class PrefixModulation(Modulation):

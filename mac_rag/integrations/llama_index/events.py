@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
+from llama_index_instrumentation import get_dispatcher
 from llama_index_instrumentation.base import BaseEvent
+
+from mac_rag.integrations.llama_index.once import first_time
+from mac_rag.lm.prompt import FittedPrompt
+
+dispatcher = get_dispatcher(__name__)
+logger = logging.getLogger(__name__)
 
 
 class DocumentsTruncatedEvent(BaseEvent):
@@ -26,3 +36,20 @@ class DocumentsTruncatedEvent(BaseEvent):
     @classmethod
     def class_name(cls) -> str:
         return "DocumentsTruncatedEvent"
+
+
+def reported(prompt: FittedPrompt, texts: Sequence[str]) -> FittedPrompt:
+    """The prompt; if texts were cut for it, fires an event, and the first time logs a warning."""
+    if not prompt.truncated:
+        return prompt
+    if first_time("truncated"):
+        logger.warning(
+            "%d documents and the question are beyond the LM's window; the documents were shortened, and %d of "
+            "them left out: retrieve fewer or smaller nodes (this is said once; every time, a "
+            "DocumentsTruncatedEvent says it)",
+            len(texts),
+            len(texts) - len(prompt.contexts),
+        )
+    event = DocumentsTruncatedEvent(query_str=prompt.question, given=list(texts), used=list(prompt.contexts))
+    dispatcher.event(event)
+    return prompt

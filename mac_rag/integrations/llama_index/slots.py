@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.prompts import BasePromptTemplate
 
 from mac_rag.errors import InstructionError, MACError
@@ -21,12 +22,15 @@ class Request:
     Attributes:
         question: the question to answer.
         contexts: texts to answer from, or a `FittedPrompt`; None if the template has no slot for contexts.
+        messages: the conversation that asks the question, whose wording the LM reads; None if the LM reads question and
+            contexts only.
         settled: the reply, if it is known without the model; None if the model has to answer.
     """
 
     question: str
     contexts: tuple[str, ...] | FittedPrompt | None = None
     settled: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
 
 
 def read_slots(prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Request:
