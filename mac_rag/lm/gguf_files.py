@@ -6,6 +6,7 @@ the model that it describes against the weights that it holds.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
@@ -214,7 +216,21 @@ def load_gguf(
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelLoadError(f"{path} lacks {len(missing)} of the LM's weights, among them {', '.join(missing[:3])}")
-    return model, read("a tokenizer", AutoTokenizer.from_pretrained, path.parent, **file)
+    tokenizer = read("a tokenizer", AutoTokenizer.from_pretrained, path.parent, **file)
+    return model, _without_additions(tokenizer, len(model.get_input_embeddings().weight))
+
+
+def _without_additions(tokenizer: Any, size: int) -> Any:
+    """The tokenizer without tokens beyond the LM's embeddings.
+
+    transformers makes byte-level tokenizers from GPT-2's, and so adds `<|endoftext|>` to those that have none, such as
+    Llama 3's.
+    """
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    known = [token for token in content["added_tokens"] if token["id"] < size]
+    if len(known) < len(content["added_tokens"]):
+        tokenizer._tokenizer = Tokenizer.from_str(json.dumps({**content, "added_tokens": known}))
+    return tokenizer
 
 
 def require_gguf() -> None:

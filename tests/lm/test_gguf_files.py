@@ -49,6 +49,7 @@ def test_weights_and_tokenizer_are_those_that_were_written(
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert ids == theirs(text, add_special_tokens=False)["input_ids"]
         assert tokenizer.decode(ids) == text
+    assert tokenizer.get_vocab() == theirs.get_vocab()  # transformers would add GPT-2's <|endoftext|>
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 0)
 
 
