@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +98,11 @@ def mac_config(lm: Path, encoder: Path | None = None, design: Any = "decoder-onl
     return MACConfig(
         base_lm=BaseLMConfig(name=str(lm)), amortization=part, input_encoder=part, **{**defaults, **values}
     )
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Waits for what another thread does."""
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)

@@ -41,6 +41,11 @@ class BaseLM(nn.Module):
         self.tokenizer = tokenizer
         self.architecture = architecture_of(model)
         self.prompts = PromptEncoder(tokenizer, prompt_format)
+        # The last token of each row is a view with gaps. The matrix product would multiply it row by row, and read the
+        # head's weights for each.
+        model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, inputs: tuple(tensor.contiguous() for tensor in inputs)
+        )
 
     @classmethod
     def load(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +41,7 @@ from mac_rag.errors import BankError, ConfigError, MACError
 from mac_rag.integrations.llama_index.filters import FilteringComponent
 from mac_rag.integrations.llama_index.plain_text import PlainTextLLM, refuse_options, refuse_structure
 from mac_rag.integrations.llama_index.slots import Request, read_slots, rewritten_question
+from mac_rag.integrations.llama_index.threads import in_thread
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import MACModel
 
@@ -235,10 +235,10 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
         return _accumulate(pieces)
 
     async def _astream(self, question: str, contexts: Contexts) -> AsyncIterator[tuple[str, str]]:
-        pieces = await asyncio.to_thread(self._stream, question, contexts)
+        pieces = await in_thread(self._stream, question, contexts)
 
         async def generate() -> AsyncIterator[tuple[str, str]]:
-            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            while (piece := await in_thread(next, pieces, None)) is not None:
                 yield piece
 
         return generate()
@@ -272,7 +272,7 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
     ) -> CompletionResponse:
         """As `complete`."""
         refuse_options(kwargs)
-        return CompletionResponse(text=await asyncio.to_thread(self._answer, prompt, contexts))
+        return CompletionResponse(text=await in_thread(self._answer, prompt, contexts))
 
     @llm_completion_callback()
     def stream_complete(
@@ -306,7 +306,7 @@ class MACLLM(PlainTextLLM, FilteringComponent, CustomLLM):
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """As `chat`."""
         refuse_options(kwargs)
-        return _chat_response(await asyncio.to_thread(self._answer, _last_question(messages), None))
+        return _chat_response(await in_thread(self._answer, _last_question(messages), None))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
