@@ -41,11 +41,7 @@ class BaseLM(nn.Module):
         self.tokenizer = tokenizer
         self.architecture = architecture_of(model)
         self.prompts = PromptEncoder(tokenizer, prompt_format)
-        # The last token of each row is a view with gaps. The matrix product would multiply it row by row, and read the
-        # head's weights for each.
-        model.get_output_embeddings().register_forward_pre_hook(
-            lambda _, inputs: tuple(tensor.contiguous() for tensor in inputs)
-        )
+        model.get_output_embeddings().register_forward_pre_hook(_without_gaps)
 
     @classmethod
     def load(
@@ -349,3 +345,11 @@ def _with_and_without(
 
 def _attached(modulation: Modulation | None, model: nn.Module) -> Any:
     return modulation.attached(model) if modulation else nullcontext()
+
+
+def _without_gaps(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copies the states that an LM's head reads, if they have gaps, as the last token of each row of a batch has.
+
+    The matrix product would take such rows one by one, and read the head's weights for each.
+    """
+    return tuple(tensor.contiguous() for tensor in inputs)
