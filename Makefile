@@ -7,13 +7,14 @@ BIN := $(VENV)/bin/python
 INSTALL = $(BIN) -m pip install -qq --disable-pip-version-check -c constraints.txt
 NEEDS := $(BIN) pyproject.toml constraints.txt
 
-# Nothing below needs a model hub; offline, nothing can reach for one by accident.
+# Only `mac-rag fetch` may ask a model hub; offline, nothing else can reach for one by accident.
+USERS_HF_HUB_OFFLINE := $(HF_HUB_OFFLINE)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test test-matrix format docs clean
+.PHONY: help demo test test-matrix test-lm format docs clean
 
 help:  ## Show this list.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  PYTHON=python3.12 chooses the interpreter, VENV=folder another virtual environment."
 
 demo: $(VENV)/.installed  ## Remember three paragraphs, then answer: LM alone, memory, BM25, BM25 + memory.
@@ -28,7 +29,11 @@ test: $(VENV)/.installed-dev  ## Lint, check types and imports, run the tests.
 	$(BIN) -m pytest -n 2 --dist worksteal
 
 test-matrix: $(VENV)/.installed-dev  ## Test every LM architecture in every dtype under every modulation.
-	$(BIN) -m pytest -n 2 -m matrix tests/lm
+	$(BIN) -m pytest -n 2 -m matrix tests/lm tests/pipelines
+
+test-lm: $(VENV)/.installed-dev  ## Test on a real pretrained LM, which it fetches first.
+	HF_HUB_OFFLINE=$(USERS_HF_HUB_OFFLINE) $(VENV)/bin/mac-rag fetch smollm2-135m
+	$(BIN) -m pytest -m lm tests/lm
 
 format: $(VENV)/.installed-dev  ## Sort imports and format the code.
 	$(BIN) -m ruff check --fix .

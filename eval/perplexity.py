@@ -193,7 +193,7 @@ def perplexity(
 
 def cut(prompts: PromptEncoder, text: str) -> tuple[list[int], list[int]]:
     """The ids of a document's first 10 % of tokens, at least one, and of the rest, at least one."""
-    ids: list[int] = prompts.tokenizer(text.strip(), add_special_tokens=False).input_ids
+    ids = prompts.texts.ids(text.strip())
     count = min(max(1, round(BEGINNING * len(ids))), len(ids) - 1)
     return ids[:count], ids[count:]
 

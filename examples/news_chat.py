@@ -23,6 +23,7 @@ async def main() -> None:
     chat = CondensePlusContextChatEngine.from_defaults(
         retriever=MACRetriever(reports, similarity_top_k=5),
         llm=MACLLM(engine=engine),
+        skip_condense=True,  # the model cannot rewrite follow-up questions
         node_postprocessors=[MACNodePostprocessor(engine, top_n=2)],
     )
     for number, report in enumerate(news.documents, 1):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from mac_rag.batching_queue import isolating_errors
 from mac_rag.data.types import Answer
 from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.lm.sampling import Sampling
 from mac_rag.memory.views.reader import Aggregated
 from mac_rag.model import MACModel
 from mac_rag.progress import progress_bar
@@ -48,6 +49,7 @@ class Settings:
     overflow: Literal["error", "truncate"]
     max_new_tokens: int | None
     num_beams: int
+    sampling: Sampling
     batch_size: int
     progress: bool
 
@@ -168,6 +170,7 @@ def _answered(batch: Sequence[_Prepared], settings: Settings, model: MACModel, a
         max_new_tokens=settings.max_new_tokens,
         num_beams=settings.num_beams,
         memory_weight=settings.memory_weight,
+        sampling=settings.sampling,
     )
     discarded = [0.0] * len(batch) if memory is None else memory.discarded.tolist()
     return [

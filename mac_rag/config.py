@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mac_rag.errors import ConfigError
+from mac_rag.prompt_format import PromptFormat as PromptFormat
 
 # A field's new name; or what turns the old field's value into values of new fields, by name.
 Renaming: TypeAlias = str | Callable[[Any], Mapping[str, Any]]
@@ -71,36 +71,6 @@ class Config(BaseModel):
             raise ConfigError(f"{where} is not a valid {cls.__name__}:\n" + "\n".join(faults)) from None
 
 
-@dataclass(frozen=True)
-class PromptFormat:
-    """Templates of the text around a document, a question and an answer.
-
-    Document, question and answer are tokenized one by one and joined as ids. So a boundary never changes a token, and
-    `d + x` starts with exactly the ids of `d`.
-
-    Examples:
-        >>> prompt = PromptFormat(document="Context: {document}\\n\\n", question="Q: {question}\\nA:")
-        >>> prompt.question.format(question="Who?")
-        'Q: Who?\\nA:'
-
-    Attributes:
-        document, question, answer: the templates.
-        abstention: the answer that the LM has learned for questions whose answer does not stand in front of them, such
-            as "I don't know"; None if it has learned none.
-    """
-
-    document: str = "{document}\n"
-    question: str = "Question: {question}\nAnswer:"
-    answer: str = " {answer}"
-    abstention: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("document", "question", "answer"):
-            template = getattr(self, name)
-            if template.count("{" + name + "}") != 1:
-                raise ValueError(f"the {name} template must hold {{{name}}} exactly once, got {template!r}")
-
-
 Dtype = Literal["fp32", "bf16", "fp16"]
 Quantization = Literal["none", "int8", "nf4"]
 
@@ -114,16 +84,31 @@ class BaseLMConfig(Config):
 
     Attributes:
         name: a causal LM on the Hub, or a folder; `./name` is a folder inside the checkpoint itself. `minilm` is a
-            prefix LM of all-MiniLM-L6-v2's weights, which must be tuned before it can answer.
-        revision: branch, tag or commit on the Hub.
+            prefix LM of all-MiniLM-L6-v2's weights, which must be tuned before it can answer. `smollm2-135m` is an LM
+            that `mac-rag fetch` brings.
+        revision: branch, tag or commit on the Hub; of a fetched LM, the copy.
         dtype: dtype of the weights in memory.
         quantization: `int8` or `nf4` (4 bit) through bitsandbytes; `none` for none.
+        gguf_file: a GGUF file in the folder or repository, whose weights are dequantised to `dtype`; None for an LM in
+            safetensors.
     """
 
     name: str
     revision: str | None = None
     dtype: Dtype = "fp32"
     quantization: Quantization = "none"
+    gguf_file: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.gguf_file is None:
+            return self
+        if self.quantization != "none":
+            raise ValueError(f"the GGUF file {self.gguf_file} is dequantised; set quantization: none")
+        path = PurePosixPath(self.gguf_file)
+        if path.is_absolute() or ".." in path.parts or path.suffix != ".gguf":
+            raise ValueError(f"gguf_file is {self.gguf_file!r}; give the path of a .gguf file inside {self.name!r}")
+        return self
 
 
 FROM_BASE_LM = ("decoder-only", "encoder-pooling")  # designs whose backbone can start from the base LM's own weights
@@ -249,12 +234,16 @@ class ModulationConfig(Config):
     Attributes:
         kind: `prefix` (P-tuning v2), `lora` or `film`.
         slots: prefix positions for each token of phi*; only for `prefix`.
+        attention_sink: the prefix begins with the LM's own keys and values of its first tokens, and where the LM turns
+            keys by their positions, those of the prefix are generated before rotation; only for `prefix`. Rotary LMs
+            need it. The paper has none.
         bottleneck: inner width of the map from phi*; None for one linear layer.
         targets: last names of the modules that LoRA changes; None for those of the attention's queries and values.
     """
 
     kind: Literal["prefix", "lora", "film"] = "prefix"
     slots: int = Field(1, ge=1)
+    attention_sink: bool = False
     bottleneck: int | None = Field(None, ge=1)
     targets: tuple[str, ...] | None = None
 
@@ -262,6 +251,8 @@ class ModulationConfig(Config):
     def _check(self) -> Self:
         if self.slots > 1 and self.kind != "prefix":
             raise ValueError(f"slots is {self.slots}, but only kind prefix has slots, not {self.kind}")
+        if self.attention_sink and self.kind != "prefix":
+            raise ValueError(f"attention_sink is true, but only kind prefix has one, not {self.kind}")
         if self.targets is not None and self.kind != "lora":
             raise ValueError(f"targets is {self.targets}, but only kind lora has targets, not {self.kind}")
         return self

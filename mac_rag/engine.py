@@ -20,6 +20,7 @@ from mac_rag.data.provenance import Member, content_hash
 from mac_rag.data.types import AdaptReport, Answer, Document
 from mac_rag.errors import BankError, DocumentError
 from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.reduction import BoundedBank
 from mac_rag.memory.views.reader import Aggregated, BankReader
@@ -249,6 +250,7 @@ class MACEngine:
         overflow: Literal["error", "truncate"] = "error",
         max_new_tokens: int | None = None,
         num_beams: int = 1,
+        sampling: Sampling = GREEDY,
         batch_size: int = 32,
         progress: bool = False,
     ) -> list[Answer]:
@@ -267,7 +269,8 @@ class MACEngine:
             overflow: if documents and question are beyond the LM's window: raise an error, or cut the documents from
                 the last one on. The question is never cut.
             max_new_tokens: None for the model's configured length.
-            num_beams: 1 is greedy.
+            num_beams: beams of beam search, which takes no sampling; 1 for none.
+            sampling: how tokens are chosen, and what ends an answer early.
             batch_size: largest number of questions that are answered at a time.
             progress: shows a progress bar.
 
@@ -285,6 +288,7 @@ class MACEngine:
             overflow=overflow,
             max_new_tokens=max_new_tokens,
             num_beams=num_beams,
+            sampling=sampling,
             batch_size=batch_size,
             progress=progress,
         )
@@ -309,6 +313,7 @@ class MACEngine:
         use_retriever: bool = True,
         allowed: Container[str] | None = None,
         max_new_tokens: int | None = None,
+        sampling: Sampling = GREEDY,
     ) -> Iterator[str]:
         """Yields the answer to one question piece by piece; the pieces joined are what `answer` returns.
 
@@ -322,7 +327,11 @@ class MACEngine:
             prompt = self.model.fit_to_window(question, texts, max_new_tokens=max_new_tokens)
             phi = self._aggregated([prompt], allowed).phi if use_memory else None
         pieces = self.model.stream(
-            prompt, modulation=phi, max_new_tokens=max_new_tokens, memory_weight=self.memory_weight
+            prompt,
+            modulation=phi,
+            max_new_tokens=max_new_tokens,
+            memory_weight=self.memory_weight,
+            sampling=sampling,
         )
 
         def locked() -> Iterator[str]:

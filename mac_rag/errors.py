@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 
-class MACError(RuntimeError):
+class MACError(Exception):
     """Base of all errors of this package.
 
-    It is a `RuntimeError` and not a `ValueError`, because LlamaIndex's refine synthesizer catches `ValueError` and
-    answers "Empty Response" where the user needs to read the message.
+    It derives from `Exception` alone, because LlamaIndex swallows more special errors where the user needs to read the
+    message: its refine synthesizer catches `ValueError` and `TypeError` and answers "Empty Response", and its async
+    helpers catch `RuntimeError` and report "Detected nested async".
     """
 
 
@@ -19,12 +20,20 @@ class ModelLoadError(MACError):
     """A model or checkpoint that cannot be loaded: unknown name, another architecture, truncated or foreign weights."""
 
 
+class InstructionError(MACError):
+    """A request that only an LM which follows instructions can serve, made to a checkpoint that follows none."""
+
+
 class QuantizationError(MACError):
     """A quantization that this machine or this use (training) does not support."""
 
 
 class DocumentError(MACError):
     """A document that cannot be adapted: it is empty, not a text, or longer than the limit."""
+
+
+class PromptError(MACError):
+    """A conversation that the LM's chat template cannot write, or that is beyond the LM's window."""
 
 
 class BankError(MACError):

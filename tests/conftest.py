@@ -16,14 +16,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # on models this small, threads o
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What training keeps for later runs stays out of the user's own cache."""
-    os.environ["MAC_RAG_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The user's own cache folder, which is not used: what training keeps for later runs stays out of it."""
+    from mac_rag.cache import CACHE_VARIABLE, cache_folder
+
+    own = cache_folder()
+    os.environ[CACHE_VARIABLE] = str(tmp_path_factory.mktemp("cache"))
+    return own
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a tiny saved model: `llama`, `gpt2`, `t5` or `bert`."""
+    """Folder of a tiny saved model: `llama`, `instruct`, `gpt2`, `t5` or `bert`."""
     from tests import helpers
 
     root = tmp_path_factory.mktemp("models")
@@ -46,6 +50,22 @@ def tiny_checkpoint(model_folder: Callable[[str], Path], tmp_path_factory: pytes
     torch.manual_seed(0)
     place = tmp_path_factory.mktemp("checkpoint") / "tiny"
     MACModel.from_config(mac_config(model_folder("llama")), device="cpu").save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="session")
+def chat_checkpoint(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny MAC checkpoint around an instruct LM; its prompt format is `chat`."""
+    import torch
+
+    from mac_rag.model import MACModel
+    from mac_rag.prompt_format import PromptFormat
+    from tests.helpers import mac_config
+
+    torch.manual_seed(0)
+    place = tmp_path_factory.mktemp("checkpoint") / "chat"
+    config = mac_config(model_folder("instruct"), prompt=PromptFormat(chat=True))
+    MACModel.from_config(config, device="cpu").save_pretrained(place)
     return place
 
 

@@ -29,12 +29,20 @@ VOCABULARY = 400
 _SMALL = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
-def save_tokenizer(folder: Path, template: str) -> None:
+CHATML = """
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
+
+
+def save_tokenizer(folder: Path, template: str, chat_template: str | None = None) -> None:
     """A byte-level BPE learned from newswire; `template` says what stands around a text, as `$A </s>`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = ["<pad>", "<s>", "</s>"]
+    special = ["<pad>", "<s>", "</s>", *(() if chat_template is None else ("<|im_start|>", "<|im_end|>"))]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=special,
@@ -46,9 +54,9 @@ def save_tokenizer(folder: Path, template: str) -> None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
         )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    fast.chat_template = chat_template
+    fast.save_pretrained(folder)
 
 
 def save_llama(folder: Path) -> Path:
@@ -59,6 +67,18 @@ def save_llama(folder: Path) -> Path:
         num_key_value_heads=2, max_position_embeddings=1024,
     )  # fmt: skip
     return _save(LlamaForCausalLM(config), folder, "<s> $A")
+
+
+def save_instruct(folder: Path) -> Path:
+    """A Llama whose tokenizer has a ChatML template."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        **_SMALL, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=4096,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder, "<s> $A", CHATML)
+    return folder
 
 
 def save_gpt2(folder: Path) -> Path:

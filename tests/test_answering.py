@@ -14,6 +14,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, DocumentError
+from mac_rag.lm.sampling import Sampling
 from mac_rag.model import MACModel
 from mac_rag.retrieval.base import Hit
 from mac_rag.retrieval.bm25 import BM25Retriever
@@ -91,6 +92,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"memory_weight": 0.3},
     {"max_new_tokens": 3},
     {"num_beams": 2},
+    {"sampling": Sampling(temperature=0.5, seed=3)},
 ]
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.schema import NodeWithScore, TextNode
-from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from mac_rag.cli.main import app
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.integrations.llama_index import MACLLM, MACSynthesizer
+from mac_rag.lm.text_tokenizer import TextTokenizer
 from mac_rag.model import MACModel
 
 TEXTS = ("Anna Berg opened the bridge of Norrland in May.", "The museum of Sola is led by Peter Holm.")
@@ -28,13 +28,16 @@ TEMPLATE = PromptTemplate("{context_str}\n{query_str}")
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """How often each text is tokenized from now on."""
     calls: Counter[str] = Counter()
-    tokenize = PreTrainedTokenizerFast.__call__
 
-    def counting(self: PreTrainedTokenizerFast, text: Any = None, *arguments: Any, **options: Any) -> Any:
-        calls.update([text] if isinstance(text, str) else text)
-        return tokenize(self, text, *arguments, **options)
+    def counted(tokenize: Any) -> Any:
+        def counting(self: TextTokenizer, text: str, **options: Any) -> Any:
+            calls.update([text])
+            return tokenize(self, text, **options)
 
-    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", counting)
+        return counting
+
+    for name in ("ids", "ids_and_spans"):
+        monkeypatch.setattr(TextTokenizer, name, counted(getattr(TextTokenizer, name)))
     return calls
 
 

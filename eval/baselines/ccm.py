@@ -201,16 +201,16 @@ def generate_behind(
         max_new_tokens: limit of an answer's tokens.
     """
     ids, mask = pad_rows(prompts, base_lm.tokenizer.pad_token_id, base_lm.device, "left")
-    eos = base_lm.tokenizer.eos_token_id
+    pad = base_lm.tokenizer.pad_token_id
     output = _behind(base_lm, compressed, ids, mask)
     mask = torch.cat([mask.new_ones(len(ids), compressed.keys_values.shape[4]), mask], 1)
     position = compressed.lengths + mask.sum(1) - 1
     generated: list[Tensor] = []
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     while True:
-        token = torch.where(ended, eos, output.logits[:, -1].argmax(-1))
+        token = torch.where(ended, pad, output.logits[:, -1].argmax(-1))
         generated.append(token)
-        ended |= token == eos
+        ended |= base_lm.ends(token)
         if len(generated) == max_new_tokens or bool(ended.all()):
             break
         position = position + 1

@@ -30,17 +30,14 @@ class FewShot(System):
         self.settings = {"examples": len(examples)}
         self._model = model
         self._batch_size = batch_size
-        prompts = model.base_lm.prompts
-        self._prefix = list(prompts.start)
-        for example in examples:
-            self._prefix += prompts.question(example.question) + prompts.answer(example.answers[0])
+        self._examples = [(example.question, example.answers[0]) for example in examples]
 
     def adapt(self, documents: Sequence[Document]) -> None:
         """Does nothing: the prompts do not depend on documents."""
 
     def answer(self, questions: Sequence[str]) -> list[str]:
         lm = self._model.base_lm
-        prompts = [self._prefix + lm.prompts.question(question) for question in questions]
+        prompts = [lm.prompts.behind_examples(self._examples, question) for question in questions]
         limit = self._model.config.max_new_tokens
         return generate(lm, prompts, max_new_tokens=limit, batch_size=self._batch_size)
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from eval.baselines.weighting import SalientSpanWeights, Span
+from eval.baselines.weighting import SalientSpanWeights
+from mac_rag.lm.text_tokenizer import Span
 
 if TYPE_CHECKING:
     from spacy.language import Language

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mac_rag.errors import DocumentError
+from mac_rag.lm.text_tokenizer import Span
 
 if TYPE_CHECKING:
     from mac_rag.lm.prompt import PromptEncoder
-
-Span = tuple[int, int]  # index of the first character, and of the one after the last
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,12 @@ def passages(prompts: PromptEncoder, text: str, window: int, device: torch.devic
     """
     if not text.strip():
         raise DocumentError(f"a document must not be empty, got {text!r:.80}")
-    written = prompts.format.document.replace("{document}", text.strip())
-    encoded = prompts.tokenizer(written, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    written = prompts.written_document(text)
+    read, covered = prompts.texts.ids_and_spans(written)
     room = window - len(prompts.start)
-    for first in range(0, len(encoded.input_ids), room):
-        ids = [*prompts.start, *encoded.input_ids[first : first + room]]
-        spans = [(0, 0)] * len(prompts.start) + encoded.offset_mapping[first : first + room]
+    for first in range(0, len(read), room):
+        ids = [*prompts.start, *read[first : first + room]]
+        spans = [(0, 0)] * len(prompts.start) + covered[first : first + room]
         yield Passage(torch.tensor(ids, device=device), written, tuple(spans))
 
 

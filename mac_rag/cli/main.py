@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mac_rag import DEFAULT_MODEL
-from mac_rag.cli import bank, try_out
+from mac_rag.cli import bank, fetch, try_out
 from mac_rag.cli.options import (
     BankOption,
+    DeviceMapOption,
     FolderOption,
     ModelOption,
     RetrieverOption,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bank.app, name="bank")
 app.command("try")(try_out.try_out)
+app.command()(fetch.fetch)
 
 
 def main() -> None:
@@ -71,6 +73,7 @@ def adapt(
     ] = "nearest-averaging",
     retriever: RetrieverOption = "none",
     retriever_folder: FolderOption = None,
+    device_map: DeviceMapOption = None,
 ) -> None:
     """Remember documents in a bank. With --retriever, store their texts in the retriever as well.
 
@@ -95,7 +98,7 @@ def adapt(
     opened = MemoryBank.open(bank, write=True) if MemoryBank.exists(bank) else None
     if opened is None and bank.is_dir() and any(bank.iterdir()):
         raise ConfigError(f"{bank} holds other files and no memory bank; choose a new or empty folder for --bank")
-    loaded = MACModel.from_pretrained(model)
+    loaded = MACModel.from_pretrained(model, device_map=device_map)
     engine = MACEngine(
         loaded,
         opened or MemoryBank.create_on_commit(bank, loaded.fingerprint),
@@ -128,12 +131,15 @@ def ask(
     retriever: RetrieverOption = "none",
     retriever_folder: FolderOption = None,
     k: Annotated[int, typer.Option(min=1, help="Number of retrieved documents in front of the question.")] = 5,
+    device_map: DeviceMapOption = None,
 ) -> None:
     """Answer a question from a bank. With --retriever, answer from the bank and retrieved documents."""
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
+    from mac_rag.model import MACModel
 
-    engine = MACEngine(model, MemoryBank.open(bank), open_retriever(retriever, retriever_folder), k=k)
+    opened, text_retriever = MemoryBank.open(bank), open_retriever(retriever, retriever_folder)
+    engine = MACEngine(MACModel.from_pretrained(model, device_map=device_map), opened, text_retriever, k=k)
     warn_of_disagreement(engine.bank, engine.retriever, retriever, retriever_folder)
     typer.echo(engine.answer([question], overflow="truncate")[0].text)
     if explain:
@@ -150,6 +156,7 @@ def reconcile(
         bool,
         typer.Option("--allow-emptying", help="Run even if the retriever holds none of the bank's documents."),
     ] = False,
+    device_map: DeviceMapOption = None,
 ) -> None:
     """Repair a bank that disagrees with its retriever, such as after a crash.
 
@@ -158,9 +165,11 @@ def reconcile(
     """
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
+    from mac_rag.model import MACModel
 
     with MemoryBank.open(bank, write=True) as opened:
-        engine = MACEngine(model, opened, open_retriever(retriever, retriever_folder))
+        text_retriever = open_retriever(retriever, retriever_folder)
+        engine = MACEngine(MACModel.from_pretrained(model, device_map=device_map), opened, text_retriever)
         changes = engine.reconcile(allow_emptying=allow_emptying)
         typer.echo(
             f"{len(changes.added)} added, {len(changes.updated)} updated, {len(changes.deleted)} deleted; "

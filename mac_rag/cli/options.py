@@ -16,6 +16,14 @@ if TYPE_CHECKING:
 ModelOption = Annotated[
     str, typer.Option("--model", help="A shipped model, a checkpoint folder, or a repository on the Hugging Face Hub.")
 ]
+DeviceMapOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device-map",
+        help="auto: for an LM larger than one GPU; its layers go to all GPUs, main memory and disk.",
+        show_default="one device",
+    ),
+]
 BankOption = Annotated[Path, typer.Option("--bank", help="Folder of the memory bank.", file_okay=False)]
 RetrieverOption = Annotated[
     str,

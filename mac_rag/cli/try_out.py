@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mac_rag import DEFAULT_MODEL
-from mac_rag.cli.options import ModelOption
+from mac_rag.cli.options import DeviceMapOption, ModelOption
 
 if TYPE_CHECKING:
     from mac_rag.engine import MACEngine
@@ -42,6 +42,7 @@ def try_out(
     ] = None,
     model: ModelOption = DEFAULT_MODEL,
     k: Annotated[int, typer.Option(min=1, help="Number of BM25's paragraphs in front of each question.")] = 1,
+    device_map: DeviceMapOption = None,
 ) -> None:
     """Try memory and retrieval on a sample, or on lines that you type (with -).
 
@@ -49,11 +50,12 @@ def try_out(
     times: by the LM alone, from memory, from the paragraphs that BM25 retrieves, and from both. Nothing is saved.
     """
     from mac_rag.engine import MACEngine
+    from mac_rag.model import MACModel
     from mac_rag.retrieval.registry import make_retriever
 
     if typed not in (None, "-"):
         raise typer.BadParameter(f"{typed!r} is not -; give - to type your own lines, or nothing")
-    engine = MACEngine(model, retriever=make_retriever("bm25"), k=k)
+    engine = MACEngine(MACModel.from_pretrained(model, device_map=device_map), retriever=make_retriever("bm25"), k=k)
     if typed == "-" and sys.stdin.isatty():
         typer.echo("Type a paragraph to remember, or a question that ends in ?, one per line. Ctrl-D ends.", err=True)
     for line in _lines(SAMPLE if typed is None else sys.stdin):

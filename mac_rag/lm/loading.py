@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ from transformers.utils import logging
 from mac_rag.config import BaseLMConfig, Dtype, EncoderConfig, Quantization
 from mac_rag.errors import ModelLoadError, QuantizationError
 from mac_rag.lm.architectures import check_modulation
+from mac_rag.lm.device_map import DeviceMap
 from mac_rag.lm.devices import DTYPES
+from mac_rag.lm.fetched import local_place
+from mac_rag.lm.gguf_files import load_gguf
 from mac_rag.lm.int8_storage import from_int8
 from mac_rag.lm.packaged import PACKAGED
 
@@ -51,7 +55,11 @@ def resolve(name: str, folder: Path | None) -> str:
 
 
 def load_causal_lm(
-    config: BaseLMConfig, device: torch.device, folder: Path | None = None, modulation: str | None = None
+    config: BaseLMConfig,
+    device: torch.device,
+    folder: Path | None = None,
+    modulation: str | None = None,
+    device_map: DeviceMap | None = None,
 ) -> tuple[nn.Module, Any]:
     """Loads a causal LM and its tokenizer.
 
@@ -60,29 +68,77 @@ def load_causal_lm(
         device: where to load it.
         folder: the checkpoint that `./` names refer to; None for none.
         modulation: the kind of modulation that the LM shall carry; None for none.
+        device_map: in place of `device`, where the LM's parts go; None for the device.
 
     Raises:
-        ModelLoadError: when there is no such model, it is not a causal LM, or it cannot carry the modulation, which is
-            noticed before its weights are loaded.
+        ModelLoadError: when there is no such model, it is not a causal LM, its tokenizer has more tokens than it has
+            embeddings, or it cannot carry the modulation, which is noticed before its weights are loaded.
         QuantizationError: when bitsandbytes is missing.
     """
     if config.name in PACKAGED:
-        return _from_package(config.name, PACKAGED[config.name].lm, config, device), load_tokenizer(config.name)
-    place = resolve(config.name, folder)
+        if config.gguf_file is not None:
+            raise ModelLoadError(f"{config.name} comes from its package; leave out gguf_file: {config.gguf_file}")
+        _require_no_map(config.name, "comes from its package", device_map)
+        packaged = _from_package(config.name, PACKAGED[config.name].lm, config, device)
+        return packaged, _checked(load_tokenizer(config.name), packaged, config.name)
+    place = local_place(resolve(config.name, folder), config.revision)
+    if config.gguf_file is not None:
+        _require_no_map(config.gguf_file, "is dequantised", device_map)
+        return _from_gguf(config, place, device, modulation)
     if modulation is not None:
         architecture = loaded("a causal LM", place, AutoConfig.from_pretrained, revision=config.revision)
         check_modulation(architecture, modulation)
     options = _options(config.dtype, config.quantization, device)
     if (Path(place) / INT8_LM).is_file():
+        _require_no_map(place, "is stored as int8", device_map)
         if config.quantization != "none":
             raise ModelLoadError(f"{place} is stored as int8 and cannot be quantised again; set quantization: none")
         model = loaded("a causal LM", place, _int8_lm, dtype=DTYPES[config.dtype])
-        return model.to(device), load_tokenizer(place)
-    model = loaded("a causal LM", place, AutoModelForCausalLM.from_pretrained, revision=config.revision, **options)
-    tokenizer = load_tokenizer(place, config.revision)
+        return model.to(device), _checked(load_tokenizer(place), model, place)
+    if device_map is None:
+        model = loaded("a causal LM", place, AutoModelForCausalLM.from_pretrained, revision=config.revision, **options)
+        model = _placed(model, config.quantization, device)
+    else:
+        options.pop("device_map", None)
+        loader = partial(device_map.load, AutoModelForCausalLM.from_pretrained)
+        model = loaded("a causal LM", place, loader, revision=config.revision, **options)
+    return model, _checked(load_tokenizer(place, config.revision), model, place)
+
+
+def _require_no_map(name: str, reason: str, device_map: DeviceMap | None) -> None:
+    if device_map is not None:
+        raise ModelLoadError(f"{name} {reason} and goes to one device; leave out device_map")
+
+
+def _from_gguf(config: BaseLMConfig, place: str, device: torch.device, modulation: str | None) -> tuple[nn.Module, Any]:
+    assert config.gguf_file is not None
+    with quiet():
+        model, tokenizer = load_gguf(
+            place, config.gguf_file, config.revision, dtype=DTYPES[config.dtype], modulation=modulation
+        )
+    return model.to(device), _checked(tokenizer, model, config.gguf_file)
+
+
+def _checked(tokenizer: Any, lm: Any, name: str) -> Any:
+    """A tokenizer that fits its LM and can pad."""
+    check_vocabulary(tokenizer, lm, name)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # GPT-2 and Llama have none; padding is always masked
-    return _placed(model, config.quantization, device), tokenizer
+    return tokenizer
+
+
+def check_vocabulary(tokenizer: Any, model: Any, name: str | None) -> None:
+    """Refuses a tokenizer with tokens for which a model has no embeddings.
+
+    Raises:
+        ModelLoadError: for such a tokenizer; it names both sizes.
+    """
+    highest, size = max(tokenizer.get_vocab().values()), len(model.get_input_embeddings().weight)
+    if highest >= size:
+        raise ModelLoadError(
+            f"the tokenizer of {name!r} has token ids up to {highest}, but the model has embeddings for {size} tokens "
+            "only; resize the model's embeddings (resize_token_embeddings) or remove the tokens that were added"
+        )
 
 
 def _int8_lm(place: str, *, dtype: torch.dtype) -> Any:
@@ -116,7 +172,7 @@ def load_tokenizer(place: str, revision: str | None = None) -> Any:
     """
     if place in PACKAGED:
         return PACKAGED[place].tokenizer()
-    return loaded("a tokenizer", place, AutoTokenizer.from_pretrained, revision=revision)
+    return loaded("a tokenizer", local_place(place, revision), AutoTokenizer.from_pretrained, revision=revision)
 
 
 def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
@@ -135,10 +191,11 @@ def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
     # Quantising T5 means its encoder (appendix A); the decoder stays as it is and is trained.
     skipped = ["decoder"] if config.design == "encoder-decoder" else []
     options = _options(config.dtype, config.quantization, device, skipped)
-    architecture = loaded("a model", config.name, AutoConfig.from_pretrained, revision=config.revision)
+    place = local_place(config.name, config.revision)
+    architecture = loaded("a model", place, AutoConfig.from_pretrained, revision=config.revision)
     check_design(config, architecture)
     loader = _backbone_class(config, architecture)
-    model = loaded("a model", config.name, loader.from_pretrained, revision=config.revision, **options)
+    model = loaded("a model", place, loader.from_pretrained, revision=config.revision, **options)
     if config.quantization != "none":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(bool(skipped) and name.startswith("decoder."))
@@ -224,6 +281,10 @@ def keep_first_layers(backbone: nn.Module, count: int) -> None:
     name, layers = list_of_layers(backbone)
     parent, _, last = name.rpartition(".")
     setattr(backbone.get_submodule(parent), last, layers[:count])
+    for field, value in vars(config).items():
+        # What a configuration says of each layer, such as `layer_types`; it is checked against their number.
+        if "layer" in field and isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(config, field, value[:count])
     config.num_hidden_layers = count
 
 

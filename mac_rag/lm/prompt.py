@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mac_rag.config import PromptFormat
+from mac_rag.errors import ModelLoadError
+from mac_rag.lm.text_tokenizer import text_tokenizer
+
+Exchange = tuple[str, str]  # a question and its answer
 
 
 @dataclass(frozen=True)
@@ -37,37 +41,52 @@ class FittedPrompt:
 
 
 class PromptEncoder:
-    """Writes prompts `LM(d + x)` as token ids of the base LM.
+    """Writes prompts `LM(d + x)` as token ids of the base LM, with the templates of a `PromptFormat`.
+
+    The templates may hold control tokens of the tokenizer. In documents, questions and answers the same characters are
+    text and never become control tokens.
 
     Args:
         tokenizer: the base LM's tokenizer; it must have an end-of-sequence token, which closes every answer.
         prompt_format: the templates.
 
+    Attributes:
+        start: ids that the tokenizer puts in front of a text: <s> for Llama, none for GPT-2.
+        eos: id of the tokenizer's end-of-sequence token.
+        end_tokens: ids of the tokens that end an answer.
+
     Raises:
-        ValueError: when the tokenizer has no end-of-sequence token.
+        ModelLoadError: for a tokenizer without an end-of-sequence token, or without a fast version.
     """
 
     def __init__(self, tokenizer: Any, prompt_format: PromptFormat | None = None) -> None:
         if tokenizer.eos_token_id is None:
-            raise ValueError(f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token; answers could not end")
+            raise ModelLoadError(
+                f"the tokenizer of {tokenizer.name_or_path!r} has no eos_token, so answers could not end; "
+                "set one in its tokenizer_config.json"
+            )
         self.tokenizer = tokenizer
         self.format = prompt_format or PromptFormat()
-        # Tokens that the tokenizer puts in front of a text: <s> for Llama, none for GPT-2.
-        self.start: list[int] = [i for i in tokenizer("").input_ids if i != tokenizer.eos_token_id]
+        self.texts = text_tokenizer(tokenizer)
         self.eos: int = tokenizer.eos_token_id
+        self.start: list[int] = [i for i in self.texts.ids("", special=True) if i != self.eos]
+        self.end_tokens: tuple[int, ...] = (self.eos,)
+        self._document = self.texts.mark(self.format.document)
+        self._question = self.texts.mark(self.format.question)
+        self._answer = self.texts.mark(self.format.answer)
 
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
-        return ids
+    def written_document(self, text: str) -> str:
+        """A document in its template."""
+        return self._document.replace("{document}", text.strip())
 
     def document(self, text: str) -> list[int]:
-        return self._ids(self.format.document.replace("{document}", text.strip()))
+        return self.texts.ids(self.written_document(text))
 
     def question(self, text: str) -> list[int]:
-        return self._ids(self.format.question.replace("{question}", text.strip()))
+        return self.texts.ids(self._question.replace("{question}", text.strip()))
 
     def answer(self, text: str) -> list[int]:
-        return [*self._ids(self.format.answer.replace("{answer}", text.strip())), self.eos]
+        return [*self.texts.ids(self._answer.replace("{answer}", text.strip())), self.eos]
 
     def prompt_start(self, contexts: Sequence[str]) -> list[int]:
         """`d_1 + ... + d_k`, the part of a prompt before its question."""
@@ -75,6 +94,22 @@ class PromptEncoder:
         for context in contexts:
             ids += self.document(context)
         return ids
+
+    def exchanges(self, contexts: Sequence[str], pairs: Sequence[Exchange]) -> list[tuple[list[int], list[int]]]:
+        """Questions and answers behind one set of documents: for each the ids up to the answer, and the answer's.
+
+        The first ids are `prompt(question, contexts)`. All ids joined are one sequence, from which an LM can learn.
+        """
+        prompts = [self.question(question) for question, _ in pairs]
+        prompts[0] = [*self.prompt_start(contexts), *prompts[0]]
+        return [(prompt, self.answer(answer)) for prompt, (_, answer) in zip(prompts, pairs, strict=True)]
+
+    def behind_examples(self, examples: Sequence[Exchange], question: str) -> list[int]:
+        """A question behind other questions with their answers (few-shot prompting)."""
+        ids = list(self.start)
+        for asked, answer in examples:
+            ids += self.question(asked) + self.answer(answer)
+        return ids + self.question(question)
 
     def prompt(self, question: str, contexts: Sequence[str] = (), room: int | None = None) -> list[int]:
         """The token ids of `fit_to_window`."""
@@ -100,6 +135,16 @@ class PromptEncoder:
             return FittedPrompt(question, tuple(ids), tuple(contexts))
         left = room - len(start) - len(end)
         ids, fitting = list(start), []
+        for text, document in self.shortened(contexts, documents, left):
+            fitting.append(text)
+            ids += document
+        return FittedPrompt(question, (*ids, *end), tuple(fitting), truncated=True)
+
+    def shortened(
+        self, contexts: Sequence[str], documents: Sequence[list[int]], left: int
+    ) -> list[tuple[str, list[int]]]:
+        """The texts that fit into `left` tokens, the last one possibly cut, and their ids; `documents` are all ids."""
+        fitting = []
         for text, document in zip(contexts, documents, strict=True):
             text = text.strip()
             if not text:
@@ -107,17 +152,15 @@ class PromptEncoder:
             if len(document) > left:
                 text = self._beginning(text, left)
                 if text.strip():
-                    fitting.append(text)
-                    ids += self.document(text)
+                    fitting.append((text, self.document(text)))
                 break
-            fitting.append(text)
-            ids += document
+            fitting.append((text, document))
             left -= len(document)
-        return FittedPrompt(question, (*ids, *end), tuple(fitting), truncated=True)
+        return fitting
 
     def _beginning(self, text: str, room: int) -> str:
         """The longest beginning of a text whose document has at most `room` tokens."""
-        ids = self._ids(text)
+        ids = self.texts.ids(text)
         for length in range(min(len(ids), room), 0, -1):
             cut: str = self.tokenizer.decode(ids[:length]).rstrip("\N{REPLACEMENT CHARACTER}")
             # The cut text may have one token more when it is tokenized again.

@@ -28,6 +28,7 @@ from transformers import AutoConfig
 from mac_rag.config import EncoderConfig, MACConfig, SentenceEncoderConfig
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.device_map import DeviceMap, require_weights
 from mac_rag.lm.int8_storage import from_int8, to_int8
 from mac_rag.lm.loading import INT8_LM, empty_backbone, load_backbone, load_tokenizer, quiet
 from mac_rag.lm.lora_tuning import merged
@@ -79,7 +80,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     config = parts.config
     if lm_was_trained or Path(config.base_lm.name).is_dir() or config.base_lm.name.startswith("./"):
-        embedded = config.base_lm.model_copy(update={"name": "./base_lm", "revision": None})
+        embedded = config.base_lm.model_copy(update={"name": "./base_lm", "revision": None, "gguf_file": None})
         config = config.model_copy(update={"base_lm": embedded})
         _save_base_lm(parts.base_lm, folder / "base_lm", dtype)
     for name, encoder in parts.encoders.items():
@@ -93,14 +94,19 @@ def write(
     (folder / "config.json").write_text(text + "\n")
 
 
-def read(folder: Path, device: torch.device) -> Parts:
+def read(folder: Path, device: torch.device, device_map: DeviceMap | None = None) -> Parts:
     """The parts of a checkpoint, without the weights of MAC's own networks, which `fill` loads.
+
+    Args:
+        folder: the checkpoint.
+        device: where the LM goes.
+        device_map: in place of `device`, where its parts go; None for the device.
 
     Raises:
         ModelLoadError: when files are missing, or have another format or architecture.
     """
     config = read_config(folder)
-    base_lm = BaseLM.load(config.base_lm, config.prompt, device, folder, config.modulation.kind)
+    base_lm = BaseLM.load(config.base_lm, config.prompt, device, folder, config.modulation.kind, device_map)
     sentence_encoder = None
     if config.sentence_encoder is not None:
         sentence_encoder = _sentence_encoder(folder / SENTENCE_ENCODER_FOLDER, config.sentence_encoder, base_lm)
@@ -238,6 +244,7 @@ def _architecture(folder: Path) -> Any:
 
 
 def _save_base_lm(base_lm: BaseLM, folder: Path, dtype: torch.dtype | None) -> None:
+    require_weights(base_lm.model, "storing the LM in a checkpoint")
     lm = merged(base_lm.model)
     base_lm.tokenizer.save_pretrained(folder)
     if dtype == torch.int8:

@@ -7,13 +7,31 @@ from typing import Any
 
 from mac_rag.config import EncoderConfig, MACConfig, SentenceEncoderConfig
 from mac_rag.errors import ModelLoadError
+from mac_rag.lm.attention_sink import make_attention_sink
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.loading import keep_first_layers, load_backbone, load_tokenizer
+from mac_rag.lm.fetched import exact_revision
+from mac_rag.lm.loading import check_vocabulary, keep_first_layers, load_backbone, load_tokenizer
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.dtypes import HALF_PRECISION, SharedEmbedding
 from mac_rag.nn.hashed_bm25 import HashedBM25
 from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning
+
+
+def with_exact_revisions(config: MACConfig) -> MACConfig:
+    """The configuration with the revision of each fetched LM that it names: a checkpoint must identify the weights.
+
+    Raises:
+        ModelLoadError: for an LM that has not been fetched, or in several copies.
+    """
+
+    def exact(part: Any) -> Any:
+        if part is None or part.name is None:
+            return part
+        return part.model_copy(update={"revision": exact_revision(part.name, part.revision)})
+
+    parts = ("base_lm", "amortization", "input_encoder", "sentence_encoder")
+    return config.model_copy(update={name: exact(getattr(config, name)) for name in parts})
 
 
 def make_encoder(
@@ -37,12 +55,13 @@ def make_encoder(
         hashed_bm25: the result of `make_hashed_bm25`, or None.
 
     Raises:
-        ModelLoadError: when the encoder should share the base LM's embeddings, but has another width or vocabulary; or
-            when there is a sentence encoder or hashed BM25, which read the base LM's tokens, and the encoder has
-            another vocabulary.
+        ModelLoadError: when the tokenizer has more tokens than the backbone has embeddings; when the encoder should
+            share the base LM's embeddings, but has another width or vocabulary; or when there is a sentence encoder or
+            hashed BM25, which read the base LM's tokens, and the encoder has another vocabulary.
     """
     if part.design == "encoder-pooling" and hasattr(backbone, "bidirectional"):
         backbone.bidirectional = True  # off by default in backbones that can attend both ways
+    check_vocabulary(tokenizer, backbone, part.name)
     alike = _same_vocabulary(tokenizer, base_lm)
     if part.embeddings == "base-lm":
         _share_embeddings(part.name, backbone, alike, base_lm)
@@ -139,11 +158,14 @@ def make_modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNet
     """The network from phi* to a modulation of the base LM, with random weights.
 
     Raises:
-        ModelLoadError: as `BaseLM.shape`.
+        ModelLoadError: as `BaseLM.shape` and `make_attention_sink`.
     """
     part, shape = config.modulation, base_lm.shape(config.modulation)
     if part.kind == "lora":
         return LoRA(shape, config.tokens, base_lm.width, bottleneck=part.bottleneck)
     if part.kind == "film":
         return FiLM(shape, base_lm.width, bottleneck=part.bottleneck)
-    return PrefixTuning(shape, config.tokens, base_lm.width, slots=part.slots, bottleneck=part.bottleneck)
+    sink = None
+    if part.attention_sink:
+        sink = make_attention_sink(base_lm, config.tokens * part.slots, config.context_window)
+    return PrefixTuning(shape, config.tokens, base_lm.width, slots=part.slots, bottleneck=part.bottleneck, sink=sink)

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from mac_rag.config import MACConfig
-from mac_rag.errors import ConfigError, DocumentError
+from mac_rag.errors import ConfigError, DocumentError, PromptError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
+from mac_rag.lm.chat import ChatPromptEncoder, Message
 from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.modulation import Modulation, ModulationNetwork
 
@@ -43,8 +45,7 @@ class GenerationMixin:
     @property
     def _positions(self) -> int:
         """Positions of the LM that the prefix of memory tokens does not take."""
-        prefix = self.config.tokens * self.config.modulation.slots if self.config.modulation.kind == "prefix" else 0
-        return self.base_lm.context_window - prefix
+        return self.base_lm.context_window - self.modulation.prefix_length
 
     def fit_to_window(
         self,
@@ -79,6 +80,40 @@ class GenerationMixin:
             )
         return replace(fitted, question_ids=tuple(question_ids))
 
+    def fit_conversation(
+        self,
+        messages: Sequence[Message],
+        *,
+        question: str | None = None,
+        contexts: Sequence[str] = (),
+        max_new_tokens: int | None = None,
+    ) -> FittedPrompt:
+        """A conversation as token ids that fit the LM's window; only for models whose prompt format is `chat`.
+
+        Args:
+            messages: the conversation; see `ChatPromptEncoder.fit_conversation`.
+            question: what the memory is asked; None for the last message. Of a question beyond the input encoder's
+                limit, the memory is asked the end.
+            contexts: texts in the messages that may be cut, the best first.
+            max_new_tokens: longest answer, which must fit too; None for the configured length.
+
+        Raises:
+            ConfigError: for another prompt format.
+            PromptError: for a conversation that the chat template refuses, or that is beyond the window.
+        """
+        prompts = self.base_lm.prompts
+        if not isinstance(prompts, ChatPromptEncoder):
+            raise ConfigError("prompt.chat is false, but only a chat reads conversations; set it and train the model")
+        room = self.context_window - (max_new_tokens or self.config.max_new_tokens)
+        asked = messages[-1].text if question is None and messages else question or ""
+        fitted = prompts.fit_conversation(messages, asked, contexts, room)
+        if len(fitted.ids) > room:
+            raise PromptError(
+                f"the conversation takes {len(fitted.ids)} tokens, but the LM's window leaves room for {room}; "
+                "shorten its history or its prompts"
+            )
+        return replace(fitted, question_ids=tuple(self.input_encoder.plan(asked)[-1]))
+
     @torch.no_grad()
     def generate(
         self,
@@ -89,6 +124,7 @@ class GenerationMixin:
         max_new_tokens: int | None = None,
         num_beams: int = 1,
         memory_weight: float | None = None,
+        sampling: Sampling = GREEDY,
     ) -> list[str]:
         """Answers questions: `LM(d + x; phi*)`.
 
@@ -97,11 +133,12 @@ class GenerationMixin:
             contexts: documents in front of each question; only for questions that are texts.
             modulation: phi* `[B, T, D]`; None for the frozen LM alone.
             max_new_tokens: None for the configured length.
-            num_beams: 1 is greedy.
+            num_beams: beams of beam search; 1 for none.
             memory_weight: lambda behind documents (see `mac_rag.lm.max_rule`); None for the configured weight.
+            sampling: how tokens are chosen, and what ends an answer early.
 
         Raises:
-            ConfigError: for a memory_weight that is not above 0 and at most 1.
+            ConfigError: for a memory_weight that is not above 0 and at most 1, and for beams and sampling together.
         """
         fitted = self._as_fitted(prompts, contexts)
         weights = self._weights(fitted, memory_weight)
@@ -113,6 +150,7 @@ class GenerationMixin:
                 max_new_tokens=max_new_tokens or self.config.max_new_tokens,
                 num_beams=num_beams,
                 weights=None if weights is None else [weights[i] for i in rows],
+                sampling=sampling,
             )
             for i, text in zip(rows, texts, strict=True):
                 answers[i] = text
@@ -169,14 +207,16 @@ class GenerationMixin:
         modulation: Tensor | None = None,
         max_new_tokens: int | None = None,
         memory_weight: float | None = None,
+        sampling: Sampling = GREEDY,
     ) -> Iterator[str]:
-        """Yields the greedy answer to one question piece by piece; arguments as `generate`'s, phi* `[1, T, D]`."""
+        """Yields the answer to one question piece by piece; arguments as `generate`'s, phi* `[1, T, D]`."""
         [fitted] = self._as_fitted([prompt], [contexts])
         yield from self.base_lm.stream(
             fitted.ids,
             self._modulation(modulation),
             max_new_tokens=max_new_tokens or self.config.max_new_tokens,
             weights=self._weights([fitted], memory_weight),
+            sampling=sampling,
         )
 
     def _weights(self, prompts: Sequence[FittedPrompt], memory_weight: float | None) -> list[float] | None:

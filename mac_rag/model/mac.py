@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from mac_rag.config import MACConfig
 from mac_rag.errors import BankError, ConfigError
+from mac_rag.lm.attention_sink import sink_keys_values
 from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.device_map import DeviceMap, require_weights
 from mac_rag.lm.devices import default_device
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.model import checkpoint
@@ -21,6 +23,7 @@ from mac_rag.model.factory import (
     make_modulation_network,
     pretrained_encoder,
     pretrained_sentence_encoder,
+    with_exact_revisions,
 )
 from mac_rag.model.generation import GenerationMixin
 from mac_rag.model.stored_names import FROZEN, fingerprint_fields, stored_name
@@ -29,6 +32,7 @@ from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.bank_view import BankProjection, BankView
 from mac_rag.nn.dtypes import use_master_weights
 from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.modulation import PrefixTuning
 from mac_rag.progress import progress_bar
 
 
@@ -84,7 +88,9 @@ class MACModel(GenerationMixin, nn.Module):
                 f"context_window is {self.context_window}, but the LM has positions for {self._positions} tokens "
                 "beside a prefix; leave it out for all of them"
             )
-        self.to(base_lm.device)
+        # The LM stays where it is; it may lie on several devices.
+        for part in (self.amortization, self.input_encoder, self.aggregation, self.modulation):
+            part.to(base_lm.device)
 
     @classmethod
     def from_config(cls, config: MACConfig, *, device: str | torch.device | None = None) -> MACModel:
@@ -95,6 +101,7 @@ class MACModel(GenerationMixin, nn.Module):
             QuantizationError: when bitsandbytes is missing.
         """
         place = default_device(device)
+        config = with_exact_revisions(config)
         base_lm = BaseLM.load(config.base_lm, config.prompt, place, modulation=config.modulation.kind)
         sentence_encoder = pretrained_sentence_encoder(config, base_lm)
         hashed_bm25 = make_hashed_bm25(config, base_lm)
@@ -104,16 +111,33 @@ class MACModel(GenerationMixin, nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, name_or_path: str | Path, *, revision: str | None = None, device: str | torch.device | None = None
+        cls,
+        name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        device: str | torch.device | None = None,
+        device_map: str | Mapping[str, int | str] | None = None,
+        max_memory: Mapping[int | str, int | str] | None = None,
     ) -> MACModel:
         """Loads a checkpoint: one in the package (`mac-small`, `mac-tiny`), a folder, or a repository on the Hub.
 
+        Args:
+            name_or_path: the checkpoint.
+            revision: branch, tag or commit on the Hub.
+            device: one device for all; None for a GPU if there is one.
+            device_map: for an LM that is larger than one device: `auto`, or a map of the LM's modules as transformers
+                takes it. MAC's networks go to the device of the LM's embeddings. Layers that wait on cpu or disk are
+                for use only, not for training.
+            max_memory: memory that `device_map` may use: GPU number or `cpu` -> bytes or a text like `20GiB`.
+
         Raises:
+            ConfigError: for a device that is not there, or arguments that contradict each other.
             ModelLoadError: when there is no model of that name, or its files are truncated or have another format or
                 architecture; it lists the weights that differ.
         """
+        spread = DeviceMap.of(device_map, max_memory, device)
         folder = checkpoint.find(name_or_path, revision)
-        parts = checkpoint.read(folder, default_device(device))
+        parts = checkpoint.read(folder, default_device(device), spread)
         model = cls(parts.config, parts.base_lm, parts.amortization, parts.input_encoder)
         checkpoint.fill(model.mac_state(), folder / checkpoint.WEIGHTS)
         return model.eval()
@@ -147,13 +171,21 @@ class MACModel(GenerationMixin, nn.Module):
         return self.base_lm.device
 
     def train(self, mode: bool = True) -> MACModel:
-        """Sets the training mode of all networks but the sentence encoder and a frozen base LM."""
+        """Sets the training mode of all networks but the sentence encoder and a frozen base LM.
+
+        Raises:
+            ConfigError: when weights of the LM are offloaded, through which no gradient flows.
+        """
+        if mode:
+            require_weights(self.base_lm.model, "training")
         super().train(mode)
         if not self.base_lm_trained:
             self.base_lm.eval()
         if self.amortization.network.sentence_encoder is not None:
             self.amortization.network.sentence_encoder.eval()
         self._fingerprint = None  # fused optimisers change weights without a new version of the tensors
+        if self.base_lm_trained and isinstance(self.modulation, PrefixTuning) and self.modulation.sink is not None:
+            self.modulation.sink.keys_values.copy_(sink_keys_values(self.base_lm))  # the trainer comes here each step
         return self
 
     def use_master_weights(self) -> None:

@@ -41,6 +41,7 @@ class _FingerprintFields(BaseModel):
     index: _Index | None
     tokens: int
     aggregation: AggregationConfig
+    attention_sink: bool
 
 
 def fingerprint_fields(config: MACConfig) -> str:
@@ -54,5 +55,11 @@ def fingerprint_fields(config: MACConfig) -> str:
             words=lexical.vectors,
             words_weight=lexical.weight,
         )
-    fields = _FingerprintFields(index=index, tokens=config.tokens, aggregation=config.aggregation)
-    return fields.model_dump_json(exclude={"index"} if index is None else None)
+    fields = _FingerprintFields(
+        index=index,
+        tokens=config.tokens,
+        aggregation=config.aggregation,
+        attention_sink=config.modulation.attention_sink,
+    )
+    neutral = {"index": None, "attention_sink": False}
+    return fields.model_dump_json(exclude={name for name, value in neutral.items() if getattr(fields, name) == value})

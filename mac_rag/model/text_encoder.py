@@ -11,6 +11,7 @@ from torch import nn
 
 from mac_rag.errors import DocumentError
 from mac_rag.lm.batching import length_buckets, pad_rows, similar_lengths
+from mac_rag.lm.text_tokenizer import text_tokenizer
 from mac_rag.nn.amortization import AmortizationNetwork
 from mac_rag.nn.memory_tokens import MemoryTokens
 
@@ -39,6 +40,7 @@ class TextEncoder(nn.Module):
         super().__init__()
         self.network = network
         self.tokenizer = tokenizer
+        self._texts = text_tokenizer(tokenizer)
         # T5 has relative positions and no such limit.
         positions = getattr(network.backbone.config, "max_position_embeddings", None)
         self.max_tokens = min(max_tokens, positions - network.tokens) if positions else max_tokens
@@ -57,8 +59,7 @@ class TextEncoder(nn.Module):
         return self._within_limit(self._tokenized(text.strip()), text.strip())
 
     def _tokenized(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, truncation=False, verbose=False).input_ids
-        return ids
+        return self._texts.ids(text, special=True)
 
     def _within_limit(self, ids: list[int], text: str) -> list[int]:
         if len(ids) > self.max_tokens:
@@ -134,12 +135,12 @@ class TextEncoder(nn.Module):
         """Chunks of a text, each with its token ids."""
         _check_text(text)
         text = text.strip()
-        encoded = self.tokenizer(text, truncation=False, verbose=False, return_offsets_mapping=True)
-        if len(encoded.input_ids) <= self.max_tokens:
-            yield text, encoded.input_ids
+        whole, spans = self._texts.ids_and_spans(text, special=True)
+        if len(whole) <= self.max_tokens:
+            yield text, whole
             return
-        ends = [end for _, end in encoded.offset_mapping if end]
-        special = len(encoded.input_ids) - len(ends)
+        ends = [end for _, end in spans if end]
+        special = len(whole) - len(ends)
         start = 0  # of the next chunk, in characters
         while start < len(text):
             budget = self.max_tokens - special

@@ -124,7 +124,10 @@ class AmortizationNetwork(nn.Module):
         Returns:
             Memory tokens of K texts.
         """
-        states = self.states(input_ids, attention_mask)
+        return self.memory_tokens(self.states(input_ids, attention_mask), input_ids, attention_mask)
+
+    def memory_tokens(self, states: Tensor, input_ids: Tensor, attention_mask: Tensor) -> MemoryTokens:
+        """Memory tokens of K texts whose `states` are known; the other arguments are those of `forward`."""
         tokens: Tensor = self.mlps(states.to(self.queries.dtype))
         if self.sentence_encoder is not None:
             with torch.no_grad():
@@ -215,7 +218,10 @@ class EncoderPooling(AmortizationNetwork):
         return 0.0  # training finds what a memory token looks for within its stretch
 
     def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        text = self.text_states(input_ids, attention_mask)
+        return self.pooled(self.text_states(input_ids, attention_mask), attention_mask)
+
+    def pooled(self, text: Tensor, attention_mask: Tensor) -> Tensor:
+        """The result of `states` for texts whose `text_states` are known, `[K, L, backbone width]`."""
         query, key, value = (
             x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for x in (self.queries.expand(len(text), -1, -1), self.to_key(self.norm(text)), self.to_value(text))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from mac_rag.nn.attention_sink import AttentionSink
 from mac_rag.nn.visible_prefix import visible_prefix
 
 
@@ -71,6 +72,11 @@ class Modulation(ABC):
     def attached(self, lm: nn.Module) -> Iterator[None]:
         """Applies the modulation to the LM's modules while the context lasts."""
         yield
+
+
+def attached(modulation: Modulation | None, lm: nn.Module) -> AbstractContextManager[None]:
+    """`modulation.attached(lm)`; nothing without a modulation."""
+    return modulation.attached(lm) if modulation else nullcontext()
 
 
 class PrefixModulation(Modulation):
@@ -162,7 +168,13 @@ def _rows(values: Tensor, like: Tensor) -> Tensor:
 
 
 class ModulationNetwork(nn.Module, ABC):
-    """Maps phi* to a modulation of one LM."""
+    """Maps phi* to a modulation of one LM.
+
+    Attributes:
+        prefix_length: P, positions that its modulations take in front of each row; 0 for those without a prefix.
+    """
+
+    prefix_length: int = 0
 
     @abstractmethod
     def forward(self, phi: Tensor) -> Modulation:
@@ -170,7 +182,9 @@ class ModulationNetwork(nn.Module, ABC):
 
 
 class PrefixTuning(ModulationNetwork):
-    """P-tuning v2 from phi*: each token gives `slots` keys and values of every layer, P = T * slots.
+    """P-tuning v2 from phi*: each token gives `slots` keys and values of every layer.
+
+    P is T * slots, and with an attention sink its length more.
 
     Args:
         shape: the LM's sizes.
@@ -179,14 +193,25 @@ class PrefixTuning(ModulationNetwork):
         slots: prefix positions for each token.
         bottleneck: inner width of a two-layer map; None for one linear layer, as in the paper. Wide LMs need a
             bottleneck: one linear layer to all keys and values of LLaMA-2-7B would have a billion weights.
+        sink: stands in front of the generated keys and values, and turns the keys to their places; None for a prefix
+            that is generated as a whole.
     """
 
     def __init__(
-        self, shape: LMShape, tokens: int, width: int, *, slots: int = 1, bottleneck: int | None = None
+        self,
+        shape: LMShape,
+        tokens: int,
+        width: int,
+        *,
+        slots: int = 1,
+        bottleneck: int | None = None,
+        sink: AttentionSink | None = None,
     ) -> None:
         super().__init__()
         self.slots = slots
         self.shape = shape
+        self.sink = sink
+        self.prefix_length = tokens * slots + (0 if sink is None else sink.length)
         outputs = slots * shape.layers * 2 * shape.kv_heads * shape.head_width
         self.norm = nn.LayerNorm(width)
         self.to_keys_values = _linear(width, bottleneck, outputs)
@@ -195,7 +220,8 @@ class PrefixTuning(ModulationNetwork):
         shape = self.shape
         mapped: Tensor = self.to_keys_values(self.norm(phi))  # [B, T, slots * layers * 2 * kv_heads * head_width]
         slots = mapped.unflatten(-1, (self.slots, shape.layers, 2, shape.kv_heads, shape.head_width))
-        return PrefixModulation(slots.flatten(1, 2).permute(0, 2, 3, 4, 1, 5))
+        generated = slots.flatten(1, 2).permute(0, 2, 3, 4, 1, 5)
+        return PrefixModulation(generated if self.sink is None else self.sink(generated))
 
 
 class LoRA(ModulationNetwork):
@@ -235,8 +261,9 @@ class LoRA(ModulationNetwork):
 
     def _update(self, down: Tensor, up: Tensor) -> Change:
         def change(inputs: Tensor, output: Tensor) -> Tensor:
-            ranked: Tensor = inputs @ _rows(down, inputs).to(inputs.dtype).mT / math.sqrt(inputs.shape[-1])
-            return output + self.scale * (ranked @ _rows(up, inputs).to(inputs.dtype)).to(output.dtype)
+            inputs = inputs.to(output.device)  # the module may run on a device of its own
+            ranked: Tensor = inputs @ _rows(down, inputs).to(inputs).mT / math.sqrt(inputs.shape[-1])
+            return output + self.scale * (ranked @ _rows(up, inputs).to(inputs)).to(output.dtype)
 
         return change
 
@@ -268,7 +295,7 @@ class FiLM(ModulationNetwork):
     def _update(self, layer: Tensor) -> Change:
         def change(_: Tensor, output: Tensor) -> Tensor:
             # In bf16, 1 + gamma would lose all of a gamma below 2^-8.
-            exact = layer.to(torch.promote_types(layer.dtype, output.dtype))
+            exact = layer.to(output.device, torch.promote_types(layer.dtype, output.dtype))
             gamma, beta = _rows(exact, output)[:, :, None].unbind(1)  # each [rows, 1, width]
             return (output * (1 + gamma) + beta).to(output.dtype)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -18,12 +17,12 @@ from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as array_bytes
 
 from mac_rag.atomic_files import sync_folder, write_file
+from mac_rag.cache import cache_folder
 from mac_rag.data.types import Document, QADataset
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
 from mac_rag.retrieval.registry import make_retriever, needs_folder
 
-CACHE_VARIABLE = "MAC_RAG_CACHE"
 _PART = 4096  # questions in one file: what an interruption can cost
 _BATCH = 256  # questions retrieved in one call
 
@@ -118,12 +117,6 @@ def fingerprint(retriever: Retriever) -> str:
     assert isinstance(retriever, BM25Retriever)
     versions = [version(package) for package in ("mac-rag", "PyStemmer", "bm25s")]
     return json.dumps([retriever.idf, retriever.tokenizer.describe(), versions])
-
-
-def cache_folder() -> Path:
-    """Folder of results that all runs share: `$MAC_RAG_CACHE`, or `mac_rag` in the user's cache folder."""
-    folder = os.environ.get(CACHE_VARIABLE)
-    return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mac_rag"
 
 
 def _read(file: Path, rows: Rows) -> bool:

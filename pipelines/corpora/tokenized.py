@@ -74,7 +74,7 @@ class Preparation:
     def _tokenized(self, texts: Sequence[str]) -> Iterator[list[int]]:
         for first in range(0, len(texts), _AT_ONCE):
             some = texts[first : first + _AT_ONCE]
-            for ids in self._encoder.tokenizer(some, add_special_tokens=False).input_ids:
+            for ids in self._encoder.texts.batch(some):
                 yield [*self._encoder.start, *ids, self._encoder.eos]
 
     def _reading_blocks(

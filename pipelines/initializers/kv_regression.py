@@ -4,13 +4,15 @@ An LM answers by the keys and values of the words it has read. The encoders star
 their states predicts these keys and values; it is fitted here by ridge regression. Training then begins with a memory
 that the LM can read. What remains to be learned is what to keep, as there are fewer memory tokens than words, and how
 to find it.
+
+Where the prefix has an attention sink, the LM reads the text behind the sink, and keys are predicted before rotation.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +21,17 @@ from torch.nn import functional
 
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
+from mac_rag.lm.key_rotation import key_rotation
 from mac_rag.model import MACModel
 from mac_rag.nn.aggregation import CrossAttentionBlock
 from mac_rag.nn.amortization import EncoderPooling
 from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.modulation import PrefixTuning
+from mac_rag.nn.modulation import PrefixModulation, PrefixTuning
+from mac_rag.progress import progress_bar
+from pipelines.initializers.ridge import Ridge
 
 _READ = 256  # texts to which the maps are fitted
-_RIDGE = 1e-4  # ridge penalty, as a share of the inputs' mean square
 _FLOOR = 0.3  # share of the mean variance that is added to all variances before whitening
 _SCALES = (5.0, 10.0, 15.0, 20.0, 30.0, 40.0)  # candidates for the document prior's scale
 _BATCH = 4096  # tokens that an encoder reads at once
@@ -71,18 +75,18 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     some = range(0, len(rows), -(-len(rows) // _READ))
     rows_read = [rows[i] for i in some]
     questions = [model.input_encoder.ids(questions_of[documents[i].id][0].question) for i in some]
-    states = [_states(network, row) for row in rows_read]
+    with progress_bar("kv_regression: read", len(rows_read)) as bar:
+        states = [_states(network, row, bar.advance) for row in rows_read]
     _fit_salience(network, rows, rows_read, states)
-    pooled = [_pooling(network, state) for state in states]
     count = len(network.queries)
-    phi = model.amortization.encode(rows_read, _BATCH)
+    phi = MemoryTokens.cat([_memory_tokens(network, row, state) for row, state in zip(rows_read, states, strict=True)])
     memory = phi.tokens
     read = memory[:, -count:]  # without the sentence encoder's
     places = _least_used(read.flatten(0, 1), count) * (_PLACE * read.square().mean((0, 1)).sum().sqrt())
     network.mlps.outer_bias.add_(places)
     model.input_encoder.load_state_dict(model.amortization.state_dict())
     read += places  # as the bias makes them, in phi too
-    _fit_prefix(model, prefix, memory, rows_read, pooled)
+    _fit_prefix(model, prefix, memory, rows_read, states)
     if model.aggregation.prior is not None:
         _fit_prior(model.aggregation.prior, model.input_encoder.encode(questions, _BATCH), phi)
     along = places.T @ torch.linalg.pinv(places.T)  # the projection onto the marks
@@ -93,16 +97,31 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     model.train(training)
 
 
-def _states(network: EncoderPooling, row: Sequence[int]) -> Tensor:
+def _states(network: EncoderPooling, row: Sequence[int], advance: Callable[[], None]) -> Tensor:
     """`[L, backbone width]`"""
     ids = torch.tensor([row], device=network.queries.device)
-    return network.text_states(ids, torch.ones_like(ids))[0]
+    states = network.text_states(ids, torch.ones_like(ids))[0]
+    advance()
+    return states
 
 
-def _pooling(network: EncoderPooling, states: Tensor) -> Tensor:
-    """How much each word is of each memory token, `[T, L]`; the sentence encoder's is of all words."""
+def _memory_tokens(network: EncoderPooling, row: Sequence[int], states: Tensor) -> MemoryTokens:
+    """Memory tokens of one text whose states `[L, backbone width]` are known."""
+    ids = torch.tensor([row], device=states.device)
+    mask = torch.ones_like(ids)
+    return network.memory_tokens(network.pooled(states[None], mask), ids, mask).to(torch.float32)
+
+
+def _pooling(network: EncoderPooling, states: Tensor, skipped: int) -> Tensor:
+    """How much each word is of each memory token, `[T, L - skipped]`; the sentence encoder's is of all words.
+
+    Args:
+        network: the amortization network.
+        states: `[L, backbone width]`.
+        skipped: number of words at the beginning that are left out.
+    """
     mask = torch.ones(1, len(states), dtype=torch.long, device=states.device)
-    weights: Tensor = network.places(states[None], mask)[0].softmax(-1).mean(0)
+    weights: Tensor = network.places(states[None], mask)[0, ..., skipped:].softmax(-1).mean(0)
     return weights if network.sentence_encoder is None else torch.cat([weights.mean(0, keepdim=True), weights])
 
 
@@ -117,7 +136,9 @@ def _fit_salience(
     rarity = [math.log(len(rows) / holding[token]) for row in rows_read for token in row]
     salience = torch.tensor(rarity, device=network.queries.device).clamp(min=1e-2)
     before_softplus = salience + (-(-salience).expm1()).log()
-    weight, bias = _ridge(torch.cat(list(states)), before_softplus[:, None])
+    ridge = Ridge(states[0].shape[1], 1, salience.device)
+    ridge.add(torch.cat(list(states)), before_softplus[:, None])
+    weight, bias = ridge.solve()
     network.salience.weight.copy_(weight.T)
     network.salience.bias.copy_(bias)
 
@@ -138,19 +159,30 @@ def _fit_prefix(
     prefix: PrefixTuning,
     phi: Tensor,
     rows: Sequence[Sequence[int]],
-    pooled: Sequence[Tensor],
+    states: Sequence[Tensor],
 ) -> None:
     """Fits the prefix of memory tokens to the keys and values that the LM keeps of the text, pooled alike."""
-    lm: Any = model.base_lm.model
-    targets = []
-    for row, weights in zip(rows, pooled, strict=True):
-        ids = torch.tensor([row], device=phi.device)
-        segments = model.base_lm.architecture.segment_arguments(torch.ones_like(ids))
-        cache = lm(input_ids=ids, use_cache=True, logits_to_keep=1, **segments).past_key_values
-        keys_values = torch.stack([torch.stack([layer[0][0], layer[1][0]]) for layer in cache])  # [layers, 2, H, L, d]
-        targets.append(torch.einsum("tl,nkhld->tnkhd", weights, keys_values.to(weights.dtype)).flatten(1))
+    network, base_lm, sink = model.amortization.network, model.base_lm, prefix.sink
+    assert isinstance(network, EncoderPooling)
+    front = None if sink is None else PrefixModulation(sink.keys_values[None])
+    start = base_lm.prompts.start
     linear: Any = prefix.to_keys_values
-    weight, bias = _ridge(prefix.norm(phi).flatten(0, 1), torch.cat(targets))
+    ridge = Ridge(linear.in_features, linear.out_features, phi.device)
+    if sink is not None:
+        longest = sink.length + max(map(len, rows))
+        rotation = key_rotation(base_lm.model, range(sink.length, longest), longest)
+    with progress_bar("kv_regression: fit", len(rows)) as bar:
+        for row, tokens, text in zip(rows, phi, states, strict=True):
+            # The sink is what the tokenizer puts in front of a text, where it does so.
+            skipped = len(start) if sink is not None and list(row[: len(start)]) == start else 0
+            keys_values = base_lm.keys_values(row[skipped:], front).float()  # [layers, 2, H, L, d]
+            if sink is not None:
+                keys, values = keys_values.unbind(1)
+                keys_values = torch.stack([rotation.inverse(keys), values], 1)
+            targets = torch.einsum("tl,nkhld->tnkhd", _pooling(network, text, skipped), keys_values).flatten(1)
+            ridge.add(prefix.norm(tokens), targets)
+            bar.advance()
+    weight, bias = ridge.solve()
     linear.weight.copy_(weight.T)
     linear.bias.copy_(bias)
 
@@ -173,13 +205,3 @@ def _fit_prior(prior: DocumentPrior, questions: MemoryTokens, phi: MemoryTokens)
     own = torch.arange(len(cosines), device=cosines.device)
     losses = {scale: float(functional.cross_entropy(scale * cosines, own)) for scale in _SCALES}
     prior.log_scale.fill_(math.log(min(losses, key=losses.__getitem__)))
-
-
-def _ridge(inputs: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """The linear map `[D, E]` and bias `[E]` from `[N, D]` to `[N, E]` of least squared error."""
-    means = inputs.mean(0), outputs.mean(0)
-    centred = inputs - means[0]
-    moments = centred.T @ centred
-    moments += _RIDGE * moments.diagonal().mean() * torch.eye(len(moments), device=moments.device)
-    weight = torch.linalg.solve(moments, centred.T @ (outputs - means[1]))
-    return weight, means[1] - means[0] @ weight

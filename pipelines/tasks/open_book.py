@@ -9,7 +9,7 @@ import torch
 
 from mac_rag.data.metrics import best_over, exact_match, f1
 from mac_rag.data.types import Question
-from mac_rag.lm.batching import pad_rows
+from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.prompt import PromptEncoder
 
 
@@ -24,18 +24,14 @@ def reading_scores(
     max_new_tokens: int = 16,
 ) -> dict[str, float]:
     """Mean exact match `em` and `f1` of greedy answers to `contexts[i] + questions[i]`, fitted to the LM's window."""
-    room = lm.config.max_position_embeddings - max_new_tokens
+    base_lm = BaseLM(lm, encoder.tokenizer, encoder.format)
+    room = base_lm.context_window - max_new_tokens
     prompts = [encoder.prompt(q.question, c, room) for q, c in zip(questions, contexts)]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     totals = {"em": 0.0, "f1": 0.0}
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
-        pad = encoder.tokenizer.pad_token_id
-        ids, mask = pad_rows([prompts[i] for i in chosen], pad, lm.device, "left")
-        output = lm.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad
-        )
-        answers = encoder.tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
+        answers = base_lm.generate([prompts[i] for i in chosen], None, max_new_tokens=max_new_tokens)
         for answer, i in zip(answers, chosen, strict=True):
             for name, metric in (("em", exact_match), ("f1", f1)):
                 totals[name] += best_over(metric, answer, questions[i].answers)

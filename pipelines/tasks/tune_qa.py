@@ -18,10 +18,10 @@ from mac_rag.errors import ConfigError
 from mac_rag.lm.architectures import architecture_of
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets, pad_rows
+from mac_rag.lm.chat import prompt_encoder
 from mac_rag.lm.loading import load_causal_lm, quiet
 from mac_rag.lm.lora_tuning import make_trainable, merged
 from mac_rag.lm.packaged import PACKAGED
-from mac_rag.lm.prompt import PromptEncoder
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
 from pipelines.initializers.pointer_head import init_pointer_head
 from pipelines.tasks.cpu_attention import has_matrix_units, use_products
@@ -111,7 +111,7 @@ class TuneTask(Task):
         make_trainable(self.lm, config.lora_rank if config.tune == "lora" else None)
         if has_matrix_units():
             use_products(self.lm)
-        self.encoder = PromptEncoder(tokenizer, config.prompt)
+        self.encoder = prompt_encoder(tokenizer, config.prompt)
         data = config.data.training_set()
         self._questions = data.questions
         packaged = PACKAGED.get(config.base_lm.name)
@@ -145,20 +145,19 @@ class TuneTask(Task):
         rng.shuffle(others)
         questions = [question, *others[: self.config.questions_per_context - 1]]
         rng.shuffle(questions)
-        ids = self.encoder.prompt_start([document.text for document in contexts])
-        segment_ids, hidden = [1] * len(ids), [False] * len(ids)
-        if rng.random() < self.config.question_blind:
-            share = rng.random() * self.config.token_dropout
-            segment_ids, hidden = [2] * len(ids), [rng.random() < share for _ in ids]
-        whole = self.config.loss_on == "all"
-        labels = list(ids) if whole else [-100] * len(ids)
-        read = {document.id for document in contexts}
-        for pair in questions:
-            prompt, answer = self.encoder.question(pair.question), self.encoder.answer(self._target(pair, read))
+        texts, read = [document.text for document in contexts], {document.id for document in contexts}
+        ids: list[int] = []
+        labels: list[int] = []
+        segment_ids: list[int] = []
+        for prompt, answer in self.encoder.exchanges(texts, [(q.question, self._target(q, read)) for q in questions]):
             ids += prompt + answer
             segment_ids += [1] * len(prompt) + [0] * len(answer)
-            hidden += [False] * (len(prompt) + len(answer))
-            labels += (prompt if whole else [-100] * len(prompt)) + answer
+            labels += (prompt if self.config.loss_on == "all" else [-100] * len(prompt)) + answer
+        hidden = [False] * len(ids)
+        if rng.random() < self.config.question_blind:
+            share = rng.random() * self.config.token_dropout
+            blind = len(self.encoder.prompt_start(texts))
+            segment_ids[:blind], hidden[:blind] = [2] * blind, [rng.random() < share for _ in range(blind)]
         # Cut at the front: document text goes, and the question that it was retrieved for can stay.
         length = self.config.sequence_length
         return _Sequence(ids[-length:], labels[-length:], segment_ids[-length:], hidden[-length:])

@@ -245,11 +245,28 @@ def test_an_error_ends_with_code_1_and_one_message_on_stderr(
     assert shown.err == f"error: there is no memory bank in {tmp_path}\n"
 
 
+def test_a_device_map_is_followed_by_every_command_that_loads_a_model(
+    model: str, notes: list[str], tmp_path: Path
+) -> None:
+    bank, folder = tmp_path / "bank", tmp_path / "texts"
+    places = ("--retriever", "bm25", "--retriever-folder", folder)
+    auto = ("--model", model, "--device-map", "auto")
+    assert run("adapt", notes[0], "--bank", bank, *places, *auto).exit_code == 0
+    question = ("ask", "Who opened the harbour?", "--bank", bank)
+    assert run(*question, *auto).stdout == run(*question, "--model", model).stdout
+    assert run("reconcile", "--bank", bank, *places, *auto).exit_code == 0
+    nowhere = ("--model", model, "--device-map", "everywhere")
+    for command in (
+        ("adapt", notes[0], "--bank", bank), question, ("reconcile", "--bank", bank, *places), ("try",),
+    ):  # fmt: skip
+        assert "everywhere" in refusal(*command, *nowhere)
+
+
 def test_version() -> None:
     assert run("--version").stdout == f"mac-rag {version('mac-rag')}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["adapt"], ["ask"], ["bank"], ["bank", "info"]])
+@pytest.mark.parametrize("arguments", [[], ["adapt"], ["ask"], ["bank"], ["bank", "info"], ["fetch"]])
 def test_help_needs_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys\n"

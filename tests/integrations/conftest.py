@@ -10,8 +10,15 @@ import torch
 from llama_index.core import Document, VectorStoreIndex
 from llama_index_instrumentation import root_dispatcher
 
+from mac_rag.integrations.llama_index.once import forget_warnings
 from mac_rag.model import MACModel
 from tests.integrations.helpers import FACTS, EventLog, HashEmbedding, RecordingEngine
+
+
+@pytest.fixture(autouse=True)
+def _fresh_warnings() -> None:
+    """Each test sees the warnings that a process gives once."""
+    forget_warnings()
 
 
 @pytest.fixture

@@ -12,12 +12,11 @@ import pytest
 from llama_index.core import Document, Settings, VectorStoreIndex, get_response_synthesizer
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
-from llama_index.core.indices.query.query_transform import HyDEQueryTransform
 from llama_index.core.memory import Memory
 from llama_index.core.query_engine import RetrieverQueryEngine
 
 from mac_rag.data.types import Document as MACDocument
-from mac_rag.errors import DocumentError, FingerprintError, MACError
+from mac_rag.errors import FingerprintError
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MemoryWriter
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
@@ -102,14 +101,6 @@ def test_no_text_asks_nothing(
     response = index.as_query_engine(llm=llm, response_mode="no_text", similarity_top_k=2).query(QUESTION)
     assert len(response.source_nodes) == 2
     assert engine.asked == []
-
-
-def test_metadata_stands_in_the_context_unless_it_is_hidden(llm: MACLLM, engine: RecordingEngine) -> None:
-    document = Document(text=FACTS["bridge"], metadata={"date": "May 3", "source": "wire"})
-    document.excluded_llm_metadata_keys = ["source"]
-    index = VectorStoreIndex.from_documents([document], embed_model=HashEmbedding())
-    index.as_query_engine(llm=llm).query(QUESTION)
-    assert engine.asked == [(QUESTION, (f"date: May 3\n\n{FACTS['bridge']}",))]
 
 
 def test_the_whole_chain(documents: list[Document], engine: RecordingEngine, tiny_model: MACModel) -> None:
@@ -242,20 +233,13 @@ def test_the_prompt_helper_divides_long_contexts(
     assert len(engine.asked) > 2
 
 
-def test_a_step_that_needs_another_llm_says_so(llm: MACLLM) -> None:
-    with pytest.raises(MACError, match="query_str"):
-        HyDEQueryTransform(llm=llm).run(QUESTION)
-
-
 # -- chat engines --
 
 
 @pytest.mark.parametrize("mode", ["context", "condense_plus_context"])
 def test_chats_with_context(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str) -> None:
     expected = answered(engine, FACTS["bridge"])
-    chat = index.as_chat_engine(
-        chat_mode=mode, llm=llm, similarity_top_k=1, skip_condense=True, system_prompt="Be kind."
-    )
+    chat = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=1, skip_condense=True)
     first = chat.chat("Who leads the museum of Sola?")
     assert engine.asked == [("Who leads the museum of Sola?", (FACTS["museum"],))]
     engine.asked.clear()
@@ -269,44 +253,6 @@ def test_chats_with_context(index: VectorStoreIndex, llm: MACLLM, engine: Record
         QUESTION,
         expected,
     ]
-
-
-@pytest.mark.parametrize("mode", ["condense_plus_context", "best"])
-def test_follow_ups_are_not_rewritten(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str) -> None:
-    chat = index.as_chat_engine(chat_mode=mode, llm=llm, similarity_top_k=1)
-    chat.chat("Who leads the museum of Sola?")
-    engine.asked.clear()
-    chat.chat(QUESTION)
-    asyncio.run(chat.achat(QUESTION))
-    assert engine.asked == [(QUESTION, (FACTS["bridge"],))] * 2
-
-
-def test_a_rewriting_prompt_of_ones_own_is_a_question_like_any_other(
-    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine
-) -> None:
-    """Why skip_condense=True is recommended then; too long for the model, the prompt is refused."""
-    chat = index.as_chat_engine(
-        chat_mode="condense_plus_context", llm=llm, condense_prompt="Rewrite {question} after {chat_history}"
-    )
-    chat.chat(QUESTION)
-    engine.asked.clear()
-    chat.chat("And when?")
-    (rewriting, contexts), asked = engine.asked
-    assert rewriting.startswith("Rewrite And when? after user: Who opened")
-    assert contexts is None
-    assert asked[0] == "And when?"
-    with pytest.raises(DocumentError, match="longer than the limit"):
-        chat.chat("And when was that, and who else was there? " * engine.model.config.max_document_tokens)
-
-
-def test_condense_question_asks_follow_ups_as_they_are(
-    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine
-) -> None:
-    expected = answered(engine, FACTS["bridge"])
-    chat = index.as_chat_engine(chat_mode="condense_question", llm=llm, similarity_top_k=1)
-    chat.chat("Who leads the museum of Sola?")
-    assert str(chat.chat(QUESTION)) == expected
-    assert engine.asked[-1] == (QUESTION, (FACTS["bridge"],))
 
 
 def test_simple_chats_ask_the_memory_alone(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import chromadb
 import pytest
@@ -20,7 +21,7 @@ from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from mac_rag.data.types import Document as MACDocument
-from mac_rag.errors import BankError, ConfigError, FingerprintError, MACError
+from mac_rag.errors import ConfigError, FingerprintError, MACError
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MemoryWriter
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
@@ -261,17 +262,44 @@ def test_copies_and_dictionaries(remembering: RecordingEngine, index: VectorStor
         assert [node.node.ref_doc_id for node in nodes] == by_mass(remembering)[:1]
 
 
-def test_what_ranking_cannot_do_is_an_error(remembering: RecordingEngine, tiny_model: MACModel) -> None:
+def test_what_ranking_cannot_do_is_an_error(remembering: RecordingEngine) -> None:
     rank = MACNodePostprocessor(remembering)
     assert rank.postprocess_nodes([], query_str=QUESTION) == []
     with pytest.raises(MACError, match="query_bundle or query_str"):
         rank.postprocess_nodes(scored("bridge"))
-    with pytest.raises(BankError, match="empty"):
-        MACNodePostprocessor(RecordingEngine(tiny_model)).postprocess_nodes(scored("bridge"), query_str=QUESTION)
     with pytest.raises(ValueError, match="top_n"):
         MACNodePostprocessor(remembering, top_n=0)
     with pytest.raises(ValueError, match="fusion_weight"):
         MACNodePostprocessor(remembering, fusion_weight=1.5)
+
+
+@pytest.mark.parametrize("mode", ["rerank", "annotate", "expand"])
+def test_nodes_pass_unchanged_before_the_bank_is_filled(
+    engine: RecordingEngine, index: VectorStoreIndex, caplog: pytest.LogCaptureFixture, mode: Any
+) -> None:
+    rank = MACNodePostprocessor(engine, mode=mode, source=index if mode == "expand" else None)
+    nodes = scored("river", "bridge", "museum")
+    before = [scored.model_dump() for scored in nodes]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            passed = rank.postprocess_nodes(nodes, query_str=QUESTION)
+        assert asyncio.run(rank.apostprocess_nodes(nodes, query_str=QUESTION)) == passed
+    assert [scored.model_dump() for scored in passed] == before
+    assert caplog.text.count("MemoryWriter.from_index") == 1
+    first = MACNodePostprocessor(engine, top_n=1).postprocess_nodes(nodes, query_str=QUESTION)
+    assert [scored.node.node_id for scored in first] == ["river"]
+
+
+def test_nodes_that_the_bank_lacks_altogether_are_reported_once(
+    remembering: RecordingEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = MACNodePostprocessor(remembering)
+    with caplog.at_level(logging.WARNING):
+        rank.postprocess_nodes(scored("bridge", "unknown"), query_str=QUESTION)
+        assert not caplog.records
+        for _ in range(2):
+            rank.postprocess_nodes(scored("unknown", "unknown too"), query_str=QUESTION)
+    assert caplog.text.count("holds none of the 2 nodes") == 1
 
 
 def test_the_old_name_of_the_fusion_weight_still_works(remembering: RecordingEngine) -> None:

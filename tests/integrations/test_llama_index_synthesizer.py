@@ -84,7 +84,8 @@ def test_documents_are_shortened_and_the_user_is_told(
     expected = answered(engine, *texts, overflow="truncate")
     with caplog.at_level(logging.WARNING):
         assert every_way(llm, given) == [expected] * 4
-    assert caplog.text.count("documents were shortened, and 1 of them left out") == 4
+    assert caplog.text.count("documents were shortened, and 1 of them left out") == 1
+    assert event_log.names().count("DocumentsTruncatedEvent") == 4
     ((question, contexts), *_) = engine.asked
     assert question == QUESTION
     assert contexts is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mac_rag.config import ModulationConfig, PromptFormat
+from mac_rag.lm.attention_sink import make_attention_sink
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
 from tests.helpers import VOCABULARY, save_tokenizer
@@ -58,6 +60,23 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cohere2": _MIXED,
 }  # fmt: skip
 
+# LMs that turn their keys in further ways: neighbours as pairs, in a part of the width, or the other way round.
+ROTATIONS: dict[str, dict[str, Any]] = {
+    "glm4": {**_MOST, "head_dim": 16},
+    "helium": {**_MOST, "head_dim": 16},
+    "nanochat": _MOST,
+    "cohere": _MOST,
+    "exaone4": _MIXED,
+}
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 512},
+    {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+]  # fmt: skip
+
 # LMs with layers that have no keys and values: they carry LoRA and FiLM.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "jamba": {
@@ -93,6 +112,20 @@ def _tokenizer() -> Any:
         return AutoTokenizer.from_pretrained(folder)
 
 
+def random_lm(name: str, dtype: str = "fp32", **changes: Any) -> Any:
+    """An LM of an architecture with random weights, frozen and in evaluation mode."""
+    config = AutoConfig.for_model(name, **{**(ARCHITECTURES | ROTATIONS | HYBRIDS)[name], **changes})
+    if dtype != "fp32" and hasattr(config, "num_experts_per_tok"):
+        # A near tie of two experts may fall either way in half precision, and then all that follows differs.
+        config.num_experts_per_tok = ARCHITECTURES[name].get("num_local_experts", 4)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:  # its first weights are too small for tokens to matter
+            parameter.copy_(0.15 * torch.randn(parameter.shape))
+    return model
+
+
 @dataclass
 class Cell:
     """One architecture in one dtype under one modulation.
@@ -102,41 +135,48 @@ class Cell:
         network: a modulation network, away from its start.
         phi: `[B, T, D]`.
         dtype: name of the LM's dtype.
+        tolerance: largest root mean square difference of log-probabilities, in standard deviations of these.
+        new: longest answer, in tokens.
     """
 
     lm: BaseLM
     network: ModulationNetwork
     phi: Tensor
     dtype: str
+    tolerance: float
+    new: int
 
     @classmethod
     def of(cls, name: str, kind: Any, dtype: str, **changes: Any) -> Cell:
-        config = AutoConfig.for_model(name, **{**(ARCHITECTURES | HYBRIDS)[name], **changes})
-        if dtype != "fp32" and hasattr(config, "num_experts_per_tok"):
-            # A near tie of two experts may fall either way in half precision, and then all that follows differs.
-            config.num_experts_per_tok = ARCHITECTURES[name].get("num_local_experts", 4)
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype]).requires_grad_(False).eval()
-        for parameter in model.parameters():
-            if parameter.ndim > 1:  # its first weights are too small for tokens to matter
-                parameter.copy_(0.15 * torch.randn(parameter.shape))
+        return cls.around(random_lm(name, dtype, **changes), kind, dtype)
+
+    @classmethod
+    def around(cls, model: Any, kind: Any, dtype: str, tolerance: float | None = None, new: int = NEW) -> Cell:
+        """The cell of an LM with the weights that it has; without a tolerance it is that of tiny LMs."""
         lm = BaseLM(model, _tokenizer(), PromptFormat())
         lm.tokenizer = Numbers()
+        torch.manual_seed(1)
         network = _network(lm, kind)
         for parameter in network.parameters():
-            torch.nn.init.normal_(parameter, std=0.6 if kind == "prefix" else 0.3)
-        return cls(lm, network, torch.randn(3, TOKENS, lm.width), dtype)
+            torch.nn.init.normal_(parameter, std=0.6 if network.prefix_length else 0.3)
+        return cls(lm, network, torch.randn(3, TOKENS, lm.width), dtype, tolerance or TOLERANCES[dtype], new)
 
     def modulation(self, *rows: int) -> Modulation:
         return self.network(self.phi[list(rows)])  # type: ignore[no-any-return]
 
-    def plain_log_probs(self, ids: Sequence[int], modulation: Modulation | None) -> Tensor:
-        """Log-probabilities behind each token `[L, vocabulary]`: no padding, no cache of text, masks made by hand."""
+    def plain_log_probs(self, ids: Sequence[int], modulation: Modulation | None, front: int = 0) -> Tensor:
+        """Log-probabilities behind each token `[L, vocabulary]`: no padding, no cache of text, masks made by hand.
+
+        Args:
+            ids: L token ids.
+            modulation: of one row; None for the LM alone.
+            front: number of first tokens that all layers see from everywhere, as they see a prefix.
+        """
         model, length = self.lm.model, len(ids)
         prefix = modulation.prefix_length if modulation else 0
         keys, queries = torch.arange(-prefix, length), torch.arange(length)[:, None]
         seen = keys <= queries
-        near = seen & ((keys > queries - WINDOW) | (keys < 0))
+        near = seen & ((keys > queries - WINDOW) | (keys < front))
 
         def additive(mask: Tensor) -> Tensor:
             masked = torch.zeros(mask.shape, dtype=model.dtype)
@@ -165,7 +205,7 @@ class Cell:
     def plain_answer(self, prompt: Sequence[int], modulation: Modulation | None) -> list[int]:
         """The greedy answer, the whole sequence anew for each token."""
         answer: list[int] = []
-        while len(answer) < NEW and (not answer or answer[-1] != Numbers.eos_token_id):
+        while len(answer) < self.new and (not answer or answer[-1] != Numbers.eos_token_id):
             answer.append(int(self.plain_log_probs([*prompt, *answer], modulation)[-1].argmax()))
         return answer
 
@@ -177,10 +217,13 @@ class Cell:
 
     def distance(self, found: Tensor, expected: Tensor) -> float:
         """How far log-probabilities `[tokens, vocabulary]` are from those expected; 1 is the largest allowed."""
-        return float((found - expected).square().mean().sqrt() / expected.std() / TOLERANCES[self.dtype])
+        return float((found - expected).square().mean().sqrt() / expected.std() / self.tolerance)
 
 
 def _network(lm: BaseLM, kind: Any) -> ModulationNetwork:
+    if kind == "sink":
+        sink = make_attention_sink(lm, TOKENS, None)
+        return PrefixTuning(lm.shape(ModulationConfig()), TOKENS, lm.width, sink=sink)
     shape = lm.shape(ModulationConfig(kind=kind))
     if kind == "prefix":
         return PrefixTuning(shape, TOKENS, lm.width)
@@ -223,16 +266,18 @@ def check_generation(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequenc
     """`generate`, `stream` and `generate_each` give the plain loop's tokens; beams in a batch are beams alone."""
     lm, everyone = cell.lm, range(len(rows))
     whole = cell.modulation(*everyone)
-    generated = lm.generate(rows, whole, max_new_tokens=NEW)
-    streamed = ["".join(lm.stream(p, cell.modulation(i), max_new_tokens=NEW)) for i, p in enumerate(rows)]
-    each = lm.generate_each(rows, whole, max_new_tokens=NEW, weights=[1.0, 0.5])
-    half = lm.generate(rows, whole, max_new_tokens=NEW, weights=[0.5] * len(rows))
-    beams = lm.generate(rows, whole, max_new_tokens=NEW, num_beams=3)
+    generated = lm.generate(rows, whole, max_new_tokens=cell.new)
+    streamed = ["".join(lm.stream(p, cell.modulation(i), max_new_tokens=cell.new)) for i, p in enumerate(rows)]
+    each = lm.generate_each(rows, whole, max_new_tokens=cell.new, weights=[1.0, 0.5])
+    half = lm.generate(rows, whole, max_new_tokens=cell.new, weights=[0.5] * len(rows))
+    beams = lm.generate(rows, whole, max_new_tokens=cell.new, num_beams=3)
     if cell.dtype == "fp32":
         expected = [Numbers().decode(answer) for answer in answers]
         assert generated == streamed == each[0] == expected
         assert each[1] == half
-        alone = [lm.generate([p], cell.modulation(i), max_new_tokens=NEW, num_beams=3)[0] for i, p in enumerate(rows)]
+        alone = [
+            lm.generate([p], cell.modulation(i), max_new_tokens=cell.new, num_beams=3)[0] for i, p in enumerate(rows)
+        ]
         assert beams == alone
         return
     # Near ties may fall either way, but every token is as good as the best.
@@ -242,7 +287,7 @@ def check_generation(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequenc
             if tokens:
                 scores = cell.plain_answer_log_probs(prompt, tokens, cell.modulation(i))
                 behind = scores.max(1).values - scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-                assert behind.max() <= 4 * TOLERANCES[cell.dtype] * scores.std()
+                assert behind.max() <= 4 * cell.tolerance * scores.std()
     assert len(beams) == len(half) == len(rows)
 
 
@@ -256,3 +301,64 @@ def check_gradients(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequence
     for name, parameter in cell.network.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
+
+
+def save_gguf(folder: Path, file: Path, *, without: Sequence[str] = (), **metadata: int) -> Path:
+    """Writes the Llama and the tokenizer of a folder as a GGUF file in fp32.
+
+    Args:
+        folder: the model folder.
+        file: the file to write.
+        without: GGUF names of tensors to leave out.
+        metadata: metadata in place of the true values, by key.
+    """
+    import gguf
+
+    lm, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    sizes, state = lm.config, lm.state_dict()
+    heads, kv_heads = sizes.num_attention_heads, sizes.num_key_value_heads
+    writer = gguf.GGUFWriter(file, "llama")
+    numbers = {
+        "context_length": sizes.max_position_embeddings, "embedding_length": sizes.hidden_size,
+        "block_count": sizes.num_hidden_layers, "feed_forward_length": sizes.intermediate_size,
+        "attention.head_count": heads, "attention.head_count_kv": kv_heads, "vocab_size": sizes.vocab_size,
+        "rope.dimension_count": sizes.hidden_size // heads,
+    }  # fmt: skip
+    for key, value in ({f"llama.{key}": value for key, value in numbers.items()} | metadata).items():
+        writer.add_uint32(key, value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", sizes.rms_norm_eps)
+    writer.add_float32("llama.rope.freq_base", 10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    tokens = [tokenizer.convert_ids_to_tokens(i) for i in range(sizes.vocab_size)]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if i < 3 else 1 for i in range(sizes.vocab_size)])  # special tokens, then normal ones
+    merges = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+
+    def permuted(weight: Tensor, count: int) -> Tensor:
+        # GGUF has the rotated halves of a head side by side.
+        return weight.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    parts = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    for i in range(sizes.num_hidden_layers):
+        names |= {f"model.layers.{i}.{ours}": f"blk.{i}.{theirs}" for ours, theirs in parts.items()}
+    for name, tensor in state.items():
+        theirs = names[name.removesuffix(".weight")] + ".weight"
+        if "attn_q." in theirs or "attn_k." in theirs:
+            tensor = permuted(tensor, heads if "attn_q." in theirs else kv_heads)
+        if theirs not in without:
+            writer.add_tensor(theirs, tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

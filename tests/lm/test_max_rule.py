@@ -67,8 +67,8 @@ def test_at_several_weights_answers_end_where_they_end(model_folder: Folder) -> 
     lm, network, phi = modulated_lm(model_folder("llama"), "prefix")
     first = lm.generate_each(PROMPTS, network(phi), max_new_tokens=8, weights=[0.0, 1.0])
     with torch.no_grad():
-        third = [int(tokens[0]) for tokens in islice(lm._greedy(PROMPTS, None, None), 3)][2]
-    lm.tokenizer.eos_token = lm.tokenizer.convert_ids_to_tokens(third)
+        third = [int(tokens[0]) for tokens in islice(lm._decode(PROMPTS, None, None), 3)][2]
+    lm.end_tokens = [third]
     each = lm.generate_each(PROMPTS, network(phi), max_new_tokens=8, weights=[0.0, 1.0])
     assert each[0] == lm.generate(PROMPTS, None, max_new_tokens=8)
     assert each[1] == lm.generate(PROMPTS, network(phi), max_new_tokens=8)

@@ -9,11 +9,23 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache
 
-from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig, SentenceEncoderConfig
+from mac_rag.config import (
+    AggregationConfig,
+    BaseLMConfig,
+    EncoderConfig,
+    MACConfig,
+    ModulationConfig,
+    SentenceEncoderConfig,
+)
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model import MACModel
+from mac_rag.nn.amortization import EncoderPooling
+from mac_rag.nn.modulation import Modulation, PrefixTuning
+from mac_rag.nn.visible_prefix import has_limited_layers
 from pipelines.initializers.kv_regression import init_by_kv_regression
+from tests.helpers import save_tokenizer
+from tests.lm.helpers import ARCHITECTURES, random_lm
 
 DATA = generate("train", 60, seed=3, questions_per_document=2)
 TOKENS = 24
@@ -104,3 +116,104 @@ def test_what_cannot_start_so(tiny_model: MACModel) -> None:
         build(layers=7)
     with pytest.raises(ValueError, match="layers is 2, but the backbone 'minilm' is taken as it is"):
         EncoderConfig(design="encoder-pooling", name="minilm", layers=2)
+
+
+def around(name: str, folder: Path, tokens: int = 48, layers: int | None = None) -> MACModel:
+    """MAC with an attention sink around a random LM. A sliding window is shorter than a document."""
+    window = {"sliding_window": 40} if "sliding_window" in ARCHITECTURES[name] else {}
+    random_lm(name, **window).save_pretrained(folder)
+    save_tokenizer(folder, "<s> $A")
+    torch.manual_seed(5)
+    part = EncoderConfig(design="encoder-pooling", name=None, layers=layers)
+    config = MACConfig(
+        base_lm=BaseLMConfig(name=str(folder)),
+        amortization=part,
+        input_encoder=part,
+        tokens=tokens,
+        mlp_width=8,
+        aggregation=AggregationConfig(blocks=1, heads=4, head_width=16, feed_forward=1, prior_width=16),
+        modulation=ModulationConfig(attention_sink=True),
+    )
+    return MACModel.from_config(config, device="cpu")
+
+
+@torch.no_grad()
+def divergences(model: MACModel) -> tuple[float, float, float]:
+    """How far the LM's predictions are from those behind the document (KL divergence), on held-out documents.
+
+    With the document's own memory, with another document's, and with none.
+    """
+    held_out = generate("val", 24)
+    prompts, lm = model.base_lm.prompts, model.base_lm
+    texts = [document.text for document in held_out.documents]
+    places = {document.id: i for i, document in enumerate(held_out.documents)}
+    own = torch.tensor([places[question.document_id] for question in held_out.questions])
+    answers = [prompts.answer(question.answers[0]) for question in held_out.questions]
+    alone = [prompts.prompt(question.question) for question in held_out.questions]
+    behind = [prompts.prompt(q.question, [texts[i]]) for q, i in zip(held_out.questions, own, strict=True)]
+    expected = lm.answer_logits(behind, answers, None).log_softmax(-1)
+    phi = model.eval().amortize(texts)
+    others = (own + 1) % len(texts)
+
+    def divergence(modulation: Modulation | None) -> float:
+        found = lm.answer_logits(alone, answers, modulation).log_softmax(-1)
+        return float(functional.kl_div(found, expected, reduction="batchmean", log_target=True))
+
+    return divergence(model.modulation(phi[own])), divergence(model.modulation(phi[others])), divergence(None)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+def test_a_memory_brings_an_lm_closer_to_reading_the_document(name: str, tmp_path: Path) -> None:
+    model = around(name, tmp_path / "lm")
+    assert max(len(model.amortization.ids(document.text)) for document in DATA.documents) > 40  # mistral's window
+    untrained, _, none = divergences(model)
+    init_by_kv_regression(model, DATA)
+    own, others, _ = divergences(model)
+    assert own < others < untrained
+    if not has_limited_layers(model.base_lm.model.config):  # behind a window, the LM does not see the document either
+        assert own < none
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_kv_regression_starts_every_lm_better_than_at_random(name: str, tmp_path: Path) -> None:
+    model = around(name, tmp_path / "lm")
+    untrained = divergences(model)[0]
+    init_by_kv_regression(model, DATA)
+    assert divergences(model)[0] < untrained
+
+
+@pytest.mark.parametrize("name", ["qwen3", "cohere2"])
+def test_a_checkpoint_of_fewer_layers_that_are_of_several_types(name: str, tmp_path: Path) -> None:
+    model = around(name, tmp_path / "lm", layers=1)
+    model.save_pretrained(tmp_path / "mac")
+    again = MACModel.from_pretrained(tmp_path / "mac", device="cpu")
+    texts = [document.text for document in DATA.documents[:3]]
+    torch.testing.assert_close(again.amortize(texts), model.amortize(texts), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_keys_are_fitted_before_rotation_and_behind_the_sink(tmp_path: Path) -> None:
+    """In the mean over memory tokens they are those that Llama's own linear layers give for the words behind `<s>`."""
+    model = around("llama", tmp_path / "lm", layers=1)
+    init_by_kv_regression(model, DATA)
+    network, prefix, lm = model.amortization.network, model.modulation, model.base_lm.model
+    assert isinstance(network, EncoderPooling)
+    assert isinstance(prefix, PrefixTuning)
+    computed: list[torch.Tensor] = []
+    for layer in lm.model.layers:
+        for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            linear.register_forward_hook(lambda _, __, output: computed.append(output[0, 1:]))
+    texts = [document.text for document in generate("val", 24).documents]
+    expected = []
+    for text in texts:
+        ids = torch.tensor([model.amortization.ids(text)])  # begins with <s>
+        mask = torch.ones_like(ids)
+        weights = network.places(network.text_states(ids, mask), mask)[0, ..., 1:].softmax(-1).mean((0, 1))
+        computed.clear()
+        lm(ids)
+        expected.append(weights @ torch.cat(computed, 1))
+    fitted = prefix.to_keys_values(prefix.norm(model.amortize(texts))).mean(1)
+    second_layer = slice(2 * 2 * 16, None)  # of two heads; the encoder's states are its inputs, before a norm
+    target, found = torch.stack(expected)[:, second_layer], fitted[:, second_layer]
+    assert (found - target).square().sum() < 0.1 * (target - target.mean(0)).square().sum()

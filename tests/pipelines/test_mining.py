@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mac_rag.cache import CACHE_VARIABLE
 from mac_rag.data.metrics import normalize
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
@@ -17,7 +18,7 @@ from mac_rag.errors import ConfigError
 from mac_rag.retrieval import BM25Retriever, encoders
 from pipelines.corpora import retrieved_contexts as mining
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner
-from pipelines.corpora.retrieved_contexts import CACHE_VARIABLE, Retrieved
+from pipelines.corpora.retrieved_contexts import Retrieved
 from tests.retrieval.helpers import WordEncoder
 
 DATA = generate("train", 60, questions_per_document=4)

@@ -19,8 +19,9 @@ except ModuleNotFoundError as error:
         "get it with: pip install 'mac-rag[llama-index]'"
     ) from error
 
+from mac_rag.integrations.llama_index.events import DocumentsTruncatedEvent
 from mac_rag.integrations.llama_index.filters import FilteredDocuments
-from mac_rag.integrations.llama_index.llm import MACLLM, DocumentsTruncatedEvent
+from mac_rag.integrations.llama_index.llm import MACLLM
 from mac_rag.integrations.llama_index.postprocessor import MACNodePostprocessor
 from mac_rag.integrations.llama_index.retriever import MACRetriever
 from mac_rag.integrations.llama_index.synthesizer import MACSynthesizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -20,7 +21,9 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, MACError
 from mac_rag.integrations.llama_index.filters import FilteringComponent
 from mac_rag.integrations.llama_index.lookup import nodes_of
+from mac_rag.integrations.llama_index.once import first_time
 from mac_rag.integrations.llama_index.threads import in_thread
+from mac_rag.integrations.llama_index.writer import LOST
 from mac_rag.retrieval.hybrid import RANK_OFFSET
 from mac_rag.retrieval.llama_index import FiledBy, document_id
 
@@ -30,6 +33,7 @@ IN_MEMORY = "mac_in_memory"  # False if the bank does not hold the node's docume
 FOUND_BY = "mac_found_by"  # "memory" on a node that the retriever missed
 
 dispatcher = get_dispatcher(__name__)
+logger = logging.getLogger(__name__)
 
 
 class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
@@ -47,6 +51,8 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
     - `expand` takes the `expand_to` documents with the most attention and appends the nodes of those that the
       retriever missed, by descending mass, which is their score. These nodes have `mac_found_by: "memory"`. To rerank
       them as well, put a postprocessor with mode `rerank` behind this one.
+
+    As long as the bank is empty, nodes pass unchanged, the first `top_n` of them, and a warning is logged once.
 
     Thread-safe.
 
@@ -135,7 +141,6 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
 
         Raises:
             MACError: when there is no question.
-            BankError: when the bank is empty.
             FingerprintError: when another model wrote the bank.
             ConfigError: for a source in which nodes cannot be found.
         """
@@ -143,6 +148,20 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
             raise MACError("MACNodePostprocessor scores nodes by the question: pass query_bundle or query_str")
         if not nodes and self.mode != "expand":
             return []
+        bank = self.engine.bank
+        bank.check_model(self.engine.model.fingerprint)
+        if not len(bank):
+            if first_time("empty bank"):
+                logger.warning("MACNodePostprocessor passes nodes on as they are: %s", LOST)
+            return nodes[: self.top_n]
+        is_foreign = nodes and not any(document_id(scored.node, self.filed_by) in bank for scored in nodes)
+        if is_foreign and first_time("foreign nodes"):
+            logger.warning(
+                "the memory bank holds none of the %d nodes that were retrieved: filed_by is not that of the "
+                "MemoryWriter, or documents are missing from the bank; MemoryWriter.from_index(index, engine) adds "
+                "them (this is said once)",
+                len(nodes),
+            )
         model_name = self.class_name()
         dispatcher.event(
             ReRankStartEvent(query=query_bundle, nodes=nodes, top_n=self.top_n or len(nodes), model_name=model_name)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llama_index.core.chat_engine.condense_plus_context import DEFAULT_CONDENSE_PROMPT_TEMPLATE
+from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.prompts import BasePromptTemplate
 
-from mac_rag.errors import MACError
+from mac_rag.errors import InstructionError, MACError
+from mac_rag.integrations.llama_index.once import first_time
 from mac_rag.lm.prompt import FittedPrompt
-
-# The only prompt that LlamaIndex passes as finished text, in the chat modes condense_plus_context and best.
-_REWRITING = re.compile(
-    re.escape(DEFAULT_CONDENSE_PROMPT_TEMPLATE)
-    .replace(re.escape("{chat_history}"), ".*")
-    .replace(re.escape("{question}"), "(?P<question>.*?)"),
-    re.DOTALL,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +22,15 @@ class Request:
     Attributes:
         question: the question to answer.
         contexts: texts to answer from, or a `FittedPrompt`; None if the template has no slot for contexts.
+        messages: the conversation that asks the question, whose wording the LM reads; None if the LM reads question and
+            contexts only.
         settled: the reply, if it is known without the model; None if the model has to answer.
     """
 
     question: str
     contexts: tuple[str, ...] | FittedPrompt | None = None
     settled: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
 
 
 def read_slots(prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Request:
@@ -47,22 +42,22 @@ def read_slots(prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Re
     - A later step of refine has an `existing_answer`, which is returned. Nodes come best first, and a MAC model answers
       in a few tokens without saying that a context does not help, so a new answer would be the one from the worst
       node. A warning says that further contexts are not read.
-    - The rewriting step of condense_question (`question`, `chat_history`) returns the question as it is, because a
-      model that answers in a few tokens cannot rewrite one.
 
     Args:
         prompt: the template.
         prompt_args: values of its slots.
 
     Raises:
-        MACError: when no slot holds a question, or the template asks for structured output.
+        InstructionError: when the template asks for structured output.
+        MACError: when no slot holds a question.
     """
     if prompt.output_parser is not None:
-        raise MACError("MACLLM answers in plain text and supports no output parser; take it off the prompt template")
+        raise InstructionError(
+            "MACLLM answers in plain text and supports no output parser; take it off the prompt template, or give this "
+            "step another LLM (llm=...)"
+        )
     values = {**prompt.kwargs, **prompt_args}
     question = values.get("query_str")
-    if question is None and "chat_history" in values and isinstance(values.get("question"), str):
-        return Request(values["question"], settled=values["question"])
     if not isinstance(question, str):
         raise MACError(
             f"MACLLM answers questions, and this prompt template has no text in a slot named query_str "
@@ -70,20 +65,16 @@ def read_slots(prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Re
         )
     existing = values.get("existing_answer")
     if existing:
-        warnings.warn(
-            "a later step of refine keeps the answer to the first context and does not read the further ones; "
-            "use response_mode='compact' without a prompt helper to have all nodes read in one prompt",
-            stacklevel=4,
-        )
+        if first_time("refine"):
+            warnings.warn(
+                "a later step of refine keeps the answer to the first context and does not read the further ones; use "
+                "response_mode='compact' without a prompt helper to have all nodes read in one prompt (this is said "
+                "once)",
+                stacklevel=4,
+            )
         return Request(question, settled=str(existing))
     context = values.get("context_msg", values.get("context_str"))
     if context is None or isinstance(context, FittedPrompt):
         return Request(question, context)
     texts = [context] if isinstance(context, str) else [str(text) for text in context]
     return Request(question, tuple(text for text in texts if text.strip()))
-
-
-def rewritten_question(prompt: str) -> str | None:
-    """The follow-up question in LlamaIndex's own rewriting prompt; None for any other text."""
-    match = _REWRITING.fullmatch(prompt)
-    return None if match is None else match["question"]

@@ -11,10 +11,10 @@ from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload
 from llama_index.core.instrumentation.events.synthesis import SynthesizeEndEvent, SynthesizeStartEvent
 from llama_index.core.llms import LLM
-from llama_index.core.prompts import PromptTemplate
+from llama_index.core.prompts import PromptTemplate, PromptType
 from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers import BaseSynthesizer
-from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, QueryType
+from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType
 from llama_index.core.settings import Settings
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 from llama_index_instrumentation import get_dispatcher
@@ -26,7 +26,7 @@ from mac_rag.lm.prompt import FittedPrompt
 TRUNCATED = "mac_truncated"  # key of the response's metadata: True if documents were cut or left out
 
 # Only the slots of this template are read; see `read_slots`.
-_SLOTS = PromptTemplate("{context_str}\n{query_str}")
+_SLOTS = PromptTemplate("{context_str}\n{query_str}", prompt_type=PromptType.QUESTION_ANSWER)
 
 dispatcher = get_dispatcher(__name__)
 
@@ -44,7 +44,7 @@ class MACSynthesizer(BaseSynthesizer):
     """Answers from all nodes at once, as the model was trained to: `LM(d1 + ... + dk + x; phi*)` in one pass.
 
     Other synthesizers join the nodes to one text, or ask about one node after the other. Here each node is a document
-    `d` of its own, in the order of the nodes, with the metadata that LlamaIndex shows to an LLM. If the nodes do not
+    `d` of its own, in the order of the nodes, with the metadata that the `MACLLM` reads. If the nodes do not
     fit into the window, the last ones are cut or left out (see `MACLLM.fit_to_window`), and the response has the
     metadata `mac_truncated: True` (False otherwise). Its source nodes stay whole. Without nodes, it answers from memory
     alone; if there is no memory either, it does what LlamaIndex's own synthesizers do.
@@ -151,7 +151,7 @@ class MACSynthesizer(BaseSynthesizer):
         query = QueryBundle(query) if isinstance(query, str) else query
         payload: dict[str, Any] = {EventPayload.QUERY_STR: query.query_str}
         with self._callback_manager.event(CBEventType.SYNTHESIZE, payload=payload) as event:
-            texts = [scored.node.get_content(metadata_mode=MetadataMode.LLM) for scored in nodes]
+            texts = [scored.node.get_content(metadata_mode=self._mac.metadata_mode) for scored in nodes]
             prompt = self._mac.fit_to_window(query.query_str, texts)
             work = _Synthesis(prompt, [*nodes, *(additional or ())])
             yield work

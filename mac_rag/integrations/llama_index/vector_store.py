@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +19,12 @@ from llama_index.core.vector_stores.types import (
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.integrations.llama_index.component import EngineComponent
+from mac_rag.integrations.llama_index.once import first_time
 from mac_rag.integrations.llama_index.threads import in_thread
+from mac_rag.integrations.llama_index.writer import LOST
 from mac_rag.retrieval.llama_index import FiledBy
+
+logger = logging.getLogger(__name__)
 
 
 class MACVectorStore(EngineComponent, BasePydanticVectorStore):
@@ -29,7 +34,8 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
     pipelines with a docstore strategy, sync and async) call `delete(ref_doc_id)` of the vector store. Here the engine
     first forgets the document, in its bank and its retriever, and then the vector store deletes it. So a failure in
     between leaves no influence of the document, and a second delete completes the first. A `MemoryWriter` among the
-    transformations writes documents to the bank; `add` does not. Everything else is passed on to the vector store.
+    transformations writes documents to the bank; `add` does not. Everything else is passed on to the vector store. If
+    it finds something while the bank is empty, a warning is logged once: the bank is not filled yet, or lost.
 
     Examples:
         >>> from llama_index.core import Document, MockEmbedding, StorageContext, VectorStoreIndex
@@ -165,10 +171,16 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
         return await self._store.async_add(nodes, **kwargs)
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        return self._store.query(query, **kwargs)
+        return self._noted(self._store.query(query, **kwargs))
 
     async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
-        return await self._store.aquery(query, **kwargs)
+        return self._noted(await self._store.aquery(query, **kwargs))
+
+    def _noted(self, result: VectorStoreQueryResult) -> VectorStoreQueryResult:
+        """Warns once if the vector store finds something and the bank is empty."""
+        if (result.ids or result.nodes) and not len(self.engine.bank) and first_time("empty bank"):
+            logger.warning("the vector store of a MACVectorStore holds documents, but %s", LOST)
+        return result
 
     def persist(self, persist_path: str, fs: Any = None) -> None:
         self._store.persist(persist_path, fs)

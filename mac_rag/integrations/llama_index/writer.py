@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -14,9 +14,17 @@ from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError
 from mac_rag.integrations.llama_index.component import EngineComponent
+from mac_rag.integrations.llama_index.contents import Source, documents_in
+from mac_rag.integrations.llama_index.spans import listen, running_docstore
 from mac_rag.integrations.llama_index.threads import in_thread
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.retrieval.llama_index import FiledBy, document_id
+
+# What is said of an empty bank beside documents; it ends a sentence.
+LOST = (
+    "the memory bank is empty: it is not filled yet, or lost; MemoryWriter.from_index(index, engine) fills it from an "
+    "index, docstore or vector store (this is said once)"
+)
 
 # Names of banks that are unique beyond this process.
 _names: WeakKeyDictionary[MemoryBank, str] = WeakKeyDictionary()
@@ -32,6 +40,9 @@ class MemoryWriter(EngineComponent, TransformComponent):
     A writer only adds and updates documents. With a `MACVectorStore` as the vector store of the pipeline or index,
     documents that are deleted there are deleted from the bank as well. Pipelines with `num_workers` are refused,
     because each worker would fill its own bank.
+
+    A pipeline's docstore keeps known documents from the writer, so it would never fill a bank that is lost. A writer
+    whose bank is empty beside a docstore with documents says so; `from_index` fills the bank.
 
     Examples:
         >>> from llama_index.core import Document
@@ -56,6 +67,45 @@ class MemoryWriter(EngineComponent, TransformComponent):
     def __init__(self, engine: MACEngine, *, filed_by: FiledBy = "source", show_progress: bool = False) -> None:
         super().__init__(filed_by=filed_by, show_progress=show_progress)
         self._engine = engine
+        listen()
+
+    @classmethod
+    def from_index(
+        cls,
+        index: Source,
+        engine: MACEngine | None = None,
+        *,
+        filed_by: FiledBy = "source",
+        show_progress: bool = False,
+    ) -> Self:
+        """Fills a bank from what an application has indexed already, and returns a writer for what will come.
+
+        Documents that the bank holds with the same text and metadata cost nothing, and no document is deleted. A bank
+        on disk is committed every few hundred documents, so after an interruption the same call resumes. Nodes without
+        text are left out, with a warning.
+
+        Examples:
+            >>> from llama_index.core import Document, MockEmbedding, VectorStoreIndex
+            >>> storm = Document(id_="storm", text="A storm has hit Wunville.")
+            >>> index = VectorStoreIndex.from_documents([storm], embed_model=MockEmbedding(embed_dim=8))
+            >>> writer = MemoryWriter.from_index(index, MACEngine("mac-tiny"))
+            >>> writer.engine.bank.document_ids
+            ['storm']
+
+        Args:
+            index: an index, a docstore, a vector store that stores texts, or a Chroma collection.
+            engine: the engine whose bank to fill; None for a new one with the default model.
+            filed_by: `source` to put the nodes of a document together again and file it under its id; `node` to file
+                each node under its own id. See `document_id`.
+            show_progress: True to show a progress bar.
+
+        Raises:
+            ConfigError: for an index whose vector store does not give its nodes out.
+            FingerprintError: when another model wrote the bank.
+        """
+        writer = cls(MACEngine() if engine is None else engine, filed_by=filed_by, show_progress=show_progress)
+        writer.engine.adapt(documents_in(index, filed_by), progress=show_progress)
+        return writer
 
     @classmethod
     def class_name(cls) -> str:
@@ -82,11 +132,13 @@ class MemoryWriter(EngineComponent, TransformComponent):
         """Adapts the bank and returns `nodes`.
 
         Raises:
-            BankError: when two nodes belong to one document of the bank.
+            BankError: when two nodes belong to one document of the bank; when the bank is lost.
             DocumentError: for a node without text.
             FingerprintError: when another model wrote the bank.
         """
-        self.engine.adapt(self._documents(nodes), progress=self.show_progress)
+        documents = self._documents(nodes)
+        self._check_docstore(documents)
+        self.engine.adapt(documents, progress=self.show_progress)
         return nodes
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
@@ -106,3 +158,17 @@ class MemoryWriter(EngineComponent, TransformComponent):
             text = node.get_content(metadata_mode=MetadataMode.NONE)
             documents[bank_id] = Document(bank_id, text, dict(node.metadata))
         return list(documents.values())
+
+    def _check_docstore(self, documents: Sequence[Document]) -> None:
+        """Checks that a pipeline's docstore does not keep documents from an empty bank."""
+        docstore = running_docstore()
+        if docstore is None or len(self.engine.bank):
+            return
+        known = set(docstore.get_all_document_hashes().values()).difference(document.id for document in documents)
+        if known:
+            raise BankError(
+                f"the pipeline's docstore knows {len(known)} documents, such as {min(known)!r}, and the memory bank is "
+                "empty: it is not filled yet, or lost, and the docstore keeps these documents from it; fill it by "
+                "MemoryWriter.from_index(source, engine), where source is the docstore or the index, then run the "
+                "pipeline again"
+            )

@@ -1,0 +1,68 @@
+"""Conversations and prompt templates of LlamaIndex as a checkpoint with the prompt format `chat` reads them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock
+from llama_index.core.llms import LLM
+from llama_index.core.prompts import BasePromptTemplate
+
+from mac_rag.errors import MACError
+from mac_rag.integrations.llama_index.slots import Request
+from mac_rag.lm.chat import Message
+from mac_rag.lm.prompt import FittedPrompt
+
+_ROLES: dict[MessageRole, Literal["system", "user", "assistant"]] = {
+    MessageRole.SYSTEM: "system",
+    MessageRole.DEVELOPER: "system",
+    MessageRole.USER: "user",
+    MessageRole.ASSISTANT: "assistant",
+    MessageRole.CHATBOT: "assistant",
+    MessageRole.MODEL: "assistant",
+}
+_QUESTION_SLOTS = ("query_str", "question", "query")  # as LlamaIndex's components name them
+_CONTEXT_SLOTS = ("context_msg", "context_str")
+
+
+def read_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
+    """The messages as texts.
+
+    Raises:
+        MACError: for results of tools, and for anything but text.
+    """
+    for message in messages:
+        if message.role not in _ROLES:
+            raise MACError(
+                f"MACLLM reads messages of the system, the user and the assistant, not of the role "
+                f"{message.role.value!r}; it calls no functions, so use an agent that calls tools by text (ReActAgent)"
+            )
+        others = [block.block_type for block in message.blocks if not isinstance(block, TextBlock)]
+        if others:
+            raise MACError(
+                f"MACLLM reads text only, but a message of the {message.role.value} holds {', '.join(others)}"
+            )
+    return tuple(Message(_ROLES[message.role], message.content or "") for message in messages)
+
+
+def read_template(llm: LLM, prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Request | None:
+    """A filled prompt template as a conversation with its wording; None for a template that is nothing but slots.
+
+    The memory is asked the question in the slots, or else the last message. A context in the slots may be cut if the
+    conversation is beyond the LM's window.
+    """
+    values = {**prompt.kwargs, **prompt_args}
+    if _is_slots(llm, prompt) or any(isinstance(value, FittedPrompt) for value in values.values()):
+        return None
+    questions = [values[name] for name in _QUESTION_SLOTS if isinstance(values.get(name), str)]
+    context = next((values[name] for name in _CONTEXT_SLOTS if name in values), ())
+    texts = [context] if isinstance(context, str) else [str(text) for text in context]
+    messages = llm._get_messages(prompt, **prompt_args)
+    return Request(next(iter(questions), ""), tuple(text for text in texts if text.strip()), messages=tuple(messages))
+
+
+def _is_slots(llm: LLM, prompt: BasePromptTemplate) -> bool:
+    wording: str = prompt.get_template(llm=llm)
+    return "query_str" in prompt.template_vars and not re.sub(r"\{\w+\}", "", wording).strip()

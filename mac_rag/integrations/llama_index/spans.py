@@ -1,0 +1,97 @@
+"""What MAC learns from LlamaIndex's spans: the nodes of a synthesis, and the docstore of an ingestion pipeline.
+
+LlamaIndex hands an LLM one text in which every node stands behind its metadata, and a transformation its nodes and
+nothing about the pipeline. Its instrumentation knows more: a span begins with the arguments of the call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextvars import ContextVar
+from typing import Any
+
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.llms import LLM
+from llama_index.core.response_synthesizers import BaseSynthesizer
+from llama_index.core.schema import MetadataMode, NodeWithScore
+from llama_index.core.storage.docstore import BaseDocumentStore
+from llama_index_instrumentation import root_dispatcher
+from llama_index_instrumentation.span.base import BaseSpan
+from llama_index_instrumentation.span_handlers import BaseSpanHandler
+
+_nodes: ContextVar[list[NodeWithScore] | None] = ContextVar("mac_nodes", default=None)
+_docstore: ContextVar[BaseDocumentStore | None] = ContextVar("mac_docstore", default=None)
+
+
+class NodeReader(LLM):
+    """An LLM that says which metadata of a node it reads.
+
+    Attributes:
+        metadata_mode: the metadata that stand in front of a node's text in the LM's prompt.
+    """
+
+    metadata_mode: MetadataMode = MetadataMode.NONE
+
+
+class _SpanHandler(BaseSpanHandler[BaseSpan]):
+    """Keeps no spans."""
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "MACSpanHandler"
+
+    def new_span(
+        self,
+        id_: str,
+        bound_args: inspect.BoundArguments,
+        instance: Any | None = None,
+        parent_span_id: str | None = None,
+        tags: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        arguments = bound_args.arguments
+        if isinstance(instance, IngestionPipeline):
+            _docstore.set(instance.docstore)
+        elif isinstance(instance, BaseSynthesizer) and isinstance(instance._llm, NodeReader):
+            if "nodes" in arguments:
+                _nodes.set(arguments["nodes"])
+            elif "text_chunks" in arguments:
+                _show(arguments["text_chunks"], instance._llm.metadata_mode)
+
+    def prepare_to_exit_span(
+        self, id_: str, bound_args: inspect.BoundArguments, instance: Any | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if isinstance(instance, IngestionPipeline):
+            _docstore.set(None)
+
+    def prepare_to_drop_span(
+        self, id_: str, bound_args: inspect.BoundArguments, instance: Any | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        self.prepare_to_exit_span(id_, bound_args, instance)
+
+
+def _show(chunks: Any, mode: MetadataMode) -> None:
+    """Replaces the texts that `synthesize` has made of its nodes by texts with other metadata, in their place.
+
+    `synthesize` makes the list of texts for this one call. Texts that are not those of the nodes stay as they are.
+    """
+    nodes = _nodes.get()
+    _nodes.set(None)
+    if nodes is None or not isinstance(chunks, list):
+        return
+    if chunks == [scored.node.get_content(metadata_mode=MetadataMode.LLM) for scored in nodes]:
+        chunks[:] = [scored.node.get_content(metadata_mode=mode) for scored in nodes]
+
+
+_handler = _SpanHandler()
+
+
+def listen() -> None:
+    """Lets the handler hear of LlamaIndex's spans. A second call changes nothing."""
+    if _handler not in root_dispatcher.span_handlers:
+        root_dispatcher.add_span_handler(_handler)
+
+
+def running_docstore() -> BaseDocumentStore | None:
+    """The docstore of the ingestion pipeline that is running in this context; None if there is none."""
+    return _docstore.get()

@@ -1,0 +1,251 @@
+"""The decoding half of a base LM: greedy, sampled and beam search, alone and as an ensemble with and without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from mac_rag.errors import ConfigError
+from mac_rag.lm.architectures import Architecture
+from mac_rag.lm.batching import pad_rows
+from mac_rag.lm.device_map import device_of
+from mac_rag.lm.loading import list_of_layers
+from mac_rag.lm.max_rule import MaxRuleEnsemble
+from mac_rag.lm.sampling import GREEDY, Sampling, TokenChoice
+from mac_rag.nn.modulation import Modulation, attached
+
+
+class DecodingMixin:
+    """The part of `mac_rag.lm.base_lm.BaseLM` that answers. `BaseLM` sets the attributes.
+
+    Attributes:
+        model: the transformers causal LM.
+        tokenizer: its tokenizer.
+        architecture: what its architecture needs.
+        end_tokens: ids of the tokens that end an answer.
+    """
+
+    model: Any
+    tokenizer: Any
+    architecture: Architecture
+    end_tokens: list[int]
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go, and logits come back."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of keys and values."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        modulation: Modulation | None,
+        *,
+        max_new_tokens: int,
+        num_beams: int = 1,
+        weights: Sequence[float] | None = None,
+        sampling: Sampling = GREEDY,
+    ) -> list[str]:
+        """Answers a batch of prompts, greedily, with beams, or by sampling.
+
+        Args:
+            prompts: token ids of B rows.
+            modulation: modulation of B rows; None for the LM alone.
+            max_new_tokens: longest answer, in tokens.
+            num_beams: beams of beam search, which takes no sampling; 1 for none.
+            weights: memory weight of each row for max-rule ensemble decoding (see `MaxRuleEnsemble`); None decodes with
+                the modulation only.
+            sampling: how tokens are chosen, and what ends an answer early.
+
+        Raises:
+            ConfigError: for beams and sampling together.
+        """
+        count = len(prompts)
+        if num_beams == 1:
+            return self._answers(self._decode(prompts, modulation, weights, sampling), count, max_new_tokens, sampling)
+        if sampling != GREEDY:
+            raise ConfigError(f"num_beams is {num_beams}, but beams take no sampling or stop; set it to 1: {sampling}")
+        prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
+        ids, mask, _ = self._padded(prompts, modulation)
+        with attached(modulation, self.model):
+            output = self.model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                past_key_values=self._cache(modulation, num_beams),
+                max_new_tokens=max_new_tokens,
+                num_beams=num_beams,
+                do_sample=False,
+                logits_processor=[ensemble] if ensemble else [],
+                pad_token_id=self.tokenizer.pad_token_id,
+                eos_token_id=self.end_tokens,
+            )
+        return [text.strip() for text in self._decoded(output[:count, ids.shape[1] :])]
+
+    @torch.no_grad()
+    def generate_each(
+        self,
+        prompts: Sequence[Sequence[int]],
+        modulation: Modulation,
+        *,
+        max_new_tokens: int,
+        weights: Sequence[float],
+    ) -> list[list[str]]:
+        """Answers a batch of prompts greedily at each of several memory weights; all weights share the prompts' cache.
+
+        Args:
+            prompts: token ids of B rows.
+            modulation: modulation of B rows.
+            max_new_tokens: longest answer, in tokens.
+            weights: memory weights, from 0 (the LM alone) to 1 (see `MaxRuleEnsemble`).
+
+        Returns:
+            For each weight B answers, those that `generate` gives at this weight.
+        """
+        rows = len(prompts) * len(weights)
+        steps = self._decode(prompts, modulation, list(weights) * len(prompts), copies=len(weights))
+        texts = self._answers(steps, rows, max_new_tokens)
+        return [texts[first :: len(weights)] for first in range(len(weights))]
+
+    def _answers(
+        self, steps: Iterator[Tensor], rows: int, max_new_tokens: int, sampling: Sampling = GREEDY
+    ) -> list[str]:
+        """Answers from the steps of `_decode`, of which the first `rows` rows count."""
+        ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        generated: list[Tensor] = []
+        while len(generated) < max_new_tokens and not ended.all():
+            generated.append(next(steps)[:rows].masked_fill(ended, self.tokenizer.pad_token_id))
+            ended |= self.ends(generated[-1])
+            if sampling.stop:
+                texts = self._decoded(torch.stack(generated, 1))
+                ended |= torch.tensor([sampling.until_stop(text)[1] for text in texts], device=self.device)
+        texts = self._decoded(torch.stack(generated, 1))
+        return [sampling.until_stop(text)[0].strip() for text in texts]
+
+    def ends(self, tokens: Tensor) -> Tensor:
+        """True for each token that ends an answer."""
+        return torch.isin(tokens, torch.tensor(self.end_tokens, device=tokens.device))
+
+    def _decoded(self, generated: Tensor) -> list[str]:
+        """Texts of generated tokens `[B, L]`, without the tokens that end an answer and without space in front."""
+        # Not every end token is special, and only special tokens are left out; the tokenizer's own is.
+        kept = generated.masked_fill(self.ends(generated), self.tokenizer.eos_token_id)
+        texts: list[str] = self.tokenizer.batch_decode(kept, skip_special_tokens=True)
+        return [text.lstrip() for text in texts]
+
+    @torch.no_grad()
+    def stream(
+        self,
+        prompt: Sequence[int],
+        modulation: Modulation | None,
+        *,
+        max_new_tokens: int,
+        weights: Sequence[float] | None = None,
+        sampling: Sampling = GREEDY,
+    ) -> Iterator[str]:
+        """Yields the answer to one prompt piece by piece. Joined, the pieces are what `generate` returns."""
+        generated: list[int] = []
+        sent = text = ""
+        for tokens in islice(self._decode([prompt], modulation, weights, sampling), max_new_tokens):
+            token = int(tokens[0])
+            if token in self.end_tokens:
+                break
+            generated.append(token)
+            decoded = self.tokenizer.decode(generated, skip_special_tokens=True).lstrip()
+            text, stopped = sampling.until_stop(decoded)
+            if stopped:
+                break
+            # A character may need several tokens, and a space at the end may prove to be the end of the answer.
+            whole = sampling.settled(text).rstrip("\N{REPLACEMENT CHARACTER}").rstrip()
+            if len(whole) > len(sent):
+                yield whole[len(sent) :]
+                sent = whole
+        rest: str = text.rstrip()[len(sent) :]
+        if rest:
+            yield rest
+
+    def _decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        modulation: Modulation | None,
+        weights: Sequence[float] | None,
+        sampling: Sampling = GREEDY,
+        copies: int = 1,
+    ) -> Iterator[Tensor]:
+        """Unbounded decoding: yields next tokens `[B]`, or `[2B]` when decoding with and without memory.
+
+        The halves of `[2B]` are equal. With copies, B counts all copies.
+
+        Args:
+            prompts: token ids of the rows.
+            modulation: modulation of the rows; None for the LM alone.
+            weights: memory weights as `generate` takes them, one for each copy of each row.
+            sampling: how tokens are chosen.
+            copies: copies of each row, one behind the other. They share the pass over the prompt.
+        """
+        choose = TokenChoice(sampling, len(prompts) * copies)
+        prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
+        ids, mask, positions = self._padded(prompts, modulation)
+        cache = self._cache(modulation)
+        segments = self.architecture.segment_arguments(torch.ones_like(ids))
+        while True:
+            with attached(modulation, self.model):
+                output = self.model(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                    **segments,
+                )
+            cache, logits = output.past_key_values, output.logits[:, -1]
+            if copies > 1:
+                places = torch.arange(len(ids), device=self.device).repeat_interleave(copies)
+                cache.reorder_cache(places)  # which every kind of layer can do
+                logits, mask, positions = (part[places] for part in (logits, mask, positions))
+                copies = 1
+            tokens = choose(ensemble(ids, logits) if ensemble else logits)
+            yield tokens
+            ids = tokens[:, None]
+            mask = torch.cat([mask, torch.ones_like(ids)], 1)
+            positions = positions[:, -1:] + 1
+            segments = {}
+
+    def _cache(self, modulation: Modulation | None, repeats: int = 1) -> DynamicCache | None:
+        """The prefix of a modulation, in each layer on the device where the layer runs; None without a prefix."""
+        cache: Any = modulation.cache(self.dtype, repeats) if modulation else None
+        if cache is not None:
+            for entry, layer in zip(cache.layers, list_of_layers(self.model)[1], strict=True):
+                entry.keys, entry.values = (part.to(device_of(layer)) for part in (entry.keys, entry.values))
+        prefix: DynamicCache | None = cache
+        return prefix
+
+    def _padded(self, rows: Sequence[Sequence[int]], modulation: Modulation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Pads rows on the left: ids `[B, L]`, attention mask `[B, P + L]` with the prefix, and positions `[B, L]`."""
+        ids, mask = pad_rows(rows, self.tokenizer.pad_token_id, self.device, "left")
+        if modulation:
+            mask = torch.cat([modulation.prefix_mask(mask), mask], 1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        return ids, mask, positions
+
+
+def _with_and_without(
+    prompts: Sequence[Sequence[int]], modulation: Modulation | None, weights: Sequence[float] | None
+) -> tuple[Sequence[Sequence[int]], Modulation | None, MaxRuleEnsemble | None]:
+    """For an ensemble: 2B rows, the second half without modulation, and what combines the halves.
+
+    Without weights, or without a modulation, rows and modulation stay as they are.
+    """
+    if modulation is None or weights is None:
+        return prompts, modulation, None
+    return [*prompts, *prompts], modulation.beside_none(), MaxRuleEnsemble(weights)

