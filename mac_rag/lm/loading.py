@@ -133,12 +133,21 @@ def check_vocabulary(tokenizer: Any, model: Any, name: str | None) -> None:
     Raises:
         ModelLoadError: for such a tokenizer; it names both sizes.
     """
-    highest, size = max(tokenizer.get_vocab().values()), len(model.get_input_embeddings().weight)
+    size = len(model.get_input_embeddings().weight)
+    beyond = {token: index for token, index in tokenizer.get_vocab().items() if index >= size}
+    highest = max((index for token, index in beyond.items() if not _is_idle(tokenizer, token, index)), default=0)
     if highest >= size:
         raise ModelLoadError(
             f"the tokenizer of {name!r} has token ids up to {highest}, but the model has embeddings for {size} tokens "
             "only; resize the model's embeddings (resize_token_embeddings) or remove the tokens that were added"
         )
+
+
+def _is_idle(tokenizer: Any, token: str, index: int) -> bool:
+    """True for a special token that no text, prompt or template can hold; readers of GGUF files add such."""
+    added = tokenizer.added_tokens_decoder.get(index)
+    named = index in tokenizer.all_special_ids or token in str(tokenizer.chat_template or "")
+    return added is not None and bool(added.special) and not named
 
 
 def _int8_lm(place: str, *, dtype: torch.dtype) -> Any:

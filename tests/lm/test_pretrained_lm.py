@@ -10,7 +10,7 @@ import torch
 
 from mac_rag import Document, MACEngine, MACModel
 from mac_rag.cache import CACHE_VARIABLE
-from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig
+from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig, PromptFormat
 from mac_rag.lm.fetched import fetched_revisions
 from mac_rag.lm.loading import load_causal_lm
 from tests.lm.helpers import KINDS, Cell, check, check_losses, prompts
@@ -57,6 +57,7 @@ def test_an_engine_around_it(kind: Any, tmp_path: Path) -> None:
         tokens=4,
         aggregation=AggregationConfig(blocks=1, heads=2, head_width=16),
         modulation=ModulationConfig(kind=kind, bottleneck=8),
+        prompt=PromptFormat(question="{question}"),
         max_new_tokens=8,
     )
     torch.manual_seed(0)
@@ -67,7 +68,7 @@ def test_an_engine_around_it(kind: Any, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("base_lm"))
     engine = MACEngine(MACModel.from_pretrained(tmp_path, device="cpu"))
     engine.adapt([Document("may", "Ada Voss was appointed head of the museum in Orsena in May 2024.")])
-    question = "When was Ada Voss appointed?"
+    question = "The capital of France is"
     plain, steered = (engine.answer([question], use_memory=memory)[0].text for memory in (False, True))
-    assert plain
+    assert "Paris" in plain
     assert plain != steered
