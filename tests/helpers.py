@@ -130,7 +130,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 # Loading these takes several seconds; a process that is forked from one that has loaded them takes none.
-_PRELOADED = ["pytest", "mac_rag.engine", "mac_rag.retrieval.chroma", "pipelines.trainer"]
+_PRELOADED = [
+    "pytest",
+    "mac_rag.engine",
+    "mac_rag.integrations.llama_index",
+    "mac_rag.retrieval.chroma",
+    "pipelines.trainer",
+]
 
 
 def run_in_process(function: Callable[..., object], *args: object, **kwargs: object) -> int | None:
