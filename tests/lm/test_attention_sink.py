@@ -12,6 +12,7 @@ from mac_rag.errors import ModelLoadError
 from mac_rag.lm.attention_sink import first_tokens, make_attention_sink
 from mac_rag.lm.key_rotation import key_rotation
 from mac_rag.nn.modulation import PrefixModulation, PrefixTuning
+from tests.lm.conftest import InTable
 from tests.lm.helpers import ARCHITECTURES, DTYPES, ROTATIONS, SCALINGS, TOKENS, Cell, check, prompts
 
 TEXTS = [[11, 57, 23, 8], [99, 98, 97, 96], [300, 4, 5, 301]]  # each as long as there are memory tokens
@@ -80,7 +81,8 @@ def test_every_path_of_a_prefix_behind_a_sink(name: str) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_path_of_a_prefix_behind_a_sink_in_every_architecture(name: str, dtype: str) -> None:
+def test_every_path_of_a_prefix_behind_a_sink_in_every_architecture(name: str, dtype: str, in_table: InTable) -> None:
+    in_table(name, "sink", dtype)
     check(Cell.of(name, "sink", dtype))
 
 

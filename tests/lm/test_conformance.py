@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from mac_rag.config import BaseLMConfig, PromptFormat
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
+from tests.lm.conftest import InTable
 from tests.lm.helpers import ARCHITECTURES, DTYPES, HYBRIDS, KINDS, Cell, check, prompts
 
 MATRIX = [(name, kind, dtype) for name in ARCHITECTURES for kind in KINDS for dtype in DTYPES]
@@ -27,7 +28,8 @@ def test_each_architecture_once(name: str, kind: str, dtype: str) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("name", "kind", "dtype"), MATRIX)
-def test_the_whole_matrix(name: str, kind: str, dtype: str) -> None:
+def test_the_whole_matrix(name: str, kind: str, dtype: str, in_table: InTable) -> None:
+    in_table(name, kind, dtype)
     check(Cell.of(name, kind, dtype))
 
 
@@ -38,7 +40,8 @@ def test_a_prefix_behind_a_prompt_of_2000_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["lora", "film"])
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_hybrids_carry_what_needs_no_keys_and_values(name: str, kind: str) -> None:
+def test_hybrids_carry_what_needs_no_keys_and_values(name: str, kind: str, in_table: InTable) -> None:
+    in_table(name, kind, "fp32")
     check(Cell.of(name, kind, "fp32"))
 
 
@@ -58,16 +61,23 @@ class TestRefusals:
             ("gemma3n_text", "share keys and values"),
         ],
     )
-    def test_no_prefix_without_keys_and_values_in_every_layer(self, tmp_path: Path, name: str, reason: str) -> None:
-        with pytest.raises(ModelLoadError, match=rf"{name} cannot carry a prefix: .*{reason}.*kind to lora or film"):
+    def test_no_prefix_without_keys_and_values_in_every_layer(
+        self, tmp_path: Path, name: str, reason: str, in_table: InTable
+    ) -> None:
+        pattern = rf"{name} (cannot carry a prefix: .*{reason}.*); set modulation.kind to lora or film"
+        with pytest.raises(ModelLoadError, match=pattern) as refused:
             self.load(tmp_path, "prefix", name, **HYBRIDS.get(name, {}))
+        in_table(name, "prefix", "", refused.value)
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("name", ["mamba", "mamba2", "rwkv"])
-    def test_state_space_lms_are_refused(self, tmp_path: Path, name: str, kind: str) -> None:
-        with pytest.raises(ModelLoadError, match=f"{name} keeps its state in a cache of its own"):
+    def test_state_space_lms_are_refused(self, tmp_path: Path, name: str, kind: str, in_table: InTable) -> None:
+        with pytest.raises(ModelLoadError, match=f"{name} keeps its state in a cache of its own") as refused:
             self.load(tmp_path, kind, name)
+        in_table(name, kind, "", refused.value)
 
-    def test_an_lm_of_images_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelLoadError, match="gemma3 is more than a text model"):
-            self.load(tmp_path, "prefix", "gemma3")
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_an_lm_of_images_is_refused(self, tmp_path: Path, kind: str, in_table: InTable) -> None:
+        with pytest.raises(ModelLoadError, match="gemma3 is more than a text model") as refused:
+            self.load(tmp_path, kind, "gemma3")
+        in_table("gemma3", kind, "", refused.value)

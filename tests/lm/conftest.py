@@ -1,0 +1,25 @@
+"""For tests of LMs: what a cell of the conformance matrix found goes into the run's report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import pytest
+
+from mac_rag.errors import ModelLoadError
+
+InTable: TypeAlias = Callable[..., None]
+
+
+@pytest.fixture
+def in_table(record_property: Callable[[str, object], None]) -> InTable:
+    """Names the cell of the table that a test fills; see `tests.lm.matrix_table`."""
+
+    def record(name: str, kind: str, dtype: str, refusal: ModelLoadError | None = None) -> None:
+        for key, value in (("lm", name), ("kind", kind), ("dtype", dtype)):
+            record_property(key, value)
+        if refusal is not None:
+            record_property("refusal", f"refused: {str(refusal).removeprefix(name).partition(';')[0].strip()}")
+
+    return record
