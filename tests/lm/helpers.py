@@ -56,7 +56,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "opt": {**_SIZES, "ffn_dim": 64, "word_embed_proj_dim": 64, "max_position_embeddings": 4096},
     "falcon": {**_SIZES, "alibi": False, "max_position_embeddings": 4096},
     "stablelm": _MOST,
-    "granite": _MOST,
+    "granite": {**_MOST, "attention_multiplier": 0.25},  # as others scale; its default of 1 is no real model's
     "cohere2": _MIXED,
 }  # fmt: skip
 
