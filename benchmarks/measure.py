@@ -90,12 +90,17 @@ def write_json(path: Path, figures: dict[str, Any]) -> None:
     write_text(path, json.dumps(figures, indent=2) + "\n")
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def timed(run: Callable[[], _Result]) -> tuple[float, _Result]:
+    """Seconds of one call of a function, and its result."""
     began = time.perf_counter()
-    run()
+    result = run()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, result
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    return timed(run)[0]
 
 
 def _memory(field: str) -> int:

@@ -1,18 +1,20 @@
 """The engine: the one place where a model, its memory bank and a retriever meet.
 
-The LlamaIndex components, the evaluations and the command line all use it. A lock makes it thread-safe.
+The LlamaIndex components, the evaluations and the command line all use it. Threads may share it: they take turns, and
+questions that wait together are answered together.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torch import Tensor
 
 from mac_rag import DEFAULT_MODEL
+from mac_rag.answering import Call, Settings, answer_calls, contexts_of, group_of
+from mac_rag.batching_queue import BatchingQueue, isolating_errors
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.provenance import Member, content_hash
 from mac_rag.data.types import AdaptReport, Answer, Document
@@ -35,6 +37,9 @@ _log = logging.getLogger(__name__)
 
 # Documents encoded and committed at a time: enough to fill length-sorted batches, few enough to lose little in a crash.
 _ADAPT_GROUP = 512
+
+# Questions of several threads whose attention is computed together.
+_ATTENTION_BATCH = 32
 
 Plan: TypeAlias = dict[str, list[list[int]]]  # document id -> token ids of its rows
 
@@ -86,7 +91,7 @@ class MACEngine:
         self.attention = attention or AttentionConfig()
         self.bound = bound
         self.memory_weight = memory_weight
-        self._lock = threading.RLock()
+        self._queue = BatchingQueue()
         self._reader = BankReader(self.model, self.bank, self.attention)
         self._bounded: BoundedBank | None = None
         if self.bank.writable:
@@ -116,7 +121,7 @@ class MACEngine:
             BankError: for an id that occurs twice in the call.
             FingerprintError: when another model wrote the bank.
         """
-        with self._lock:
+        with self._queue.turn():
             self.bank.check_model(self.model.fingerprint)
             self._finish()
             documents = list(documents)
@@ -208,7 +213,7 @@ class MACEngine:
         Raises:
             BankError: for an id that neither holds.
         """
-        with self._lock:
+        with self._queue.turn():
             self._finish()
             return self._synced.delete([document_id]).from_bank
 
@@ -227,7 +232,7 @@ class MACEngine:
             DocumentError: for a document of the retriever that cannot be adapted.
             FingerprintError: when another model wrote the bank.
         """
-        with self._lock:
+        with self._queue.turn():
             self.bank.check_model(self.model.fingerprint)
             self._finish()
             return self._synced.reconcile(self._remember, group=_ADAPT_GROUP, allow_emptying=allow_emptying)
@@ -251,6 +256,8 @@ class MACEngine:
     ) -> list[Answer]:
         """Answers questions: `LM(d + x; phi*)`, phi* from the bank and d from the retriever.
 
+        Calls of several threads that wait at the same time share batches, if all other arguments are equal.
+
         Args:
             questions: texts; or prompts that `MACModel.fit_to_window` has made, for which nothing is retrieved.
             contexts: documents for each question, used instead of retrieved ones.
@@ -264,7 +271,7 @@ class MACEngine:
             max_new_tokens: None for the model's configured length.
             num_beams: beams of beam search, which takes no sampling; 1 for none.
             sampling: how tokens are chosen, and what ends an answer early.
-            batch_size: number of questions that are answered at a time.
+            batch_size: largest number of questions that are answered at a time.
             progress: shows a progress bar.
 
         Raises:
@@ -272,34 +279,30 @@ class MACEngine:
             DocumentError: for an empty question, or a prompt beyond the window.
             FingerprintError: when another model wrote the bank.
         """
-        with self._lock:
-            self.bank.check_model(self.model.fingerprint)
-            retrieved = self._contexts(questions, contexts, use_retriever, k, allowed)
-            prompts = [
-                self.model.fit_to_window(question, texts, overflow=overflow, max_new_tokens=max_new_tokens)
-                for question, (texts, _) in zip(questions, retrieved, strict=True)
-            ]
-            lengths = [len(prompt.question) + sum(map(len, prompt.contexts)) for prompt in prompts]
-            order = sorted(range(len(prompts)), key=lengths.__getitem__)
-            answers: dict[int, Answer] = {}
-            with progress_bar("answer", len(prompts), disable=not progress) as bar:
-                for first in range(0, len(order), batch_size):
-                    places = order[first : first + batch_size]
-                    batch = [prompts[i] for i in places]
-                    memory = self._aggregated(batch, allowed) if use_memory else None
-                    texts = self.model.generate(
-                        batch,
-                        modulation=None if memory is None else memory.phi,
-                        max_new_tokens=max_new_tokens,
-                        num_beams=num_beams,
-                        memory_weight=self.memory_weight if memory_weight is None else memory_weight,
-                        sampling=sampling,
-                    )
-                    discarded = [0.0] * len(batch) if memory is None else memory.discarded.tolist()
-                    for i, prompt, text, share in zip(places, batch, texts, discarded, strict=True):
-                        answers[i] = Answer(text, prompt.contexts, retrieved[i][1], prompt.truncated, share)
-                    bar.advance(len(batch))
-            return [answers[i] for i in range(len(prompts))]
+        settings = Settings(
+            use_memory=use_memory,
+            use_retriever=use_retriever,
+            k=self.k if k is None else k,
+            memory_weight=self.memory_weight if memory_weight is None else memory_weight,
+            allowed=allowed,
+            overflow=overflow,
+            max_new_tokens=max_new_tokens,
+            num_beams=num_beams,
+            sampling=sampling,
+            batch_size=batch_size,
+            progress=progress,
+        )
+        return self._queue.submit(
+            lambda calls: self._answer(calls, settings),
+            Call(questions, contexts),
+            group=settings.group,
+            size=len(questions),
+            limit=batch_size,
+        )
+
+    def _answer(self, calls: Sequence[Call], settings: Settings) -> list[list[Answer] | Exception]:
+        self.bank.check_model(self.model.fingerprint)
+        return answer_calls(calls, settings, self.model, self.retriever, self._aggregated)
 
     def stream(
         self,
@@ -317,10 +320,10 @@ class MACEngine:
         Raises:
             BankError, DocumentError, FingerprintError: as `answer`; at the call, not at the first piece.
         """
-        with self._lock:
+        with self._queue.turn():
             self.bank.check_model(self.model.fingerprint)
-            one = None if contexts is None else [contexts]
-            (texts, _) = self._contexts([question], one, use_retriever, None, allowed)[0]
+            retriever = self.retriever if use_retriever else None
+            [(texts, _)] = contexts_of([question], None if contexts is None else [contexts], retriever, self.k, allowed)
             prompt = self.model.fit_to_window(question, texts, max_new_tokens=max_new_tokens)
             phi = self._aggregated([prompt], allowed).phi if use_memory else None
         pieces = self.model.stream(
@@ -333,7 +336,7 @@ class MACEngine:
 
         def locked() -> Iterator[str]:
             while True:
-                with self._lock:
+                with self._queue.turn():
                     piece = next(pieces, None)
                 if piece is None:
                     return
@@ -349,7 +352,7 @@ class MACEngine:
             DocumentError: for an empty question, or one beyond the limit.
             FingerprintError: when another model wrote the bank.
         """
-        with self._lock:
+        with self._queue.turn():
             return self._current().aggregate(questions, allowed).phi
 
     def document_attention(
@@ -366,8 +369,19 @@ class MACEngine:
             BankError: for an empty bank, or none of its documents allowed.
             ConfigError: for an `attention` that does not tell single documents apart.
         """
-        with self._lock:
-            return self._current().document_mass(questions, allowed)
+        return self._queue.submit(
+            lambda calls: isolating_errors(lambda some: self._attention(some, allowed), calls),
+            questions,
+            group=("attention", group_of(allowed)),
+            size=len(questions),
+            limit=_ATTENTION_BATCH,
+        )
+
+    def _attention(
+        self, calls: Sequence[Sequence[str]], allowed: Container[str] | None
+    ) -> list[tuple[list[str], Tensor]]:
+        ids, mass = self._current().document_mass([question for questions in calls for question in questions], allowed)
+        return [(list(ids), rows) for rows in mass.split([len(questions) for questions in calls])]
 
     def _aggregated(self, prompts: Sequence[FittedPrompt], allowed: Container[str] | None) -> Aggregated:
         questions, ids = [prompt.question for prompt in prompts], [prompt.question_ids for prompt in prompts]
@@ -379,21 +393,3 @@ class MACEngine:
         if self._reader.bank is not self.bank:
             self._reader = BankReader(self.model, self.bank, self.attention)
         return self._reader
-
-    def _contexts(
-        self,
-        questions: Sequence[str | FittedPrompt],
-        contexts: Sequence[Sequence[str]] | None,
-        use_retriever: bool,
-        k: int | None,
-        allowed: Container[str] | None,
-    ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Documents in front of each question, and the ids of the retrieved ones."""
-        if contexts is not None:
-            return [(tuple(texts), ()) for texts in contexts]
-        texts = [question for question in questions if isinstance(question, str)]
-        if self.retriever is None or not use_retriever or not texts:
-            return [((), ())] * len(questions)
-        hits = iter(self.retriever.retrieve(texts, self.k if k is None else k, allowed=allowed))
-        rows = [next(hits) if isinstance(question, str) else [] for question in questions]
-        return [(tuple(hit.text for hit in row), tuple(hit.document_id for hit in row)) for row in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -69,9 +70,20 @@ def chat_checkpoint(model_folder: Callable[[str], Path], tmp_path_factory: pytes
     return place
 
 
-@pytest.fixture
-def tiny_model(tiny_checkpoint: Path):  # type: ignore[no-untyped-def]
-    """A freshly loaded tiny MAC model."""
+@pytest.fixture(scope="session")
+def loaded_tiny_model(tiny_checkpoint: Path):  # type: ignore[no-untyped-def]
+    """A tiny MAC model that no test changes."""
     from mac_rag.model import MACModel
 
     return MACModel.from_pretrained(tiny_checkpoint, device="cpu")
+
+
+@pytest.fixture
+def tiny_model(loaded_tiny_model):  # type: ignore[no-untyped-def]
+    """A tiny MAC model of the test's own."""
+    return copy.deepcopy(loaded_tiny_model)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Runs the longest tests first, so that no worker waits for one that another has begun last."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)

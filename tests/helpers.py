@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +119,31 @@ def mac_config(lm: Path, encoder: Path | None = None, design: Any = "decoder-onl
     return MACConfig(
         base_lm=BaseLMConfig(name=str(lm)), amortization=part, input_encoder=part, **{**defaults, **values}
     )
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Waits for what another thread does."""
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+# Loading these takes several seconds; a process that is forked from one that has loaded them takes none.
+_PRELOADED = [
+    "pytest",
+    "mac_rag.engine",
+    "mac_rag.integrations.llama_index",
+    "mac_rag.retrieval.chroma",
+    "pipelines.trainer",
+]
+
+
+def run_in_process(function: Callable[..., object], *args: object, **kwargs: object) -> int | None:
+    """Runs a function of a module in a process of its own, which may be killed; returns its exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    process = context.Process(target=function, args=args, kwargs=kwargs)
+    process.start()
+    process.join()
+    return process.exitcode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -222,19 +221,3 @@ def test_a_new_bank_is_used_at_once(engine: MACEngine) -> None:
     assert other.bank.version == engine.bank.version
     engine.bank = other.bank
     assert engine.document_attention(QUESTIONS)[0] != before
-
-
-def test_many_threads_get_what_one_gets(engine: MACEngine) -> None:
-    engine.adapt(STREAM.documents)
-    expected = [engine.answer([question])[0] for question in QUESTIONS]
-    found: dict[int, object] = {}
-
-    def ask(index: int) -> None:
-        found[index] = engine.answer([QUESTIONS[index]])[0]
-
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(QUESTIONS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[index] for index in range(len(QUESTIONS))] == expected

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,38 +22,30 @@ from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
 from mac_rag.retrieval.chroma import ChromaRetriever
 from mac_rag.sync import difference, disagreement
+from tests.helpers import run_in_process
 from tests.retrieval.helpers import Server, WordEncoder
 
 STREAM = generate("val", 8).documents
 CHANGED = Document(STREAM[1].id, "Something else happened.")
 
-# A process that is killed at a given call of a given method: everything before it is done, nothing after it.
-DOOMED = """
-import os, signal, sys
-from mac_rag.data.newswire.generate import generate
-from mac_rag.data.types import Document
-from mac_rag.engine import MACEngine
-from mac_rag.memory import MemoryBank
-from mac_rag.model import MACModel
-from mac_rag.retrieval.chroma import ChromaRetriever
-from tests.retrieval.helpers import WordEncoder
 
-STREAM = generate("val", 8).documents
-checkpoint, folder, place, method, what = sys.argv[1:]
-engine = MACEngine(
-    MACModel.from_pretrained(checkpoint, device="cpu"),
-    MemoryBank.open(folder, write=True),
-    ChromaRetriever(place, WordEncoder()),
-)
+def doomed(checkpoint: Path, folder: Path, place: Path, method: str, what: str) -> None:
+    """Is killed at a given call of a given method: everything before it is done, nothing after it."""
+    engine = MACEngine(
+        MACModel.from_pretrained(checkpoint, device="cpu"),
+        MemoryBank.open(folder, write=True),
+        ChromaRetriever(place, WordEncoder()),
+    )
 
-def die(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
+    def die(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-where, name = method.split(".")
-setattr(getattr(engine, where), name, die)
-changed = Document(STREAM[1].id, "Something else happened.")
-engine.adapt([changed, *STREAM[2:]]) if what == "adapt" else engine.forget(STREAM[0].id)
-"""
+    where, name = method.split(".")
+    setattr(getattr(engine, where), name, die)
+    if what == "adapt":
+        engine.adapt([CHANGED, *STREAM[2:]])
+    else:
+        engine.forget(STREAM[0].id)
 
 
 def agree(engine: MACEngine) -> bool:
@@ -104,9 +94,7 @@ def test_what_a_kill_interrupts_is_finished_on_opening(
     with MemoryBank.create(folder, tiny_model.fingerprint) as bank:
         MACEngine(tiny_model, bank, store).adapt(STREAM[:2])
     store.close()
-    arguments = [sys.executable, "-c", DOOMED, tiny_checkpoint, folder, place, method, what]
-    killed = subprocess.run(arguments, check=False, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
-    assert killed.returncode == -signal.SIGKILL
+    assert run_in_process(doomed, tiny_checkpoint, folder, place, method, what) == -signal.SIGKILL
 
     store = ChromaRetriever(place, WordEncoder())
     with MemoryBank.open(folder, write=True) as bank:

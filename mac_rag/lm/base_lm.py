@@ -45,6 +45,7 @@ class BaseLM(DecodingMixin, nn.Module):
         self.architecture = architecture_of(model)
         self.prompts = prompt_encoder(tokenizer, prompt_format)
         self.end_tokens = sorted({*self.prompts.end_tokens, *_end_tokens(model)})
+        model.get_output_embeddings().register_forward_pre_hook(_without_gaps)
 
     @classmethod
     def load(
@@ -215,3 +216,11 @@ def _end_tokens(model: Any) -> list[int]:
     """The end tokens of an LM's generation config, which holds none, one or several."""
     ends = model.generation_config.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def _without_gaps(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copies the states that an LM's head reads, if they have gaps, as the last token of each row of a batch has.
+
+    The matrix product would take such rows one by one, and read the head's weights for each.
+    """
+    return tuple(tensor.contiguous() for tensor in inputs)

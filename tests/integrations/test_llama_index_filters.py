@@ -92,6 +92,15 @@ def test_filters_follow_the_bank(remembering: RecordingEngine) -> None:
     assert "stranger" not in allowed
 
 
+def test_filters_that_say_the_same_about_one_bank_are_equal(remembering: RecordingEngine, tiny_model: MACModel) -> None:
+    """So requests of one tenant share a batch."""
+    first, second, other = (FilteredDocuments(remembering, only(tenant)) for tenant in ("a", "a", "b"))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert first != other
+    assert first != FilteredDocuments(RecordingEngine(tiny_model), only("a"))
+
+
 def test_our_retrievers_take_them_too(remembering: RecordingEngine) -> None:
     bm25 = remembering.retriever = BM25Retriever()
     MemoryWriter(remembering)([Document(id_="more", text="Another bridge.", metadata={"tenant": "b"})])

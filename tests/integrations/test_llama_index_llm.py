@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -202,6 +202,33 @@ def test_async_calls_leave_the_event_loop_free(remembering: RecordingEngine, ask
         await task
 
     asyncio.run(held_up())
+
+
+def test_a_crowd_of_async_calls_is_answered_in_one_pass(
+    remembering: RecordingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is larger than asyncio's own threads are many."""
+    llm = MACLLM(engine=remembering, max_new_tokens=2)
+    questions = [f"{QUESTION} And number {number}?" for number in range(32)]
+    expected = [llm.complete(question).text for question in questions]
+    passes: list[int] = []
+    generate, queue = remembering.model.generate, remembering._queue
+
+    def counting(prompts: Sequence[Any], **options: Any) -> list[str]:
+        passes.append(len(prompts))
+        return generate(prompts, **options)
+
+    monkeypatch.setattr(remembering.model, "generate", counting)
+
+    async def crowd() -> list[str]:
+        with queue.turn():
+            tasks = [asyncio.create_task(llm.acomplete(question)) for question in questions]
+            while len(queue._waiting) < len(questions):
+                await asyncio.sleep(0.001)
+        return [(await task).text for task in tasks]
+
+    assert asyncio.run(crowd()) == expected
+    assert passes == [32]
 
 
 def test_async_tokens_come_while_the_answer_is_being_made(remembering: RecordingEngine) -> None:

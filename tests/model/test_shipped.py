@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.try_out import SAMPLE
 from mac_rag.data.metrics import f1
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
+from mac_rag.model import MACModel
 from mac_rag.model.checkpoint import SHIPPED
 from mac_rag.retrieval.registry import make_retriever
 
@@ -64,6 +66,17 @@ def engine() -> MACEngine:
     engine = MACEngine(retriever=make_retriever("bm25"), k=1)
     engine.adapt([Document(text, text) for text in PARAGRAPHS])
     return engine
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_weight_comes_from_the_files(name: str) -> None:
+    """Memory that no file fills holds NaN here."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        model = MACModel.from_pretrained(name, device="cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [name for name, weight in model.named_parameters() if not weight.isfinite().all()] == []
 
 
 def test_the_default_is_shipped() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
 from pipelines.recipe import changes_since, keep_recipe, load_recipe
 from pipelines.stages import RECIPES, read_stages
+from pipelines.tasks.train import TrainTask
 from pipelines.tasks.tune_qa import TuneConfig
+from tests.helpers import run_in_process
 from tests.pipelines.helpers import TRAINER, command, metrics
 
-ROOT = Path(__file__).parents[2]
 STAGES = ("lm", "reader", "start", "more")
 MINIATURE = """
 shared:
@@ -104,24 +104,23 @@ def test_each_stage_starts_from_what_the_one_before_left(whole: Path) -> None:
         assert weights.equal(base_lm[name])
 
 
+def killed_run(file: Path, output: Path) -> None:
+    """Is killed in step 3 of the first stage that trains MAC, behind its checkpoint of step 2."""
+    batch = TrainTask.batch
+
+    def fatal(self: TrainTask, step: int, *rest: Any) -> Any:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch(self, step, *rest)
+
+    TrainTask.batch = fatal  # type: ignore[method-assign]
+    run(file, output)
+
+
+@pytest.mark.long
 def test_a_killed_run_goes_on_to_the_same_model(miniature: Path, whole: Path, tmp_path: Path) -> None:
-    """kill -9 in the third stage, behind its checkpoint of step 2."""
-    killed = (
-        "import os, signal, sys\n"
-        "from mac_rag.cli.run import run_command\n"
-        "from pipelines.run import main\n"
-        "from pipelines.tasks.train import TrainTask\n"
-        "batch = TrainTask.batch\n"
-        "def fatal(self, step, *rest):\n"
-        "    if step == 3:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return batch(self, step, *rest)\n"
-        "TrainTask.batch = fatal\n"
-        f"sys.argv = ['run', {str(miniature)!r}, '--output', {str(tmp_path / 'out')!r}]\n"
-        "run_command(main)\n"
-    )
-    finished = subprocess.run([sys.executable, "-c", killed], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert finished.returncode == -signal.SIGKILL, finished.stderr
+    """kill -9 in the third stage."""
+    assert run_in_process(killed_run, miniature, tmp_path / "out") == -signal.SIGKILL
     listed = run(miniature, tmp_path / "out", "--list").stdout.splitlines()
     assert listed == [
         "[1/4] lm (pretrain): done",

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from mac_rag.errors import ConfigError, ModelLoadError
 from pipelines.recipe import keep_recipe
 from pipelines.trainer import Task, Trainer, TrainerConfig, shuffled
+from tests.helpers import run_in_process
 from tests.pipelines.toy_training import ITEMS, ToyTask, train
 
 ROOT = Path(__file__).parents[2]
@@ -52,10 +53,7 @@ class TestResume:
     def test_a_killed_run_goes_on_to_the_same_losses_and_weights(
         self, whole: Path, tmp_path: Path, place: tuple[str, int]
     ) -> None:
-        killed = command(
-            "-m", "tests.pipelines.toy_training", str(tmp_path), "--dropout", "0.2", "--kill", place[0], str(place[1])
-        )
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert run_in_process(train, tmp_path, dropout=0.2, kill=place) == -signal.SIGKILL
         assert len(metrics(tmp_path)) < len(metrics(whole))
         task, _ = train(tmp_path, dropout=0.2)
         assert len(task.drawn) < 24 * 8, "the run started over"

@@ -1,4 +1,4 @@
-"""A training small enough for tests; also a command, so that tests can kill it or start it in several processes."""
+"""A training small enough for tests; also a command, so that tests can start it in several processes."""
 
 from __future__ import annotations
 
@@ -93,10 +93,5 @@ def train(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=Path)
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--kill", nargs=2)
-    parser.add_argument("--accumulate", type=int, default=1)
-    arguments = parser.parse_args()
-    kill_at = (arguments.kill[0], int(arguments.kill[1])) if arguments.kill else None
-    train(arguments.output, dropout=arguments.dropout, kill=kill_at, accumulate=arguments.accumulate)
+    train(parser.parse_args().output)
     print("threads:", *(path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")))

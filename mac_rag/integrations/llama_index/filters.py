@@ -52,6 +52,15 @@ class FilteredDocuments(Container[str]):
     def __len__(self) -> int:
         return len(self._current())
 
+    # Requests that are filtered alike are answered in one batch, though each has an object of its own.
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, FilteredDocuments):
+            return NotImplemented
+        return self._engine is other._engine and self.filters == other.filters
+
+    def __hash__(self) -> int:
+        return hash(id(self._engine))
+
     def _current(self) -> frozenset[str]:
         # The version is read first: after a change in the meantime, the next call filters again.
         bank, version = self._engine.bank, self._engine.bank.version

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -37,6 +36,7 @@ from mac_rag.integrations.llama_index.predicting import PredictingLLM
 from mac_rag.integrations.llama_index.responses import accumulate, chat_response
 from mac_rag.integrations.llama_index.slots import Request
 from mac_rag.integrations.llama_index.spans import NodeReader, listen
+from mac_rag.integrations.llama_index.threads import in_thread
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.model import MACModel
@@ -238,10 +238,10 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
         return accumulate(self.engine.stream(prompt, **settings))
 
     async def _astream(self, request: Request, options: Options) -> AsyncIterator[tuple[str, str]]:
-        pieces = await asyncio.to_thread(self._stream, request, options)
+        pieces = await in_thread(self._stream, request, options)
 
         async def generate() -> AsyncIterator[tuple[str, str]]:
-            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            while (piece := await in_thread(next, pieces, None)) is not None:
                 yield piece
 
         return generate()
@@ -294,7 +294,7 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
     ) -> CompletionResponse:
         """As `complete`."""
         request, options = self._completion(prompt, formatted, contexts), self._options(kwargs)
-        return CompletionResponse(text=await asyncio.to_thread(self._answer, request, options))
+        return CompletionResponse(text=await in_thread(self._answer, request, options))
 
     @llm_completion_callback()
     def stream_complete(
@@ -351,7 +351,7 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
     ) -> ChatResponse:
         """As `chat`."""
         request, options = self._conversation(messages, question, contexts), self._options(kwargs)
-        return chat_response(await asyncio.to_thread(self._answer, request, options))
+        return chat_response(await in_thread(self._answer, request, options))
 
     @llm_chat_callback()
     def stream_chat(

@@ -22,6 +22,7 @@ from mac_rag.errors import ConfigError, MACError
 from mac_rag.integrations.llama_index.filters import FilteringComponent
 from mac_rag.integrations.llama_index.lookup import nodes_of
 from mac_rag.integrations.llama_index.once import first_time
+from mac_rag.integrations.llama_index.threads import in_thread
 from mac_rag.integrations.llama_index.writer import LOST
 from mac_rag.retrieval.hybrid import RANK_OFFSET
 from mac_rag.retrieval.llama_index import FiledBy, document_id
@@ -182,6 +183,12 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
             event.on_end(payload={EventPayload.NODES: result})
         dispatcher.event(ReRankEndEvent(nodes=result))
         return result
+
+    async def _apostprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        """As `_postprocess_nodes`, without blocking the event loop."""
+        return await in_thread(self._postprocess_nodes, nodes, query_bundle)
 
     def _masses(self, question: str) -> dict[str, float]:
         """Attention mass by document id, of documents that pass the filters."""

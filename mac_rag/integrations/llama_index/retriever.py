@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Container
 
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.schema import NodeRelationship, NodeWithScore, QueryBundle, TextNode
 
+from mac_rag.integrations.llama_index.threads import in_thread
 from mac_rag.retrieval.base import Hit, Retriever, check_k
 
 
@@ -56,7 +56,7 @@ class MACRetriever(BaseRetriever):
         return [NodeWithScore(node=_node(hit), score=hit.score) for hit in hits]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        return await asyncio.to_thread(self._retrieve, query_bundle)
+        return await in_thread(self._retrieve, query_bundle)
 
 
 def _node(hit: Hit) -> TextNode:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.integrations.llama_index.component import EngineComponent
 from mac_rag.integrations.llama_index.once import first_time
+from mac_rag.integrations.llama_index.threads import in_thread
 from mac_rag.integrations.llama_index.writer import LOST
 from mac_rag.retrieval.llama_index import FiledBy
 
@@ -95,7 +95,7 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Like `delete`, without blocking the event loop."""
-        await asyncio.to_thread(lambda: self._forget(self._bank_ids(ref_doc_id)))
+        await in_thread(lambda: self._forget(self._bank_ids(ref_doc_id)))
         await self._store.adelete(ref_doc_id, **delete_kwargs)
 
     def delete_nodes(
@@ -114,7 +114,7 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
     ) -> None:
         """Like `delete_nodes`, without blocking the event loop."""
-        await asyncio.to_thread(lambda: self._forget(self._node_ids(node_ids, filters)))
+        await in_thread(lambda: self._forget(self._node_ids(node_ids, filters)))
         await self._store.adelete_nodes(node_ids, filters, **delete_kwargs)
 
     def clear(self) -> None:
@@ -124,7 +124,7 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
 
     async def aclear(self) -> None:
         """Like `clear`, without blocking the event loop."""
-        await asyncio.to_thread(lambda: self._forget(self.engine.bank.document_ids))
+        await in_thread(lambda: self._forget(self.engine.bank.document_ids))
         await self._store.aclear()
 
     def _bank_ids(self, ref_doc_id: str) -> list[str]:

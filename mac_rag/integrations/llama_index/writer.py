@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any, Self
 from uuid import uuid4
@@ -17,6 +16,7 @@ from mac_rag.errors import BankError
 from mac_rag.integrations.llama_index.component import EngineComponent
 from mac_rag.integrations.llama_index.contents import Source, documents_in
 from mac_rag.integrations.llama_index.spans import listen, running_docstore
+from mac_rag.integrations.llama_index.threads import in_thread
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.retrieval.llama_index import FiledBy, document_id
 
@@ -143,7 +143,7 @@ class MemoryWriter(EngineComponent, TransformComponent):
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Like a call, without blocking the event loop."""
-        return await asyncio.to_thread(self, nodes, **kwargs)
+        return await in_thread(self, nodes, **kwargs)
 
     def _documents(self, nodes: Sequence[BaseNode]) -> list[Document]:
         """The documents of the bank that these nodes are."""

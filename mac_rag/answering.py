@@ -1,0 +1,179 @@
+"""Answers calls in batches: documents are retrieved, prompts fitted, the bank aggregated, answers generated.
+
+Several calls of `MACEngine.answer` may share a batch. What is wrong with one of them is an error for that one only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from mac_rag.batching_queue import isolating_errors
+from mac_rag.data.types import Answer
+from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.lm.sampling import Sampling
+from mac_rag.memory.views.reader import Aggregated
+from mac_rag.model import MACModel
+from mac_rag.progress import progress_bar
+
+if TYPE_CHECKING:
+    from mac_rag.retrieval.base import Retriever
+
+Contexts: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]  # of one question: texts, and ids of retrieved documents
+Aggregate: TypeAlias = Callable[[Sequence[FittedPrompt], Container[str] | None], Aggregated]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Questions that are answered together, as `MACEngine.answer` takes them.
+
+    Attributes:
+        questions: texts or fitted prompts.
+        contexts: documents of each question; None for retrieved ones.
+    """
+
+    questions: Sequence[str | FittedPrompt]
+    contexts: Sequence[Sequence[str]] | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of `MACEngine.answer` that all calls of a batch have in common; it documents them."""
+
+    use_memory: bool
+    use_retriever: bool
+    k: int
+    memory_weight: float | None
+    allowed: Container[str] | None = field(compare=False)
+    overflow: Literal["error", "truncate"]
+    max_new_tokens: int | None
+    num_beams: int
+    sampling: Sampling
+    batch_size: int
+    progress: bool
+
+    @property
+    def group(self) -> Hashable:
+        """Equal for calls that may share a batch."""
+        return self, group_of(self.allowed)
+
+
+def group_of(allowed: Container[str] | None) -> Hashable:
+    """Equal for equal documents; containers that cannot be hashed are equal to themselves only."""
+    return allowed if isinstance(allowed, Hashable) else id(allowed)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A question that is ready for the LM, with the number of its call and its place in that call."""
+
+    call: int
+    place: int
+    prompt: FittedPrompt
+    document_ids: tuple[str, ...]
+
+
+def answer_calls(
+    calls: Sequence[Call], settings: Settings, model: MACModel, retriever: Retriever | None, aggregate: Aggregate
+) -> list[list[Answer] | Exception]:
+    """Answers the questions of all calls.
+
+    Args:
+        calls: the calls.
+        settings: their common settings.
+        model: the model.
+        retriever: retrieves documents for questions without contexts; None for none.
+        aggregate: from prompts and the allowed documents to phi* of each.
+
+    Returns:
+        For each call its answers, or the exception that its questions or its retrieval raised.
+
+    Raises:
+        Exception: whatever goes wrong in the passes that all calls share.
+    """
+    results: list[list[Answer] | Exception] = [[] for _ in calls]
+    ready: list[_Prepared] = []
+    asked = retriever if settings.use_retriever else None
+    retrieved = isolating_errors(lambda some: _contexts_of_calls(some, settings, asked), calls)
+    for number, (call, contexts) in enumerate(zip(calls, retrieved, strict=True)):
+        try:
+            ready += _prepared(number, call, contexts, settings, model)
+        except Exception as error:
+            results[number] = error
+    ready.sort(key=lambda one: len(one.prompt.question) + sum(map(len, one.prompt.contexts)))
+    answers: dict[tuple[int, int], Answer] = {}
+    with progress_bar("answer", len(ready), disable=not settings.progress) as bar:
+        for first in range(0, len(ready), settings.batch_size):
+            batch = ready[first : first + settings.batch_size]
+            for one, answer in zip(batch, _answered(batch, settings, model, aggregate), strict=True):
+                answers[one.call, one.place] = answer
+            bar.advance(len(batch))
+    for number, place in sorted(answers):
+        result = results[number]
+        assert isinstance(result, list)
+        result.append(answers[number, place])
+    return results
+
+
+def contexts_of(
+    questions: Sequence[str | FittedPrompt],
+    contexts: Sequence[Sequence[str]] | None,
+    retriever: Retriever | None,
+    k: int,
+    allowed: Container[str] | None,
+) -> list[Contexts]:
+    """Documents in front of each question: `contexts`, or k that the retriever finds if they are None."""
+    if contexts is not None:
+        return [(tuple(texts), ()) for texts in contexts]
+    texts = [question for question in questions if isinstance(question, str)]
+    if retriever is None or not texts:
+        return [((), ())] * len(questions)
+    hits = iter(retriever.retrieve(texts, k, allowed=allowed))
+    rows = [next(hits) if isinstance(question, str) else [] for question in questions]
+    return [(tuple(hit.text for hit in row), tuple(hit.document_id for hit in row)) for row in rows]
+
+
+def _contexts_of_calls(calls: Sequence[Call], settings: Settings, retriever: Retriever | None) -> list[list[Contexts]]:
+    """`contexts_of` each call; the retriever is asked once for all."""
+    asking = [question for call in calls if call.contexts is None for question in call.questions]
+    found = iter(contexts_of(asking, None, retriever, settings.k, settings.allowed))
+    return [
+        [next(found) for _ in call.questions]
+        if call.contexts is None
+        else contexts_of(call.questions, call.contexts, None, settings.k, settings.allowed)
+        for call in calls
+    ]
+
+
+def _prepared(
+    number: int, call: Call, contexts: list[Contexts] | Exception, settings: Settings, model: MACModel
+) -> list[_Prepared]:
+    """The questions of one call with their fitted prompts."""
+    if isinstance(contexts, Exception):
+        raise contexts
+    return [
+        _Prepared(number, place, model.fit_to_window(
+            question, texts, overflow=settings.overflow, max_new_tokens=settings.max_new_tokens
+        ), document_ids)
+        for place, (question, (texts, document_ids)) in enumerate(zip(call.questions, contexts, strict=True))
+    ]  # fmt: skip
+
+
+def _answered(batch: Sequence[_Prepared], settings: Settings, model: MACModel, aggregate: Aggregate) -> list[Answer]:
+    """The answers to questions that the LM reads at a time."""
+    prompts = [one.prompt for one in batch]
+    memory = aggregate(prompts, settings.allowed) if settings.use_memory else None
+    texts = model.generate(
+        prompts,
+        modulation=None if memory is None else memory.phi,
+        max_new_tokens=settings.max_new_tokens,
+        num_beams=settings.num_beams,
+        memory_weight=settings.memory_weight,
+        sampling=settings.sampling,
+    )
+    discarded = [0.0] * len(batch) if memory is None else memory.discarded.tolist()
+    return [
+        Answer(text, one.prompt.contexts, one.document_ids, one.prompt.truncated, share)
+        for one, text, share in zip(batch, texts, discarded, strict=True)
+    ]

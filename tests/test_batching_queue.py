@@ -1,0 +1,280 @@
+"""The batching queue: turns, batches, and what happens when something goes wrong in one of them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mac_rag.batching_queue import BatchingQueue, isolating_errors
+from tests.helpers import wait_until
+
+
+class Worker:
+    """Runs batches and notes them; the first one waits for `go`, so that requests arrive meanwhile."""
+
+    def __init__(self) -> None:
+        self.queue = BatchingQueue()
+        self.batches: list[list[Any]] = []
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.pool = ThreadPoolExecutor(32)
+
+    def run(self, requests: Sequence[Any]) -> Sequence[Any]:
+        self.batches.append(list(requests))
+        self.begun.set()
+        assert self.go.wait(20)
+        return [f"done {request}" for request in requests]
+
+    def start(self, request: Any, group: str = "a", size: int = 1, limit: int = 32, run: Any = None) -> Future[Any]:
+        """Submits a request from a thread of its own."""
+        return self.pool.submit(
+            lambda: self.queue.submit(run or self.run, request, group=group, size=size, limit=limit)
+        )
+
+    def start_and_wait(self, request: Any, **options: Any) -> Future[Any]:
+        """As `start`; returns when the request waits in the queue."""
+        count = len(self.queue._waiting)
+        future = self.start(request, **options)
+        wait_until(lambda: len(self.queue._waiting) == count + 1)
+        return future
+
+    def start_first(self, request: Any = "first", **options: Any) -> Future[Any]:
+        """Submits a request that runs until `go`."""
+        future = self.start(request, **options)
+        assert self.begun.wait(20)
+        return future
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    yield worker
+    worker.go.set()
+    worker.pool.shutdown()
+    assert worker.queue._holder is None
+    assert not worker.queue._waiting
+
+
+def test_requests_that_wait_become_one_batch(worker: Worker) -> None:
+    first = worker.start_first()
+    others = [worker.start_and_wait(number) for number in range(15)]
+    worker.go.set()
+    assert first.result() == "done first"
+    assert [other.result() for other in others] == [f"done {number}" for number in range(15)]
+    assert worker.batches == [["first"], list(range(15))]
+
+
+def test_a_request_alone_is_a_batch_of_its_own(worker: Worker) -> None:
+    worker.go.set()
+    assert [worker.start(number).result() for number in range(3)] == ["done 0", "done 1", "done 2"]
+    assert worker.batches == [[0], [1], [2]]
+
+
+def test_groups_are_not_mixed_and_the_oldest_request_decides_which_comes_next(worker: Worker) -> None:
+    worker.start_first(group="a")
+    for name in ("b1", "a1", "b2", "c1", "a2"):
+        worker.start_and_wait(name, group=name[0])
+    worker.go.set()
+    wait_until(lambda: len(worker.batches) == 4)
+    assert worker.batches == [["first"], ["b1", "b2"], ["a1", "a2"], ["c1"]]
+
+
+def test_a_batch_stays_within_its_limit_unless_one_request_is_larger(worker: Worker) -> None:
+    worker.start_first()
+    for name, size in (("two", 2), ("three", 3), ("one", 1), ("nine", 9), ("last", 1)):
+        worker.start_and_wait(name, size=size, limit=5)
+    worker.go.set()
+    wait_until(lambda: len(worker.batches) == 5)
+    assert worker.batches == [["first"], ["two", "three"], ["one"], ["nine"], ["last"]]
+
+
+def test_an_exception_for_one_request_is_raised_to_its_caller_only(worker: Worker) -> None:
+    def run(requests: Sequence[Any]) -> Sequence[Any]:
+        return [KeyError(name) if name == "bad" else name for name in worker.run(requests) and requests]
+
+    worker.start_first()
+    good, bad, fine = (worker.start_and_wait(name, run=run) for name in ("good", "bad", "fine"))
+    worker.go.set()
+    assert (good.result(), fine.result()) == ("good", "fine")
+    with pytest.raises(KeyError, match="bad"):
+        bad.result()
+    assert worker.batches[1] == ["good", "bad", "fine"]
+
+
+def test_an_exception_of_a_batch_reaches_all_its_callers_and_nobody_else(worker: Worker) -> None:
+    def fail(requests: Sequence[Any]) -> Sequence[Any]:
+        raise MemoryError("too much")
+
+    first = worker.start_first()
+    failing = [worker.start_and_wait(number, group="b", run=fail) for number in range(3)]
+    after = worker.start_and_wait("after")
+    worker.go.set()
+    assert (first.result(), after.result()) == ("done first", "done after")
+    for future in failing:
+        with pytest.raises(MemoryError, match="too much"):
+            future.result()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_a_thread_does_not_end_those_it_works_for(worker: Worker, error: type[BaseException]) -> None:
+    def interrupted(requests: Sequence[Any]) -> Sequence[Any]:
+        if threading.current_thread() is leading[0]:
+            raise error
+        return worker.run(requests)
+
+    leading: list[threading.Thread] = []
+    caught: list[BaseException] = []
+
+    def lead() -> None:
+        leading.append(threading.current_thread())
+        try:
+            worker.queue.submit(interrupted, "leader", group="b", size=1, limit=32)
+        except BaseException as ended:
+            caught.append(ended)
+
+    worker.start_first()
+    thread = threading.Thread(target=lead)
+    thread.start()
+    wait_until(lambda: len(worker.queue._waiting) == 1)
+    others = [worker.start_and_wait(number, group="b", run=interrupted) for number in range(3)]
+    worker.go.set()
+    assert [other.result() for other in others] == ["done 0", "done 1", "done 2"]
+    thread.join()
+    assert [type(ended) for ended in caught] == [error]
+    assert worker.batches == [["first"], [0, 1, 2]]
+
+
+def interrupt_main_thread(condition: Callable[[], bool]) -> threading.Thread:
+    """Starts a thread that interrupts the main one, as Ctrl-C does, once the condition holds."""
+    main = threading.main_thread().ident
+    assert main == threading.get_ident(), "a signal interrupts the main thread only"
+
+    def interrupt() -> None:
+        wait_until(condition)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    return thread
+
+
+def test_a_thread_that_is_interrupted_while_it_waits_leaves_the_queue(worker: Worker) -> None:
+    first = worker.start_first()
+    thread = interrupt_main_thread(lambda: len(worker.queue._waiting) == 1)
+    with pytest.raises(KeyboardInterrupt):
+        worker.queue.submit(worker.run, "given up", group="a", size=1, limit=32)
+    thread.join()
+    after = worker.start_and_wait("after")
+    worker.go.set()
+    assert (first.result(), after.result()) == ("done first", "done after")
+    assert worker.batches == [["first"], ["after"]]
+
+
+def test_a_request_is_not_run_again_for_a_thread_that_has_left(worker: Worker) -> None:
+    """The main thread is interrupted while another one runs its request, and then that one ends, too."""
+    running, end = threading.Event(), threading.Event()
+
+    def run(requests: Sequence[Any]) -> Sequence[Any]:
+        if "leader" not in requests:
+            return worker.run(requests)
+        worker.batches.append(list(requests))
+        running.set()
+        assert end.wait(20)
+        raise SystemExit
+
+    def begin() -> bool:
+        wait_until(lambda: len(worker.queue._waiting) == 2)
+        worker.go.set()
+        return running.wait(20)
+
+    worker.start_first()
+    leader = worker.start_and_wait("leader", run=run)
+    thread = interrupt_main_thread(begin)
+    with pytest.raises(KeyboardInterrupt):
+        worker.queue.submit(run, "given up", group="a", size=1, limit=32)
+    thread.join()
+    other = worker.start_and_wait("other", run=run)
+    end.set()
+    with pytest.raises(SystemExit):
+        leader.result()
+    assert other.result() == "done other"
+    assert worker.batches == [["first"], ["leader", "given up"], ["other"]]
+
+
+def test_a_turn_is_shared_with_nobody(worker: Worker) -> None:
+    worker.go.set()
+    with worker.queue.turn():
+        waiting = [worker.start_and_wait(number) for number in range(3)]
+        assert worker.batches == []
+    assert [future.result() for future in waiting] == ["done 0", "done 1", "done 2"]
+    with pytest.raises(KeyError), worker.queue.turn():
+        raise KeyError
+    assert worker.start("after").result() == "done after"
+
+
+def test_whoever_has_a_turn_gets_another_at_once(worker: Worker) -> None:
+    def nested(requests: Sequence[int]) -> Sequence[int]:
+        with worker.queue.turn():
+            return [
+                worker.queue.submit(nested, request - 1, group="b", size=1, limit=1) + 1 if request else 0
+                for request in requests
+            ]
+
+    assert worker.queue.submit(nested, 3, group="a", size=1, limit=32) == 3
+
+
+def test_isolated_errors_hit_only_their_request() -> None:
+    def invert(numbers: Sequence[int]) -> list[float]:
+        return [1 / number for number in numbers]
+
+    assert isolating_errors(invert, [1, 2]) == [1.0, 0.5]
+    one, error, half = isolating_errors(invert, [1, 0, 2])
+    assert (one, half) == (1.0, 0.5)
+    assert isinstance(error, ZeroDivisionError)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 3), st.sampled_from(["", "one", "all"])), max_size=6),
+        min_size=2,
+        max_size=8,
+    )
+)
+def test_every_caller_of_a_crowd_gets_its_own_result(plans: list[list[tuple[str, int, str]]]) -> None:
+    """Each plan is the requests of one thread: a group, a size, and what fails with it: nothing, it, or its batch."""
+    queue, limit, busy = BatchingQueue(), 4, threading.Lock()
+
+    def run(requests: Sequence[tuple[int, int, str, int, str]]) -> Sequence[Any]:
+        assert busy.acquire(blocking=False), "two batches at a time"
+        try:
+            assert len({group for _, _, group, _, _ in requests}) == 1
+            assert len(requests) == 1 or sum(size for _, _, _, size, _ in requests) <= limit
+            if any(failure == "all" for *_, failure in requests):
+                raise MemoryError
+            return [KeyError(request) if request[-1] == "one" else request for request in requests]
+        finally:
+            busy.release()
+
+    def ask(thread: int) -> list[object]:
+        outcomes: list[object] = []
+        for number, (group, size, failure) in enumerate(plans[thread]):
+            request = (thread, number, group, size, failure)
+            try:
+                outcomes.append(queue.submit(run, request, group=group, size=size, limit=limit) == request)
+            except (KeyError, MemoryError) as error:
+                outcomes.append(type(error) if isinstance(error, MemoryError) else error.args == (request,))
+        return outcomes
+
+    with ThreadPoolExecutor(len(plans)) as pool:
+        for plan, outcomes in zip(plans, pool.map(ask, range(len(plans))), strict=True):
+            for (_, _, failure), outcome in zip(plan, outcomes, strict=True):
+                assert outcome is MemoryError if failure == "all" else outcome in (True, MemoryError)
+    assert queue._holder is None
+    assert not queue._waiting
