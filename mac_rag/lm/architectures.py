@@ -84,6 +84,11 @@ def check_modulation(config: Any, kind: str) -> None:
             f"{name} keeps its state in a cache of its own and has no keys and values (a state-space or recurrent LM); "
             "no modulation works with it, give an LM with attention"
         )
+    if getattr(config, "max_position_embeddings", None) is None:
+        raise ModelLoadError(
+            f"{name} does not say how many positions it has (max_position_embeddings), so no prompt could be fitted "
+            "to it; give an LM whose configuration does"
+        )
     reason = _against_prefix(config, lm_class) if kind == "prefix" else None
     if reason is not None:
         raise ModelLoadError(f"{name} cannot carry a prefix: {reason}; set modulation.kind to lora or film")

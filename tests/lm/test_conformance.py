@@ -77,6 +77,15 @@ class TestRefusals:
         in_table(name, kind, "", refused.value)
 
     @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("name", ["bloom", "mpt"])
+    def test_an_lm_without_a_number_of_positions_is_refused(
+        self, tmp_path: Path, name: str, kind: str, in_table: InTable
+    ) -> None:
+        with pytest.raises(ModelLoadError, match=f"{name} does not say how many positions it has") as refused:
+            self.load(tmp_path, kind, name)
+        in_table(name, kind, "", refused.value)
+
+    @pytest.mark.parametrize("kind", KINDS)
     def test_an_lm_of_images_is_refused(self, tmp_path: Path, kind: str, in_table: InTable) -> None:
         with pytest.raises(ModelLoadError, match="gemma3 is more than a text model") as refused:
             self.load(tmp_path, kind, "gemma3")
