@@ -145,5 +145,7 @@ def run_in_process(function: Callable[..., object], *args: object, **kwargs: obj
     context.set_forkserver_preload(_PRELOADED)
     process = context.Process(target=function, args=args, kwargs=kwargs)
     process.start()
+    process.join(240)
+    process.kill()  # without effect, unless it hangs
     process.join()
     return process.exitcode
