@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -128,6 +129,7 @@ def test_training_is_repeatable_lowers_the_loss_and_is_cached(tiny_model: MACMod
     for name, weight in made[0].state_dict().items():
         assert all(torch.equal(weight, other.state_dict()[name]) for other in made[1:])
     assert len(list(tmp_path.iterdir())) == 1
+    torch.manual_seed(0)
     losses = train(CCM(base_lm, tokens=3, rank=2), base_lm, STREAM, CONFIG.model_copy(update={"steps": 12}))
-    assert losses[-1] < losses[0]
+    assert median(losses[6:]) < median(losses[:6])  # at this learning rate a single step may go astray
     assert all(torch.equal(weight, before[name]) for name, weight in base_lm.model.state_dict().items())
