@@ -102,7 +102,24 @@ def load_causal_lm(
         options.pop("device_map", None)
         loader = partial(device_map.load, AutoModelForCausalLM.from_pretrained)
         model = loaded("a causal LM", place, loader, revision=config.revision, **options)
+    if config.quantization == "nf4":
+        _require_wide_layers(model)
     return model, _checked(load_tokenizer(place, config.revision), model, place)
+
+
+def _require_wide_layers(lm: nn.Module) -> None:
+    """Refuses an LM with layers that bitsandbytes cannot compute in nf4 on a CPU."""
+    for name, layer in lm.named_modules():
+        # Two weights of 4 bits share a byte, and on CPUs these are two outputs.
+        if isinstance(layer, nn.Linear) and layer.out_features == 1 and _runs_in_4_bits_on_a_cpu(layer):
+            raise QuantizationError(
+                f"{name} has a single output, which bitsandbytes cannot compute in nf4 on a CPU; "
+                "set quantization: int8 or none, or use a GPU"
+            )
+
+
+def _runs_in_4_bits_on_a_cpu(layer: nn.Linear) -> bool:
+    return layer.weight.dtype is torch.uint8 and layer.weight.device.type == "cpu"
 
 
 def _require_no_map(name: str, reason: str, device_map: DeviceMap | None) -> None:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import pytest
 
-from mac_rag.errors import ModelLoadError
+from mac_rag.errors import MACError
 
 InTable: TypeAlias = Callable[..., None]
 
@@ -16,7 +16,7 @@ InTable: TypeAlias = Callable[..., None]
 def in_table(record_property: Callable[[str, object], None]) -> InTable:
     """Names the cell of the table that a test fills; see `tests.lm.matrix_table`."""
 
-    def record(name: str, kind: str, dtype: str, refusal: ModelLoadError | None = None) -> None:
+    def record(name: str, kind: str, dtype: str, refusal: MACError | None = None) -> None:
         for key, value in (("lm", name), ("kind", kind), ("dtype", dtype)):
             record_property(key, value)
         if refusal is not None:

@@ -65,9 +65,9 @@ def table(results: Iterable[Result]) -> str:
 
 def _cell(outcomes: dict[str, list[str]]) -> str:
     parts = []
-    for outcome, dtypes in sorted(outcomes.items()):
+    for outcome, dtypes in sorted(outcomes.items(), key=lambda item: item[0] != "works"):
         named = ", ".join(dtype for dtype in DTYPES if dtype in dtypes)
-        parts.append(named if outcome == "works" else f"**fails:** {named}" if outcome == "fails" else outcome)
+        parts.append(named if outcome == "works" else f"{named} {outcome}".strip())
     return "; ".join(parts) or "not tested"
 
 

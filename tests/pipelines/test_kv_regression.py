@@ -24,7 +24,7 @@ from mac_rag.nn.amortization import EncoderPooling
 from mac_rag.nn.modulation import Modulation, PrefixTuning
 from mac_rag.nn.visible_prefix import has_limited_layers
 from pipelines.initializers.kv_regression import init_by_kv_regression
-from tests.helpers import save_tokenizer
+from tests.helpers import VOCABULARY, save_tokenizer
 from tests.lm.helpers import ARCHITECTURES, random_lm
 
 DATA = generate("train", 60, seed=3, questions_per_document=2)
@@ -121,7 +121,8 @@ def test_what_cannot_start_so(tiny_model: MACModel) -> None:
 def around(name: str, folder: Path, tokens: int = 48, layers: int | None = None) -> MACModel:
     """MAC with an attention sink around a random LM. A sliding window is shorter than a document."""
     window = {"sliding_window": 40} if "sliding_window" in ARCHITECTURES[name] else {}
-    random_lm(name, **window).save_pretrained(folder)
+    # One row more than tokens, since the class of Qwen2's tokenizers adds a token of its own.
+    random_lm(name, vocab_size=VOCABULARY + 1, **window).save_pretrained(folder)
     save_tokenizer(folder, "<s> $A")
     torch.manual_seed(5)
     part = EncoderConfig(design="encoder-pooling", name=None, layers=layers)
