@@ -285,8 +285,9 @@ def test_answers_are_those_of_any_grouping_of_the_prompts(kind: Any, beams: int,
     phi = model.aggregate(QUESTIONS, model.amortize(DOCUMENTS))
 
     def answers(memory: bool, weight: float = 1.0) -> list[str]:
+        modulation = phi if memory else None
         return model.generate(
-            QUESTIONS, contexts, modulation=phi if memory else None, num_beams=beams, memory_weight=weight
+            QUESTIONS, contexts, modulation=modulation, max_new_tokens=10, num_beams=beams, memory_weight=weight
         )
 
     given = {}
