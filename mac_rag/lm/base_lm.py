@@ -122,16 +122,8 @@ class BaseLM(DecodingMixin, nn.Module):
         rows, mask, positions = self._padded([ids], modulation)
         # Without a configuration a cache keeps all positions, also in layers with a sliding window.
         cache = self._cache(modulation) or DynamicCache()
-        with attached(modulation, self.model):
-            self.model(
-                input_ids=rows,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-                **self.architecture.segment_arguments(torch.ones_like(rows)),
-            )
+        segments = self.architecture.segment_arguments(torch.ones_like(rows))
+        self._read(rows, mask, positions, cache, modulation, segments)
         layers = torch.stack([torch.stack([layer[0][0], layer[1][0]]).to(self.device) for layer in cache])
         return layers[..., -len(ids) :, :]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -198,16 +198,7 @@ class DecodingMixin:
         cache = self._cache(modulation)
         segments = self.architecture.segment_arguments(torch.ones_like(ids))
         while True:
-            with attached(modulation, self.model):
-                output = self.model(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                    **segments,
-                )
+            output = self._read(ids, mask, positions, cache, modulation, segments)
             cache, logits = output.past_key_values, output.logits[:, -1]
             if copies > 1:
                 places = torch.arange(len(ids), device=self.device).repeat_interleave(copies)
@@ -220,6 +211,27 @@ class DecodingMixin:
             mask = torch.cat([mask, torch.ones_like(ids)], 1)
             positions = positions[:, -1:] + 1
             segments = {}
+
+    def _read(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        cache: DynamicCache | None,
+        modulation: Modulation | None,
+        segments: Mapping[str, Tensor],
+    ) -> Any:
+        """One pass over tokens `[B, L]` behind a cache; the LM's output, with logits of the last token only."""
+        with attached(modulation, self.model):
+            return self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+                **segments,
+            )
 
     def _cache(self, modulation: Modulation | None, repeats: int = 1) -> DynamicCache | None:
         """The prefix of a modulation, in each layer on the device where the layer runs; None without a prefix."""
