@@ -110,7 +110,7 @@ def load_causal_lm(
 def _require_wide_layers(lm: nn.Module) -> None:
     """Refuses an LM with layers that bitsandbytes cannot compute in nf4 on a CPU."""
     for name, layer in lm.named_modules():
-        # Two weights of 4 bits share a byte, and on CPUs these are two outputs.
+        # There it fails at the first call, with an error of shapes.
         if isinstance(layer, nn.Linear) and layer.out_features == 1 and _runs_in_4_bits_on_a_cpu(layer):
             raise QuantizationError(
                 f"{name} has a single output, which bitsandbytes cannot compute in nf4 on a CPU; "
