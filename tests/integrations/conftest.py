@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from llama_index.core import Document, VectorStoreIndex
+from llama_index.core import Document, Settings, VectorStoreIndex
 from llama_index_instrumentation import root_dispatcher
 
+from mac_rag.data.types import Document as MACDocument
+from mac_rag.integrations.llama_index import MACLLM
 from mac_rag.integrations.llama_index.once import forget_warnings
 from mac_rag.model import MACModel
 from tests.integrations.helpers import FACTS, EventLog, HashEmbedding, RecordingEngine
@@ -60,3 +62,19 @@ def event_log() -> Iterator[EventLog]:
     root_dispatcher.add_event_handler(log)
     yield log
     root_dispatcher.event_handlers.remove(log)
+
+
+@pytest.fixture
+def remembering(engine: RecordingEngine) -> RecordingEngine:
+    """An engine that remembers the facts."""
+    engine.adapt(MACDocument(name, text) for name, text in FACTS.items())
+    return engine
+
+
+@pytest.fixture
+def llm(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> MACLLM:
+    engine.adapt(MACDocument(name, text) for name, text in FACTS.items())
+    llm = MACLLM(engine=engine)
+    monkeypatch.setattr(Settings, "_llm", llm)  # some components resolve it, whatever they are given
+    monkeypatch.setattr(Settings, "_embed_model", HashEmbedding())
+    return llm

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
 from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.event_handlers import BaseEventHandler
 
@@ -20,6 +21,8 @@ FACTS = {
     "museum": "The museum of Sola is led by Peter Holm.",
     "river": "A ferry crosses the river Vest every hour.",
 }
+
+QUESTION = "Who opened the bridge of Norrland?"
 
 
 class HashEmbedding(BaseEmbedding):
@@ -86,3 +89,13 @@ class EventLog(BaseEventHandler):
 
     def names(self) -> list[str]:
         return [event.class_name() for event in self.events]
+
+
+def reference(engine: RecordingEngine, **options: Any) -> str:
+    text = engine.answer([QUESTION], **options)[0].text
+    engine.asked.clear()
+    return text
+
+
+def user(text: str) -> ChatMessage:
+    return ChatMessage(role=MessageRole.USER, content=text)
