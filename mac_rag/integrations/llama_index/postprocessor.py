@@ -148,7 +148,7 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
             raise MACError("MACNodePostprocessor scores nodes by the question: pass query_bundle or query_str")
         if not nodes and self.mode != "expand":
             return []
-        bank = self.engine.bank
+        bank = self.engine.snapshot
         bank.check_model(self.engine.model.fingerprint)
         if not len(bank):
             if first_time("empty bank"):

@@ -19,7 +19,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.row_bounds import longest_keys
 
 if TYPE_CHECKING:
-    from mac_rag.memory.bank import MemoryBank
+    from mac_rag.memory.contents import Contents
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ProjectedBank:
     def __init__(
         self,
         network: AggregationNetwork,
-        bank: MemoryBank,
+        bank: Contents,
         *,
         device: torch.device | str,
         dtype: torch.dtype = torch.float32,

@@ -23,7 +23,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.sharded import ShardedAttention
 
 if TYPE_CHECKING:
-    from mac_rag.memory.bank import MemoryBank
+    from mac_rag.memory.contents import Contents
     from mac_rag.model import MACModel
 
 
@@ -50,14 +50,14 @@ class BankReader:
 
     Args:
         model: the model that reads; its weights must not change while the reader is in use.
-        bank: a bank that this model wrote.
+        bank: a bank that this model wrote, or a snapshot of one.
         config: attention strategy and cache of keys and values.
 
     Raises:
         ConfigError: for preselection with a model that has no document prior.
     """
 
-    def __init__(self, model: MACModel, bank: MemoryBank, config: AttentionConfig) -> None:
+    def __init__(self, model: MACModel, bank: Contents, config: AttentionConfig) -> None:
         if config.strategy == "preselect" and model.aggregation.prior is None:
             raise ConfigError("this model has no document prior to preselect by; choose strategy 'streaming'")
         self.model = model
@@ -68,6 +68,16 @@ class BankReader:
         self._priors = PriorIndex(exact_rows=config.exact_rows)
         self._recent = RecentQuestions()
         self._attention: BankAttention = ShardedAttention() if config.strategy == "sharded" else streaming_attention
+
+    def follow(self, bank: Contents) -> None:
+        """Reads another state of the bank from now on. What is known of rows that both have is kept."""
+        if bank.history != self.bank.history:
+            self._rows, self._codes, self._recent = None, None, RecentQuestions()
+            self._priors = PriorIndex(exact_rows=self.config.exact_rows)
+        self.bank = bank
+        for view in (self._rows, self._codes):
+            if view is not None:
+                view.bank = bank
 
     def aggregate(
         self,
