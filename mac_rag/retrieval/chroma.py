@@ -19,7 +19,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.retrieval.base import Hit, Retriever, check_distinct, check_k
 from mac_rag.retrieval.dense import Encoder
-from mac_rag.retrieval.embeddings import Vectors
+from mac_rag.retrieval.embeddings import Vectors, check_finite
 
 COLLECTION = "mac_rag"
 
@@ -33,7 +33,8 @@ class ChromaRetriever(Retriever):
     """Keeps texts, vectors, metadata and content hashes in a Chroma collection and ranks by dot product.
 
     Every document is a hit; equal scores rank by document id. Chroma searches an HNSW graph, so it can miss one of the
-    best among very many documents. With `allowed`, the allowed documents are compared exactly. When `add` or `put`
+    best among very many documents. With `allowed`, the allowed documents are compared exactly, with the scores, bit by
+    bit, that they have in a collection without the others. When `add` or `put`
     returns, its documents survive a crash of this process and of the server; a crash during the call can leave some of
     them.
 
@@ -106,6 +107,7 @@ class ChromaRetriever(Retriever):
             check_distinct(documents)
             records = [_record(document) for document in documents]
             vectors = self.encoder.documents([document.text for document in documents])
+            check_finite(vectors, [f"document {document.id!r}" for document in documents])
             for part in self._batches(documents):
                 with self._errors():
                     self._collection.upsert(
@@ -128,10 +130,12 @@ class ChromaRetriever(Retriever):
             if not questions or not len(self):
                 return [[] for _ in questions]
             vectors = self.encoder.questions(questions)
+            check_finite(vectors, [f"question {question!r}" for question in questions])
             if allowed is None:
                 return self._query(vectors, min(k, len(self)))
-            parts = [[name for name in page["ids"] if name in allowed] for page in self._pages(None, [])]
-            rankings = [self._compare(vectors, k, ids) for ids in parts if ids]
+            ids = sorted(name for page in self._pages(None, []) for name in page["ids"] if name in allowed)
+            parts = [ids[first : first + _IDS] for first in range(0, len(ids), _IDS)]
+            rankings = [self._compare(vectors, k, part) for part in parts]
         return [_best((hit for ranking in rankings for hit in ranking[place]), k) for place in range(len(questions))]
 
     def _compare(self, vectors: Vectors, k: int, ids: list[str]) -> list[list[Hit]]:
@@ -140,8 +144,9 @@ class ChromaRetriever(Retriever):
         A search in the graph, filtered down to few documents, ends before it has seen all of them.
         """
         result = self._get(ids=ids, include=["embeddings", "documents", "metadatas"])
-        scores = vectors @ np.asarray(result["embeddings"], dtype=np.float32).T
-        records = list(zip(result["ids"], result["documents"], result["metadatas"], strict=True))
+        order = sorted(range(len(result["ids"])), key=result["ids"].__getitem__)  # Chroma has an order of its own
+        scores = vectors @ np.asarray(result["embeddings"], dtype=np.float32)[order].T
+        records = [(result["ids"][i], result["documents"][i], result["metadatas"][i]) for i in order]
         rankings = []
         for row in scores.tolist():
             ranked = zip(row, records, strict=True)
