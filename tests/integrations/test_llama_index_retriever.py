@@ -159,6 +159,14 @@ class TestTheirsForUs:
         questions = ["storm", "storm river", "ferry bridge storm"]
         assert retriever.retrieve(questions, k, allowed=allowed) == fresh.retrieve(questions, k)
 
+    def test_equal_scores_beyond_the_number_of_nodes_asked_for_rank_by_id(self) -> None:
+        """LlamaIndex keeps any of them, by its random ids of nodes."""
+        retriever = LlamaIndexRetriever(VectorStoreIndex([], embed_model=HashEmbedding()))
+        retriever.add([Document(f"d{number:02}", "storm") for number in range(20)])
+        for allowed, expected in ((None, ["d00", "d01", "d02"]), ({"d19", "d07", "d11", "d12"}, ["d07", "d11", "d12"])):
+            [hits] = retriever.retrieve(["storm"], 3, allowed=allowed)
+            assert [hit.document_id for hit in hits] == expected
+
     def test_ranks_that_depend_on_hidden_documents_are_refused(self, index: VectorStoreIndex) -> None:
         fused = QueryFusionRetriever([index.as_retriever()], num_queries=1, llm=MockLLM(), use_async=False)
         for source, options in ((fused, {}), (index, {"vector_store_query_mode": "mmr"})):
