@@ -355,7 +355,7 @@ class MACEngine:
     def document_attention(
         self, questions: Sequence[str], allowed: Container[str] | None = None
     ) -> tuple[list[str], Tensor]:
-        """The share of each question's attention that goes to each document of the bank.
+        """The share of each question's attention that goes to each document that may have influence.
 
         Documents that were merged share the attention to their one entry equally.
 

@@ -181,6 +181,8 @@ class ProjectedBank:
     @property
     def prior_keys(self) -> Tensor | None:
         """Keys of the document prior `[K, d_prior]`; None without a document prior."""
+        if self._prior_keys is None and self.network.prior is not None:
+            return torch.empty(0, 0, device=self.device)  # no rows, as one process of several may hold
         return self._prior_keys
 
     @property
