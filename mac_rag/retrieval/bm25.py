@@ -78,20 +78,6 @@ class BM25Retriever(RowRetriever):
         self._terms: list[Terms] = []  # by row
         self._scorer = self._new_scorer()
 
-    def add(self, documents: Sequence[Document]) -> None:
-        with self._lock:
-            self._rows.check(documents)
-            terms = [self.tokenizer(document.text) for document in documents]
-            self._append(documents, [self._ids(words) for words in terms])
-
-    def delete(self, document_id: str) -> None:
-        with self._lock:
-            row, _ = self._rows.remove(document_id)
-            self._scorer.remove(row, self._terms[row])
-            self._terms[row] = self._terms[row][:0]
-            if self._rows.sparse:
-                self._compact()
-
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
         check_k(k)
         with self._lock:
@@ -106,7 +92,7 @@ class BM25Retriever(RowRetriever):
         Raises:
             BankError: when metadata cannot be written as JSON.
         """
-        with self._lock:
+        with self._change, self._lock:
             if self._rows.size > len(self):
                 self._compact()
             body = {
@@ -136,7 +122,7 @@ class BM25Retriever(RowRetriever):
             return retriever
         retriever._vocabulary = {word: term for term, word in enumerate(body["vocabulary"])}
         ends = np.cumsum(arrays["lengths"])
-        retriever._append(documents, np.split(arrays["terms"], ends[:-1]) if len(ends) else [])
+        retriever._append_terms(documents, np.split(arrays["terms"], ends[:-1]) if len(ends) else [])
         return retriever
 
     def _new_scorer(self) -> Scorer:
@@ -149,10 +135,21 @@ class BM25Retriever(RowRetriever):
         ids = (vocabulary.setdefault(word, len(vocabulary)) for word in words)
         return np.fromiter(ids, dtype=np.int32, count=len(words))
 
-    def _append(self, documents: Sequence[Document], terms: list[Terms]) -> None:
+    def _index(self, documents: Sequence[Document]) -> list[list[str]]:
+        return [self.tokenizer(document.text) for document in documents]
+
+    def _append(self, documents: Sequence[Document], indexed: list[list[str]]) -> None:
+        self._append_terms(documents, [self._ids(words) for words in indexed])
+
+    def _append_terms(self, documents: Sequence[Document], terms: list[Terms]) -> None:
         self._scorer.add(self._rows.size, terms)
         self._rows.append(documents)
         self._terms.extend(terms)
+
+    def _remove(self, document_id: str) -> None:
+        row, _ = self._rows.remove(document_id)
+        self._scorer.remove(row, self._terms[row])
+        self._terms[row] = self._terms[row][:0]
 
     def _compact(self) -> None:
         """Removes the rows and the words of deleted documents."""

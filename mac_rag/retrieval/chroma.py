@@ -73,7 +73,7 @@ class ChromaRetriever(Retriever):
         self.encoder = encoder
         self._batch_bytes = batch_bytes
         self._place = str(place)
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # held during a change; Chroma itself lets others read meanwhile
         self._file_lock: FileLock | None = None
         self._client: Any  # chromadb's interface class lacks `close`, which every client has
         name = COLLECTION
@@ -116,11 +116,11 @@ class ChromaRetriever(Retriever):
             self.put(documents)
 
     def put(self, documents: Sequence[Document]) -> None:
+        check_distinct(documents)
+        records = [_record(document) for document in documents]
+        vectors = self.encoder.documents([document.text for document in documents])
+        check_finite(vectors, [f"document {document.id!r}" for document in documents])
         with self._lock:
-            check_distinct(documents)
-            records = [_record(document) for document in documents]
-            vectors = self.encoder.documents([document.text for document in documents])
-            check_finite(vectors, [f"document {document.id!r}" for document in documents])
             for part in self._batches(documents):
                 with self._errors():
                     self._collection.upsert(
@@ -139,16 +139,16 @@ class ChromaRetriever(Retriever):
 
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
         check_k(k)
-        with self._lock:
-            if not questions or not len(self):
-                return [[] for _ in questions]
-            vectors = self.encoder.questions(questions)
-            check_finite(vectors, [f"question {question!r}" for question in questions])
-            if allowed is None:
-                return self._query(vectors, min(k, len(self)))
-            ids = sorted(name for name in self._ids() if name in allowed)
-            parts = [ids[first : first + _IDS] for first in range(0, len(ids), _IDS)]
-            rankings = [self._compare(vectors, k, part) for part in parts]
+        count = len(self)
+        if not questions or not count:
+            return [[] for _ in questions]
+        vectors = self.encoder.questions(questions)
+        check_finite(vectors, [f"question {question!r}" for question in questions])
+        if allowed is None:
+            return self._query(vectors, min(k, count))
+        ids = sorted(name for name in self._ids() if name in allowed)
+        parts = [ids[first : first + _IDS] for first in range(0, len(ids), _IDS)]
+        rankings = [self._compare(vectors, k, part) for part in parts]
         return [_best((hit for ranking in rankings for hit in ranking[place]), k) for place in range(len(questions))]
 
     def _compare(self, vectors: Vectors, k: int, ids: list[str]) -> list[list[Hit]]:
@@ -179,6 +179,7 @@ class ChromaRetriever(Retriever):
                 (
                     Hit(name, text, 1.0 - distance, json.loads(record[_METADATA]))
                     for name, text, distance, record in zip(*column, strict=True)
+                    if record is not None  # it was deleted between Chroma's search and its look-up
                 ),
                 k,
             )
@@ -186,7 +187,7 @@ class ChromaRetriever(Retriever):
         ]
 
     def __len__(self) -> int:
-        with self._lock, self._errors():
+        with self._errors():
             return int(self._collection.count())
 
     def __contains__(self, document_id: object) -> bool:
@@ -194,17 +195,15 @@ class ChromaRetriever(Retriever):
 
     def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
         hashes: dict[str, str] = {}
-        with self._lock:
-            for page in self._pages(document_ids, ["metadatas"]):
-                hashes.update((name, row[_HASH]) for name, row in zip(page["ids"], page["metadatas"], strict=True))
+        for page in self._pages(document_ids, ["metadatas"]):
+            hashes.update((name, row[_HASH]) for name, row in zip(page["ids"], page["metadatas"], strict=True))
         return hashes
 
     def documents(self, document_ids: Collection[str]) -> list[Document]:
         by_id: dict[str, Document] = {}
-        with self._lock:
-            for page in self._pages(document_ids, ["documents", "metadatas"]):
-                for name, text, row in zip(page["ids"], page["documents"], page["metadatas"], strict=True):
-                    by_id[name] = Document(name, text, json.loads(row[_METADATA]))
+        for page in self._pages(document_ids, ["documents", "metadatas"]):
+            for name, text, row in zip(page["ids"], page["documents"], page["metadatas"], strict=True):
+                by_id[name] = Document(name, text, json.loads(row[_METADATA]))
         if missing := [name for name in document_ids if name not in by_id]:
             raise BankError(f"no document {missing[0]!r} in this index of {len(self)} documents")
         return [by_id[name] for name in document_ids]

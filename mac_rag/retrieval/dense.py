@@ -74,46 +74,42 @@ class DenseRetriever(RowRetriever):
         self._matrix: Vectors = np.zeros((0, encoder.width), dtype=np.float32)  # [rows and spare rows, D]
         self._by_hash: dict[str, int] = {}  # hash of a text -> a row with that text
 
-    def add(self, documents: Sequence[Document]) -> None:
-        with self._lock:
-            self._rows.check(documents)
-            texts = {text_hash(document.text): document.text for document in documents}
-            known = {name: self._matrix[row] for name in texts if (row := self._by_hash.get(name)) is not None}
-            if self._cache is not None:
-                known |= self._cache.get(texts.keys() - known.keys())
-            missing = [name for name in texts if name not in known]
-            ids = {text_hash(document.text): document.id for document in documents}
-            with progress_bar("encode", len(texts), done=len(known), disable=not self._progress) as bar:
-                for first in range(0, len(missing), _GROUP):
-                    group = missing[first : first + _GROUP]
-                    vectors = self.encoder.documents([texts[name] for name in group], bar.advance)
-                    check_finite(vectors, [f"document {ids[name]!r}" for name in group])
-                    if self._cache is not None:
-                        self._cache.put(group, vectors)
-                    known.update(zip(group, vectors, strict=True))
-            if documents:
-                self._append(documents, np.stack([known[text_hash(document.text)] for document in documents]))
+    def _index(self, documents: Sequence[Document]) -> Vectors:
+        texts = {text_hash(document.text): document.text for document in documents}
+        known = {name: self._matrix[row] for name in texts if (row := self._by_hash.get(name)) is not None}
+        if self._cache is not None:
+            known |= self._cache.get(texts.keys() - known.keys())
+        missing = [name for name in texts if name not in known]
+        ids = {text_hash(document.text): document.id for document in documents}
+        with progress_bar("encode", len(texts), done=len(known), disable=not self._progress) as bar:
+            for first in range(0, len(missing), _GROUP):
+                group = missing[first : first + _GROUP]
+                vectors = self.encoder.documents([texts[name] for name in group], bar.advance)
+                check_finite(vectors, [f"document {ids[name]!r}" for name in group])
+                if self._cache is not None:
+                    self._cache.put(group, vectors)
+                known.update(zip(group, vectors, strict=True))
+        if not documents:
+            return np.zeros((0, self.encoder.width), dtype=np.float32)
+        return np.stack([known[text_hash(document.text)] for document in documents])
 
-    def delete(self, document_id: str) -> None:
-        with self._lock:
-            row, document = self._rows.remove(document_id)
-            name = text_hash(document.text)
-            if self._by_hash.get(name) == row:  # else the hash belongs to a later document with the same text
-                del self._by_hash[name]
-            if self._rows.sparse:
-                self._compact()
+    def _remove(self, document_id: str) -> None:
+        row, document = self._rows.remove(document_id)
+        name = text_hash(document.text)
+        if self._by_hash.get(name) == row:  # else the hash belongs to a later document with the same text
+            del self._by_hash[name]
 
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
         check_k(k)
+        if not questions or not len(self):
+            return [[] for _ in questions]
+        vectors = self.encoder.questions(questions)
+        check_finite(vectors, [f"question {question!r}" for question in questions])
         with self._lock:
-            if not questions or not len(self):
-                return [[] for _ in questions]
             mask = self._rows.mask(allowed)
             rows = np.arange(self._rows.size) if mask is None else np.flatnonzero(mask)
             if not len(rows):
                 return [[] for _ in questions]
-            vectors = self.encoder.questions(questions)
-            check_finite(vectors, [f"question {question!r}" for question in questions])
             block = max(1, self._max_scores // len(rows))
             hits = []
             for first in range(0, len(vectors), block):
@@ -166,13 +162,13 @@ class DenseRetriever(RowRetriever):
         retriever._append(snapshot.documents(body["documents"]), arrays["embeddings"])
         return retriever
 
-    def _append(self, documents: Sequence[Document], vectors: Vectors) -> None:
+    def _append(self, documents: Sequence[Document], indexed: Vectors) -> None:
         first, stop = self._rows.size, self._rows.size + len(documents)
         if stop > len(self._matrix):
-            grown = np.zeros((max(stop, 2 * len(self._matrix)), vectors.shape[1]), dtype=np.float32)
+            grown = np.zeros((max(stop, 2 * len(self._matrix)), indexed.shape[1]), dtype=np.float32)
             grown[:first] = self._matrix[:first]
             self._matrix = grown
-        self._matrix[first:stop] = vectors
+        self._matrix[first:stop] = indexed
         self._rows.append(documents)
         self._by_hash.update((text_hash(document.text), row) for row, document in enumerate(documents, first))
 
