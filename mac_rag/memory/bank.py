@@ -262,7 +262,7 @@ class MemoryBank(Contents):
         """
         self._check_writable()
         records = {record.sequence: record for record in map(self._record, document_ids)}
-        if not records or not len(phi):
+        if not records or not 0 < len(phi) < 1 << PART_BITS:
             raise BankError(f"{len(records)} entries and {len(phi)} rows of memory tokens cannot become one entry")
         members = tuple(member for sequence in sorted(records) for member in records[sequence].members)
         tokens = self._encoded(phi)
@@ -297,6 +297,12 @@ class MemoryBank(Contents):
                 + (f", whose rows have shape {list(row_shape)}" if row_shape else "")
             )
         phi = phi.detach().to("cpu", torch.float32)
+        if not phi.isfinite().all():
+            row = int((~phi.isfinite().flatten(1).all(1)).nonzero()[0])
+            raise BankError(
+                f"row {row:,} of {len(phi):,} rows of memory tokens has numbers that are not finite; look for them in "
+                "the model's weights, or use dtype fp32 or bf16 in place of fp16"
+            )
         if self.codebook is None:
             return phi
         nearest, _ = nearest_codes(phi.flatten(0, 1), self.codebook)

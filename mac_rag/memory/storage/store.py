@@ -13,19 +13,19 @@ written O(log n) times. The next writer removes files that the manifest does not
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from safetensors.torch import load as load_tensors
 from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 
 from mac_rag.atomic_files import UNFINISHED, sync_folder, write_file
 from mac_rag.errors import BankError, DamageError
 from mac_rag.memory.parts import Part
+from mac_rag.memory.storage.codebook_file import read_codebook
+from mac_rag.memory.storage.consistency import check_consistency
 from mac_rag.memory.storage.lock import WriterLock
 from mac_rag.memory.storage.manifest import (
     MANIFEST,
@@ -37,6 +37,7 @@ from mac_rag.memory.storage.manifest import (
     write_manifest,
 )
 from mac_rag.memory.storage.segment import Segment, read_segment, write_segment
+from mac_rag.untrusted_files import MalformedError
 
 CODEBOOK = "codebook.safetensors"
 CODEBOOK_COPY = "codebook.copy.safetensors"
@@ -105,13 +106,13 @@ class Store:
         Raises:
             BankError: when the folder holds a bank, another process makes one there, or a file cannot be written.
         """
-        with _errors(folder, "written to"):
+        with file_errors(folder, "written to"):
             folder.mkdir(parents=True, exist_ok=True)
             store = cls(folder, WriterLock(folder), Manifest(fingerprint=fingerprint), [], codebook)
         try:
             if exists(folder):
                 raise BankError(f"{folder} already holds a memory bank; open it, or choose another folder")
-            with _errors(folder, "written to"):
+            with file_errors(folder, "written to"):
                 store._begin(parts, next_sequence)
         except BaseException:
             store.close()
@@ -130,13 +131,14 @@ class Store:
             BankError: when there is no bank, it is damaged, its format is unknown, it cannot be read, or another
                 process writes to it.
         """
-        with _errors(folder, "opened"):
+        with file_errors(folder, "opened"):
             if not exists(folder):
                 raise BankError(f"there is no memory bank in {folder}")
             lock = WriterLock(folder) if write else None
             try:
                 manifest, segments = _snapshot(folder, {})
                 store = cls(folder, lock, manifest, segments, _read_codebook(folder, manifest))
+                check_consistency(folder, manifest, segments, store.codebook)
                 if write:
                     renew_copy(folder, manifest)
                     store._tidy()
@@ -187,12 +189,13 @@ class Store:
         """
         if self._was_writable:
             return False
-        with _errors(self.folder, "read"):
+        with file_errors(self.folder, "read"):
             manifest, segments = _snapshot(self.folder, {segment.name: segment for segment in self.segments})
         if manifest == self.manifest:
             return False
         for segment, info in zip(segments, manifest.segments, strict=True):
             segment.follow(info)
+        check_consistency(self.folder, manifest, segments, self.codebook)
         self.manifest, self.segments = manifest, segments
         return True
 
@@ -210,7 +213,7 @@ class Store:
         Raises:
             BankError: when a file cannot be written.
         """
-        with _errors(self.folder, "written to"):
+        with file_errors(self.folder, "written to"):
             manifest, segments = self._next_state(parts, next_sequence, compact)
             if intent is not None:
                 manifest = manifest.model_copy(update={"intent": intent})
@@ -259,7 +262,7 @@ def _groups(parts: Sequence[Part]) -> list[list[Part]]:
 
 
 @contextmanager
-def _errors(folder: Path, what: str) -> Iterator[None]:
+def file_errors(folder: Path, what: str) -> Iterator[None]:
     """Turns errors of the file system into errors that name the bank: it "cannot be {what}"."""
     try:
         yield
@@ -292,7 +295,9 @@ def _read_codebook(folder: Path, manifest: Manifest) -> Tensor | None:
     if manifest.codebook is None:
         return None
     path = folder / CODEBOOK
-    data = path.read_bytes() if path.is_file() else b""
-    if hashlib.sha256(data).hexdigest() != manifest.codebook:
-        raise DamageError(f"{path} is damaged: its checksum differs from the manifest's; repair the bank")
-    return load_tensors(data)["codebook"]
+    try:
+        return read_codebook(path, manifest.codebook)[0]
+    except FileNotFoundError:
+        raise DamageError(f"{path} is missing; repair the bank") from None
+    except MalformedError as error:
+        raise DamageError(f"{path} is damaged: {error}; repair the bank") from None
