@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -137,9 +137,12 @@ class MACModel(GenerationMixin, nn.Module):
         """
         spread = DeviceMap.of(device_map, max_memory, device)
         folder = checkpoint.find(name_or_path, revision)
-        parts = checkpoint.read(folder, default_device(device), spread)
-        model = cls(parts.config, parts.base_lm, parts.amortization, parts.input_encoder)
-        checkpoint.fill(model.mac_state(), folder / checkpoint.WEIGHTS)
+        place = default_device(device)
+        with checkpoint.unexpected(folder):
+            parts = checkpoint.read(folder, place, spread)
+            with parts.limit or nullcontext():
+                model = cls(parts.config, parts.base_lm, parts.amortization, parts.input_encoder)
+            checkpoint.fill(model.mac_state(), folder / checkpoint.WEIGHTS)
         return model.eval()
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:

@@ -6,6 +6,7 @@ Stops at the first failure, and prints the seed and what was damaged. The defaul
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import random
 import tempfile
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from tests.torture.helpers import copy
 
-KINDS = ("banks",)
+KINDS = ("banks", "checkpoints")
 
 
 def main() -> None:
@@ -31,11 +32,13 @@ def main() -> None:
                 folder = copy(examples[seed % len(examples)], Path(place) / "copy")
                 how = module.mutate(folder, random.Random(seed))
                 start = time.perf_counter()
+                faulthandler.dump_traceback_later(60, exit=True)  # it hangs
                 try:
                     module.check(folder)
                 except BaseException:
                     print(f"{kind}, seed {seed}: {how}")
                     raise
+                faulthandler.cancel_dump_traceback_later()
                 slowest = max(slowest, (time.perf_counter() - start, f"seed {seed}: {how[:200]}"))
         print(f"{kind}: {options.runs:,} damaged copies; the slowest took {slowest[0]:.2f} s ({slowest[1]})")
 
