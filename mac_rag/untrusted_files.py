@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 # Nesting of lists and objects in JSON. Metadata of documents may be nested less, because our files put it into more.
 DEPTH = 72
 METADATA_DEPTH = 64
-# Characters of a number in JSON. Any float has fewer when it is written out.
-NUMBER = 400
+# Characters of a number in JSON: what Python reads under every setting of its own limit for integers.
+NUMBER = 640
 # Bytes of a line of JSON Lines, or of a row of CSV.
 ROW = 8 << 20
 # Lists and objects in one such row; a row of nothing else would take 60 times its size in memory.
@@ -36,6 +36,10 @@ _KINDS = (
 
 class MalformedError(ValueError):
     """A file that is no regular file, or whose content is not what its format allows."""
+
+
+class NulError(MalformedError):
+    """A NUL in what should be text: it is something else, or a hole where a text was."""
 
 
 def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
@@ -95,12 +99,12 @@ def read_text_bytes(path: Path, limit: int, *, follow: bool = False) -> bytes:
         pieces: list[bytes] = []
         while piece := file.read(_PIECE):
             if b"\0" in piece:
-                raise MalformedError(f"byte {len(pieces) * _PIECE + piece.index(0):,} is NUL, which no text has")
+                raise NulError(f"byte {len(pieces) * _PIECE + piece.index(0):,} is NUL, which no text has")
             pieces.append(piece)
     return b"".join(pieces)
 
 
-def lines_of(file: BinaryIO, limit: int = ROW) -> Iterator[bytes]:
+def lines_of(file: BinaryIO, limit: int) -> Iterator[bytes]:
     """The lines of a file with their line feeds, each of at most `limit` bytes.
 
     Raises:
@@ -115,7 +119,7 @@ def lines_of(file: BinaryIO, limit: int = ROW) -> Iterator[bytes]:
                 break
             line += more
         if b"\0" in line:
-            raise MalformedError(f"line {number} has a NUL, which no text has")
+            raise NulError(f"line {number} has a NUL, which no text has")
         if len(line) > limit + 1:
             raise MalformedError(f"line {number} has more than {limit:,} bytes")
         yield line
@@ -150,7 +154,7 @@ def parse_json(text: str | bytes, *, depth: int = DEPTH, containers: int | None 
             text = text.decode()
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        raise MalformedError(f"not JSON: {error.msg}, character {error.pos:,}") from None
+        raise MalformedError(f"not JSON ({error.msg}, column {error.colno})") from None
     except UnicodeDecodeError as error:
         raise MalformedError(f"not UTF-8 at byte {error.start:,}") from None
     except RecursionError:

@@ -20,7 +20,7 @@ class AllocationLimit(TorchDispatchMode):
     """
 
     def __init__(self, numbers: int, where: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._limit = self._left = numbers
         self._where = where
 

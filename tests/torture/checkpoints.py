@@ -32,7 +32,8 @@ def check(folder: Path) -> None:
 
     def use() -> None:
         model = MACModel.from_pretrained(folder, device="cpu")
-        model.generate(["Who?"], modulation=model.aggregate(["Who?"], model.amortize(["Anna opened it."])))
+        modulation = model.aggregate(["Who?"], model.amortize(["Anna opened it."]))
+        model.generate(["Who?"], modulation=modulation, max_new_tokens=4)
 
     refused = refusal(use)
     assert refused is None or len(refused) < 20_000
@@ -82,7 +83,7 @@ def _code(folder: Path, rng: random.Random) -> str:
     """A module beside a configuration that names it."""
     path = rng.choice([path for path in sorted(folder.rglob("*config.json")) if path.parent != folder])
     content = json.loads(path.read_bytes())
-    classes = {name: "own.Own" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")}
+    classes = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "own.Own")
     content["auto_map"] = {**classes, "AutoTokenizer": ["own.Own", None]}
     if rng.random() < 0.5:
         content["model_type"] = "own"
