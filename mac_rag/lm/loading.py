@@ -99,7 +99,17 @@ def load_causal_lm(
         model = loaded("a causal LM", place, _int8_lm, dtype=DTYPES[config.dtype])
         return model.to(device), _checked(load_tokenizer(place), model, place)
     if device_map is None:
-        model = loaded("a causal LM", place, AutoModelForCausalLM.from_pretrained, revision=revision, **options)
+        model, report = loaded(
+            "a causal LM",
+            place,
+            AutoModelForCausalLM.from_pretrained,
+            revision=revision,
+            output_loading_info=True,
+            **options,
+        )
+        missing = sorted(report["missing_keys"])
+        if missing:  # transformers makes them up
+            raise ModelLoadError(f"{place} lacks {len(missing)} of the LM's weights, such as {', '.join(missing[:3])}")
         model = _placed(model, config.quantization, device)
     else:
         options.pop("device_map", None)

@@ -26,6 +26,7 @@ from mac_rag.memory.records import Record
 from mac_rag.memory.storage import record_lines
 from mac_rag.memory.storage.codebook_file import read_codebook
 from mac_rag.memory.storage.consistency import faults
+from mac_rag.memory.storage.folder import CODEBOOK, CODEBOOK_COPY, exists, file_errors
 from mac_rag.memory.storage.lock import WriterLock
 from mac_rag.memory.storage.manifest import (
     MANIFEST,
@@ -37,7 +38,7 @@ from mac_rag.memory.storage.manifest import (
 )
 from mac_rag.memory.storage.record_lines import RecordLine
 from mac_rag.memory.storage.segment import Segment, dtype_of, entry_ids, fault_of, read_segment
-from mac_rag.memory.storage.store import CODEBOOK, CODEBOOK_COPY, Store, exists, file_errors
+from mac_rag.memory.storage.store import Store
 from mac_rag.untrusted_files import MalformedError, is_hole, open_file, read_at
 
 
@@ -154,10 +155,9 @@ def _repair(folder: Path) -> Report:
                 write_file(folder / name, [findings.codebook])
             sync_folder(folder)
         segments = [part for part in findings.parts if isinstance(part, Segment)]
+        write_manifest(folder, findings.manifest)
         store = Store(folder, lock, findings.manifest, segments, None)
         store.commit(findings.parts, findings.manifest.next_sequence)
-        # If only a manifest was damaged, the commit had nothing to write.
-        write_manifest(folder, store.manifest)
     finally:
         lock.release()
     return replace(findings.report, repaired=True)
