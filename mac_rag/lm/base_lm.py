@@ -205,9 +205,20 @@ class BaseLM(DecodingMixin, nn.Module):
 
 
 def _end_tokens(model: Any) -> list[int]:
-    """The end tokens of an LM's generation config, which holds none, one or several."""
-    ends = model.generation_config.eos_token_id
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    """The end tokens of an LM's generation config, which holds none, one or several.
+
+    Raises:
+        ModelLoadError: for a value that is no token of the LM.
+    """
+    stored = model.generation_config.eos_token_id
+    ends = stored if isinstance(stored, list | tuple) else [] if stored is None else [stored]
+    size = len(model.get_input_embeddings().weight)
+    for end in ends:
+        if not isinstance(end, int) or not 0 <= end < size:
+            raise ModelLoadError(
+                f"the LM's generation config has the end token {end!r:.40}, but there are {size} tokens"
+            )
+    return list(ends)
 
 
 def _without_gaps(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.torture.helpers import copy
 
-KINDS = ("banks", "checkpoints", "data_files")
+KINDS = ("banks", "retrievers", "checkpoints", "data_files")
 
 
 def main() -> None:
