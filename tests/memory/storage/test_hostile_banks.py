@@ -58,7 +58,10 @@ def largest(manifest: dict[str, Any]) -> dict[str, Any]:
     [
         (lambda m: largest(m).update(shape=[-1, 2, 3]), "manifest.json is damaged: .*shape"),
         (lambda m: largest(m).update(shape=[1 << 40, 1 << 40, 1 << 40]), "is larger than any segment"),
-        (lambda m: largest(m).update(shape=[1 << 20, 2, 3]), "is damaged: it has .* entries with .* rows, not 8 with 1,048,576"),
+        (
+            lambda m: largest(m).update(shape=[1 << 20, 2, 3]),
+            "is damaged: it has .* entries with .* rows, not 8 with 1,048,576",
+        ),
         (lambda m: largest(m).update(offset=8), "manifest.json is damaged: .*offset"),
         (lambda m: largest(m).update(offset=largest(m)["offset"] - 8), "safetensors is damaged: it has"),
         (lambda m: largest(m).update(tombstones=[1 << 30]), "entries were deleted that it never had"),
