@@ -80,7 +80,7 @@ def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
     from eval.harness.results import checkout
 
     before = {record.name: record for record in read_records(output)}
-    commit, fingerprints = checkout(), Fingerprints()
+    commit, digests = checkout(), AnswerDigests()
     if commit is not None and commit.dirty:
         typer.echo("The checkout has uncommitted changes: finished steps are kept though the code may differ.")
     records: list[StepRecord] = []
@@ -92,7 +92,7 @@ def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
         )  # fmt: skip
         if step.missing:
             typer.echo(f"{head}: not run: {step.missing}")
-        elif finished(step, output, commit, fingerprints):
+        elif finished(step, output, commit, digests):
             record = record.model_copy(update={"status": "done", "seconds": known.seconds if known else None})
             typer.echo(f"{head}: done before")
         else:
@@ -132,8 +132,8 @@ def run_step(step: Step, output: Path) -> str:
     return ""
 
 
-class Fingerprints:
-    """Fingerprints of models by name; loads each model once. A model that cannot be loaded has None."""
+class AnswerDigests:
+    """Answer digests of models by name; loads each model once. A model that cannot be loaded has None."""
 
     def __init__(self) -> None:
         self._known: dict[str, str | None] = {}
@@ -144,14 +144,14 @@ class Fingerprints:
             from mac_rag.model import MACModel
 
             try:
-                self._known[name] = MACModel.from_pretrained(name).fingerprint
+                self._known[name] = MACModel.from_pretrained(name).answer_digest
             except MACError:
                 self._known[name] = None
         return self._known[name]
 
 
-def finished(step: Step, output: Path, commit: Commit | None, fingerprints: Fingerprints) -> bool:
-    """True if the result of a step exists and comes from the same command, commit and model weights."""
+def finished(step: Step, output: Path, commit: Commit | None, digests: AnswerDigests) -> bool:
+    """True if the result of a step exists and comes from the same command, commit and model."""
     from eval.harness.results import Result
     from mac_rag.errors import DataError
 
@@ -161,7 +161,7 @@ def finished(step: Step, output: Path, commit: Commit | None, fingerprints: Fing
         return False
     if (result.command, result.git) != (step.shown(output), commit):
         return False
-    return result.model is None or fingerprints.of(result.model.name) == result.model.fingerprint
+    return result.model is None or digests.of(result.model.name) == result.model.answer_digest
 
 
 def minutes_of(step: Step, before: dict[str, StepRecord]) -> float | None:

@@ -9,7 +9,9 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from mac_rag.untrusted_files import MalformedError, parse_json
 
 # What an unfinished file is called; it gets its name when all of it is on the disk.
 UNFINISHED = ".new"
@@ -26,7 +28,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
     digest = hashlib.sha256()
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
-        with unfinished.open("wb") as file:
+        with _new_file(unfinished) as file:
             for piece in pieces:
                 digest.update(piece)
                 file.write(piece)
@@ -38,6 +40,12 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
             unfinished.unlink()
         raise
     return digest.hexdigest()
+
+
+def _new_file(path: Path) -> BinaryIO:
+    """Opens a new file for writing. What has its name is removed, and never written to: it may be a link."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
 
 
 def write_text(path: Path, text: str) -> str:
@@ -95,14 +103,14 @@ def unsealed(data: bytes) -> dict[str, Any]:
     """What a sealed line says.
 
     Raises:
-        ValueError: when it is not, byte for byte, what `sealed` wrote.
+        MalformedError: when it is not, byte for byte, what `sealed` wrote.
     """
-    content = json.loads(data)
+    content = parse_json(data)
     if not isinstance(content, dict):
-        raise ValueError("it is no JSON object")
+        raise MalformedError("it is no JSON object")
     content.pop("sha256", None)
     if sealed(content) != data:
-        raise ValueError("its checksum differs")
+        raise MalformedError("its checksum differs")
     return content
 
 

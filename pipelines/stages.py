@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError
+from mac_rag.untrusted_files import MalformedError, read_text_bytes
+from pipelines.strict_yaml import parse_yaml
 
 C = TypeVar("C", bound=Config)
 
@@ -37,6 +37,7 @@ TASKS = ("pretrain", "tune_qa", "train", "add_lexical")  # see pipelines.tasks.r
 _STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _REFERENCE = re.compile(r"\$\{stages\.([^}]*)\}/(?:best|last)")
 _EVERY_STAGE = "*"
+_LARGEST = 64 << 10  # bytes of a file; the parser needs a second for one of these
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ def read_stages(path: Path, overrides: Sequence[str] = ()) -> list[Stage]:
     stages = values.get("stages")
     if not isinstance(stages, dict) or not stages:
         raise ConfigError(f"{path} holds no pipeline: it has no stages")
-    unknown = sorted(values.keys() - {"shared", "stages"})
+    unknown = sorted(map(str, values.keys() - {"shared", "stages"}))
     if unknown:
-        raise ConfigError(f"{path}: a pipeline has shared and stages, but not {', '.join(map(str, unknown))}")
+        raise ConfigError(f"{path}: a pipeline has shared and stages, but not {', '.join(unknown)}")
     stages = {name: copy.deepcopy(stage) for name, stage in stages.items()}  # YAML aliases share one object
     for override in overrides:
         _override_stage(path, stages, override)
@@ -120,14 +121,19 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        ConfigError: for ill-formed YAML, a key that comes twice, or a file that holds no mapping.
+        ConfigError: for a file that cannot be read, or is larger than 64 KiB; for ill-formed YAML, a key that comes
+            twice, or a file that holds no mapping.
     """
     try:
-        values = _StrictLoader(path.read_text()).get_single_data()
-    except yaml.YAMLError as error:
+        values = parse_yaml(read_text_bytes(path, _LARGEST, follow=True).decode())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid YAML: not UTF-8 at byte {error.start:,}") from None
+    except MalformedError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no recipe, but {values!r}")
+        raise ConfigError(f"{path} holds no recipe, but {values!r:.200}")
     return values
 
 
@@ -146,8 +152,8 @@ def override_value(values: dict[str, Any], override: str) -> None:
         if not isinstance(values, dict):
             raise ConfigError(f"--set {override}: {parent!r} holds no further values")
     try:
-        values[last] = yaml.safe_load(text)
-    except yaml.YAMLError:
+        values[last] = parse_yaml(text)
+    except MalformedError:
         raise ConfigError(f"--set {override}: {text!r} is not valid YAML") from None
 
 
@@ -201,16 +207,3 @@ def _mapped(values: Any, change: Callable[[str], str]) -> Any:
     if isinstance(values, list | tuple):
         return [_mapped(value, change) for value in values]
     return values
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Raises an error for a key that occurs twice in one mapping; YAML would silently take the last."""
-
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.composer.ComposerError(None, None, f"the key {key.value!r} comes twice", key.start_mark)
-            seen.add(key.value)
-        return node

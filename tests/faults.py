@@ -122,8 +122,9 @@ def faults(folder: Path) -> Iterator[Faults]:
         writes = not set(mode).isdisjoint("wax+")
         state.step("open to write" if writes else "open", path)
         file = plain_open(path, mode, *arguments, **options)
-        state._descriptors[file.fileno()] = os.fspath(path)
-        return _File(file, state, os.fspath(path), writes=writes)
+        name = state._descriptors[path] if isinstance(path, int) else os.fspath(path)
+        state._descriptors[file.fileno()] = name
+        return _File(file, state, name, writes=writes)
 
     def mapped(descriptor: int, *arguments: Any, **options: Any) -> mmap.mmap:
         state.step("mmap", descriptor)

@@ -264,6 +264,7 @@ def report(
         else Model(
             name=options["model"],
             fingerprint=model.fingerprint,
+            answer_digest=model.answer_digest,
             device=str(model.device),
             config=model.config.model_dump(mode="json"),
         ),

@@ -165,10 +165,19 @@ class Data(Config):
 
 
 class Model(Config):
-    """The model: its name or path, the fingerprint of its weights, the device that it ran on, its configuration."""
+    """The model that was evaluated.
+
+    Attributes:
+        name: its name or path.
+        fingerprint: `MACModel.fingerprint`: which banks it can read.
+        answer_digest: `MACModel.answer_digest`: everything in it that changes an answer; None in older results.
+        device: the device that it ran on.
+        config: its configuration.
+    """
 
     name: str
     fingerprint: str
+    answer_digest: str | None = None
     device: str
     config: dict[str, Any]
 

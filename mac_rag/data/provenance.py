@@ -11,6 +11,7 @@ from typing import Any
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
+from mac_rag.untrusted_files import METADATA_DEPTH, parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ def content_hash(document: Document) -> str:
 
 def _as_json(document: Document) -> dict[str, Any]:
     try:
-        metadata: dict[str, Any] = json.loads(json.dumps(dict(document.metadata), allow_nan=False))
-    except (TypeError, ValueError) as error:
+        text = json.dumps(dict(document.metadata), allow_nan=False)
+        metadata: dict[str, Any] = parse_json(text, depth=METADATA_DEPTH)
+    except (TypeError, ValueError, RecursionError) as error:
         raise BankError(f"metadata of document {document.id!r} cannot be kept as JSON: {error}") from error
     return metadata

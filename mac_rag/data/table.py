@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import BinaryIO
 
 from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.errors import DataError
+from mac_rag.untrusted_files import ROW, MalformedError, lines_of, open_file
 
-_LONGEST_CELL = 2**31 - 1  # by default the csv module refuses cells of more than 131,072 characters
+_LINES = 200_000  # lines of one row
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +61,70 @@ def read_table(file: Path, columns: Sequence[str]) -> Iterator[Row]:
         DataError: for a missing file or column, a row with too few or too many cells, broken quotes, or bytes that are
             not UTF-8; names the file, and the row number and column if there is one.
     """
-    csv.field_size_limit(_LONGEST_CELL)
+    csv.field_size_limit(ROW)  # by default the csv module refuses cells of more than 131,072 characters
     try:
-        # Bytes that are not UTF-8 become surrogates, so that the error can name their cell.
-        opened = file.open(encoding="utf-8-sig", errors="surrogateescape", newline="")
+        stream = open_file(file, follow=True)
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}") from None
-    with opened as stream:
-        reader = csv.reader(stream, strict=True)
+    except MalformedError as error:
+        raise DataError(f"{file} cannot be read: {error}") from None
+    with stream:
+        lines = _Lines(stream)
+        reader = csv.reader(lines, strict=True)
         number, line = 0, 1
         try:
             header = next(reader, [])
-            missing = [column for column in columns if column not in header]
-            if missing:
-                present = ", ".join(header) or "nothing"
-                raise DataError(f"{file}: missing column {', '.join(map(repr, missing))}; the header has {present}")
+            _check_header(file, header, columns)
             line = reader.line_num + 1
             for cells in reader:
+                lines.row_ends()
                 if cells:
                     number += 1
                     yield _row(file, number, line, header, cells)
                 line = reader.line_num + 1
-        except csv.Error as error:
+        except (csv.Error, MalformedError) as error:
             raise DataError(f"{file}, row {number + 1} (line {line}): not well-formed CSV: {error}") from None
+
+
+def _check_header(file: Path, header: Sequence[str], columns: Sequence[str]) -> None:
+    for column in header:
+        _check_text(column, lambda problem: DataError(f"{file}: a name in the header: {problem}"))
+    missing = [column for column in columns if column not in header]
+    if missing:
+        present = ", ".join(header) or "nothing"
+        raise DataError(f"{file}: missing column {', '.join(map(repr, missing))}; the header has {present:.400}")
+    if len(set(header)) < len(header):
+        twice = next(column for index, column in enumerate(header) if column in header[:index])
+        raise DataError(f"{file}: the column {twice!r:.80} comes twice; name each column once")
+
+
+class _Lines:
+    """The lines of a CSV file as texts; those of one row are bounded together."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._lines = lines_of(file, ROW)
+        self._first = True
+        self.row_ends()
+
+    def row_ends(self) -> None:
+        """Begins to count anew."""
+        self._bytes = self._count = 0
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._lines)
+        self._bytes += len(line)
+        self._count += 1
+        if self._bytes > ROW or self._count > _LINES:
+            raise MalformedError(f"a row of more than {ROW:,} bytes or {_LINES:,} lines; is a quote open?")
+        # Bytes that are not UTF-8 become surrogates, so that the error can name their cell.
+        text = line.decode("utf-8", errors="surrogateescape")
+        if self._first:
+            self._first = False
+            return text.removeprefix("\ufeff")
+        return text
 
 
 def _row(file: Path, number: int, line: int, header: Sequence[str], cells: Sequence[str]) -> Row:
@@ -90,15 +134,23 @@ def _row(file: Path, number: int, line: int, header: Sequence[str], cells: Seque
     if len(cells) > len(header):
         raise row.fault(header[-1], f"the row goes on after it, with {len(cells)} cells for {len(header)} columns")
     for column, cell in row.cells.items():
-        try:
-            cell.encode()
-        except UnicodeEncodeError:
-            raise row.fault(column, "the cell is not UTF-8; save the file in that encoding") from None
+        _check_text(cell, partial(row.fault, column))
     return row
 
 
+def _check_text(cell: str, fault: Callable[[str], DataError]) -> None:
+    try:
+        cell.encode()
+    except UnicodeEncodeError:
+        raise fault("the cell is not UTF-8; save the file in that encoding") from None
+
+
 def write_table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> None:
-    """Writes a CSV file in UTF-8. A file of that name is replaced only when all rows are written."""
+    """Writes a CSV file in UTF-8. A file of that name is replaced only when all rows are written.
+
+    Raises:
+        DataError: for a cell with NUL, which could not be read again.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     write_file(file, _csv_lines(columns, rows))
     sync_folder(file.parent)
@@ -107,6 +159,9 @@ def write_table(file: Path, columns: Sequence[str], rows: Iterable[Mapping[str, 
 def _csv_lines(columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> Iterator[bytes]:
     """The header and the rows as lines of a CSV file."""
     for cells in chain([dict(zip(columns, columns))], rows):
+        fault = next((column for column, cell in cells.items() if "\0" in cell), None)
+        if fault is not None:
+            raise DataError(f"a cell of column {fault!r} has NUL, which no text has: {cells[fault]!r:.80}")
         line = io.StringIO(newline="")
         csv.DictWriter(line, columns).writerow(cells)
         yield line.getvalue().encode()

@@ -22,12 +22,13 @@ from transformers.utils.hub import cached_file
 
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.architectures import check_modulation
+from mac_rag.lm.hub_revisions import pinned
+from mac_rag.lm.model_folders import MOST_LAYERS, check_folder
 
 _VERSIONS = (2, 3)
 # Type of a metadata value -> its format. Strings (8) and arrays (9) have no fixed size.
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_MOST_LAYERS = 1024  # no LM is that deep
 _MOST_DIMENSIONS = 4
 
 
@@ -151,7 +152,7 @@ def _content(reader: _Reader) -> GGUFContent:
 
 def _layers(metadata: dict[str, Any]) -> int:
     layers = metadata.get(f"{metadata.get('general.architecture')}.block_count") or 0
-    if not isinstance(layers, int) or not 0 <= layers <= _MOST_LAYERS:
+    if not isinstance(layers, int) or not 0 <= layers <= MOST_LAYERS:
         raise ValueError(f"it announces {layers!r} layers")
     return layers
 
@@ -183,7 +184,7 @@ def load_gguf(
     from transformers import GgufConfig
 
     try:
-        path = Path(str(cached_file(place, gguf_file, revision=revision)))
+        path = Path(str(cached_file(place, gguf_file, revision=pinned(place, revision))))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"there is no {gguf_file} in {place}: {str(error).splitlines()[0]}") from error
     content = check_gguf(path)
@@ -198,7 +199,8 @@ def load_gguf(
             raise ModelLoadError(f"cannot read {what} from {path}: {detail[0]}") from error
 
     file = {"gguf_file": path.name}
-    architecture = read("a configuration", AutoConfig.from_pretrained, path.parent, **file)
+    check_folder(path.parent)
+    architecture = read("a configuration", AutoConfig.from_pretrained, path.parent, **file, trust_remote_code=False)
     if modulation is not None:
         check_modulation(architecture, modulation)
     read("a causal LM", _check_size, path, architecture, content)
@@ -216,7 +218,7 @@ def load_gguf(
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelLoadError(f"{path} lacks {len(missing)} of the LM's weights, among them {', '.join(missing[:3])}")
-    tokenizer = read("a tokenizer", AutoTokenizer.from_pretrained, path.parent, **file)
+    tokenizer = read("a tokenizer", AutoTokenizer.from_pretrained, path.parent, **file, trust_remote_code=False)
     return model, _without_additions(tokenizer, len(model.get_input_embeddings().weight))
 
 
@@ -250,7 +252,7 @@ def require_gguf() -> None:
 def _check_size(path: Path, architecture: Any, content: GGUFContent) -> None:
     """Refuses a model that is larger than what the file holds, before memory is allocated for it."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(architecture)
+        model = AutoModelForCausalLM.from_config(architecture, trust_remote_code=False)
     count = sum(parameter.numel() for parameter in model.parameters())
     # Without its weights the model may have tied ones twice.
     if count > 2 * content.elements:

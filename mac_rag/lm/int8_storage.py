@@ -40,9 +40,21 @@ def _rounded(values: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def from_int8(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state in float32 from what `to_int8` returned; a state without int8 weights stays as it is."""
+    """The state in float32 from what `to_int8` returned; a state without int8 weights stays as it is.
+
+    Raises:
+        ValueError: for scales that do not fit their weights.
+    """
+    for name, tensor in stored.items():
+        scale = stored.get(_SCALE + name)
+        if scale is not None and (scale.ndim != tensor.ndim or any(map(_differ, scale.shape, tensor.shape))):
+            raise ValueError(f"{name} is {list(tensor.shape)}, and its scales are {list(scale.shape)}")
     return {
         name: tensor.float() * stored[_SCALE + name] if _SCALE + name in stored else tensor
         for name, tensor in stored.items()
         if not name.startswith(_SCALE)
     }
+
+
+def _differ(scales: int, weights: int) -> bool:
+    return scales not in (1, weights)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -24,13 +23,15 @@ from transformers import (
 from transformers.utils import logging
 
 from mac_rag.config import BaseLMConfig, Dtype, EncoderConfig, Quantization
-from mac_rag.errors import ModelLoadError, QuantizationError
+from mac_rag.errors import MACError, ModelLoadError, QuantizationError
 from mac_rag.lm.architectures import check_modulation
 from mac_rag.lm.device_map import DeviceMap
 from mac_rag.lm.devices import DTYPES
 from mac_rag.lm.fetched import local_place
 from mac_rag.lm.gguf_files import load_gguf
+from mac_rag.lm.hub_revisions import pinned
 from mac_rag.lm.int8_storage import from_int8
+from mac_rag.lm.model_folders import check_folder, check_size
 from mac_rag.lm.packaged import PACKAGED
 
 INT8_LM = "model.int8.safetensors"  # in place of transformers' own file; see `mac_rag.lm.int8_storage`
@@ -85,9 +86,11 @@ def load_causal_lm(
     if config.gguf_file is not None:
         _require_no_map(config.gguf_file, "is dequantised", device_map)
         return _from_gguf(config, place, device, modulation)
+    revision = pinned(place, config.revision)
+    architecture = loaded("a causal LM", place, AutoConfig.from_pretrained, revision=revision)
     if modulation is not None:
-        architecture = loaded("a causal LM", place, AutoConfig.from_pretrained, revision=config.revision)
         check_modulation(architecture, modulation)
+    loaded("a causal LM", place, check_size, architecture=architecture, auto_class=AutoModelForCausalLM)
     options = _options(config.dtype, config.quantization, device)
     if (Path(place) / INT8_LM).is_file():
         _require_no_map(place, "is stored as int8", device_map)
@@ -96,15 +99,25 @@ def load_causal_lm(
         model = loaded("a causal LM", place, _int8_lm, dtype=DTYPES[config.dtype])
         return model.to(device), _checked(load_tokenizer(place), model, place)
     if device_map is None:
-        model = loaded("a causal LM", place, AutoModelForCausalLM.from_pretrained, revision=config.revision, **options)
+        model, report = loaded(
+            "a causal LM",
+            place,
+            AutoModelForCausalLM.from_pretrained,
+            revision=revision,
+            output_loading_info=True,
+            **options,
+        )
+        missing = sorted(report["missing_keys"])
+        if missing:  # transformers makes them up
+            raise ModelLoadError(f"{place} lacks {len(missing)} of the LM's weights, such as {', '.join(missing[:3])}")
         model = _placed(model, config.quantization, device)
     else:
         options.pop("device_map", None)
         loader = partial(device_map.load, AutoModelForCausalLM.from_pretrained)
-        model = loaded("a causal LM", place, loader, revision=config.revision, **options)
+        model = loaded("a causal LM", place, loader, revision=revision, **options)
     if config.quantization == "nf4":
         _require_wide_layers(model)
-    return model, _checked(load_tokenizer(place, config.revision), model, place)
+    return model, _checked(load_tokenizer(place, revision), model, place)
 
 
 def _require_wide_layers(lm: nn.Module) -> None:
@@ -158,9 +171,10 @@ def check_vocabulary(tokenizer: Any, model: Any, name: str | None) -> None:
         )
 
 
-def _int8_lm(place: str, *, dtype: torch.dtype) -> Any:
+def _int8_lm(place: str, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     with _NoRandomWeights():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place), dtype=dtype)
+        architecture = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=trust_remote_code)
     state = from_int8(load_file(Path(place) / INT8_LM))
     differ = dict(model.named_parameters()).keys() ^ state.keys()
     if differ:
@@ -189,7 +203,8 @@ def load_tokenizer(place: str, revision: str | None = None) -> Any:
     """
     if place in PACKAGED:
         return PACKAGED[place].tokenizer()
-    return loaded("a tokenizer", local_place(place, revision), AutoTokenizer.from_pretrained, revision=revision)
+    place = local_place(place, revision)
+    return loaded("a tokenizer", place, AutoTokenizer.from_pretrained, revision=pinned(place, revision))
 
 
 def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
@@ -209,10 +224,12 @@ def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
     skipped = ["decoder"] if config.design == "encoder-decoder" else []
     options = _options(config.dtype, config.quantization, device, skipped)
     place = local_place(config.name, config.revision)
-    architecture = loaded("a model", place, AutoConfig.from_pretrained, revision=config.revision)
+    revision = pinned(place, config.revision)
+    architecture = loaded("a model", place, AutoConfig.from_pretrained, revision=revision)
     check_design(config, architecture)
     loader = _backbone_class(config, architecture)
-    model = loaded("a model", place, loader.from_pretrained, revision=config.revision, **options)
+    loaded("a model", place, check_size, architecture=architecture, auto_class=loader)
+    model = loaded("a model", place, loader.from_pretrained, revision=revision, **options)
     if config.quantization != "none":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(bool(skipped) and name.startswith("decoder."))
@@ -239,7 +256,7 @@ def empty_backbone(config: EncoderConfig, architecture: Any) -> nn.Module:
         if _backbone_class(config, architecture) is T5EncoderModel:
             t5: nn.Module = T5EncoderModel._from_config(architecture, dtype=DTYPES[config.dtype])
             return t5
-        model: nn.Module = AutoModel.from_config(architecture, dtype=DTYPES[config.dtype])
+        model: nn.Module = AutoModel.from_config(architecture, dtype=DTYPES[config.dtype], trust_remote_code=False)
         return model
 
 
@@ -327,7 +344,7 @@ def _backbone_class(config: EncoderConfig, architecture: Any) -> Any:
 def _options(
     dtype: Dtype, quantization: Quantization, device: torch.device, skipped: list[str] | None = None
 ) -> dict[str, Any]:
-    options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": False, "use_safetensors": True}
+    options: dict[str, Any] = {"dtype": DTYPES[dtype], "use_safetensors": True}
     if quantization == "none":
         return options
     try:
@@ -355,6 +372,9 @@ def _placed(model: nn.Module, quantization: Quantization, device: torch.device) 
 def loaded(what: str, place: str, loader: Callable[..., Any], **options: Any) -> Any:
     """Calls `loader(place, **options)` without progress bars, and turns its errors into one of ours.
 
+    No code that the place brings is run, and nobody is asked whether it may: the folder is checked, and the loader is
+    told `trust_remote_code=False`.
+
     Args:
         what: what is loaded, for the message.
         place: name or folder.
@@ -364,11 +384,15 @@ def loaded(what: str, place: str, loader: Callable[..., Any], **options: Any) ->
     Raises:
         ModelLoadError: when it cannot be loaded.
     """
+    check_folder(Path(place))
     try:
         with quiet():
-            return loader(place, **options)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+            return loader(place, **options, trust_remote_code=False)
+    except MACError:
+        raise
+    except Exception as error:  # the loaders raise all kinds of errors on files that they do not expect
+        detail = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelLoadError(
-            f"cannot load {what} from {place!r}: {str(error).strip().splitlines()[0]} "
+            f"cannot load {what} from {place!r}: {detail[0]} "
             "Give the name of a model on the Hub or the path of a model folder."
         ) from error

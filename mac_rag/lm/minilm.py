@@ -99,7 +99,7 @@ def minilm_encoder(positions: int) -> BertGenerationEncoder:
     Raises:
         ModelLoadError: as `minilm_folder`.
     """
-    source = AutoModel.from_pretrained(str(minilm_folder()), use_safetensors=True)
+    source = AutoModel.from_pretrained(str(minilm_folder()), use_safetensors=True, trust_remote_code=False)
     theirs, tokenizer = source.config, minilm_tokenizer()
     config = BertGenerationConfig(
         vocab_size=theirs.vocab_size,

@@ -328,7 +328,7 @@ class MemoryBank(Contents):
         """
         self._check_writable()
         records = {record.sequence: record for record in map(self._record, document_ids)}
-        if not records or not len(phi):
+        if not records or not 0 < len(phi) < 1 << PART_BITS:
             raise BankError(f"{len(records)} entries and {len(phi)} rows of memory tokens cannot become one entry")
         members = tuple(member for sequence in sorted(records) for member in records[sequence].members)
         tokens = self._encoded(phi)

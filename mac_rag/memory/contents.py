@@ -225,6 +225,12 @@ class Contents:
                 + (f", whose rows have shape {list(row_shape)}" if row_shape else "")
             )
         phi = phi.detach().to("cpu", torch.float32)
+        if not phi.isfinite().all():
+            row = int((~phi.isfinite().flatten(1).all(1)).nonzero()[0])
+            raise BankError(
+                f"row {row:,} of {len(phi):,} rows of memory tokens has numbers that are not finite; look for them in "
+                "the model's weights, or use dtype fp32 or bf16 in place of fp16"
+            )
         if self.codebook is None:
             return phi
         nearest, _ = nearest_codes(phi.flatten(0, 1), self.codebook)

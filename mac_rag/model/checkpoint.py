@@ -13,7 +13,8 @@ A checkpoint reads and writes the parts of a model; `mac_rag.model.MACModel` ass
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,20 +27,26 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from mac_rag.config import EncoderConfig, MACConfig, SentenceEncoderConfig
-from mac_rag.errors import ConfigError, ModelLoadError
+from mac_rag.errors import ConfigError, MACError, ModelLoadError
+from mac_rag.lm.allocation import AllocationLimit
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.device_map import DeviceMap, require_weights
+from mac_rag.lm.hub_revisions import is_commit, warn_unpinned
 from mac_rag.lm.int8_storage import from_int8, to_int8
-from mac_rag.lm.loading import INT8_LM, empty_backbone, load_backbone, load_tokenizer, quiet
+from mac_rag.lm.loading import INT8_LM, empty_backbone, load_backbone, load_tokenizer, loaded, quiet
 from mac_rag.lm.lora_tuning import merged
+from mac_rag.lm.model_folders import allowed_numbers, stored_numbers
 from mac_rag.model.factory import make_encoder, make_hashed_bm25, make_sentence_encoder
 from mac_rag.model.stored_names import SENTENCE_ENCODER_FOLDER
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.hashed_bm25 import HashedBM25
+from mac_rag.untrusted_files import MalformedError, open_file, read_json
 
 FORMAT = 1
 SHIPPED = Path(__file__).parents[1] / "shipped"
 WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+_LARGEST_CONFIG = 1 << 20
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.txt", "vocab.json")
 
 
@@ -52,12 +59,14 @@ class Parts:
         base_lm: the frozen LM.
         amortization: g_amort.
         input_encoder: g_input.
+        limit: a limit on what a model of these parts may allocate, if their description comes from a file.
     """
 
     config: MACConfig
     base_lm: BaseLM
     amortization: TextEncoder
     input_encoder: TextEncoder
+    limit: AllocationLimit | None = None
 
     @property
     def encoders(self) -> dict[str, TextEncoder]:
@@ -91,7 +100,7 @@ def write(
         parts.amortization.network.sentence_encoder.config.save_pretrained(folder / SENTENCE_ENCODER_FOLDER)
     save_file(_stored(weights, dtype), folder / WEIGHTS, metadata={"format": "pt"})
     text = json.dumps({"format": FORMAT, **config.model_dump(mode="json")}, indent=2)
-    (folder / "config.json").write_text(text + "\n")
+    (folder / CONFIG).write_text(text + "\n")
 
 
 def read(folder: Path, device: torch.device, device_map: DeviceMap | None = None) -> Parts:
@@ -106,16 +115,38 @@ def read(folder: Path, device: torch.device, device_map: DeviceMap | None = None
         ModelLoadError: when files are missing, or have another format or architecture.
     """
     config = read_config(folder)
+    numbers = allowed_numbers(stored_numbers(folder / WEIGHTS))
     base_lm = BaseLM.load(config.base_lm, config.prompt, device, folder, config.modulation.kind, device_map)
+    numbers += sum(parameter.numel() for parameter in base_lm.model.parameters())  # encoders may read with them
+    limit = AllocationLimit(numbers, str(folder / CONFIG))
     sentence_encoder = None
-    if config.sentence_encoder is not None:
-        sentence_encoder = _sentence_encoder(folder / SENTENCE_ENCODER_FOLDER, config.sentence_encoder, base_lm)
-    hashed_bm25 = make_hashed_bm25(config, base_lm)
+    with limit:
+        if config.sentence_encoder is not None:
+            sentence_encoder = _sentence_encoder(folder / SENTENCE_ENCODER_FOLDER, config.sentence_encoder, base_lm)
+        hashed_bm25 = make_hashed_bm25(config, base_lm)
     amortization, input_encoder = (
-        _encoder(folder / name, part, config, base_lm, sentence_encoder, hashed_bm25)
+        _encoder(folder / name, part, config, base_lm, sentence_encoder, hashed_bm25, limit)
         for name, part in (("amortization", config.amortization), ("input_encoder", config.input_encoder))
     )
-    return Parts(config, base_lm, amortization, input_encoder)
+    return Parts(config, base_lm, amortization, input_encoder, limit)
+
+
+@contextmanager
+def unexpected(folder: Path) -> Iterator[None]:
+    """Turns whatever the libraries below raise on files that they do not expect into an error that names the folder.
+
+    Raises:
+        ModelLoadError: for any error that is not one of ours.
+    """
+    try:
+        yield
+    except MACError:
+        raise
+    except Exception as error:
+        detail = str(error).strip().splitlines() or [""]
+        raise ModelLoadError(
+            f"the checkpoint {folder} cannot be loaded: {type(error).__name__}: {detail[0][:500]}; get it anew"
+        ) from error
 
 
 def upload(
@@ -149,8 +180,9 @@ def fill(parameters: Mapping[str, Tensor], path: Path) -> None:
         ModelLoadError: when the file is truncated or damaged, or names or shapes differ; it lists the differences.
     """
     try:
-        stored = from_int8(load_file(path))
-    except (OSError, SafetensorError) as error:
+        with open_file(path, follow=True):
+            stored = from_int8(load_file(path))
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelLoadError(f"{path} is missing, truncated or damaged: {error}") from error
     differences = [
         f"{name}: {'missing in the file' if name not in stored else 'unknown to the model'}"
@@ -185,13 +217,16 @@ def find(name_or_path: str | Path, revision: str | None) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt"]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         shipped = ", ".join(sorted(p.parent.name for p in SHIPPED.glob("*/config.json"))) or "none"
         raise ModelLoadError(
             f"no MAC model {name!r}: it is no folder, not shipped with the package ({shipped}), "
             f"and not on the Hub or the Hub cannot be reached ({type(error).__name__})"
         ) from error
+    if revision is None and is_commit(folder.name):
+        warn_unpinned(name, folder.name)
+    return folder
 
 
 def read_config(folder: Path) -> MACConfig:
@@ -200,14 +235,17 @@ def read_config(folder: Path) -> MACConfig:
     Raises:
         ModelLoadError: when the file is missing, not JSON, or of another format.
     """
-    path = folder / "config.json"
+    path = folder / CONFIG
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
+        values: dict[str, Any] = read_json(path, _LARGEST_CONFIG, follow=True)
         version = values.pop("format")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ModelLoadError(f"{folder} is no MAC checkpoint: {path.name} is missing or not of its format") from error
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        detail = f" ({error})" if isinstance(error, MalformedError) else ""
+        raise ModelLoadError(
+            f"{folder} is no MAC checkpoint: {path.name} is missing or not of its format{detail}"
+        ) from error
     if version != FORMAT:
-        raise ModelLoadError(f"{path} has format {version!r}, this version reads format {FORMAT}; update mac_rag")
+        raise ModelLoadError(f"{path} has format {version!r:.40}, this version reads format {FORMAT}; update mac_rag")
     try:
         return MACConfig.parse(values, path)
     except ConfigError as error:
@@ -221,14 +259,18 @@ def _encoder(
     base_lm: BaseLM,
     sentence_encoder: Any,
     hashed_bm25: HashedBM25 | None,
+    limit: AllocationLimit,
 ) -> TextEncoder:
     if part.quantization != "none":
         backbone = load_backbone(part, base_lm.device)
     else:
-        backbone = empty_backbone(part, _architecture(folder))
+        architecture = _architecture(folder)
+        with limit:
+            backbone = empty_backbone(part, architecture)
     has_own = any((folder / name).is_file() for name in _TOKENIZER_FILES)
     tokenizer = load_tokenizer(str(folder)) if has_own else base_lm.tokenizer
-    return make_encoder(config, part, backbone, tokenizer, base_lm, sentence_encoder, hashed_bm25)
+    with limit:
+        return make_encoder(config, part, backbone, tokenizer, base_lm, sentence_encoder, hashed_bm25)
 
 
 def _sentence_encoder(folder: Path, part: SentenceEncoderConfig, base_lm: BaseLM) -> Any:
@@ -237,10 +279,7 @@ def _sentence_encoder(folder: Path, part: SentenceEncoderConfig, base_lm: BaseLM
 
 
 def _architecture(folder: Path) -> Any:
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"the architecture in {folder} cannot be read: {error}") from error
+    return loaded("an architecture", str(folder), AutoConfig.from_pretrained)
 
 
 def _save_base_lm(base_lm: BaseLM, folder: Path, dtype: torch.dtype | None) -> None:

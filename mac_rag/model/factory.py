@@ -9,8 +9,10 @@ from mac_rag.config import EncoderConfig, MACConfig, SentenceEncoderConfig
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.attention_sink import make_attention_sink
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.fetched import exact_revision
+from mac_rag.lm.fetched import FETCHABLE, exact_revision
+from mac_rag.lm.hub_revisions import pinned
 from mac_rag.lm.loading import check_vocabulary, keep_first_layers, load_backbone, load_tokenizer
+from mac_rag.lm.packaged import PACKAGED
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.dtypes import HALF_PRECISION, SharedEmbedding
@@ -19,7 +21,9 @@ from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning
 
 
 def with_exact_revisions(config: MACConfig) -> MACConfig:
-    """The configuration with the revision of each fetched LM that it names: a checkpoint must identify the weights.
+    """The configuration with the revision of each model that it names: a checkpoint must identify the weights.
+
+    That is the copy of a fetched LM, or a commit on the Hub.
 
     Raises:
         ModelLoadError: for an LM that has not been fetched, or in several copies.
@@ -28,7 +32,11 @@ def with_exact_revisions(config: MACConfig) -> MACConfig:
     def exact(part: Any) -> Any:
         if part is None or part.name is None:
             return part
-        return part.model_copy(update={"revision": exact_revision(part.name, part.revision)})
+        revision = exact_revision(part.name, part.revision)
+        # A checkpoint holds the sentence encoder itself, and its fingerprint has the revision as it was given.
+        if part is not config.sentence_encoder and part.name not in {*PACKAGED, *FETCHABLE}:
+            revision = pinned(part.name, revision)
+        return part.model_copy(update={"revision": revision})
 
     parts = ("base_lm", "amortization", "input_encoder", "sentence_encoder")
     return config.model_copy(update={name: exact(getattr(config, name)) for name in parts})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError
@@ -24,6 +25,7 @@ from mac_rag.retrieval.scorers import (
     rank_bm25_index,
 )
 from mac_rag.retrieval.tokenizer import Tokenizer
+from mac_rag.untrusted_files import MalformedError
 
 Engine = Literal["incremental", "bm25s", "rank_bm25"]
 KIND = "bm25"
@@ -115,14 +117,15 @@ class BM25Retriever(RowRetriever):
             BankError: when the folder holds no retriever, or it is damaged.
         """
         body, arrays = snapshot.read(folder, KIND)
-        retriever = cls(body["engine"], tokenizer=Tokenizer(**body["tokenizer"]), idf=body["idf"])
-        documents = snapshot.documents(body["documents"])
-        if body["versions"] != _versions():  # another stemmer can stem differently, so index again
-            retriever.add(documents)
-            return retriever
-        retriever._vocabulary = {word: term for term, word in enumerate(body["vocabulary"])}
-        ends = np.cumsum(arrays["lengths"])
-        retriever._append_terms(documents, np.split(arrays["terms"], ends[:-1]) if len(ends) else [])
+        with snapshot.damaged(folder):
+            retriever = cls(body["engine"], tokenizer=Tokenizer(**body["tokenizer"]), idf=body["idf"])
+            documents = snapshot.documents(body["documents"])
+            if body["versions"] != _versions():  # another stemmer can stem differently, so index again
+                retriever.add(documents)
+                return retriever
+            retriever._vocabulary = {word: term for term, word in enumerate(body["vocabulary"])}
+            terms = _checked_terms(arrays, len(documents), retriever._vocabulary)
+        retriever._append_terms(documents, terms)
         return retriever
 
     def _new_scorer(self) -> Scorer:
@@ -161,6 +164,24 @@ class BM25Retriever(RowRetriever):
         self._terms = np.split(ids.astype(np.int32), ends[:-1]) if terms else []
         self._scorer = self._new_scorer()
         self._scorer.add(0, self._terms)
+
+
+def _checked_terms(arrays: Mapping[str, NDArray[Any]], documents: int, vocabulary: Mapping[str, int]) -> list[Terms]:
+    """The terms of each document.
+
+    Raises:
+        MalformedError: when they are not those of so many documents, or not in the vocabulary.
+    """
+    lengths = snapshot.array(arrays, "lengths", np.int64, (documents,))
+    terms = snapshot.array(arrays, "terms", np.int32, (None,))
+    if not all(isinstance(word, str) for word in vocabulary):
+        raise MalformedError("a word of the vocabulary is no text")
+    if (lengths < 0).any() or (lengths > len(terms)).any() or int(lengths.sum()) != len(terms):
+        raise MalformedError(f"the documents have not {len(terms):,} terms together")
+    if len(terms) and not 0 <= int(terms.min()) <= int(terms.max()) < len(vocabulary):
+        raise MalformedError("a term is not in the vocabulary")
+    ends = np.cumsum(lengths)
+    return np.split(terms, ends[:-1]) if len(ends) else []
 
 
 def _versions() -> dict[str, str]:

@@ -68,7 +68,7 @@ class DenseRetriever(RowRetriever):
     ) -> None:
         self.encoder = encoder
         self._max_scores = max_scores
-        self._cache = None if folder is None else EmbeddingCache(folder, encoder.fingerprint)
+        self._cache = None if folder is None else EmbeddingCache(folder, encoder.fingerprint, encoder.width)
         self._progress = progress
         super().__init__()
         self._matrix: Vectors = np.zeros((0, encoder.width), dtype=np.float32)  # [rows and spare rows, D]
@@ -153,13 +153,16 @@ class DenseRetriever(RowRetriever):
             FingerprintError: when another encoder made the vectors.
         """
         body, arrays = snapshot.read(folder, KIND)
-        if body["encoder"] != encoder.fingerprint:
+        if body.get("encoder") != encoder.fingerprint:
             raise FingerprintError(
-                f"the vectors in {folder} were made by the encoder {body['encoder']!r}, not by "
+                f"the vectors in {folder} were made by the encoder {body.get('encoder')!r:.200}, not by "
                 f"{encoder.fingerprint!r}; load them with that one, or encode the documents again into another folder"
             )
         retriever = cls(encoder, folder=folder, progress=progress)
-        retriever._append(snapshot.documents(body["documents"]), arrays["embeddings"])
+        with snapshot.damaged(folder):
+            documents = snapshot.documents(body["documents"])
+            vectors = snapshot.array(arrays, "embeddings", np.float32, (len(documents), encoder.width))
+        retriever._append(documents, vectors)
         return retriever
 
     def _append(self, documents: Sequence[Document], indexed: Vectors) -> None:

@@ -20,10 +20,12 @@ from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as array_bytes
 
 from mac_rag.atomic_files import sync_folder, write_file
-from mac_rag.errors import DocumentError
+from mac_rag.errors import BankError, DocumentError
+from mac_rag.untrusted_files import MalformedError, open_file, parse_json, read_file
 
 Vectors: TypeAlias = NDArray[np.float32]  # [N, D]
 
+_LARGEST = 1 << 30  # bytes of a file, which has some thousand vectors
 _NAME = re.compile(r"([0-9a-f]{64})\.part\.safetensors")
 
 
@@ -55,11 +57,12 @@ class EmbeddingCache:
     Args:
         folder: folder of the files; it is made at the first `put`.
         encoder: fingerprint of the encoder; embeddings of other encoders are never returned.
+        width: D, the length of its vectors.
     """
 
-    def __init__(self, folder: Path, encoder: str) -> None:
+    def __init__(self, folder: Path, encoder: str, width: int) -> None:
         self.folder = folder
-        self._encoder = encoder
+        self._encoder, self._width = encoder, width
         self._places: dict[str, tuple[Path, int]] = {}  # hash of a text -> file and row
         for path in self._files():
             self._learn(path)
@@ -73,28 +76,46 @@ class EmbeddingCache:
                 rows_of.setdefault(path, []).append((name, row))
         cached: dict[str, Vectors] = {}
         for path, rows in rows_of.items():
-            data = path.read_bytes()
-            if not path.name.startswith(hashlib.sha256(data).hexdigest()):
-                continue
-            vectors = load_arrays(data)["embeddings"]
-            cached.update((name, vectors[row]) for name, row in rows)
+            vectors = self._vectors(path)
+            if vectors is not None:
+                cached.update((name, vectors[row]) for name, row in rows if row < len(vectors))
         return cached
 
+    def _vectors(self, path: Path) -> Vectors | None:
+        """The embeddings `[N, D]` of a file; None if it is not what was written."""
+        try:
+            data = read_file(path, _LARGEST)
+            if not path.name.startswith(hashlib.sha256(data).hexdigest()):
+                return None
+            vectors = load_arrays(data)["embeddings"]
+        except (OSError, MalformedError, SafetensorError, KeyError):
+            return None
+        sound = vectors.dtype == np.float32 and vectors.ndim == 2 and vectors.shape[1] == self._width
+        return vectors if sound and np.isfinite(vectors).all() else None
+
     def put(self, hashes: Sequence[str], vectors: Vectors) -> None:
-        """Writes embeddings `[N, D]` of the texts with these N hashes."""
+        """Writes embeddings `[N, D]` of the texts with these N hashes.
+
+        Raises:
+            BankError: when the folder cannot be written to.
+        """
         header = {"encoder": self._encoder, "hashes": json.dumps(list(hashes))}
         data = array_bytes({"embeddings": np.ascontiguousarray(vectors)}, metadata=header)
         path = self.folder / f"{hashlib.sha256(data).hexdigest()}.part.safetensors"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_file(path, [data])
-        sync_folder(self.folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_file(path, [data])
+            sync_folder(self.folder)
+        except OSError as error:
+            raise BankError(f"{self.folder} cannot be written to: {error}") from error
         self._places.update((name, (path, row)) for row, name in enumerate(hashes))
 
     def clear(self) -> None:
         """Removes all files, once their embeddings are saved elsewhere."""
         self._places.clear()
         for path in self._files():
-            path.unlink()
+            if not path.is_dir():
+                path.unlink()
 
     def _files(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("*.part.safetensors") if _NAME.fullmatch(path.name))
@@ -102,9 +123,10 @@ class EmbeddingCache:
     def _learn(self, path: Path) -> None:
         """Registers the embeddings of a file, unless it cannot be read or is of another encoder."""
         try:
-            with safe_open(path, framework="numpy") as file:
+            with open_file(path), safe_open(path, framework="numpy") as file:
                 header = file.metadata()
-            hashes = json.loads(header["hashes"]) if header["encoder"] == self._encoder else []
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+            hashes = parse_json(header["hashes"]) if header["encoder"] == self._encoder else []
+        except (OSError, SafetensorError, KeyError, TypeError, MalformedError):
             return
-        self._places.update((name, (path, row)) for row, name in enumerate(hashes))
+        if isinstance(hashes, list) and all(isinstance(name, str) for name in hashes):
+            self._places.update((name, (path, row)) for row, name in enumerate(hashes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -22,8 +23,10 @@ from transformers import (
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.batching import length_buckets, pad_rows
 from mac_rag.lm.devices import default_device
+from mac_rag.lm.hub_revisions import pinned, split_revision
 from mac_rag.lm.loading import loaded
 from mac_rag.lm.minilm import minilm_folder
+from mac_rag.lm.model_folders import check_folder
 from mac_rag.retrieval.embeddings import Vectors
 
 Pooling = Literal["mean", "pooler"]
@@ -134,7 +137,7 @@ def contriever(
     """Contriever (Izacard et al., 2022): mean over all tokens, dot product, texts of up to 512 tokens.
 
     Args:
-        place: `facebook/contriever`, `facebook/contriever-msmarco`, or a folder.
+        place: `facebook/contriever`, `facebook/contriever-msmarco`, either with `@REVISION`, or a folder.
         device: device of the network; None for a GPU if there is one.
         batch_tokens: number of tokens in a batch, padding included.
 
@@ -155,8 +158,8 @@ def dpr(
     """DPR (Karpukhin et al., 2020): one encoder for questions and one for passages, pooler output, dot product.
 
     Args:
-        question_place: name or folder of the question encoder.
-        document_place: name or folder of the passage encoder.
+        question_place: name (also `NAME@REVISION`) or folder of the question encoder.
+        document_place: the same of the passage encoder.
         device: device of the networks; None for a GPU if there is one.
 
     Raises:
@@ -186,7 +189,7 @@ class SentenceTransformerEncoder:
     """Any sentence-transformers model with its own pooling and prompts; cosine.
 
     Args:
-        place: name on the Hub, or folder.
+        place: name on the Hub, also `NAME@REVISION`, or folder.
         device: device of the network; None for a GPU if there is one.
 
     Attributes:
@@ -203,12 +206,15 @@ class SentenceTransformerEncoder:
             from sentence_transformers import SentenceTransformer
         except ImportError:
             raise ModelLoadError(f"{place!r} needs sentence-transformers: pip install 'mac-rag[dense]'") from None
+        name, revision = split_revision(place)
+        for folder in (path for path in Path(name).glob("*") if path.is_dir()):
+            check_folder(folder)
         self._model: Any = loaded(
             "an encoder",
-            place,
+            name,
             SentenceTransformer,
             device=str(default_device(device)),
-            trust_remote_code=False,
+            revision=pinned(name, revision),
             model_kwargs={"use_safetensors": True},
         )
         self.width = int(self._model.get_embedding_dimension())
@@ -240,12 +246,14 @@ def _tower(
     device: str | None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> Tower:
+    name, revision = split_revision(place)
+    revision = pinned(name, revision)
     network = loaded(
-        "an encoder", place, model.from_pretrained, trust_remote_code=False, use_safetensors=True, dtype=torch.float32
+        "an encoder", name, model.from_pretrained, revision=revision, use_safetensors=True, dtype=torch.float32
     )
     return Tower(
         network.eval().to(default_device(device)),
-        loaded("a tokenizer", place, tokenizer.from_pretrained),
+        loaded("a tokenizer", name, tokenizer.from_pretrained, revision=revision),
         pooling,
         normalize,
         min(max_tokens, int(network.config.max_position_embeddings)),

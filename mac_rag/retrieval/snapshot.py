@@ -12,21 +12,26 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as array_bytes
 
 from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError
+from mac_rag.errors import BankError, ConfigError
+from mac_rag.untrusted_files import MalformedError, parse_json, read_file, read_json
 
 FORMAT = 1
+# Bytes of a manifest, which has all texts.
+_LARGEST = 16 << 30
+# Bytes of a vector.
+_LARGEST_VECTOR = 1 << 20
 MANIFEST = "retriever.json"
 _ARRAYS_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 
@@ -41,24 +46,28 @@ def write(folder: Path, kind: str, body: Mapping[str, Any], arrays: Mapping[str,
         arrays: everything that it keeps as arrays, by name.
 
     Raises:
-        BankError: when `body` cannot be written as JSON.
+        BankError: when `body` cannot be written as JSON, or the folder cannot be written to.
     """
     data = array_bytes({name: np.ascontiguousarray(values) for name, values in arrays.items()})
     digest = hashlib.sha256(data).hexdigest()
     try:
-        text = json.dumps(body)
-    except (TypeError, ValueError) as error:
+        text = json.dumps(body, allow_nan=False)
+        parse_json(text)  # what cannot be read again must not be written
+    except (TypeError, ValueError, RecursionError) as error:
         raise BankError(f"the documents' metadata cannot be kept as JSON: {error}") from error
     manifest = {"format": FORMAT, "kind": kind, "arrays": digest, "sha256": _digest(kind, digest, text), "body": text}
     target = folder / f"{digest}.safetensors"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_file(target, [data])
-    sync_folder(folder)
-    write_file(folder / MANIFEST, [json.dumps(manifest).encode()])
-    sync_folder(folder)
-    for old in folder.iterdir():
-        if old != target and _ARRAYS_NAME.fullmatch(old.name):  # never another kind of file
-            old.unlink()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(target, [data])
+        sync_folder(folder)
+        write_file(folder / MANIFEST, [json.dumps(manifest).encode()])
+        sync_folder(folder)
+        for old in folder.iterdir():
+            if old != target and _ARRAYS_NAME.fullmatch(old.name) and not old.is_dir():  # never another kind of file
+                old.unlink()
+    except OSError as error:
+        raise BankError(f"{folder} cannot be written to: {error}") from error
 
 
 def exists(folder: Path) -> bool:
@@ -74,28 +83,64 @@ def read(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any
     """
     path = folder / MANIFEST
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        manifest = read_json(path, _LARGEST)
         identity = (manifest["format"], manifest["kind"])
         digest, checksum, text = (str(manifest[name]) for name in ("arrays", "sha256", "body"))
     except FileNotFoundError:
         raise BankError(f"there is no retriever in {folder}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BankError(f"{path} is damaged: {error}") from error
+    except OSError as error:
+        raise BankError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise BankError(f"{path} is damaged: {error}; build the retriever again from its documents") from error
     if identity != (FORMAT, kind):
         raise BankError(
-            f"{path} holds a retriever of kind {identity[1]!r} in format {identity[0]!r}, but {kind!r} in format "
-            f"{FORMAT} was asked for; name the retriever that was saved, or another folder"
+            f"{path} holds a retriever of kind {identity[1]!r:.80} in format {identity[0]!r:.80}, but {kind!r} in "
+            f"format {FORMAT} was asked for; name the retriever that was saved, or another folder"
         )
-    arrays = folder / f"{digest}.safetensors"
-    try:
+    with damaged(folder):
         if _digest(kind, digest, text) != checksum:
-            raise ValueError("its checksum does not fit its content")
-        data = arrays.read_bytes()
-        if hashlib.sha256(data).hexdigest() != digest:
-            raise ValueError(f"the checksum of {arrays.name} is another")
-        return json.loads(text), load_arrays(data)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise BankError(f"the retriever in {folder} is damaged: {error}; build it again from its documents") from error
+            raise MalformedError(f"its checksum does not fit its content ({path.name})")
+        body = parse_json(text)
+        if not isinstance(body, dict) or not isinstance(body.get("documents"), list):
+            raise MalformedError(f"{path.name} holds no documents")
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise MalformedError(f"{path.name} names the arrays {digest!r:.80}")
+        return body, _arrays(folder / f"{digest}.safetensors", digest, len(text), len(body["documents"]))
+
+
+@contextmanager
+def damaged(folder: Path) -> Iterator[None]:
+    """A context for reading what a folder says: what cannot be true there is an error that names the folder.
+
+    Raises:
+        BankError: for content that is malformed, of other types, or missing.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise BankError(
+            f"the retriever in {folder} is damaged: {error.filename} is missing; build it again from its documents"
+        ) from error
+    except OSError as error:
+        raise BankError(
+            f"the retriever in {folder} cannot be read: {error}; build it again from its documents"
+        ) from error
+    except (ValueError, KeyError, TypeError, ConfigError) as error:
+        detail = str(error) if isinstance(error, MalformedError) else repr(error)
+        raise BankError(
+            f"the retriever in {folder} is damaged: {detail[:500]}; build it again from its documents"
+        ) from error
+
+
+def _arrays(path: Path, digest: str, characters: int, documents: int) -> dict[str, NDArray[Any]]:
+    # A document has a few words for each of its characters, and a vector.
+    data = read_file(path, 8 * characters + (documents + 1) * _LARGEST_VECTOR)
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise MalformedError(f"the checksum of {path.name} is another")
+    try:
+        return load_arrays(data)
+    except Exception as error:  # the library meets what it does not expect with errors of all kinds
+        raise MalformedError(f"{path.name} holds no arrays: {error!r:.200}") from None
 
 
 def describe(documents: Iterable[Document]) -> list[list[Any]]:
@@ -103,9 +148,42 @@ def describe(documents: Iterable[Document]) -> list[list[Any]]:
     return [[document.id, document.text, dict(document.metadata)] for document in documents]
 
 
-def documents(described: Iterable[list[Any]]) -> list[Document]:
-    """The inverse of `describe`."""
-    return [Document(document_id, text, metadata) for document_id, text, metadata in described]
+def documents(described: Iterable[object]) -> list[Document]:
+    """The inverse of `describe`.
+
+    Raises:
+        MalformedError: for what `describe` never returns: other types, or an id that comes twice.
+    """
+    read: dict[str, Document] = {}
+    for number, fields in enumerate(described):
+        if not isinstance(fields, list) or [type(field) for field in fields] != [str, str, dict]:
+            raise MalformedError(f"document {number:,} is not an id, a text and metadata")
+        if fields[0] in read:
+            raise MalformedError(f"document {number:,} has the id {fields[0]!r:.80} of another")
+        read[fields[0]] = Document(*fields)
+    return list(read.values())
+
+
+def array(arrays: Mapping[str, NDArray[Any]], name: str, kind: type, shape: tuple[int | None, ...]) -> NDArray[Any]:
+    """One of the arrays, of a kind and shape that were stored.
+
+    Args:
+        arrays: the arrays.
+        name: name of one.
+        kind: its dtype.
+        shape: its shape; None for a length that may be any.
+
+    Raises:
+        MalformedError: when it is missing or has another kind or shape, or has numbers that are not finite.
+    """
+    values = arrays.get(name)
+    if values is None or values.dtype != kind or len(values.shape) != len(shape):
+        raise MalformedError(f"{name} is no array of {kind.__name__} with {len(shape)} dimensions")
+    if any(length not in (None, there) for length, there in zip(shape, values.shape)):
+        raise MalformedError(f"{name} has the shape {list(values.shape)}, and not {list(shape)}")
+    if not np.isfinite(values).all():
+        raise MalformedError(f"{name} has numbers that are not finite")
+    return values
 
 
 def _digest(*parts: str) -> str:

@@ -26,8 +26,9 @@ def minilm_embeddings(tokenizer: Any, width: int) -> Tensor:
     from transformers import AutoModel, AutoTokenizer
 
     folder = str(minilm_folder())
-    theirs = AutoTokenizer.from_pretrained(folder)
-    table = AutoModel.from_pretrained(folder, use_safetensors=True).embeddings.word_embeddings.weight.detach().float()
+    theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    encoder = AutoModel.from_pretrained(folder, use_safetensors=True, trust_remote_code=False)
+    table = encoder.embeddings.word_embeddings.weight.detach().float()
     means = _means(tokenizer, theirs, table)
     known = ~means.isnan().any(1)
     centred = means[known] - means[known].mean(0)

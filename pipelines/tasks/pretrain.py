@@ -122,7 +122,7 @@ class PretrainTask(Task):
         if not folder.exists():
             name = config.lm.tokenizer
             (train_tokenizer(config) if name is None else load_tokenizer(name)).save_pretrained(folder)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.encoder = PromptEncoder(self.tokenizer)
         torch.manual_seed(config.trainer.seed)
         self.lm = self.network()

@@ -173,7 +173,7 @@ class TestBadInput:
 
     def test_folder(self, tmp_path: Path) -> None:
         (tmp_path / "folder").mkdir()
-        assert "folder cannot be read: Is a directory" in self.refused(tmp_path, "folder")
+        assert "folder cannot be read: it is a folder" in self.refused(tmp_path, "folder")
 
     @pytest.mark.parametrize("data", [b"\x89PNG\r\n\x1a\n\x00\x00", b"GIF89a\x00\x01", "Lünd".encode("latin-1")])
     def test_binary_file(self, tmp_path: Path, data: bytes) -> None:

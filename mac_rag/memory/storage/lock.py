@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from mac_rag.atomic_files import write_file
 from mac_rag.errors import BankError
+from mac_rag.untrusted_files import read_json
 
 LOCK = "writer.lock"
 HOLDER = "writer.json"
@@ -51,7 +52,7 @@ class WriterLock:
 
     def _describe_holder(self) -> str:
         try:
-            note = json.loads(self._holder.read_bytes())
+            note = read_json(self._holder, 1 << 16)
             return f"process {note['pid']} on {note['host']} since {note['since']}"
         except (OSError, ValueError, KeyError, TypeError):
             return "another process"

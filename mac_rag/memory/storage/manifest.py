@@ -9,24 +9,34 @@ it (`manifest.json.old`), because going back to it must not need any space.
 
 from __future__ import annotations
 
-import json
+import math
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mac_rag.atomic_files import sealed, sync_folder, unsealed, write_file
 from mac_rag.errors import BankError, DamageError
+from mac_rag.untrusted_files import MalformedError, parse_json, read_text_bytes
 
 FORMAT = 2
 MANIFEST = "manifest.json"
 MANIFEST_COPY = "manifest.copy.json"
 FORMER = ".old"
 
+# Bytes of a manifest; tombstones take most of them, and compaction removes those.
+_LARGEST = 256 << 20
+# Sequence numbers are below this. A row's key is one of them times 2 ** 16, in 64 bits (`mac_rag.memory.parts`).
+SEQUENCES = 1 << 47
+# Bytes that one segment may have, by far more than is ever written; products of it stay within 64 bits.
+_LARGEST_SEGMENT = 1 << 50
+
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-_Count = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Sequence = Annotated[int, Field(ge=0, lt=SEQUENCES)]
+_Positive = Annotated[int, Field(ge=1, lt=SEQUENCES)]
 
 
 class _StrictModel(BaseModel):
@@ -48,12 +58,28 @@ class SegmentInfo(_StrictModel):
 
     # Validated, because it becomes part of a path.
     name: Annotated[str, Field(pattern="^segment-[0-9a-f]{16}$")]
-    entries: _Count
-    shape: Annotated[tuple[_Count, ...], Field(min_length=2, max_length=3)]
-    offset: _Count
+    entries: _Positive
+    shape: Annotated[tuple[_Positive, ...], Field(min_length=2, max_length=3)]
+    offset: Annotated[int, Field(ge=16, lt=1 << 40, multiple_of=8)]
     tokens: _Digest
     records: _Digest
-    tombstones: tuple[_Count, ...] = ()
+    tombstones: tuple[_Sequence, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.tensor_bytes > _LARGEST_SEGMENT:
+            raise ValueError(f"a tensor of shape {list(self.shape)} is larger than any segment")
+        if not len(set(self.tombstones)) == len(self.tombstones) <= self.entries <= self.shape[0]:
+            raise ValueError(
+                f"{len(self.tombstones):,} deleted of {self.entries:,} entries with {self.shape[0]:,} rows, each entry "
+                "deleted once and with a row at least: that cannot be"
+            )
+        return self
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Size of the tensor; both kinds of numbers have 4 bytes."""
+        return 4 * math.prod(self.shape)
 
     @property
     def tokens_file(self) -> str:
@@ -97,10 +123,21 @@ class Manifest(_StrictModel):
 
     fingerprint: str
     generation: _Count = 0
-    next_sequence: _Count = 0
+    next_sequence: Annotated[int, Field(ge=0, le=SEQUENCES)] = 0
     codebook: _Digest | None = None
     segments: tuple[SegmentInfo, ...] = ()
     intent: Intent = Intent()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len({segment.name for segment in self.segments}) < len(self.segments):
+            raise ValueError("a segment comes twice")
+        if len({segment.shape[1:] for segment in self.segments}) > 1:
+            raise ValueError("the rows of its segments differ in shape")
+        dimensions = 3 if self.codebook is None else 2
+        if any(len(segment.shape) != dimensions for segment in self.segments):
+            raise ValueError(f"rows are stored as {'codes' if dimensions == 3 else 'memory tokens'}, but should not be")
+        return self
 
     def encoded(self) -> bytes:
         """The bytes of the file."""
@@ -145,7 +182,11 @@ def _keep_former(folder: Path) -> None:
 def renew_copy(folder: Path, manifest: Manifest) -> None:
     """Rewrites the copy if it differs: after a crash it can be one commit ahead."""
     copy, data = folder / MANIFEST_COPY, manifest.encoded()
-    if not copy.is_file() or copy.read_bytes() != data:
+    try:
+        is_current = read_text_bytes(copy, _LARGEST) == data
+    except (FileNotFoundError, MalformedError):
+        is_current = False
+    if not is_current:
         write_file(copy, [data])
         sync_folder(folder)
 
@@ -158,8 +199,8 @@ def read_manifest(path: Path) -> Manifest:
         DamageError: when the file is not what was written.
         BankError: when its format is not the one that this version reads.
     """
-    data = path.read_bytes()
     try:
+        data = read_text_bytes(path, _LARGEST)
         if _is_format_1(data):
             raise BankError(
                 f"{path} has format 1, which this version does not read any more; adapt to the documents again into "
@@ -168,12 +209,15 @@ def read_manifest(path: Path) -> Manifest:
         content = unsealed(data)  # every format from 2 on is a sealed line
         version = content.pop("format", None)
         if version != FORMAT:
-            raise BankError(f"{path} has format {version!r}, this version reads format {FORMAT}; update mac_rag")
+            raise BankError(f"{path} has format {version!r:.40}, this version reads format {FORMAT}; update mac_rag")
         return Manifest.model_validate(content)
-    except ValueError as error:
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise DamageError(f"{path} is damaged: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from error
+    except MalformedError as error:
         raise DamageError(f"{path} is damaged: {error}") from error
 
 
 def _is_format_1(data: bytes) -> bool:
-    content = json.loads(data)
+    content = parse_json(data)
     return isinstance(content, dict) and content.get("format") == 1 and "documents" in content

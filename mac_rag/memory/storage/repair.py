@@ -7,21 +7,26 @@ documents. So damage costs only the entries that it hits, and lost documents can
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import torch
+from torch import Tensor
 
-from mac_rag.atomic_files import sync_folder, unsealed, write_file
+from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.errors import BankError, DamageError
 from mac_rag.memory.parts import Part
 from mac_rag.memory.records import Record
-from mac_rag.memory.storage.folder import CODEBOOK, CODEBOOK_COPY, exists
+from mac_rag.memory.storage import record_lines
+from mac_rag.memory.storage.codebook_file import read_codebook
+from mac_rag.memory.storage.consistency import faults
+from mac_rag.memory.storage.folder import CODEBOOK, CODEBOOK_COPY, exists, file_errors
 from mac_rag.memory.storage.lock import WriterLock
 from mac_rag.memory.storage.manifest import (
     MANIFEST,
@@ -31,8 +36,10 @@ from mac_rag.memory.storage.manifest import (
     read_manifest,
     write_manifest,
 )
-from mac_rag.memory.storage.segment import Segment, dtype_of, entry_ids, read_segment, record_of
+from mac_rag.memory.storage.record_lines import RecordLine
+from mac_rag.memory.storage.segment import Segment, dtype_of, entry_ids, fault_of, read_segment
 from mac_rag.memory.storage.store import Store
+from mac_rag.untrusted_files import MalformedError, is_hole, open_file, read_at
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,9 @@ def verify(folder: str | Path) -> Report:
         BankError: when there is no bank, its format is unknown, or both copies of its manifest or of its codebook are
             damaged.
     """
-    return _examine(Path(folder)).report
+    folder = Path(folder)
+    with file_errors(folder, "read"):
+        return _examine(folder).report
 
 
 def repair(folder: str | Path) -> Report:
@@ -129,6 +138,11 @@ def repair(folder: str | Path) -> Report:
         BankError: when there is no bank, another process writes to it, its format is unknown, or nothing can be saved.
     """
     folder = Path(folder)
+    with file_errors(folder, "repaired"):
+        return _repair(folder)
+
+
+def _repair(folder: Path) -> Report:
     if not exists(folder):
         raise BankError(f"there is no memory bank in {folder}")
     lock = WriterLock(folder)
@@ -160,14 +174,20 @@ def _examine(folder: Path) -> _Findings:
         if not any(each.damage for each in remains) or _manifest(folder)[0] == manifest:
             break
     parts = [each.part for each in remains]
+    lost = [document_id for each in remains for document_id in each.lost]
+    contradictions = faults(manifest, parts, None if codebook is None else codebook[0])
+    for fault in contradictions:
+        damage.append(f"{folder} contradicts itself: {fault.problem}")
+        lost += fault.part.entries[fault.sequence].record.document_ids
+        fault.part.tombstone(fault.sequence)
     report = Report(
         folder,
         documents=sum(len(placed.record.members) for part in parts for placed in part.entries.values()),
         damage=(*damage, *(message for each in remains for message in each.damage)),
-        lost=tuple(document_id for each in remains for document_id in each.lost),
+        lost=tuple(dict.fromkeys(lost)),
         unnamed=sum(each.unnamed for each in remains),
     )
-    return _Findings(manifest, parts, codebook, report)
+    return _Findings(manifest, parts, None if codebook is None else codebook[1], report)
 
 
 def _manifest(folder: Path) -> tuple[Manifest, list[str]]:
@@ -186,17 +206,18 @@ def _manifest(folder: Path) -> tuple[Manifest, list[str]]:
     return manifests[0], damage
 
 
-def _codebook(folder: Path, manifest: Manifest, damage: list[str]) -> bytes | None:
-    """The bytes of the codebook, or of its copy if it is damaged; appends to `damage`."""
+def _codebook(folder: Path, manifest: Manifest, damage: list[str]) -> tuple[Tensor, bytes] | None:
+    """The codebook and the bytes of its file, or of its copy if it is damaged; appends to `damage`."""
     if manifest.codebook is None:
         return None
     undamaged = []
     for path in (folder / CODEBOOK, folder / CODEBOOK_COPY):
-        data = path.read_bytes() if path.is_file() else b""
-        if hashlib.sha256(data).hexdigest() == manifest.codebook:
-            undamaged.append(data)
-        else:
-            damage.append(f"{path} is damaged: its checksum differs from the manifest's")
+        try:
+            undamaged.append(read_codebook(path, manifest.codebook))
+        except FileNotFoundError:
+            damage.append(f"{path} is missing")
+        except MalformedError as error:
+            damage.append(f"{path} is damaged: {error}")
     if not undamaged:
         raise BankError(f"{'; '.join(damage)}: without it no document can be read; restore a backup")
     return undamaged[0]
@@ -206,56 +227,82 @@ def _remains(folder: Path, info: SegmentInfo) -> _Remains:
     """What is left of a segment: the segment, or its undamaged entries in memory."""
     try:
         return _Remains(read_segment(folder, info), [], [], 0)
-    except (DamageError, FileNotFoundError):
-        pass
-    damage = []
-    files = []
-    for name, digest in ((info.tokens_file, info.tokens), (info.records_file, info.records)):
-        path = folder / name
-        files.append(path.read_bytes() if path.is_file() else b"")
-        if hashlib.sha256(files[-1]).hexdigest() != digest:
-            damage.append(f"{path} is {'damaged' if path.is_file() else 'missing'}")
-    tokens, lines = files
-    width = 4 * math.prod(info.shape[1:])
+    except (DamageError, FileNotFoundError) as error:
+        fault = str(error)
+    damage: list[str] = []
     undamaged: dict[int, tuple[Record, bytes]] = {}
     ids: dict[int, tuple[str, ...]] = {}
-    for fields in _undamaged_lines(lines):
-        record, first = record_of(fields), info.offset + fields["start"] * width
-        ids[record.sequence] = record.document_ids
-        rows = tokens[first : first + record.rows * width]
-        if hashlib.sha256(rows).hexdigest() == fields["tokens"]:
-            undamaged[record.sequence] = (record, rows)
-    if len(ids) < info.entries:
-        ids = _ids_in_header(tokens[: info.offset]) | ids
+    with ExitStack() as opened:
+        tokens, lines = (
+            _unlike(folder / name, digest, size, damage, opened)
+            for name, digest, size in (
+                (info.tokens_file, info.tokens, info.offset + info.tensor_bytes),
+                (info.records_file, info.records, None),
+            )
+        )
+        for line in record_lines.undamaged(lines):
+            ids[line.record.sequence] = line.record.document_ids
+            rows = _rows(tokens, info, line)
+            if rows is not None:
+                undamaged[line.record.sequence] = (line.record, rows)
+        if len(ids) < info.entries:
+            ids = _ids_in_header(tokens, info.offset) | ids
     for sequence in info.tombstones:
         undamaged.pop(sequence, None)
     lost = set(ids).difference(undamaged, info.tombstones)
     return _Remains(
         _part([undamaged[sequence] for sequence in sorted(undamaged)], info.shape),
-        damage,
+        damage or [fault],  # files that are what was written, and say what cannot be true
         lost=[document_id for sequence in sorted(lost) for document_id in ids[sequence]],
         unnamed=max(0, info.entries - len(set(ids).union(info.tombstones))),
     )
 
 
-def _undamaged_lines(lines: bytes) -> Iterator[dict[str, Any]]:
-    """The contents of the undamaged lines of a records file."""
-    decoder = json.JSONDecoder()
-    for line in lines.split(b"\n"):
-        start = 0
-        with suppress(ValueError):
-            while start < len(line):
-                # If only the line break between two lines is damaged, this finds both.
-                end = decoder.raw_decode(line.decode("latin-1"), start)[1]
-                yield unsealed(line[start:end])
-                start = end + 1
+def _unlike(path: Path, digest: str, size: int | None, damage: list[str], opened: ExitStack) -> BinaryIO:
+    """A file of a segment, or an empty one for what cannot be read; appends to `damage` if its digest differs.
+
+    A file of text has no size that is known before, but no holes.
+    """
+    try:
+        file = opened.enter_context(open_file(path))
+    except FileNotFoundError:
+        damage.append(f"{path} is missing")
+    except MalformedError as error:
+        damage.append(f"{path} is damaged: {error}")
+    else:
+        if size not in (None, os.fstat(file.fileno()).st_size) or _digest(file, is_text=size is None) != digest:
+            damage.append(f"{path} is damaged")
+        file.seek(0)
+        return file
+    return BytesIO()
 
 
-def _ids_in_header(header: bytes) -> dict[int, tuple[str, ...]]:
+def _digest(file: BinaryIO, *, is_text: bool) -> str | None:
+    """The sha256 of a file; None for text with a hole."""
+    digest = hashlib.sha256()
+    while piece := file.read(1 << 20):
+        if is_text and is_hole(piece):
+            return None
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _rows(tokens: BinaryIO, info: SegmentInfo, line: RecordLine) -> bytes | None:
+    """The rows of an entry, if they are what was written."""
+    width = 4 * math.prod(info.shape[1:])
+    if line.stop > info.shape[0]:
+        return None
+    rows = read_at(tokens, info.offset + line.start * width, line.record.rows * width)
+    if hashlib.sha256(rows).hexdigest() != line.checksum or fault_of(rows, dtype_of(info.shape)) is not None:
+        return None
+    return rows
+
+
+def _ids_in_header(tokens: BinaryIO, offset: int) -> dict[int, tuple[str, ...]]:
     """The document ids of each entry by sequence number; none if the header is damaged."""
     try:
-        return entry_ids(header)
-    except (ValueError, KeyError, TypeError):
+        return entry_ids(read_at(tokens, 0, offset))
+    except MalformedError:
         return {}
 
 

@@ -13,22 +13,27 @@ import hashlib
 import json
 import math
 import mmap
+import os
 import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mac_rag.atomic_files import sealed, write_file
-from mac_rag.data.provenance import Member
-from mac_rag.errors import DamageError
+from mac_rag.atomic_files import write_file
+from mac_rag.errors import BankError, DamageError
 from mac_rag.memory.parts import Part
 from mac_rag.memory.records import Record
+from mac_rag.memory.storage import record_lines
 from mac_rag.memory.storage.manifest import SegmentInfo
+from mac_rag.memory.storage.record_lines import RecordLine
+from mac_rag.untrusted_files import MalformedError, lines_of, open_file, parse_json
 
 _REMEDY = "; repair the bank to keep what is not lost"
+_PIECE = 1 << 20
 
 
 class Segment(Part):
@@ -102,7 +107,10 @@ def write_segment(folder: Path, parts: Sequence[Part]) -> Segment:
     def records_file() -> Iterator[bytes]:
         start = 0
         for (_, (record, _)), checksum in zip(entries, checksums, strict=True):
-            yield sealed({**_fields_of(record), "start": start, "tokens": checksum}) + b"\n"
+            try:
+                yield record_lines.encode(RecordLine(record, start, checksum)) + b"\n"
+            except MalformedError as error:
+                raise BankError(f"{describe(record.document_ids[:3])} cannot be stored: {error}") from None
             start += record.rows
 
     tokens = write_file(folder / f"{name}.safetensors", tokens_file())
@@ -118,16 +126,31 @@ def read_segment(folder: Path, info: SegmentInfo) -> Segment:
         FileNotFoundError: when one of its files is missing, as happens after a writer has replaced the segment.
         DamageError: when one of its files is not what was written.
     """
-    data = (folder / info.records_file).read_bytes()
-    if hashlib.sha256(data).hexdigest() != info.records:
-        raise DamageError(f"{folder / info.records_file} is damaged: its checksum differs from the manifest's{_REMEDY}")
-    tokens = _mapped(folder, info, check=True)
-    records, checksums = [], []
-    for line in data.splitlines():
-        fields = json.loads(line)
-        records.append(record_of(fields))
-        checksums.append(fields["tokens"])
+    path = folder / info.records_file
+    digest = hashlib.sha256()
+    try:
+        with open_file(path) as file:
+            lines = record_lines.consecutive(_hashed(file, digest), info.entries, info.shape[0])
+            records, checksums = [], []
+            for record, _, checksum in lines:
+                records.append(record)
+                checksums.append(checksum)
+        if digest.hexdigest() != info.records:
+            raise MalformedError("its checksum differs from the manifest's")
+        if not {record.sequence for record in records}.issuperset(info.tombstones):
+            raise MalformedError("the manifest says that entries were deleted that it never had")
+        path = folder / info.tokens_file
+        tokens = _mapped(folder, info, check=True)
+    except MalformedError as error:
+        raise DamageError(f"{path} is damaged: {error}{_REMEDY}") from None
     return Segment(folder, info, tokens, records, checksums)
+
+
+def _hashed(file: BinaryIO, digest: hashlib._Hash) -> Iterator[bytes]:
+    """The lines of a records file, of which a digest is taken."""
+    for line in lines_of(file, record_lines.LONGEST_LINE):
+        digest.update(line)
+        yield line
 
 
 def continues(before: Sequence[Segment], next_sequence: int, after: Sequence[Segment]) -> bool:
@@ -146,25 +169,33 @@ def continues(before: Sequence[Segment], next_sequence: int, after: Sequence[Seg
     )
 
 
-def _fields_of(record: Record) -> dict[str, Any]:
-    """The fields of a record in a line of a records file."""
-    members = [{name: getattr(member, name) for name in Member.__slots__} for member in record.members]
-    return {"sequence": record.sequence, "rows": record.rows, "members": members}
-
-
-def record_of(fields: dict[str, Any]) -> Record:
-    """The record in a line of a records file."""
-    return Record(fields["sequence"], fields["rows"], tuple(Member(**member) for member in fields["members"]))
-
-
 def entry_ids(header: bytes) -> dict[int, tuple[str, ...]]:
     """The document ids of each entry by sequence number, read from the header of a tokens file.
 
     Raises:
-        ValueError, KeyError, TypeError: when it is not such a header.
+        MalformedError: when it is not such a header.
     """
-    entries = json.loads(json.loads(header[8:])["__metadata__"]["entries"])
-    return {int(sequence): tuple(ids) for sequence, ids in entries}
+    content = parse_json(header[8:])
+    try:
+        entries = parse_json(content["__metadata__"]["entries"])
+        named = {sequence: tuple(ids) for sequence, ids in entries}
+    except (KeyError, TypeError, ValueError):
+        raise MalformedError("its header names no entries") from None
+    if not all(type(sequence) is int and all(isinstance(name, str) for name in ids) for sequence, ids in named.items()):
+        raise MalformedError("its header names entries by other types")
+    return named
+
+
+def fault_of(rows: memoryview | bytes, dtype: torch.dtype) -> str | None:
+    """What is wrong with the numbers of some rows; None if nothing is.
+
+    Args:
+        rows: bytes of whole numbers.
+        dtype: float32 for memory tokens, which are finite; int32 for codes, which are not negative.
+    """
+    if dtype == torch.float32:
+        return None if np.isfinite(np.frombuffer(rows, np.float32)).all() else "a memory token is not a finite number"
+    return None if (np.frombuffer(rows, np.int32) >= 0).all() else "a code is negative"
 
 
 def describe(document_ids: Sequence[str]) -> str:
@@ -192,13 +223,38 @@ def _header(records: Sequence[Record], shape: Sequence[int]) -> bytes:
 
 
 def _mapped(folder: Path, info: SegmentInfo, *, check: bool = False) -> Tensor:
-    """The memory-mapped rows of a segment; `check` compares the file with its checksum first."""
-    path = folder / info.tokens_file
-    with path.open("rb") as file:
-        # The checksum reads the file instead of mapping it, or all of it would count as memory of this process.
-        if check and hashlib.file_digest(file, "sha256").hexdigest() != info.tokens:
-            raise DamageError(f"{path} is damaged: its checksum differs from the manifest's{_REMEDY}")
+    """The memory-mapped rows of a segment; `check` compares the file with the manifest first.
+
+    Raises:
+        MalformedError: when the file is not what the manifest says.
+        FileNotFoundError: when it is missing.
+    """
+    with open_file(folder / info.tokens_file) as file:
+        # The check reads the file instead of mapping it, or all of it would count as memory of this process.
+        if check:
+            _check_tokens(file, info)
         # A private mapping: torch has no read-only tensors, and the file must never change.
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     rows = torch.frombuffer(mapped, dtype=dtype_of(info.shape), count=math.prod(info.shape), offset=info.offset)
     return rows.view(info.shape)
+
+
+def _check_tokens(file: BinaryIO, info: SegmentInfo) -> None:
+    """Holds size, offset, checksum and numbers of a tokens file against the manifest, in pieces."""
+    size = os.fstat(file.fileno()).st_size
+    if size != info.offset + info.tensor_bytes:
+        raise MalformedError(f"it has {size:,} bytes, and by the manifest {info.offset + info.tensor_bytes:,}")
+    digest, fault = hashlib.sha256(), None
+    left = file.read(8)
+    digest.update(left)
+    if 8 + int.from_bytes(left, "little") != info.offset:
+        fault = f"its tensor begins at byte {8 + int.from_bytes(left, 'little'):,}, and by the manifest {info.offset:,}"
+    for start in range(8, info.offset, _PIECE):
+        digest.update(file.read(min(_PIECE, info.offset - start)))
+    while piece := file.read(_PIECE):  # of whole numbers, because all sizes are multiples of 4
+        digest.update(piece)
+        fault = fault or fault_of(piece, dtype_of(info.shape))
+    if digest.hexdigest() != info.tokens:
+        raise MalformedError("its checksum differs from the manifest's")
+    if fault is not None:
+        raise MalformedError(fault)

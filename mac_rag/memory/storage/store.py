@@ -14,18 +14,18 @@ one and when the bank is closed, and what a killed process has left goes when th
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from safetensors.torch import load as load_tensors
 from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 
 from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.errors import BankError, DamageError, FingerprintError
 from mac_rag.memory.parts import Part
+from mac_rag.memory.storage.codebook_file import read_codebook
+from mac_rag.memory.storage.consistency import check_consistency
 from mac_rag.memory.storage.folder import (
     CODEBOOK,
     CODEBOOK_COPY,
@@ -46,6 +46,7 @@ from mac_rag.memory.storage.manifest import (
     write_manifest,
 )
 from mac_rag.memory.storage.segment import Segment, read_segment, write_segment
+from mac_rag.untrusted_files import MalformedError
 
 # Segments are not merged beyond this many bytes, so that no commit copies much.
 _LARGE = 256 << 20
@@ -145,6 +146,7 @@ class Store:
             try:
                 manifest, segments = _snapshot(folder, {})
                 store = cls(folder, lock, manifest, segments, _read_codebook(folder, manifest))
+                check_consistency(folder, manifest, segments, store.codebook)
                 if write:
                     renew_copy(folder, manifest)
                     store.tidy()
@@ -210,9 +212,11 @@ class Store:
                     f"{self.folder} was written by model {self.manifest.fingerprint[:12]} and has been replaced by a "
                     f"bank of model {manifest.fingerprint[:12]}; open it again, with that model"
                 )
+            codebook = self.codebook
             if manifest.codebook != self.manifest.codebook:
-                self.codebook = _read_codebook(self.folder, manifest)
-        self.manifest, self.segments = manifest, tuple(segments)
+                codebook = _read_codebook(self.folder, manifest)
+            check_consistency(self.folder, manifest, segments, codebook)
+        self.manifest, self.segments, self.codebook = manifest, tuple(segments), codebook
         return True
 
     def write(self, parts: Sequence[Part], *, rewrite: Part | None = None) -> list[Segment]:
@@ -368,7 +372,9 @@ def _read_codebook(folder: Path, manifest: Manifest) -> Tensor | None:
     if manifest.codebook is None:
         return None
     path = folder / CODEBOOK
-    data = path.read_bytes() if path.is_file() else b""
-    if hashlib.sha256(data).hexdigest() != manifest.codebook:
-        raise DamageError(f"{path} is damaged: its checksum differs from the manifest's; repair the bank")
-    return load_tensors(data)["codebook"]
+    try:
+        return read_codebook(path, manifest.codebook)[0]
+    except FileNotFoundError:
+        raise DamageError(f"{path} is missing; repair the bank") from None
+    except MalformedError as error:
+        raise DamageError(f"{path} is damaged: {error}; repair the bank") from None

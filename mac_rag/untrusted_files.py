@@ -1,0 +1,250 @@
+"""Files that nobody vouches for: opened only if they are files, read only within bounds, and parsed only within bounds.
+
+Whatever reads a bank, a retriever's folder, a checkpoint or a user's data goes through here. Everything that is wrong
+with the content raises one error, `MalformedError`, which the caller turns into an error that names file and remedy.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+# Nesting of lists and objects in JSON. Metadata of documents may be nested less, because our files put it into more.
+DEPTH = 72
+METADATA_DEPTH = 64
+# Characters of a number in JSON: what Python reads under every setting of its own limit for integers.
+NUMBER = 640
+# Bytes of a line of JSON Lines, or of a row of CSV.
+ROW = 8 << 20
+# Lists and objects in one such row; a row of nothing else would take 60 times its size in memory.
+ROW_CONTAINERS = 200_000
+_PIECE = 1 << 20
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class MalformedError(ValueError):
+    """A file that is no regular file, or whose content is not what its format allows."""
+
+
+class NulError(MalformedError):
+    """A NUL in what should be text: it is something else, or a hole where a text was."""
+
+
+def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
+    """Opens a regular file for reading, and never waits for anything else to become readable.
+
+    Args:
+        path: the file.
+        follow: True to follow a symbolic link, as in the cache of the Hub, where all files are links.
+
+    Raises:
+        MalformedError: for a folder, a pipe, a device or a socket, and without `follow` for a symbolic link.
+        OSError: when there is no such file, or the system refuses it.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for a writer.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    flags |= 0 if follow else getattr(os, "O_NOFOLLOW", 0)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise MalformedError(
+                "it is a symbolic link, not a file" if not follow else "it is a loop of links"
+            ) from None
+        if error.errno == errno.ENXIO:
+            raise MalformedError("it is a socket, not a file") from None
+        raise
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "something else")
+            raise MalformedError(f"it is {kind}, not a file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_file(path: Path, limit: int, *, follow: bool = False) -> bytes:
+    """Reads a file that may have no more than `limit` bytes.
+
+    Raises:
+        MalformedError: for a larger file, and as `open_file`.
+        OSError: as `open_file`.
+    """
+    with open_file(path, follow=follow) as file:
+        return file.read(_checked_size(file, limit))
+
+
+def read_text_bytes(path: Path, limit: int, *, follow: bool = False) -> bytes:
+    """As `read_file`, for a file of text; it is refused at its first NUL, which a text never has and a hole always has.
+
+    Raises:
+        MalformedError, OSError: as `read_file`.
+    """
+    with open_file(path, follow=follow) as file:
+        _checked_size(file, limit)
+        pieces: list[bytes] = []
+        while piece := file.read(_PIECE):
+            if b"\0" in piece:
+                raise NulError(f"byte {len(pieces) * _PIECE + piece.index(0):,} is NUL, which no text has")
+            pieces.append(piece)
+    return b"".join(pieces)
+
+
+def lines_of(file: BinaryIO, limit: int) -> Iterator[bytes]:
+    """The lines of a file with their line feeds, each of at most `limit` bytes.
+
+    Raises:
+        MalformedError: for a longer line, or one with a NUL; it names the line.
+    """
+    number = 0
+    while line := file.readline(min(limit + 2, _PIECE)):
+        number += 1
+        while not line.endswith(b"\n") and len(line) <= limit and b"\0" not in line:
+            more = file.readline(min(limit + 2, _PIECE))
+            if not more:
+                break
+            line += more
+        if b"\0" in line:
+            raise NulError(f"line {number} has a NUL, which no text has")
+        if len(line) - line.endswith(b"\n") > limit:
+            raise MalformedError(f"line {number} has more than {limit:,} bytes")
+        yield line
+
+
+def is_hole(piece: bytes) -> bool:
+    """True if nothing was ever written there, as far as one can see."""
+    return piece.count(0) == len(piece)
+
+
+def skip_hole(file: BinaryIO) -> None:
+    """Goes on to where the file has data again, or to its end; a hole may be larger than any disk."""
+    try:
+        file.seek(os.lseek(file.fileno(), file.tell(), os.SEEK_DATA))
+    except (AttributeError, OSError):  # there is none, or the system does not know
+        file.seek(0, os.SEEK_END)
+
+
+def parse_json(text: str | bytes, *, depth: int = DEPTH, containers: int | None = None) -> Any:
+    """Parses JSON within bounds. Unlike `json.loads` it takes no NaN or infinity, and no name twice in an object.
+
+    Args:
+        text: the JSON, as text or UTF-8.
+        depth: how deep lists and objects may be nested.
+        containers: how many lists and objects there may be; None for any number.
+
+    Raises:
+        MalformedError: for anything else; it says what and, where the parser knows it, where.
+    """
+    try:
+        if not isinstance(text, str):
+            text = text.decode()
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise MalformedError(f"not JSON ({error.msg}, column {error.colno})") from None
+    except UnicodeDecodeError as error:
+        raise MalformedError(f"not UTF-8 at byte {error.start:,}") from None
+    except RecursionError:
+        raise MalformedError(f"nested more than {depth} deep") from None
+    _check_containers(text, value, depth, containers)
+    return value
+
+
+def json_end(text: str, start: int) -> int:
+    """Where the JSON value ends that starts at a character.
+
+    Raises:
+        MalformedError: when no JSON value starts there, or it is beyond the bounds of `parse_json`.
+    """
+    try:
+        return _DECODER.raw_decode(text, start)[1]
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise MalformedError(f"no JSON: {error}") from None
+
+
+def read_json(path: Path, limit: int, *, follow: bool = False) -> Any:
+    """Reads a file of JSON of at most `limit` bytes.
+
+    Raises:
+        MalformedError: as `read_text_bytes` and `parse_json`.
+        OSError: as `open_file`.
+    """
+    return parse_json(read_text_bytes(path, limit, follow=follow))
+
+
+def read_at(file: BinaryIO, start: int, count: int) -> bytes:
+    """At most `count` bytes from `start` on; the memory it takes is that of the bytes that are there."""
+    left = file.seek(0, os.SEEK_END) - start
+    file.seek(start)
+    return file.read(max(0, min(count, left)))
+
+
+def _checked_size(file: BinaryIO, limit: int) -> int:
+    size = os.fstat(file.fileno()).st_size
+    if size > limit:
+        raise MalformedError(f"it has {size:,} bytes, and {limit:,} are the most that are read")
+    return size
+
+
+def _check_containers(text: str, value: Any, depth: int, containers: int | None) -> None:
+    """Refuses JSON with too many, or too deeply nested, lists and objects."""
+    most = text.count("[") + text.count("{")  # those in strings are counted too, which matters below only
+    if containers is not None and most > containers:
+        raise MalformedError(f"more than {containers:,} lists and objects")
+    if most <= depth:
+        return
+    level = [value]
+    for _ in range(depth):
+        level = [item for each in level if isinstance(each, dict | list) for item in _items(each)]
+        if not level:
+            return
+    raise MalformedError(f"nested more than {depth} deep")
+
+
+def _items(container: dict[str, Any] | list[Any]) -> Iterator[Any]:
+    items = container.values() if isinstance(container, dict) else container
+    return (item for item in items if isinstance(item, dict | list))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise MalformedError(f"{name[:80]!r} comes twice in one object")
+            seen.add(name)
+    return content
+
+
+def _integer(text: str) -> int:
+    if len(text) > NUMBER:
+        raise MalformedError(f"a number of {len(text):,} digits")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    value = float(text) if len(text) <= NUMBER else math.inf
+    if math.isinf(value):
+        raise MalformedError(f"{text[:40]!r} is no number that can be read exactly")
+    return value
+
+
+def _constant(text: str) -> Any:
+    raise MalformedError(f"{text} is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer, parse_float=_float, parse_constant=_constant)

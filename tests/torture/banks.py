@@ -1,0 +1,199 @@
+"""Banks, damaged with and without checksums that fit the damage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mac_rag.atomic_files import sealed
+from mac_rag.data.types import Document
+from mac_rag.memory import MemoryBank
+from mac_rag.memory.storage.repair import repair, verify
+from tests.torture.helpers import files_of, mutate_bytes, mutate_json, refusal, replace_file
+
+MANIFESTS = ("manifest.json", "manifest.copy.json")
+TOKENS, WIDTH = 2, 3
+
+
+def make(place: Path) -> list[Path]:
+    """A bank of memory tokens and one of codes, each of two segments and with a deleted and a merged entry."""
+    folders = [place / "tokens" / "bank", place / "codes" / "bank"]
+    for folder in folders:
+        _make(folder, has_codebook=folder.parent.name == "codes")
+    return folders
+
+
+def _make(folder: Path, has_codebook: bool) -> None:
+    codebook = torch.arange(40.0)[:, None].expand(-1, WIDTH) if has_codebook else None
+    with MemoryBank.create(folder, "f00d", codebook=codebook) as bank:
+        for group in ("abcdefgh", "ij"):
+            documents = [Document(name, name, {"year": 2004, "nested": [{"a": [1.5]}]}) for name in group]
+            rows = [1 + number % 2 for number in range(len(group))]
+            bank.put(documents, torch.arange(sum(rows) * 6.0).view(-1, TOKENS, WIDTH) % 40, rows)
+            bank.commit()
+        bank.merge(["a", "e"], torch.full((1, TOKENS, WIDTH), 30.0))
+        bank.delete("d")
+        bank.commit()
+
+
+def mutate(folder: Path, rng: random.Random) -> str:
+    how = rng.choice([_bytes, _replaced, _manifest, _manifest, _record, _record, _numbers, _header, _lines])
+    return f"{how.__name__}: {how(folder, rng)}"
+
+
+def check(folder: Path) -> None:
+    """Opens, verifies and repairs the bank; what can be read is sound, and what is repaired stays so."""
+    refused = refusal(lambda: _read(folder))
+    assert refused is None or str(folder) in refused
+    if refusal(lambda: verify(folder)) or refusal(lambda: repair(folder)):
+        return
+    assert verify(folder).clean, str(verify(folder))
+    _read(folder)
+    with MemoryBank.open(folder, write=True) as bank:
+        if bank.row_shape == (TOKENS, WIDTH):
+            bank.put([Document("new", "")], torch.zeros(1, TOKENS, WIDTH))
+            bank.compact()
+    assert verify(folder).clean
+
+
+def _read(folder: Path) -> None:
+    """Reads all of a bank that can be opened."""
+    bank, report = MemoryBank.open(folder), verify(folder)
+    assert report.documents == len(bank) == len(set(bank.document_ids))
+    if len(bank):
+        assert bank.phi.isfinite().all()
+        keys = bank.row_keys.tolist()
+        assert keys == sorted(set(keys))
+        assert len(bank.row_members) == len(bank.phi) == sum(len(entry.phi) for entry in bank)
+
+
+def _bytes(folder: Path, rng: random.Random) -> str:
+    path = rng.choice(files_of(folder))
+    path.write_bytes(mutate_bytes(path.read_bytes(), rng))
+    return path.name
+
+
+def _replaced(folder: Path, rng: random.Random) -> str:
+    path = rng.choice(files_of(folder))
+    return f"{path.name} became {replace_file(path, rng)}"
+
+
+def _manifest(folder: Path, rng: random.Random) -> str:
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    del manifest["sha256"]
+    text = mutate_json(manifest, rng)
+    write_manifest(folder, _sealed(text))
+    return text[:400]
+
+
+def _record(folder: Path, rng: random.Random) -> str:
+    manifest, segment = _segment(folder, rng)
+    path = folder / f"{segment['name']}.jsonl"
+    lines = path.read_bytes().splitlines()
+    number = rng.randrange(len(lines))
+    record = json.loads(lines[number])
+    del record["sha256"]
+    text = mutate_json(record, rng)
+    lines[number] = _sealed(text)
+    write(folder, manifest, segment, "records", b"".join(line + b"\n" for line in lines))
+    return text[:400]
+
+
+def _lines(folder: Path, rng: random.Random) -> str:
+    """Lines that are removed, repeated, exchanged or taken from another segment."""
+    manifest, segment = _segment(folder, rng)
+    lines = (folder / f"{segment['name']}.jsonl").read_bytes().splitlines()
+    others = [line for path in sorted(folder.glob("*.jsonl")) for line in path.read_bytes().splitlines()]
+    place = rng.randrange(len(lines))
+    match rng.randrange(4):
+        case 0:
+            del lines[place]
+        case 1:
+            lines.insert(place, rng.choice(others))
+        case 2:
+            lines[place] = rng.choice(others)
+        case _:
+            rng.shuffle(lines)
+    if rng.random() < 0.5:
+        segment["entries"] = len(lines)
+    write(folder, manifest, segment, "records", b"".join(line + b"\n" for line in lines))
+    return f"{len(lines)} lines"
+
+
+def _numbers(folder: Path, rng: random.Random) -> str:
+    """A number in a tensor that no writer writes, with all checksums of it."""
+    manifest, segment = _segment(folder, rng)
+    data = bytearray((folder / f"{segment['name']}.safetensors").read_bytes())
+    place = rng.randrange(segment["offset"], len(data), 4)
+    patterns = [struct.pack("<f", float(name)) for name in ("nan", "inf", "-inf")] + [
+        struct.pack("<i", 40),
+        b"\xff" * 4,
+    ]
+    data[place : place + 4] = rng.choice(patterns)
+    write_tokens(folder, manifest, segment, bytes(data))
+    return f"{bytes(data[place : place + 4])!r} at {place}"
+
+
+def write_tokens(folder: Path, manifest: dict[str, Any], segment: dict[str, Any], data: bytes) -> None:
+    """Writes the tokens file of a segment, with all checksums of it."""
+    width = len(data[segment["offset"] :]) // segment["shape"][0]
+    records = []
+    for line in (folder / f"{segment['name']}.jsonl").read_bytes().splitlines():
+        record = json.loads(line)
+        del record["sha256"]
+        first = segment["offset"] + record["start"] * width
+        record["tokens"] = hashlib.sha256(data[first : first + record["rows"] * width]).hexdigest()
+        records.append(sealed(record) + b"\n")
+    write(folder, manifest, segment, "records", b"".join(records))
+    write(folder, manifest, segment, "tokens", data)
+
+
+def _header(folder: Path, rng: random.Random) -> str:
+    """Another header of a tokens file, or of the codebook, with checksums that fit."""
+    manifest, segment = _segment(folder, rng)
+    name = rng.choice([f"{segment['name']}.safetensors", *(["codebook.safetensors"] if manifest["codebook"] else [])])
+    data = (folder / name).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = mutate_json(json.loads(data[8 : 8 + length]), rng).encode()
+    text += b" " * (-len(text) % 8)
+    announced = rng.choice([len(text), len(text), length, 1 << 62, 0])
+    data = announced.to_bytes(8, "little") + text + data[8 + length :]
+    if name.startswith("codebook"):
+        manifest["codebook"] = hashlib.sha256(data).hexdigest()
+        for copy in ("codebook.safetensors", "codebook.copy.safetensors"):
+            (folder / copy).write_bytes(data)
+        write_manifest(folder, sealed(manifest))
+    else:
+        segment["offset"] = rng.choice([8 + len(text), segment["offset"]])
+        write(folder, manifest, segment, "tokens", data)
+    return text.decode(errors="replace")[:200]
+
+
+def _segment(folder: Path, rng: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    del manifest["sha256"]
+    return manifest, rng.choice(manifest["segments"])
+
+
+def write(folder: Path, manifest: dict[str, Any], segment: dict[str, Any], what: str, data: bytes) -> None:
+    suffix = {"records": "jsonl", "tokens": "safetensors"}[what]
+    (folder / f"{segment['name']}.{suffix}").write_bytes(data)
+    segment[what] = hashlib.sha256(data).hexdigest()
+    write_manifest(folder, sealed(manifest))
+
+
+def write_manifest(folder: Path, data: bytes) -> None:
+    for name in MANIFESTS:
+        (folder / name).write_bytes(data)
+
+
+def _sealed(text: str) -> bytes:
+    """What `sealed` would write, if it took any text for JSON."""
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f'{text.rstrip()[:-1]},"sha256":"{digest}"}}'.encode()

@@ -1,0 +1,148 @@
+"""Mutations of files: of their bytes, of what they say, and of what kind of file they are.
+
+Each kind of folder has a module with three functions, which the default run calls a few times and a longer run often:
+
+    make(place)                 writes undamaged examples, and returns their folders
+    mutate(folder, rng)         damages a copy of one at random, and says how
+    check(folder)               uses it as a user does; anything but success or a MACError is a failure
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mac_rag.errors import MACError
+
+DEEP = 100_000
+# JSON that is written as it stands, because no value of Python's is written like it.
+RAW = (
+    "[" * DEEP + "]" * DEEP,
+    '{"a":' * DEEP + "1" + "}" * DEEP,
+    "9" * 5_000,
+    "1e999",
+    "NaN",
+    "-Infinity",
+    '{"a":1,"a":2}',
+    '"\\ud800"',
+    "",
+    "[" * 70 + "]" * 70,
+)
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 7, 255, 1 << 15, 1 << 16, 1 << 31, 1 << 32, 1 << 47, 1 << 62, 1 << 63, 1 << 64,
+    1 << 80, -(1 << 63), 0.5, -0.0, 1e308, "", "a", "0", "\0", "../../etc/passwd", "x" * 10_000, [], {}, [1], [[]],
+    [None], ["a"], {"a": 1}, [0] * 1000, [1, 2, 3], "segment-0123456789abcdef", "0" * 64,
+)  # fmt: skip
+MEMORY = 100 << 20
+
+
+def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
+    """One random change of some bytes."""
+    content, place = bytearray(data), rng.randrange(len(data) + 1)
+    match rng.randrange(8):
+        case 0:
+            return bytes(content[:place])
+        case 1 | 2 if place < len(content):
+            content[place] ^= 1 << rng.randrange(8)
+        case 3:
+            content[place:place] = rng.randbytes(rng.randrange(1, 40))
+        case 4:
+            content[place : place + rng.randrange(1, 200)] = b""
+        case 5:
+            content[place : place + 8] = rng.choice([b"\xff" * 8, b"\0" * 8, b"\0\0\0\0\0\0\0\x7f", b"[" * 8, b'"' * 8])
+        case 6:
+            content += rng.randbytes(rng.randrange(1, 100))
+        case _:
+            content[place:place] = content[place : place + rng.randrange(1, 300)]
+    return bytes(content)
+
+
+def mutate_json(value: Any, rng: random.Random) -> str:
+    """JSON like `value`, in which one place, chosen at random, says something else."""
+    content = json.loads(json.dumps(value))
+    places = list(_places(content))
+    container, key = rng.choice(places) if places else ([content], 0)
+    mark = "a place for raw JSON"
+    action = rng.randrange(6)
+    if action == 0 and isinstance(container, dict):
+        del container[key]
+    elif action == 1 and isinstance(container, dict):
+        container["unknown"] = container[key]
+    elif action == 2 and isinstance(container, list):
+        container.insert(rng.randrange(len(container) + 1), container[key])
+    elif action == 3:
+        container[key] = mark
+    elif action == 4 and isinstance(container[key], int):
+        container[key] += rng.choice([-1, 1, 8, -8, 1 << 16, 1 << 47])
+    else:
+        container[key] = rng.choice(VALUES)
+    return json.dumps(content, separators=(",", ":")).replace(json.dumps(mark), rng.choice(RAW))
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from _places(value[key])
+
+
+def replace_file(path: Path, rng: random.Random) -> str:
+    """Puts something else in the place of a file: no file, another kind of file, or one as long as no file can be."""
+    kind = rng.choice(["nothing", "folder", "pipe", "link", "loop", "empty", "hole", "device"])
+    data = path.read_bytes()
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        aside = path.with_name(f"{path.name}.aside")
+        aside.write_bytes(data)
+        path.symlink_to(aside.name)
+    elif kind == "loop":
+        path.symlink_to(path.name)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "hole":
+        path.write_bytes(data)
+        os.truncate(path, 1 << 40)
+    return kind
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file() and not file.name.startswith("writer"))
+
+
+def refusal(use: Callable[[], object]) -> str | None:
+    """The message of the MACError that refuses a use; None if nothing refuses it."""
+    try:
+        use()
+    except MACError as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Fails if Python's objects need more than a bad file may cost."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < MEMORY, f"{peak:,} bytes"
+
+
+def copy(source: Path, target: Path) -> Path:
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
+    return target
