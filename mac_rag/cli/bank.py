@@ -13,7 +13,9 @@ from mac_rag.errors import ConfigError
 if TYPE_CHECKING:
     from mac_rag.memory.bank import MemoryBank
 
-app = typer.Typer(no_args_is_help=True, help="Inspect a memory bank, delete from it, check, repair and export it.")
+app = typer.Typer(
+    no_args_is_help=True, help="Inspect a memory bank, delete from it, check, repair, back up and export it."
+)
 
 
 @app.command()
@@ -98,11 +100,49 @@ def verify(bank: BankOption) -> None:
 
 
 @app.command()
-def repair(bank: BankOption) -> None:
-    """Drop the damaged entries of a bank, and only these, and list the documents that were lost."""
+def repair(
+    bank: BankOption,
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write what is not damaged to a new bank here, and leave the old one as it is.",
+            show_default="repair the bank itself",
+            file_okay=False,
+        ),
+    ] = None,
+) -> None:
+    """Drop the damaged entries of a bank, and only these, and list the documents that were lost.
+
+    What is dropped is kept in the bank's folder `quarantine`, with a report.
+    """
     from mac_rag.memory.storage.repair import repair as mend
 
-    typer.echo(mend(bank))
+    typer.echo(mend(bank, into))
+
+
+@app.command()
+def backup(
+    bank: BankOption,
+    output: Annotated[Path, typer.Option(help="A new or empty folder.", file_okay=False)],
+) -> None:
+    """Copy the last commit of a bank, also while another process writes to it. The copy is a bank like any other."""
+    from mac_rag.memory.storage.backup import backup as copy
+
+    typer.echo(f"{copy(bank, output):,} documents copied to {output}")
+
+
+@app.command()
+def restore(
+    source: Annotated[Path, typer.Argument(help="Folder of the backup.", file_okay=False, metavar="BACKUP")],
+    bank: BankOption,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace the documents of a bank that is there, in one commit.")
+    ] = False,
+) -> None:
+    """Put a backup back: into a new folder, or with --replace in place of what a bank holds now."""
+    from mac_rag.memory.storage.backup import restore as put_back
+
+    typer.echo(f"{put_back(source, bank, replace=replace):,} documents restored to {bank}")
 
 
 @app.command()

@@ -266,7 +266,8 @@ class MemoryBank(Contents):
         Raises:
             BankError: when the folder already holds a bank.
         """
-        Store.create(Path(folder), self.fingerprint, self.codebook, self._parts, self._next_sequence).close()
+        parts, number = self._parts, self._next_sequence
+        Store.create(Path(folder), self.fingerprint, self.codebook, parts, number, self.intent).close()
 
     def close(self) -> None:
         """Releases the right to write, so that another process can write. The bank can still be read."""
