@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -16,15 +16,14 @@ from mac_rag import DEFAULT_MODEL
 from mac_rag.answering import Call, Settings, answer_calls, contexts_of, group_of
 from mac_rag.batching_queue import BatchingQueue, isolating_errors
 from mac_rag.config import AttentionConfig, BoundConfig
-from mac_rag.data.provenance import Member, content_hash
 from mac_rag.data.types import AdaptReport, Answer, Document
-from mac_rag.errors import BankError, DocumentError
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.reduction import BoundedBank
 from mac_rag.memory.views.reader import Aggregated, BankReader
 from mac_rag.model import MACModel
+from mac_rag.planning import Plan, check_documents, plan_rows
 from mac_rag.progress import progress_bar
 from mac_rag.sync import Reconciliation, SyncedBank, is_held
 
@@ -40,8 +39,6 @@ _ADAPT_GROUP = 512
 
 # Questions of several threads whose attention is computed together.
 _ATTENTION_BATCH = 32
-
-Plan: TypeAlias = dict[str, list[list[int]]]  # document id -> token ids of its rows
 
 
 class MACEngine:
@@ -117,15 +114,17 @@ class MACEngine:
             progress: shows a progress bar.
 
         Raises:
-            DocumentError: for an empty document, one that is no text, or with `on_long="error"` one beyond the limit.
-            BankError: for an id that occurs twice in the call.
+            DocumentError: for an empty document, one that is no text, one with half of a surrogate pair or NUL, or
+                with `on_long="error"` one beyond the limit; names the document, and the place in its text.
+            BankError: for an id that occurs twice in the call; for an id or metadata that cannot be kept exactly (see
+                `mac_rag.data.provenance.Member.of`).
             FingerprintError: when another model wrote the bank.
         """
         with self._queue.turn():
             self.bank.check_model(self.model.fingerprint)
             self._finish()
             documents = list(documents)
-            plan = self._plan(documents, on_long)
+            plan = self._plan(documents, on_long, progress)
             unfiled = self._synced.missing_from_retriever(documents, plan)
             pending = [document for document in documents if document.id in plan or document.id in unfiled]
             if pending:
@@ -143,23 +142,15 @@ class MACEngine:
             unchanged = len(documents) - len(plan)
             return AdaptReport(len(plan) - updated, updated, unchanged, rows, tuple(forgotten), len(unfiled))
 
-    def _plan(self, documents: Sequence[Document], on_long: str = "chunk") -> Plan:
-        """Token ids of the documents that are new or changed, by id: one row, or one for each chunk of a long one."""
-        plan: Plan = {}
-        seen: set[str] = set()
-        for document in documents:
-            if document.id in seen:
-                raise BankError(f"document id {document.id!r} occurs twice; ids must be unique")
-            seen.add(document.id)
-            known = isinstance(document.text, str) and is_held(self.bank, document.id, content_hash(document))
-            if known:
-                continue
-            try:
-                plan[document.id] = self.model.amortization.plan(document.text, whole=on_long == "error")
-            except DocumentError as error:
-                raise DocumentError(f"document {document.id!r}: {error}") from None
-            Member.of(document)  # raises for metadata that the bank cannot store
-        return plan
+    def _plan(self, documents: Sequence[Document], on_long: str = "chunk", progress: bool = False) -> Plan:
+        """Token ids of the documents that are new or changed, by id; see `plan_rows`."""
+        members = check_documents(documents)
+        changed = [
+            document
+            for document, member in zip(documents, members)
+            if not is_held(self.bank, member.document_id, member.content_hash)
+        ]
+        return plan_rows(self.model.amortization, changed, whole=on_long == "error", progress=progress)
 
     def _write(self, documents: Sequence[Document], plan: Plan, unfiled: Container[str]) -> tuple[int, tuple[str, ...]]:
         """Writes the `unfiled` documents to the retriever, then the planned ones to the bank, and commits.

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from mac_rag.data.provenance import MOST_DIGITS
 from mac_rag.data.table import read_table
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
@@ -63,6 +64,8 @@ def _rows(path: Path, text: str) -> Iterator[Document]:
             row: Any = json.loads(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{where}: not JSON ({error.msg}, column {error.colno})") from None
+        except ValueError:  # all else that json refuses is an integer beyond Python's own limit
+            raise DataError(f"{where}: a number of more than {MOST_DIGITS} digits; write it as a text") from None
         if not isinstance(row, dict):
             raise DataError(f"{where}: not a JSON object but {type(row).__name__}")
         for key in ("id", "text"):

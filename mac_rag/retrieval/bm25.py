@@ -12,7 +12,7 @@ import numpy as np
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError
 from mac_rag.retrieval import snapshot
-from mac_rag.retrieval.base import Hit, check_k
+from mac_rag.retrieval.base import Hit, check_request
 from mac_rag.retrieval.rows import RowRetriever
 from mac_rag.retrieval.scorers import (
     Idf,
@@ -91,7 +91,7 @@ class BM25Retriever(RowRetriever):
                 self._compact()
 
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
-        check_k(k)
+        check_request(questions, k)
         with self._lock:
             mask = None if allowed is None else self._rows.mask(allowed)
             hits = []

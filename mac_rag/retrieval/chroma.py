@@ -14,10 +14,11 @@ from urllib.parse import urlsplit
 import numpy as np
 from filelock import FileLock, Timeout
 
+from mac_rag.data.characters import fault_of
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
-from mac_rag.retrieval.base import Hit, Retriever, check_distinct, check_k
+from mac_rag.retrieval.base import Hit, Retriever, check_documents, check_request
 from mac_rag.retrieval.dense import Encoder
 from mac_rag.retrieval.embeddings import Vectors
 
@@ -103,7 +104,7 @@ class ChromaRetriever(Retriever):
 
     def put(self, documents: Sequence[Document]) -> None:
         with self._lock:
-            check_distinct(documents)
+            check_documents(documents)
             records = [_record(document) for document in documents]
             vectors = self.encoder.documents([document.text for document in documents])
             for part in self._batches(documents):
@@ -123,7 +124,7 @@ class ChromaRetriever(Retriever):
                 self._collection.delete(ids=[document_id])
 
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
-        check_k(k)
+        check_request(questions, k)
         with self._lock:
             if not questions or not len(self):
                 return [[] for _ in questions]
@@ -195,7 +196,9 @@ class ChromaRetriever(Retriever):
             for first in range(0, len(self), _IDS):
                 yield self._get(limit=_IDS, offset=first, include=include)
             return
-        ids = [name for name in dict.fromkeys(document_ids) if isinstance(name, str) and name and _is_unicode(name)]
+        ids = [
+            name for name in dict.fromkeys(document_ids) if isinstance(name, str) and name and fault_of(name) is None
+        ]
         for first in range(0, len(ids), _IDS):
             yield self._get(ids=ids[first : first + _IDS], include=include)
 
@@ -270,22 +273,6 @@ def _locked(folder: Path) -> FileLock:
 
 
 def _record(document: Document) -> dict[str, str]:
-    """What Chroma stores of a document beside text and vector.
-
-    Raises:
-        BankError: for an id or a text that Chroma cannot store, or metadata that are not JSON.
-    """
-    if not document.id:
-        raise BankError("Chroma keeps no document with an empty id; name it")
+    """What Chroma stores of a document beside text and vector."""
     member = Member.of(document)
-    if not _is_unicode(document.id) or not _is_unicode(document.text):
-        raise BankError(f"document {document.id!r} has half a surrogate pair, which is no character; remove it")
     return {_HASH: member.content_hash, _METADATA: json.dumps(member.metadata)}
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -12,7 +12,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import FingerprintError
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import snapshot
-from mac_rag.retrieval.base import Hit, check_k
+from mac_rag.retrieval.base import Hit, check_request
 from mac_rag.retrieval.embeddings import EmbeddingCache, Vectors, text_hash
 from mac_rag.retrieval.rows import RowRetriever
 
@@ -99,7 +99,7 @@ class DenseRetriever(RowRetriever):
                 self._compact()
 
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
-        check_k(k)
+        check_request(questions, k)
         with self._lock:
             if not questions or not len(self):
                 return [[] for _ in questions]

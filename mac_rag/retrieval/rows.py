@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
-from mac_rag.retrieval.base import Hit, Retriever, check_distinct
+from mac_rag.retrieval.base import Hit, Retriever, check_documents
 
 _SPARE = 1024  # up to this many empty rows are not worth a compaction
 
@@ -52,7 +52,7 @@ class Rows:
         for document in documents:
             if document.id in self._row:
                 raise BankError(f"document {document.id!r} is already in the index; delete it before adding it again")
-        check_distinct(documents)
+        check_documents(documents)
 
     def append(self, documents: Iterable[Document]) -> None:
         """Adds documents that passed `check`."""

@@ -32,6 +32,7 @@ from mac_rag.memory.storage.manifest import (
 )
 from mac_rag.memory.storage.segment import Segment, dtype_of, entry_ids, read_segment, record_of
 from mac_rag.memory.storage.store import CODEBOOK, CODEBOOK_COPY, Store, exists
+from mac_rag.printable import printable
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Report:
         lost = len(self.lost) + self.unnamed
         if lost:
             lines.append(f"lost: {lost:,}; adapt to them again:")
-            lines += [f"  {document_id}" for document_id in self.lost]
+            lines += [f"  {printable(document_id)}" for document_id in self.lost]
         if self.unnamed:
             lines.append(f"  and {self.unnamed:,} whose ids are lost too")
         if not self.repaired:
