@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from mac_rag.batching_queue import isolating_errors
 from mac_rag.data.characters import check_text
@@ -19,10 +19,17 @@ from mac_rag.model import MACModel
 from mac_rag.progress import progress_bar
 
 if TYPE_CHECKING:
-    from mac_rag.retrieval.base import Retriever
+    from mac_rag.retrieval.base import Hit
 
 Contexts: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]  # of one question: texts, and ids of retrieved documents
 Aggregate: TypeAlias = Callable[[Sequence[FittedPrompt], Container[str] | None], Aggregated]
+
+
+class Retrieval(Protocol):
+    """What answers need of a retriever; see `mac_rag.retrieval.Retriever`."""
+
+    def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
+        """Returns at most `k` hits for each question, best first."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ class _Prepared:
 
 
 def answer_calls(
-    calls: Sequence[Call], settings: Settings, model: MACModel, retriever: Retriever | None, aggregate: Aggregate
+    calls: Sequence[Call], settings: Settings, model: MACModel, retriever: Retrieval | None, aggregate: Aggregate
 ) -> list[list[Answer] | Exception]:
     """Answers the questions of all calls.
 
@@ -120,7 +127,7 @@ def answer_calls(
 def contexts_of(
     questions: Sequence[str | FittedPrompt],
     contexts: Sequence[Sequence[str]] | None,
-    retriever: Retriever | None,
+    retriever: Retrieval | None,
     k: int,
     allowed: Container[str] | None,
 ) -> list[Contexts]:
@@ -142,7 +149,7 @@ def contexts_of(
     return [(tuple(hit.text for hit in row), tuple(hit.document_id for hit in row)) for row in rows]
 
 
-def _contexts_of_calls(calls: Sequence[Call], settings: Settings, retriever: Retriever | None) -> list[list[Contexts]]:
+def _contexts_of_calls(calls: Sequence[Call], settings: Settings, retriever: Retrieval | None) -> list[list[Contexts]]:
     """`contexts_of` each call; the retriever is asked once for all."""
     asking = [question for call in calls if call.contexts is None for question in call.questions]
     found = iter(contexts_of(asking, None, retriever, settings.k, settings.allowed))

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,25 @@ UNFINISHED = ".new"
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
     """Writes a file so that under its name there is never less than all of it. Needs `sync_folder` to last.
 
+    After an error there is what was there before, and nothing of the new file.
+
     Returns:
         Its sha256.
     """
     digest = hashlib.sha256()
     unfinished = path.with_name(path.name + UNFINISHED)
-    with unfinished.open("wb") as file:
-        for piece in pieces:
-            digest.update(piece)
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    try:
+        with unfinished.open("wb") as file:
+            for piece in pieces:
+                digest.update(piece)
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
     return digest.hexdigest()
 
 

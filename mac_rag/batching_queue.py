@@ -61,7 +61,7 @@ class BatchingQueue:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """A turn that is shared with nobody."""
-        if self._is_mine():
+        if self.is_mine:
             yield
             return
         entry = _Entry()
@@ -94,7 +94,7 @@ class BatchingQueue:
             Exception: the one that `run` gave for this request, or raised for its batch. What ends a single thread, as
                 `KeyboardInterrupt`, is no such exception: another thread runs the rest of the batch again.
         """
-        if self._is_mine():
+        if self.is_mine:
             return _result(run([request])[0])
         entry = _Entry(request, group, size)
         try:
@@ -105,7 +105,8 @@ class BatchingQueue:
         result: _Result = _result(entry.outcome)
         return result
 
-    def _is_mine(self) -> bool:
+    @property
+    def is_mine(self) -> bool:
         """True if it is this thread's turn."""
         holder = self._holder
         return holder is not None and holder.thread == threading.get_ident()

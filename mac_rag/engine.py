@@ -1,7 +1,8 @@
 """The engine: the one place where a model, its memory bank and a retriever meet.
 
-The LlamaIndex components, the evaluations and the command line all use it. Threads may share it: they take turns, and
-questions that wait together are answered together.
+The LlamaIndex components, the evaluations and the command line all use it. Threads may share it: those that ask take
+turns, and questions that wait together are answered together. Those that change the bank take turns among themselves;
+meanwhile, questions are answered from its last commit.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from mac_rag import DEFAULT_MODEL
-from mac_rag.answering import Call, Settings, answer_calls, contexts_of, group_of
+from mac_rag.adapting import Adapter, Plan
+from mac_rag.answering import Call, Retrieval, Settings, answer_calls, contexts_of, group_of
 from mac_rag.batching_queue import BatchingQueue, isolating_errors
 from mac_rag.config import AttentionConfig, BoundConfig
+from mac_rag.consistent_retrieval import ConsistentRetrieval
 from mac_rag.data.types import AdaptReport, Answer, Document
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
-from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.reduction import BoundedBank
+from mac_rag.memory.bank import MemoryBank, Snapshot
+from mac_rag.memory.shared import SharedBank
 from mac_rag.memory.views.reader import Aggregated, BankReader
 from mac_rag.model import MACModel
-from mac_rag.planning import Plan, check_documents, plan_rows
 from mac_rag.progress import progress_bar
-from mac_rag.sync import Reconciliation, SyncedBank, is_held
+from mac_rag.sync import Reconciliation, SyncedBank
 
 if TYPE_CHECKING:
     from mac_rag.retrieval.base import Retriever
@@ -81,18 +83,50 @@ class MACEngine:
         memory_weight: float | None = None,
     ) -> None:
         self.model = MACModel.from_pretrained(model) if isinstance(model, str) else model
-        self.bank = MemoryBank(self.model.fingerprint) if bank is None else bank
+        self._shared = SharedBank(MemoryBank(self.model.fingerprint) if bank is None else bank)
         self.bank.check_model(self.model.fingerprint)
         self.retriever = retriever
         self.k = k
         self.attention = attention or AttentionConfig()
-        self.bound = bound
         self.memory_weight = memory_weight
+        self._adapter = Adapter(self.model, bound)
         self._queue = BatchingQueue()
-        self._reader = BankReader(self.model, self.bank, self.attention)
-        self._bounded: BoundedBank | None = None
+        self._seen = self._shared.latest()  # by the question whose turn it is
+        self._reader = BankReader(self.model, self._seen, self.attention)
         if self.bank.writable:
-            self._finish()
+            with self._shared.changing():
+                self._finish()
+
+    @property
+    def bank(self) -> MemoryBank:
+        """The bank. Change it through the engine, or while no other thread uses the engine."""
+        return self._shared.bank
+
+    @bank.setter
+    def bank(self, bank: MemoryBank) -> None:
+        self._shared.bank = bank
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The contents of the bank that questions are answered from.
+
+        These are its contents now, or, while the engine changes it, those of the last commit. During a question it is
+        what that question sees.
+        """
+        return self._seen if self._queue.is_mine else self._shared.latest()
+
+    def refresh(self) -> bool:
+        """Moves a bank that is open for reading to the writer's last commit, between questions.
+
+        Returns:
+            True if there was another commit.
+
+        Raises:
+            BankError: when the bank on disk is damaged; questions are then answered from the old commit.
+            FingerprintError: when a bank of another model has taken its place.
+        """
+        with self._shared.changing():
+            return self.bank.refresh()
 
     def adapt(
         self,
@@ -120,15 +154,17 @@ class MACEngine:
                 `mac_rag.data.provenance.Member.of`).
             FingerprintError: when another model wrote the bank.
         """
-        with self._queue.turn():
+        documents = list(documents)
+        # Before others have to wait: it can take long.
+        known = self._adapter.plan(documents, self.snapshot, on_long, progress=progress)
+        with self._shared.changing():
             self.bank.check_model(self.model.fingerprint)
             self._finish()
-            documents = list(documents)
-            plan = self._plan(documents, on_long, progress)
+            plan = self._adapter.plan(documents, self.bank, on_long, known)
             unfiled = self._synced.missing_from_retriever(documents, plan)
             pending = [document for document in documents if document.id in plan or document.id in unfiled]
             if pending:
-                self.bank.commit()  # raises for a bank that is not writable, before the retriever changes
+                self.bank.commit()  # raises for a bank that is not writable, before anything else is done
             updated = sum(document_id in self.bank for document_id in plan)
             rows = 0
             forgotten: list[str] = []
@@ -142,16 +178,6 @@ class MACEngine:
             unchanged = len(documents) - len(plan)
             return AdaptReport(len(plan) - updated, updated, unchanged, rows, tuple(forgotten), len(unfiled))
 
-    def _plan(self, documents: Sequence[Document], on_long: str = "chunk", progress: bool = False) -> Plan:
-        """Token ids of the documents that are new or changed, by id; see `plan_rows`."""
-        members = check_documents(documents)
-        changed = [
-            document
-            for document, member in zip(documents, members)
-            if not is_held(self.bank, member.document_id, member.content_hash)
-        ]
-        return plan_rows(self.model.amortization, changed, whole=on_long == "error", progress=progress)
-
     def _write(self, documents: Sequence[Document], plan: Plan, unfiled: Container[str]) -> tuple[int, tuple[str, ...]]:
         """Writes the `unfiled` documents to the retriever, then the planned ones to the bank, and commits.
 
@@ -159,31 +185,14 @@ class MACEngine:
             The number of rows of memory tokens that were written, and the ids of documents that the bank forgot.
         """
         new = [document for document in documents if document.id in plan]
-        phi = self._encode(new, plan)  # first: if it fails, nothing has changed yet
+        phi = self._adapter.encode(new, plan)  # first: if it fails, nothing has changed yet
         to_file = [document for document in documents if document.id in unfiled]
-        forgotten = self._synced.put(to_file, lambda: self._put(new, phi, plan))
+        forgotten = self._synced.put(to_file, lambda: self._adapter.put(self.bank, new, phi, plan))
         return 0 if phi is None else len(phi), forgotten
 
     def _remember(self, documents: Sequence[Document]) -> None:
         """Writes documents of the retriever to the bank."""
-        plan = self._plan(documents)
-        new = [document for document in documents if document.id in plan]
-        self._put(new, self._encode(new, plan), plan)
-
-    def _encode(self, documents: Sequence[Document], plan: Plan) -> Tensor | None:
-        rows = [row for document in documents for row in plan[document.id]]
-        return self.model.amortize_rows(rows) if rows else None
-
-    def _put(self, documents: Sequence[Document], phi: Tensor | None, plan: Plan) -> tuple[str, ...]:
-        """Writes documents to the bank; returns the ids of documents that it forgot to stay within its bound."""
-        if phi is None:
-            return ()
-        rows = [len(plan[document.id]) for document in documents]
-        if self.bound is None:
-            return self.bank.put(documents, phi, rows)
-        if self._bounded is None or self._bounded.bank is not self.bank:
-            self._bounded = BoundedBank(self.bank, self.bound.maximum, self.bound.method, seed=self.bound.seed)
-        return self._bounded.put(documents, phi, rows).forgotten
+        self._adapter.remember(self.bank, documents)
 
     @property
     def _synced(self) -> SyncedBank:
@@ -191,8 +200,7 @@ class MACEngine:
 
     def _finish(self) -> None:
         """Finishes a change that was interrupted between the retriever and the bank."""
-        if self.retriever is not None and self.bank.intent:
-            count = self._synced.finish(self._remember)
+        if self.retriever is not None and self.bank.intent and (count := self._synced.finish(self._remember)):
             _log.warning("finished an interrupted change of retriever and bank: %d documents", count)
 
     def forget(self, document_id: str) -> tuple[str, ...]:
@@ -204,7 +212,7 @@ class MACEngine:
         Raises:
             BankError: for an id that neither holds.
         """
-        with self._queue.turn():
+        with self._shared.changing():
             self._finish()
             return self._synced.delete([document_id]).from_bank
 
@@ -223,7 +231,7 @@ class MACEngine:
             DocumentError: for a document of the retriever that cannot be adapted.
             FingerprintError: when another model wrote the bank.
         """
-        with self._queue.turn():
+        with self._shared.changing():
             self.bank.check_model(self.model.fingerprint)
             self._finish()
             return self._synced.reconcile(self._remember, group=_ADAPT_GROUP, allow_emptying=allow_emptying)
@@ -292,8 +300,8 @@ class MACEngine:
         )
 
     def _answer(self, calls: Sequence[Call], settings: Settings) -> list[list[Answer] | Exception]:
-        self.bank.check_model(self.model.fingerprint)
-        return answer_calls(calls, settings, self.model, self.retriever, self._aggregated)
+        retriever = self._begin()
+        return answer_calls(calls, settings, self.model, retriever, self._aggregated)
 
     def stream(
         self,
@@ -312,8 +320,8 @@ class MACEngine:
             BankError, DocumentError, FingerprintError: as `answer`; at the call, not at the first piece.
         """
         with self._queue.turn():
-            self.bank.check_model(self.model.fingerprint)
-            retriever = self.retriever if use_retriever else None
+            found = self._begin()
+            retriever = found if use_retriever else None
             [(texts, _)] = contexts_of([question], None if contexts is None else [contexts], retriever, self.k, allowed)
             prompt = self.model.fit_to_window(question, texts, max_new_tokens=max_new_tokens)
             phi = self._aggregated([prompt], allowed).phi if use_memory else None
@@ -344,12 +352,13 @@ class MACEngine:
             FingerprintError: when another model wrote the bank.
         """
         with self._queue.turn():
-            return self._current().aggregate(questions, allowed).phi
+            self._begin()
+            return self._reader.aggregate(questions, allowed).phi
 
     def document_attention(
         self, questions: Sequence[str], allowed: Container[str] | None = None
     ) -> tuple[list[str], Tensor]:
-        """The share of each question's attention that goes to each document of the bank.
+        """The share of each question's attention that goes to each document that may have influence.
 
         Documents that were merged share the attention to their one entry equally.
 
@@ -371,16 +380,18 @@ class MACEngine:
     def _attention(
         self, calls: Sequence[Sequence[str]], allowed: Container[str] | None
     ) -> list[tuple[list[str], Tensor]]:
-        ids, mass = self._current().document_mass([question for questions in calls for question in questions], allowed)
+        self._begin()
+        ids, mass = self._reader.document_mass([question for questions in calls for question in questions], allowed)
         return [(list(ids), rows) for rows in mass.split([len(questions) for questions in calls])]
 
     def _aggregated(self, prompts: Sequence[FittedPrompt], allowed: Container[str] | None) -> Aggregated:
         questions, ids = [prompt.question for prompt in prompts], [prompt.question_ids for prompt in prompts]
-        return self._current().aggregate(questions, allowed, ids=ids)
+        return self._reader.aggregate(questions, allowed, ids=ids)
 
-    def _current(self) -> BankReader:
-        """The reader of the current bank; `bank` may have been replaced since the last call."""
-        self.bank.check_model(self.model.fingerprint)
-        if self._reader.bank is not self.bank:
-            self._reader = BankReader(self.model, self.bank, self.attention)
-        return self._reader
+    def _begin(self) -> Retrieval | None:
+        """Begins a question: chooses the snapshot that it sees, and returns the retriever as it sees it."""
+        changes = self._shared.changes
+        self._seen = self._shared.latest()
+        self._seen.check_model(self.model.fingerprint)
+        self._reader.follow(self._seen)
+        return self.retriever and ConsistentRetrieval(self.retriever, self._shared, self._seen, changes)

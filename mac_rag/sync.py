@@ -1,14 +1,18 @@
-"""Keeps a memory bank and a retriever in agreement, through crashes too. Knows no model.
+"""Keeps a memory bank and a retriever in agreement, through errors and crashes too. Knows no model.
 
-The retriever holds the texts and is the source of truth; the bank follows it. A change of both has four steps: the bank
-commits an intent that names the documents, the retriever changes, the bank changes, and the bank's next commit ends the
-intent. A crash in between leaves a bank that is behind. The intent names the documents to look at, and the retriever
-holds the texts from which the bank catches up.
+The retriever holds the texts and is the source of truth; the bank follows it. A change of both has five steps: the bank
+commits an intent that names the documents, it writes all that its next commit needs, the retriever changes, the bank
+commits, and that commit ends the intent.
+
+An error in any step takes everything back. So most of what can fail, such as a full disk, fails before the retriever
+has changed. A crash leaves a bank that is behind, and so does an error after which the retriever fails to go back: the
+intent names the documents to look at, and the retriever holds the texts from which the bank catches up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,6 +20,7 @@ from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory.bank import MemoryBank
+from mac_rag.memory.contents import Contents
 from mac_rag.memory.storage.manifest import Intent
 from mac_rag.retrieval.base import Retriever
 
@@ -146,7 +151,7 @@ class SyncedBank:
         return {document.id for document in documents if hashes.get(document.id) != content_hash(document)}
 
     def put(self, documents: Sequence[Document], write_to_bank: Callable[[], T]) -> T:
-        """Writes documents to the retriever, then to the bank, and commits.
+        """Writes documents to the retriever and to the bank, and commits. On an error, neither has changed.
 
         Args:
             documents: the documents that the retriever lacks.
@@ -155,17 +160,26 @@ class SyncedBank:
         Returns:
             What `write_to_bank` returns.
         """
-        if self.retriever is not None and documents:
-            self.bank.commit(Intent(puts=tuple(document.id for document in documents)))
-            self.retriever.put(documents)
-        result = write_to_bank()
-        self.bank.commit(None if self.retriever is None else Intent())
+        if self.retriever is None or not documents:
+            with self._all_or_nothing((), ()):
+                result = write_to_bank()
+                self.bank.commit(None if self.retriever is None else Intent())
+            return result
+        ids = [document.id for document in documents]
+        retriever, before = self.retriever, self._held(ids)
+        with self._all_or_nothing(ids, before):
+            self.bank.commit(Intent(puts=tuple(ids)))
+            result = write_to_bank()
+            self.bank.prepare()
+            retriever.put(documents)
+            self.bank.commit(Intent())
         return result
 
     def delete(self, document_ids: Sequence[str], *, persist: Callable[[], object] = lambda: None) -> Deletion:
         """Deletes documents from the retriever and the bank, whichever holds them, and commits.
 
-        An intent of an interrupted change stays in place, because only an engine with a model can finish that change.
+        On an error, neither has changed. An intent of an interrupted change stays in place, because only an engine with
+        a model can finish that change.
 
         Args:
             document_ids: ids of the documents to delete.
@@ -183,14 +197,65 @@ class SyncedBank:
                     f"no document {name!r} in {place}" + ("" if self.retriever is None else " or its retriever")
                 )
         pending = self.bank.intent
-        if self.retriever is not None and in_retriever:
-            self.bank.commit(Intent(puts=pending.puts, deletes=(*pending.deletes, *ids)))
-            for name in in_retriever:
-                self.retriever.delete(name)
-            persist()
-        from_bank = self._forget(ids)
-        self.bank.commit(pending)
+        with self._all_or_nothing(in_retriever, self._held(in_retriever), persist):
+            if in_retriever:
+                self.bank.commit(Intent(puts=pending.puts, deletes=(*pending.deletes, *ids)))
+            from_bank = self._forget(ids)
+            self.bank.prepare()
+            if self.retriever is not None and in_retriever:
+                for name in in_retriever:
+                    self.retriever.delete(name)
+                persist()
+            self.bank.commit(pending)
         return Deletion(from_bank, tuple(in_retriever))
+
+    def _held(self, document_ids: Sequence[str]) -> list[Document]:
+        """The retriever's versions of these documents; none if it does not tell what it holds."""
+        if self.retriever is None:
+            return []
+        try:
+            return self.retriever.documents([name for name in document_ids if name in self.retriever])
+        except ConfigError:
+            return []
+
+    @contextmanager
+    def _all_or_nothing(
+        self, document_ids: Collection[str], before: Sequence[Document], persist: Callable[[], object] = lambda: None
+    ) -> Iterator[None]:
+        """On an error, takes back what has changed in the bank and in the retriever since.
+
+        Args:
+            document_ids: ids of the documents that change in the retriever.
+            before: its versions of those that it holds.
+            persist: saves the retriever.
+        """
+        self.bank.commit()  # what others have changed before is not taken back
+        pending = self.bank.intent
+        try:
+            yield
+        except BaseException:
+            self.bank.rollback()
+            # Where the retriever cannot go back, the intent stays, and the next change of both finishes this one.
+            with suppress(Exception):
+                if self._restore(document_ids, before):
+                    persist()
+                if self.bank.intent != pending:
+                    self.bank.commit(pending)
+            raise
+
+    def _restore(self, document_ids: Collection[str], before: Sequence[Document]) -> bool:
+        """Gives the retriever its former versions of documents; True if it had changed."""
+        retriever = self.retriever
+        if retriever is None:
+            return False
+        held = {document.id: document for document in self._held(list(document_ids))}
+        former = {document.id: document for document in before}
+        for name in held.keys() - former.keys():
+            retriever.delete(name)
+        changed = [document for name, document in former.items() if held.get(name) != document]
+        if changed:
+            retriever.put(changed)
+        return bool(changed) or not held.keys() <= former.keys()
 
     def finish(self, remember: Remember) -> int:
         """Finishes a change that was interrupted between retriever and bank, as the bank's intent says.
@@ -209,9 +274,10 @@ class SyncedBank:
             return 0
         changed = [name for name in intent.puts if name in hashes and not is_held(self.bank, name, hashes[name])]
         deleted = [name for name in intent.deletes if name not in hashes and name in self.bank]
-        self._forget(deleted)
-        remember(self.retriever.documents(changed))
-        self.bank.commit(Intent())
+        with self._all_or_nothing((), ()):
+            self._forget(deleted)
+            remember(self.retriever.documents(changed))
+            self.bank.commit(Intent())
         return len(changed) + len(deleted)
 
     def reconcile(self, remember: Remember, *, group: int, allow_emptying: bool = False) -> Reconciliation:
@@ -237,12 +303,14 @@ class SyncedBank:
                 f"the retriever holds none of the bank's {len(bank)} documents, so that all of them would go; name the "
                 "retriever that the bank was adapted with, adapt the documents again, or allow the bank to be emptied"
             )
-        self._forget([*before.surplus, *before.outdated])
-        bank.commit()
+        with self._all_or_nothing((), ()):
+            self._forget([*before.surplus, *before.outdated])
+            bank.commit()
         missing = difference(bank, retriever).missing
         for first in range(0, len(missing), group):
-            remember(retriever.documents(missing[first : first + group]))
-            bank.commit()
+            with self._all_or_nothing((), ()):
+                remember(retriever.documents(missing[first : first + group]))
+                bank.commit()
         outdated = set(before.outdated)
         return Reconciliation(tuple(name for name in missing if name not in outdated), before.outdated, before.surplus)
 
@@ -255,7 +323,7 @@ class SyncedBank:
         return tuple(deleted)
 
 
-def is_held(bank: MemoryBank, document_id: str, content: str) -> bool:
+def is_held(bank: Contents, document_id: str, content: str) -> bool:
     """True if the bank holds a document with this content hash."""
     if document_id not in bank:
         return False

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from mac_rag.config import AttentionConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
@@ -221,3 +224,43 @@ def test_a_new_bank_is_used_at_once(engine: MACEngine) -> None:
     assert other.bank.version == engine.bank.version
     engine.bank = other.bank
     assert engine.document_attention(QUESTIONS)[0] != before
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_answers_are_those_of_an_engine_that_never_held_what_is_not_allowed(
+    loaded_tiny_model: MACModel, data: st.DataObject
+) -> None:
+    """Through BM25, prompts, the bank and attention."""
+    ids = st.sampled_from([document.id for document in STREAM.documents])
+    deleted, allowed = data.draw(st.sets(ids, max_size=4)), data.draw(st.sets(ids, min_size=1, max_size=8))
+    left = [document for document in STREAM.documents if document.id in allowed - deleted]
+    config = data.draw(
+        st.sampled_from(
+            [
+                AttentionConfig(),
+                AttentionConfig(strategy="preselect", preselected=2),
+                AttentionConfig(strategy="hierarchical", subgroup=2),
+            ]
+        )
+    )
+    engine, fresh = (MACEngine(loaded_tiny_model, retriever=BM25Retriever(), k=3, attention=config) for _ in range(2))
+    engine.adapt(STREAM.documents)
+    for document_id in deleted:
+        engine.forget(document_id)
+    if not left:
+        with pytest.raises(BankError, match="none of the documents"):
+            engine.answer(QUESTIONS, allowed=allowed)
+        return
+    fresh.adapt(left)
+    found, wanted = engine.answer(QUESTIONS, allowed=allowed), fresh.answer(QUESTIONS)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.text, ours.contexts, ours.document_ids) == (theirs.text, theirs.contexts, theirs.document_ids)
+        assert ours.discarded_prior == pytest.approx(theirs.discarded_prior, abs=1e-5)
+    if config.strategy != "hierarchical":
+        (names, mass), (names_alone, alone) = (
+            engine.document_attention(QUESTIONS, allowed),
+            fresh.document_attention(QUESTIONS),
+        )
+        assert names == names_alone
+        torch.testing.assert_close(mass, alone, atol=1e-5, rtol=1e-4)

@@ -1,6 +1,9 @@
-"""The report as Markdown: the findings, then a table for each result."""
+"""The report as Markdown: the findings, then a table for each result. Every value is text, never markup."""
 
 from __future__ import annotations
+
+import re
+from html import escape
 
 from eval.report.collect import Collection
 from eval.report.summary import TITLE, about, checked, provenance, sections
@@ -18,19 +21,20 @@ def markdown(collection: Collection) -> str:
     missing = []
     for part in sections(collection):
         experiment = part.experiment
-        missing += [f"- {experiment.title}: {reason}" for reason in part.absent]
+        missing += [f"- {_text(experiment.title)}: {_text(reason)}" for reason in part.absent]
         if not part.results:
-            missing += [] if part.absent else [f"- {experiment.title}: no result; `python -m eval.{experiment.name}`"]
+            command = _code(f"python -m eval.{experiment.name}")
+            missing += [] if part.absent else [f"- {_text(experiment.title)}: no result; {command}"]
             continue
-        lines += ["", f"## {experiment.title}", ""]
+        lines += ["", f"## {_text(experiment.title)}", ""]
         if experiment.source:
             lines += [f"{experiment.source} of the paper.", ""]
         for file in part.results:
             origin = dict(provenance(file))
-            lines += [f"{about(file)}; commit {origin['commit']}; `{origin['command']}`", ""]
+            lines += [f"{_text(about(file))}; commit {_text(origin['commit'])}; {_code(origin['command'])}", ""]
             lines += [*_table(table(file.result, experiment)), ""]
-            lines += [f"- {note}" for note in file.result.notes]
-            lines += [f"- not run: {what}: {why}" for what, why in file.result.not_run.items()]
+            lines += [f"- {_text(note)}" for note in file.result.notes]
+            lines += [f"- not run: {_text(what)}: {_text(why)}" for what, why in file.result.not_run.items()]
     if missing:
         lines += ["", "## Not run", "", *missing]
     return "\n".join(lines).rstrip() + "\n"
@@ -46,4 +50,16 @@ def _table(content: Table) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return _text(text).replace("|", "\\|")
+
+
+def _text(text: str) -> str:
+    """A value as a line of plain text: no HTML, links, code, emphasis or line breaks."""
+    return re.sub(r"([\\`*_\[\]])", r"\\\1", escape(" ".join(text.split()), quote=False))
+
+
+def _code(text: str) -> str:
+    """A value as a code span, in more backticks than stand together in it."""
+    text = " ".join(text.split())
+    ticks = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{ticks} {text} {ticks}" if "`" in text else f"`{text}`"

@@ -1,4 +1,7 @@
-"""The report as one self-contained HTML page: no script, no network, no other file."""
+"""The report as one self-contained HTML page: no script, no network, no other file.
+
+Every value is escaped, and a content security policy lets the browser run and load nothing, should one not be.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from eval.report.tables import Table, paper_table, table
 # A longer table is folded up below its plot.
 LONG = 14
 NBSP = "\u00a0"
+# Styles are inline, in the page and in its drawings; heat maps are images inside the page.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 NONE = '<span class="mark none">not run</span>'
 
 
@@ -32,6 +37,7 @@ def page(collection: Collection) -> str:
     ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{TITLE}: results</title>\n<style>\n{style}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n"
         "</body>\n</html>\n"
@@ -50,7 +56,7 @@ def _header(collection: Collection, parts: Sequence[Section], findings: list[Che
     return (
         f'<header>\n<p class="kicker">Online adaptation of language models</p>\n<h1>{TITLE}: results</h1>\n'
         f'<p class="lede">The tables and figures of the paper, measured here: {run} of {len(parts)} experiments, '
-        f"{escape(', '.join(models)) or 'no model'}, {when}. "
+        f"{escape(', '.join(models)) or 'no model'}, {escape(when)}. "
         "Numbers are comparable with the paper’s only in the same row.</p>\n"
         f'<ul class="tally">{counts}</ul>\n<nav>{links}</nav>\n</header>'
     )
@@ -149,7 +155,7 @@ def _footer(collection: Collection) -> str:
     refused = "".join(f"<p>Left out: {escape(reason)}</p>" for reason in collection.refused.values())
     return (
         f"<footer><p>Made by <code>python -m eval.report</code> from {len(collection.files)} result files"
-        f"{' of commit ' + ', '.join(commits) if commits else ''}. "
+        f"{' of commit ' + escape(', '.join(commits)) if commits else ''}. "
         "<code>python -m eval.paper</code> runs them all, <code>python -m eval.compare</code> compares two.</p>"
         f"{refused}</footer>"
     )

@@ -234,15 +234,18 @@ def svg(drawing: Figure, salt: str) -> str:
         salt: makes the element's ids differ from those of other drawings.
     """
     from matplotlib import rc_context
+    from matplotlib.text import Text
 
     file = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
+    for text in drawing.findobj(Text):
+        text.set_parse_math(False)  # a name with dollar signs is no formula
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "text.parse_math": False}):
         drawing.savefig(file, format="svg", transparent=True, metadata=nothing)
-    text = file.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
-    text = re.sub(r' id="(?:[A-Za-z0-9.]+_\d+|image[0-9a-f]+)"', "", text)
-    text = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", text)
-    return text.replace(INK, "var(--ink)").replace(RULE, "var(--rule)").strip()
+    xml = file.getvalue()
+    xml = xml[xml.index("<svg") :]
+    xml = re.sub(r"<metadata>.*?</metadata>", "", xml, flags=re.DOTALL)
+    xml = re.sub(r' (width|height)="[\d.]+pt"', "", xml, count=2)
+    xml = re.sub(r' id="(?:[A-Za-z0-9.]+_\d+|image[0-9a-f]+)"', "", xml)
+    xml = re.sub(r"font: ([\d.]+px) [^;\"]+", r"font-size: \1", xml)
+    return xml.replace(INK, "var(--ink)").replace(RULE, "var(--rule)").strip()

@@ -90,6 +90,7 @@ def adapt(
     from mac_rag.data.readers import read_documents
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
+    from mac_rag.memory.storage.folder import is_vacant
     from mac_rag.model import MACModel
 
     documents = read_documents(files)
@@ -97,7 +98,7 @@ def adapt(
     # An existing bank is opened before the model is loaded, so that its errors come at once. The folder of a new bank
     # is created by its first commit, so that refused documents leave no empty folder behind.
     opened = MemoryBank.open(bank, write=True) if MemoryBank.exists(bank) else None
-    if opened is None and bank.is_dir() and any(bank.iterdir()):
+    if opened is None and not is_vacant(bank):
         raise ConfigError(f"{bank} holds other files and no memory bank; choose a new or empty folder for --bank")
     loaded = MACModel.from_pretrained(model, device_map=device_map)
     engine = MACEngine(

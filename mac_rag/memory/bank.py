@@ -17,22 +17,24 @@ from torch import Tensor
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
-from mac_rag.memory.contents import BankEntry, Contents
+from mac_rag.memory.contents import BankEntry, Contents, Snapshot
 from mac_rag.memory.parts import PART_BITS, Part
-from mac_rag.memory.quantizer import nearest_codes
 from mac_rag.memory.records import Record
+from mac_rag.memory.storage.folder import exists
 from mac_rag.memory.storage.manifest import Intent
-from mac_rag.memory.storage.store import Store, exists
+from mac_rag.memory.storage.segment import continues
+from mac_rag.memory.storage.store import Store
 
-__all__ = ["BankEntry", "MemoryBank"]
+__all__ = ["BankEntry", "MemoryBank", "Snapshot"]
 
 
 class MemoryBank(Contents):
     """A growing set of documents as memory tokens, in the order of arrival.
 
     The constructor makes a bank in memory; `create` and `open` give a bank on disk. One process can write to a bank on
-    disk while any number read it. `commit` makes changes visible to readers and crash-safe; `close` drops changes that
-    were not committed. A bank is not thread-safe: `MACEngine` serializes access to it.
+    disk while any number read it. `commit` makes changes visible to readers and crash-safe; `rollback` and `close` drop
+    changes that were not committed. A bank is not thread-safe: `MACEngine` serializes access to it. Threads that only
+    read can each have a `snapshot`.
 
     Args:
         fingerprint: `MACModel.fingerprint` of the model that writes and reads the bank.
@@ -64,14 +66,15 @@ class MemoryBank(Contents):
     folder: Path | None = None
 
     def __init__(self, fingerprint: str, *, codebook: Tensor | None = None) -> None:
-        self.fingerprint = fingerprint
-        super().__init__(None if codebook is None else codebook.detach().to("cpu", torch.float32).clone())
-        self.version = 0
+        super().__init__(fingerprint, None if codebook is None else codebook.detach().to("cpu", torch.float32).clone())
         self._next_sequence = 0
         self._store: Store | None = None
         self._uncreated: Path | None = None  # folder in which the first commit creates the bank
-        self._tail = Part(torch.empty(0), ())  # entries that are not on disk yet
-        self._changed()
+        self._segments: list[Part] = []  # the store's segments, as copies that may have changed since the last commit
+        self._tail = _no_entries()  # entries that came since
+        self._snapshot: Snapshot | None = None
+        self._shares_sequences = False
+        self._committed = self.snapshot()
 
     @classmethod
     def create(cls, folder: str | Path, fingerprint: str, *, codebook: Tensor | None = None) -> MemoryBank:
@@ -131,13 +134,16 @@ class MemoryBank(Contents):
         """Takes over the state of the store."""
         self._store, self.folder, self.codebook = store, store.folder, store.codebook
         self._next_sequence = store.manifest.next_sequence
+        self._shares_sequences = False
         self._sequences = {
             document_id: sequence
             for segment in store.segments
             for sequence, (record, _) in segment.entries.items()
             for document_id in record.document_ids
         }
-        self._changed()
+        self._take_segments(store.segments)
+        self.version += 1
+        self._settle()
 
     @property
     def intent(self) -> Intent:
@@ -149,48 +155,108 @@ class MemoryBank(Contents):
         """True if the bank can be changed."""
         return self._store is None or self._store.writable
 
+    def snapshot(self) -> Snapshot:
+        """The current contents, uncommitted changes included, as they stay whatever happens to the bank."""
+        if self._snapshot is None or self._snapshot.version != self.version:
+            self._snapshot = Snapshot(self, [part.copy() for part in self._parts], self._sequences)
+            self._shares_sequences = True
+        return self._snapshot
+
+    @property
+    def committed(self) -> Snapshot:
+        """The contents after the last commit; for a bank in memory that was never committed, none."""
+        return self._committed
+
+    def prepare(self) -> None:
+        """Writes to disk what the next commit needs, so that little of it can fail. Nobody sees it before the commit.
+
+        Raises:
+            BankError: see `commit`.
+        """
+        self._check_writable()
+        if self._store is not None:
+            self._take_segments(self._store.write([*self._segments, self._tail]))
+
     def commit(self, intent: Intent | None = None) -> None:
-        """Writes all changes to disk; no crash undoes them afterwards. Does nothing for a bank in memory.
+        """Writes all changes to disk; no crash undoes them afterwards. For a bank in memory, nothing is written.
 
         Args:
             intent: the change of bank and retriever that starts after this commit; an empty intent when that change is
                 complete; None to leave the recorded intent as it is.
 
         Raises:
-            BankError: when the bank is not open for writing, or the disk refuses the write. The changes are kept and
-                can be committed later.
+            BankError: when the bank is not open for writing, the disk refuses the write, or another process has changed
+                the bank. The bank on disk is what it was. The changes are kept: commit them later, or `rollback`.
         """
-        self._commit(compact=False, intent=intent)
+        self._check_writable()
+        self._commit(intent)
 
     def compact(self) -> None:
         """Commits, and rewrites every segment that has deleted entries, so that no byte of them remains.
 
+        Each segment is rewritten in a commit of its own, the smallest first. So a disk that is nearly full needs room
+        for one of them only.
+
         Raises:
             BankError: see `commit`.
         """
-        self._commit(compact=True, intent=None)
-
-    def _commit(self, *, compact: bool, intent: Intent | None) -> None:
-        self._check_writable()
-        if self._uncreated is not None:
-            self._store = Store.create(self._uncreated, self.fingerprint, self.codebook)
-            self.folder, self._uncreated = self._store.folder, None
+        self.commit()
+        while outdated := [part for part in self._segments if part.tombstones]:
+            self._commit(None, rewrite=min(outdated, key=lambda part: part.count))
         if self._store is not None:
-            self._store.commit([*self._store.segments, self._tail], self._next_sequence, compact=compact, intent=intent)
-            self._tail = Part(torch.empty(0), ())
-            self._hold([*self._store.segments, self._tail])
+            self._store.tidy()
+
+    def _commit(self, intent: Intent | None, *, rewrite: Part | None = None) -> None:
+        if self._uncreated is not None:
+            parts, folder = [self._tail], self._uncreated
+            self._store = Store.create(folder, self.fingerprint, self.codebook, parts, self._next_sequence, intent)
+            self.folder, self._uncreated = self._store.folder, None
+        elif self._store is not None:
+            parts = [*self._segments, self._tail]
+            self._store.commit(parts, self._next_sequence, rewrite=rewrite, intent=intent)
+        if self._store is not None:
+            self._take_segments(self._store.segments)
+        self._settle()
+
+    def rollback(self) -> None:
+        """Drops all changes since the last commit."""
+        if self._store is not None and self._store.writable:
+            self._store.tidy()
+        if self._committed is self._snapshot and self._committed.version == self.version:
+            return
+        parts = [part.copy() for part in self._committed._parts]
+        self._segments, self._tail = ([], parts[0]) if self._store is None and parts else (parts, _no_entries())
+        self._sequences, self._shares_sequences = self._committed._sequences, True
+        self._changed()
+        self._settle()
+
+    def _take_segments(self, segments: Sequence[Part]) -> None:
+        """Goes on with these segments, which hold all entries."""
+        self._segments, self._tail = [segment.copy() for segment in segments], _no_entries()
+        self._hold([*self._segments, self._tail])
+
+    def _settle(self) -> None:
+        """Makes the current contents what `rollback` goes back to."""
+        self._snapshot = None  # it holds the entries that are on disk now in memory
+        self._committed = self.snapshot()
 
     def refresh(self) -> bool:
-        """Moves a bank that is open for reading to the writer's last commit.
+        """Moves a bank that is open for reading to the last commit, also to that of a backup that was put in its place.
 
         Returns:
-            True if there was a newer commit.
+            True if there was another commit.
 
         Raises:
             BankError: when the bank on disk is damaged; this object then stays at its old commit.
+            FingerprintError: when a bank of another model has taken its place.
         """
-        if self._store is None or not self._store.refresh():
+        if self._store is None:
             return False
+        segments, next_sequence = self._store.segments, self._next_sequence
+        if not self._store.refresh():
+            return False
+        if not continues(segments, next_sequence, self._store.segments):
+            self.history += 1
         self._follow(self._store)
         return True
 
@@ -287,21 +353,6 @@ class MemoryBank(Contents):
         self._changed()
         return deleted
 
-    def _encoded(self, phi: Tensor) -> Tensor:
-        """Memory tokens as the bank stores them: `[N, T, D]`, or with a codebook the nearest codes `[N, T]`."""
-        row_shape, width = self.row_shape, None if self.codebook is None else self.codebook.shape[1]
-        fits = phi.ndim == 3 and phi.shape[1:].numel() > 0
-        if not fits or row_shape not in (None, phi.shape[1:]) or width not in (None, phi.shape[2]):
-            raise BankError(
-                f"memory tokens of shape {list(phi.shape[1:])} do not fit this bank"
-                + (f", whose rows have shape {list(row_shape)}" if row_shape else "")
-            )
-        phi = phi.detach().to("cpu", torch.float32)
-        if self.codebook is None:
-            return phi
-        nearest, _ = nearest_codes(phi.flatten(0, 1), self.codebook)
-        return nearest.to(torch.int32).view(phi.shape[:2])
-
     def _append(self, tokens: Tensor, entries: Sequence[tuple[int, tuple[Member, ...]]]) -> None:
         records = [Record(self._next_sequence + index, *entry) for index, entry in enumerate(entries)]
         self._next_sequence += len(records)
@@ -309,6 +360,7 @@ class MemoryBank(Contents):
             self._tail.append(tokens, records)
         else:
             self._tail = Part(tokens.clone(), records)
+        self._own_sequences()
         self._sequences |= {document_id: record.sequence for record in records for document_id in record.document_ids}
         self._changed()
 
@@ -316,27 +368,21 @@ class MemoryBank(Contents):
         """Marks the entry of a document as deleted; returns the ids of all its documents."""
         record = self._record(document_id)
         self._part(record.sequence).tombstone(record.sequence)
+        self._own_sequences()
         for member_id in record.document_ids:
             del self._sequences[member_id]
         return record.document_ids
+
+    def _own_sequences(self) -> None:
+        """Copies the sequence numbers before they change, if a snapshot shares them."""
+        if self._shares_sequences:
+            self._sequences, self._shares_sequences = dict(self._sequences), False
 
     def _changed(self) -> None:
         self.version += 1
         if self._tail.is_mostly_deleted:
             self._tail = self._tail.compacted()
-        self._hold([*(() if self._store is None else self._store.segments), self._tail])
-
-    def check_model(self, fingerprint: str) -> None:
-        """Refuses a model that did not write this bank.
-
-        Raises:
-            FingerprintError: when the fingerprints differ; names both.
-        """
-        if fingerprint != self.fingerprint:
-            raise FingerprintError(
-                f"this bank was written by model {self.fingerprint[:12]} and cannot be read by model "
-                f"{fingerprint[:12]}; load the model that wrote it, or adapt the documents again into a new bank"
-            )
+        self._hold([*self._segments, self._tail])
 
     def restore(self, entries: Iterable[tuple[tuple[Member, ...], Tensor]]) -> None:
         """Fills an empty bank with entries of another bank.
@@ -352,3 +398,7 @@ class MemoryBank(Contents):
             raise BankError(f"this bank holds {len(self)} documents already; restore entries into an empty one")
         for members, phi in entries:
             self._append(self._encoded(phi), [(len(phi), members)])
+
+
+def _no_entries() -> Part:
+    return Part(torch.empty(0), ())

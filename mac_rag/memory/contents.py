@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from mac_rag.data.provenance import Member
-from mac_rag.errors import BankError
+from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory.parts import Part, PlacedRecord
+from mac_rag.memory.quantizer import nearest_codes
 from mac_rag.memory.records import Record
 
 
@@ -68,13 +69,35 @@ class Contents:
     """The entries of a bank, in several parts, and which entry each document belongs to.
 
     Args:
+        fingerprint: fingerprint of the model that wrote the bank.
         codebook: `[C, D]` if the parts hold codes; None if they hold memory tokens.
+
+    Attributes:
+        version: a number that grows with every change of the bank.
+        history: a number that grows when the bank on disk turns out not to continue the one that was read before, as
+            after the return of a backup. Only within one history does the key of a row say which row it is.
     """
 
-    def __init__(self, codebook: Tensor | None) -> None:
+    version = 0
+    history = 0
+
+    def __init__(self, fingerprint: str, codebook: Tensor | None) -> None:
+        self.fingerprint = fingerprint
         self.codebook = codebook
         self._hold(())
         self._sequences: dict[str, int] = {}  # document id -> sequence number of its entry
+
+    def check_model(self, fingerprint: str) -> None:
+        """Refuses a model that did not write this bank.
+
+        Raises:
+            FingerprintError: when the fingerprints differ; names both.
+        """
+        if fingerprint != self.fingerprint:
+            raise FingerprintError(
+                f"this bank was written by model {self.fingerprint[:12]} and cannot be read by model "
+                f"{fingerprint[:12]}; load the model that wrote it, or adapt the documents again into a new bank"
+            )
 
     def _hold(self, parts: Sequence[Part]) -> None:
         """Makes these parts, in their current state, the contents."""
@@ -192,6 +215,21 @@ class Contents:
             first += part.count
         return torch.cat(pieces)
 
+    def _encoded(self, phi: Tensor) -> Tensor:
+        """Memory tokens as the bank stores them: `[N, T, D]`, or with a codebook the nearest codes `[N, T]`."""
+        row_shape, width = self.row_shape, None if self.codebook is None else self.codebook.shape[1]
+        fits = phi.ndim == 3 and phi.shape[1:].numel() > 0
+        if not fits or row_shape not in (None, phi.shape[1:]) or width not in (None, phi.shape[2]):
+            raise BankError(
+                f"memory tokens of shape {list(phi.shape[1:])} do not fit this bank"
+                + (f", whose rows have shape {list(row_shape)}" if row_shape else "")
+            )
+        phi = phi.detach().to("cpu", torch.float32)
+        if self.codebook is None:
+            return phi
+        nearest, _ = nearest_codes(phi.flatten(0, 1), self.codebook)
+        return nearest.to(torch.int32).view(phi.shape[:2])
+
     def _rows(self) -> int:
         if not self._parts:
             raise BankError("the memory bank is empty; adapt to some documents first")
@@ -206,6 +244,24 @@ class Contents:
             raise BankError(f"the bank holds no document {document_id!r}")
         sequence = self._sequences[document_id]
         return self._part(sequence).entries[sequence].record
+
+
+class Snapshot(Contents):
+    """The contents of a bank as they were at one moment; later changes of the bank do not reach it.
+
+    It costs a little memory as long as the bank does not change. It can be read in any thread, by one at a time.
+
+    Args:
+        bank: the bank.
+        parts: its parts, as copies.
+        sequences: sequence number of each document's entry; never changed afterwards.
+    """
+
+    def __init__(self, bank: Contents, parts: Sequence[Part], sequences: dict[str, int]) -> None:
+        super().__init__(bank.fingerprint, bank.codebook)
+        self.version, self.history = bank.version, bank.history
+        self._hold(parts)
+        self._sequences = sequences
 
 
 def _decoded(tokens: Tensor, codebook: Tensor | None) -> Tensor:

@@ -1,13 +1,15 @@
 """Consecutive entries of a bank with their rows in one tensor, some of them deleted.
 
 A bank is a sequence of such parts: one for each segment on disk, and one that grows in memory. Rows never change: new
-rows are appended, and deleting an entry leaves a tombstone, which only marks its rows.
+rows are appended, and deleting an entry leaves a tombstone, which only marks its rows. So a copy of a part shares its
+rows, and copies the rest when either of the two changes.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ class PlacedRecord(NamedTuple):
 
 
 class Growing:
-    """A tensor to which rows are appended in amortised constant time."""
+    """A tensor to which rows are appended in amortised constant time. Tensors that it has given never change."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._buffer = tensor
@@ -69,8 +71,24 @@ class Part:
         self._keys = Growing(torch.empty(0, dtype=torch.long))
         self._alive = Growing(torch.empty(0, dtype=torch.bool))
         self._live: Tensor | None = None
+        self._is_shared = False
         self._add(records)
         self._tokens = Growing(tokens)
+
+    def copy(self) -> Self:
+        """A copy that changes apart from this part; the two share their rows."""
+        self._is_shared = True
+        other = copy.copy(self)
+        # Only this part goes on in its buffers; there, both would write their next rows to the same place.
+        other._tokens, other._keys = Growing(self.tokens), Growing(self._keys.tensor)
+        return other
+
+    def _own(self) -> None:
+        """Copies what a change would change in copies of this part."""
+        if self._is_shared:
+            self.entries, self.tombstones = dict(self.entries), list(self.tombstones)
+            self._alive = Growing(self._alive.tensor.clone())
+            self._is_shared = False
 
     @property
     def tokens(self) -> Tensor:
@@ -83,6 +101,7 @@ class Part:
         self._tokens.append(tokens)
 
     def _add(self, records: Sequence[Record]) -> None:
+        self._own()
         start = len(self._alive.tensor)
         for record in records:
             self.entries[record.sequence] = PlacedRecord(record, start)
@@ -97,6 +116,7 @@ class Part:
 
     def tombstone(self, sequence: int) -> None:
         """Marks an entry as deleted."""
+        self._own()
         record, start = self.entries.pop(sequence)
         self.tombstones.append(sequence)
         self._alive.tensor[start : start + record.rows] = False

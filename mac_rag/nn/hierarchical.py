@@ -29,12 +29,10 @@ class _Rows:
         memory: on the first level, keys and values of all blocks one after another, `[G, H, k, T, d]`, G being 1 or B;
             above it, one tensor of modulations `[B, k, T, D]`. The third dimension from the right counts rows.
         scores: `[B, k]`, the document prior's scores; None without a prior.
-        visible: `[B, k]`, True for rows that a question may see; None if it may see all.
     """
 
     memory: tuple[Tensor, ...]
     scores: Tensor | None
-    visible: Tensor | None
 
     def __len__(self) -> int:
         return self.memory[0].shape[-3]
@@ -43,7 +41,6 @@ class _Rows:
         return _Rows(
             tuple(part[..., rows, :, :] for part in self.memory),
             None if self.scores is None else self.scores[:, rows],
-            None if self.visible is None else self.visible[:, rows],
         )
 
     def joined(self, other: _Rows) -> _Rows:
@@ -51,7 +48,6 @@ class _Rows:
         return _Rows(
             tuple(torch.cat(parts, -3) for parts in zip(self.memory, other.memory, strict=True)),
             None if self.scores is None or other.scores is None else torch.cat([self.scores, other.scores], 1),
-            None if self.visible is None or other.visible is None else torch.cat([self.visible, other.visible], 1),
         )
 
 
@@ -61,7 +57,6 @@ def hierarchical(
     bank: BankView,
     subgroup: int,
     *,
-    mask: Tensor | None = None,
     budget: int = _BUDGET,
 ) -> Tensor:
     """Aggregates groups of M consecutive rows to one modulation each, then groups of these, until one remains.
@@ -80,7 +75,6 @@ def hierarchical(
         question: B questions as the input encoder encodes them.
         bank: a view of K rows.
         subgroup: M, at least 2.
-        mask: `[B, K]`, True where a question may see a row; every question must see at least one.
         budget: numbers in memory at once.
 
     Returns:
@@ -96,7 +90,7 @@ def hierarchical(
         raise ConfigError(
             "hierarchical aggregation knows no rows with counts; give it the bank's rows, or aggregate all"
         )
-    level = _bank_rows(network, question, bank, mask)
+    level = _bank_rows(network, question, bank)
     remaining = bank.documents
     while True:
         level = _aggregate_level(network, question, level, subgroup, budget)
@@ -106,9 +100,7 @@ def hierarchical(
             return phi
 
 
-def _bank_rows(
-    network: AggregationNetwork, question: MemoryTokens, bank: BankView, mask: Tensor | None
-) -> Iterator[_Rows]:
+def _bank_rows(network: AggregationNetwork, question: MemoryTokens, bank: BankView) -> Iterator[_Rows]:
     """The bank's rows as the first level needs them."""
     prior = network.prior if network.use_prior else None
     queries = None if prior is None else prior.queries(question)
@@ -120,7 +112,7 @@ def _bank_rows(
         scores = None
         if prior is not None and queries is not None:
             scores = prior.score(queries, prior_keys(bank)[..., rows, :])
-        yield _Rows(memory, scores, None if mask is None else mask[:, rows])
+        yield _Rows(memory, scores)
 
 
 def _aggregate_level(
@@ -138,9 +130,7 @@ def _aggregate_level(
             gathered: Tensor = parts.unflatten(0, shape).transpose(1, 2).flatten(0, 2)
             return gathered
 
-        scores, visible = (
-            None if part is None else part.unflatten(1, (groups, size)) for part in (piece.scores, piece.visible)
-        )
+        scores = None if piece.scores is None else piece.scores.unflatten(1, (groups, size))
         memory = tuple(part.unflatten(-3, (groups, size)) for part in piece.memory)
         if len(memory) == 1:
             bank: BankRows = _Modulations(network, memory[0].flatten(0, 1), budget)
@@ -152,14 +142,10 @@ def _aggregate_level(
         phi, _ = network(
             MemoryTokens(spread(question.tokens[:, None].expand(-1, groups, -1, -1))),
             bank,
-            mask=None if visible is None else spread(visible),
             scores=None if scores is None else spread(scores),
         )
-        if scores is not None:
-            seen = scores if visible is None else scores.masked_fill(~visible, -torch.inf)
-            scores = seen.logsumexp(2)
         modulations = phi.unflatten(0, (runs, groups, together)).transpose(1, 2).flatten(0, 1)
-        yield _Rows((modulations,), scores, None if visible is None else visible.any(2))
+        yield _Rows((modulations,), None if scores is None else scores.logsumexp(2))
 
 
 def _whole_groups(

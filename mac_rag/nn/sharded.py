@@ -36,6 +36,10 @@ class ShardedAttention:
         whole = reduce(Partial.merged, parts)
         return whole.attended.to(query.dtype), self._mass(own.mass(whole.lse)).to(query.dtype) if mass else None
 
+    def total(self, count: int, device: torch.device) -> int:
+        """The sum of a number over all processes; every process must take part."""
+        return sum(int(part) for part in self._gathered(torch.tensor([count], device=device)))
+
     def _mass(self, own: Tensor) -> Tensor:
         """The mass on the rows of all processes, side by side; processes may hold different numbers of rows."""
         counts = [int(count) for count in self._gathered(torch.tensor([own.shape[1]], device=own.device))]

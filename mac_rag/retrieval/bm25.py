@@ -34,12 +34,14 @@ class BM25Retriever(RowRetriever):
 
     The score of a document is the sum of `idf * tf * (k1 + 1) / (tf + k1 * (1 - b + b * length / mean length))` over
     all terms of the question; a repeated term counts repeatedly. A document is a hit if it shares a term with the
-    question. Documents with equal scores rank in the order in which they were added. Documents that are not allowed in
-    `retrieve` still count in the statistics of the corpus (idf, mean length).
+    question. Documents with equal scores rank in the order in which they were added. With `allowed`, the allowed
+    documents alone are the corpus: idf and mean length are theirs, and hits and scores equal, bit by bit, those of a
+    retriever that never held the others.
 
     Args:
         engine: `incremental` updates its index at the cost of the changed documents only. `bm25s` and `rank_bm25` are
-            the libraries, which index all documents again after a change. Scores are the same.
+            the libraries, which index all documents again after a change, and the allowed ones again at each call of
+            `retrieve` with `allowed`. Scores are the same.
         tokenizer: splits documents and questions into terms; None for an English tokenizer.
         idf: the idf of a term that `n` of `N` documents contain. `lucene` is `ln(1 + (N - n + 0.5) / (n + 0.5))`, which
             is always positive, even for very few documents. `okapi` is `ln((N - n + 0.5) / (n + 0.5))` or, if that is
@@ -76,32 +78,13 @@ class BM25Retriever(RowRetriever):
         self._terms: list[Terms] = []  # by row
         self._scorer = self._new_scorer()
 
-    def add(self, documents: Sequence[Document]) -> None:
-        with self._lock:
-            self._rows.check(documents)
-            terms = [self.tokenizer(document.text) for document in documents]
-            self._append(documents, [self._ids(words) for words in terms])
-
-    def delete(self, document_id: str) -> None:
-        with self._lock:
-            row, _ = self._rows.remove(document_id)
-            self._scorer.remove(row, self._terms[row])
-            self._terms[row] = self._terms[row][:0]
-            if self._rows.sparse:
-                self._compact()
-
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
         check_request(questions, k)
         with self._lock:
+            vocabulary = self._vocabulary
+            terms = [[vocabulary[word] for word in self.tokenizer(text) if word in vocabulary] for text in questions]
             mask = None if allowed is None else self._rows.mask(allowed)
-            hits = []
-            for question in questions:
-                terms = [self._vocabulary[word] for word in self.tokenizer(question) if word in self._vocabulary]
-                rows, scores = self._scorer.score(terms)
-                if mask is not None:
-                    rows, scores = rows[mask[rows]], scores[mask[rows]]
-                hits.append(self._rows.hits(rows, scores, k))
-            return hits
+            return [self._rows.hits(rows, scores, k) for rows, scores in self._scorer.score(terms, mask)]
 
     def save(self, folder: Path) -> None:
         """Writes documents, terms and all settings to a folder, from which `load` reads them.
@@ -109,7 +92,7 @@ class BM25Retriever(RowRetriever):
         Raises:
             BankError: when metadata cannot be written as JSON.
         """
-        with self._lock:
+        with self._change, self._lock:
             if self._rows.size > len(self):
                 self._compact()
             body = {
@@ -139,7 +122,7 @@ class BM25Retriever(RowRetriever):
             return retriever
         retriever._vocabulary = {word: term for term, word in enumerate(body["vocabulary"])}
         ends = np.cumsum(arrays["lengths"])
-        retriever._append(documents, np.split(arrays["terms"], ends[:-1]) if len(ends) else [])
+        retriever._append_terms(documents, np.split(arrays["terms"], ends[:-1]) if len(ends) else [])
         return retriever
 
     def _new_scorer(self) -> Scorer:
@@ -152,10 +135,21 @@ class BM25Retriever(RowRetriever):
         ids = (vocabulary.setdefault(word, len(vocabulary)) for word in words)
         return np.fromiter(ids, dtype=np.int32, count=len(words))
 
-    def _append(self, documents: Sequence[Document], terms: list[Terms]) -> None:
+    def _index(self, documents: Sequence[Document]) -> list[list[str]]:
+        return [self.tokenizer(document.text) for document in documents]
+
+    def _append(self, documents: Sequence[Document], indexed: list[list[str]]) -> None:
+        self._append_terms(documents, [self._ids(words) for words in indexed])
+
+    def _append_terms(self, documents: Sequence[Document], terms: list[Terms]) -> None:
         self._scorer.add(self._rows.size, terms)
         self._rows.append(documents)
         self._terms.extend(terms)
+
+    def _remove(self, document_id: str) -> None:
+        row, _ = self._rows.remove(document_id)
+        self._scorer.remove(row, self._terms[row])
+        self._terms[row] = self._terms[row][:0]
 
     def _compact(self) -> None:
         """Removes the rows and the words of deleted documents."""

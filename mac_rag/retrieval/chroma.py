@@ -5,11 +5,10 @@ from __future__ import annotations
 import heapq
 import json
 import threading
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -20,7 +19,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.retrieval.base import Hit, Retriever, check_documents, check_request
 from mac_rag.retrieval.dense import Encoder
-from mac_rag.retrieval.embeddings import Vectors
+from mac_rag.retrieval.embeddings import Vectors, check_finite
 
 COLLECTION = "mac_rag"
 
@@ -34,7 +33,8 @@ class ChromaRetriever(Retriever):
     """Keeps texts, vectors, metadata and content hashes in a Chroma collection and ranks by dot product.
 
     Every document is a hit; equal scores rank by document id. Chroma searches an HNSW graph, so it can miss one of the
-    best among very many documents. With `allowed`, the allowed documents are compared exactly. When `add` or `put`
+    best among very many documents. With `allowed`, the allowed documents are compared exactly, with the scores, bit by
+    bit, that they have in a collection without the others. When `add` or `put`
     returns, its documents survive a crash of this process and of the server; a crash during the call can leave some of
     them.
 
@@ -44,35 +44,49 @@ class ChromaRetriever(Retriever):
             a server.
         encoder: encoder of documents and questions.
         batch_bytes: bytes in one request; servers take much more than the default.
+        headers: HTTP headers of each request to a server, for a proxy that checks them. They replace the token in the
+            environment variable `MAC_RAG_CHROMA_TOKEN`, which is sent as `Authorization: Bearer TOKEN`.
+        timeout: seconds that an answer of a server may take.
 
     Raises:
-        ConfigError: when chromadb is missing, the address is malformed, or the collection was not made by mac_rag.
+        ConfigError: when chromadb is missing, the address is malformed or has a password, a header cannot be sent, or
+            the collection was not made by mac_rag.
         FingerprintError: when another encoder made the vectors of the collection.
         BankError: when the server does not answer, or another process has the folder open.
     """
 
-    def __init__(self, place: str | Path, encoder: Encoder, *, batch_bytes: int = 8 << 20) -> None:
+    def __init__(
+        self,
+        place: str | Path,
+        encoder: Encoder,
+        *,
+        batch_bytes: int = 8 << 20,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 60.0,
+    ) -> None:
         try:
             import chromadb
             from chromadb.config import Settings
         except ImportError:
-            raise ConfigError(f"{place!s} needs chromadb: pip install 'mac-rag[chroma]'") from None
+            raise ConfigError("a Chroma retriever needs chromadb: pip install 'mac-rag[chroma]'") from None
+        from mac_rag.retrieval.chroma_server import ChromaServer, collection_name, request_headers
+
         self.encoder = encoder
         self._batch_bytes = batch_bytes
         self._place = str(place)
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # held during a change; Chroma itself lets others read meanwhile
         self._file_lock: FileLock | None = None
-        settings = Settings(anonymized_telemetry=False)
         self._client: Any  # chromadb's interface class lacks `close`, which every client has
         name = COLLECTION
         with self._errors():
             if self._place.startswith(("http://", "https://")):
-                host, port, name = _address(self._place)
-                is_secure = self._place.startswith("https://")
-                self._client = chromadb.HttpClient(host, port, ssl=is_secure, settings=settings)
+                name = collection_name(self._place) or COLLECTION
+                self._client = ChromaServer(self._place, request_headers(headers), timeout)
+            elif headers is not None:
+                raise ConfigError("headers are for a server; a folder takes none")
             else:
                 self._file_lock = _locked(Path(place))
-                self._client = chromadb.PersistentClient(place, settings=settings)
+                self._client = chromadb.PersistentClient(place, settings=Settings(anonymized_telemetry=False))
             self._collection = self._client.get_or_create_collection(
                 name,
                 embedding_function=None,
@@ -103,10 +117,11 @@ class ChromaRetriever(Retriever):
             self.put(documents)
 
     def put(self, documents: Sequence[Document]) -> None:
+        check_documents(documents)
+        records = [_record(document) for document in documents]
+        vectors = self.encoder.documents([document.text for document in documents])
+        check_finite(vectors, [f"document {document.id!r}" for document in documents])
         with self._lock:
-            check_documents(documents)
-            records = [_record(document) for document in documents]
-            vectors = self.encoder.documents([document.text for document in documents])
             for part in self._batches(documents):
                 with self._errors():
                     self._collection.upsert(
@@ -125,14 +140,16 @@ class ChromaRetriever(Retriever):
 
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
         check_request(questions, k)
-        with self._lock:
-            if not questions or not len(self):
-                return [[] for _ in questions]
-            vectors = self.encoder.questions(questions)
-            if allowed is None:
-                return self._query(vectors, min(k, len(self)))
-            parts = [[name for name in page["ids"] if name in allowed] for page in self._pages(None, [])]
-            rankings = [self._compare(vectors, k, ids) for ids in parts if ids]
+        count = len(self)
+        if not questions or not count:
+            return [[] for _ in questions]
+        vectors = self.encoder.questions(questions)
+        check_finite(vectors, [f"question {question!r}" for question in questions])
+        if allowed is None:
+            return self._query(vectors, min(k, count))
+        ids = sorted(name for name in self._ids() if name in allowed)
+        parts = [ids[first : first + _IDS] for first in range(0, len(ids), _IDS)]
+        rankings = [self._compare(vectors, k, part) for part in parts]
         return [_best((hit for ranking in rankings for hit in ranking[place]), k) for place in range(len(questions))]
 
     def _compare(self, vectors: Vectors, k: int, ids: list[str]) -> list[list[Hit]]:
@@ -141,8 +158,11 @@ class ChromaRetriever(Retriever):
         A search in the graph, filtered down to few documents, ends before it has seen all of them.
         """
         result = self._get(ids=ids, include=["embeddings", "documents", "metadatas"])
-        scores = vectors @ np.asarray(result["embeddings"], dtype=np.float32).T
-        records = list(zip(result["ids"], result["documents"], result["metadatas"], strict=True))
+        if not result["ids"]:  # deleted by another process in the meantime
+            return [[] for _ in vectors]
+        order = sorted(range(len(result["ids"])), key=result["ids"].__getitem__)  # Chroma has an order of its own
+        scores = vectors @ np.asarray(result["embeddings"], dtype=np.float32)[order].T
+        records = [(result["ids"][i], result["documents"][i], result["metadatas"][i]) for i in order]
         rankings = []
         for row in scores.tolist():
             ranked = zip(row, records, strict=True)
@@ -160,6 +180,7 @@ class ChromaRetriever(Retriever):
                 (
                     Hit(name, text, 1.0 - distance, json.loads(record[_METADATA]))
                     for name, text, distance, record in zip(*column, strict=True)
+                    if record is not None  # it was deleted between Chroma's search and its look-up
                 ),
                 k,
             )
@@ -167,7 +188,7 @@ class ChromaRetriever(Retriever):
         ]
 
     def __len__(self) -> int:
-        with self._lock, self._errors():
+        with self._errors():
             return int(self._collection.count())
 
     def __contains__(self, document_id: object) -> bool:
@@ -175,32 +196,36 @@ class ChromaRetriever(Retriever):
 
     def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
         hashes: dict[str, str] = {}
-        with self._lock:
-            for page in self._pages(document_ids, ["metadatas"]):
-                hashes.update((name, row[_HASH]) for name, row in zip(page["ids"], page["metadatas"], strict=True))
+        for page in self._pages(document_ids, ["metadatas"]):
+            hashes.update((name, row[_HASH]) for name, row in zip(page["ids"], page["metadatas"], strict=True))
         return hashes
 
     def documents(self, document_ids: Collection[str]) -> list[Document]:
         by_id: dict[str, Document] = {}
-        with self._lock:
-            for page in self._pages(document_ids, ["documents", "metadatas"]):
-                for name, text, row in zip(page["ids"], page["documents"], page["metadatas"], strict=True):
-                    by_id[name] = Document(name, text, json.loads(row[_METADATA]))
+        for page in self._pages(document_ids, ["documents", "metadatas"]):
+            for name, text, row in zip(page["ids"], page["documents"], page["metadatas"], strict=True):
+                by_id[name] = Document(name, text, json.loads(row[_METADATA]))
         if missing := [name for name in document_ids if name not in by_id]:
             raise BankError(f"no document {missing[0]!r} in this index of {len(self)} documents")
         return [by_id[name] for name in document_ids]
 
     def _pages(self, document_ids: Collection[str] | None, include: list[str]) -> Iterator[Any]:
-        """What Chroma holds of these documents (None for all), page by page."""
+        """What Chroma holds of these documents (None for all), page by page.
+
+        Pages are cut by id. Pages cut by number would miss a document whenever another process deletes one before it.
+        """
         if document_ids is None:
-            for first in range(0, len(self), _IDS):
-                yield self._get(limit=_IDS, offset=first, include=include)
-            return
+            document_ids = self._ids()
         ids = [
             name for name in dict.fromkeys(document_ids) if isinstance(name, str) and name and fault_of(name) is None
         ]
         for first in range(0, len(ids), _IDS):
             yield self._get(ids=ids[first : first + _IDS], include=include)
+
+    def _ids(self) -> list[str]:
+        """The ids of all documents, as they are at one moment."""
+        ids: list[str] = self._get(include=[])["ids"]
+        return ids
 
     def _get(self, **options: Any) -> Any:
         with self._errors():
@@ -224,35 +249,18 @@ class ChromaRetriever(Retriever):
         from chromadb.errors import ChromaError
         from httpx import HTTPError
 
+        from mac_rag.retrieval.chroma_server import explained
+
         try:
             yield
-        except (HTTPError, ValueError) as error:
-            if isinstance(error, ValueError) and "connect to a Chroma server" not in str(error):
-                raise BankError(f"Chroma refuses a request to {self._place}: {error}") from error
-            raise BankError(
-                f"no Chroma server answers at {self._place} ({error}); start one: "
-                "chroma run --path FOLDER --host HOST --port PORT"
-            ) from error
-        except ChromaError as error:
+        except HTTPError as error:
+            raise explained(error, self._place) from error
+        except (ChromaError, ValueError) as error:
             raise BankError(f"Chroma refuses a request to {self._place}: {error}") from error
 
 
 def _best(hits: Iterable[Hit], k: int) -> list[Hit]:
     return sorted(hits, key=lambda hit: (-hit.score, hit.document_id))[:k]
-
-
-def _address(place: str) -> tuple[str, int, str]:
-    """Host, port and collection name in the address of a server."""
-    try:
-        parts = urlsplit(place)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if not host or port is None:
-        raise ConfigError(
-            f"{place!r} is not the address of a Chroma server; write http://HOST:PORT or http://HOST:PORT/NAME"
-        )
-    return host, port, parts.path.strip("/") or COLLECTION
 
 
 def _locked(folder: Path) -> FileLock:

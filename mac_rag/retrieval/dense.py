@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mac_rag.data.types import Document
 from mac_rag.errors import FingerprintError
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import snapshot
 from mac_rag.retrieval.base import Hit, check_request
-from mac_rag.retrieval.embeddings import EmbeddingCache, Vectors, text_hash
+from mac_rag.retrieval.embeddings import EmbeddingCache, Vectors, check_finite, text_hash
 from mac_rag.retrieval.rows import RowRetriever
 
 KIND = "dense"
 _GROUP = 1024  # documents encoded between two writes, and so the most that an interruption loses
+_ROWS = 16_384  # documents in one matrix product
 
 
 class Encoder(Protocol):
@@ -41,7 +43,8 @@ class Encoder(Protocol):
 class DenseRetriever(RowRetriever):
     """Ranks documents by the dot product of their vector with the question's; every document is a hit.
 
-    The search is exact: one matrix product over all documents. Equal texts are encoded once.
+    The search is exact. Its matrix products have the shapes that they have in a retriever that never held the documents
+    that are not allowed, so equal vectors give equal scores, bit by bit. Equal texts are encoded once.
 
     Examples:
         >>> from mac_rag.retrieval.encoders import minilm
@@ -71,48 +74,57 @@ class DenseRetriever(RowRetriever):
         self._matrix: Vectors = np.zeros((0, encoder.width), dtype=np.float32)  # [rows and spare rows, D]
         self._by_hash: dict[str, int] = {}  # hash of a text -> a row with that text
 
-    def add(self, documents: Sequence[Document]) -> None:
-        with self._lock:
-            self._rows.check(documents)
-            texts = {text_hash(document.text): document.text for document in documents}
-            known = {name: self._matrix[row] for name in texts if (row := self._by_hash.get(name)) is not None}
-            if self._cache is not None:
-                known |= self._cache.get(texts.keys() - known.keys())
-            missing = [name for name in texts if name not in known]
-            with progress_bar("encode", len(texts), done=len(known), disable=not self._progress) as bar:
-                for first in range(0, len(missing), _GROUP):
-                    group = missing[first : first + _GROUP]
-                    vectors = self.encoder.documents([texts[name] for name in group], bar.advance)
-                    if self._cache is not None:
-                        self._cache.put(group, vectors)
-                    known.update(zip(group, vectors, strict=True))
-            if documents:
-                self._append(documents, np.stack([known[text_hash(document.text)] for document in documents]))
+    def _index(self, documents: Sequence[Document]) -> Vectors:
+        texts = {text_hash(document.text): document.text for document in documents}
+        known = {name: self._matrix[row] for name in texts if (row := self._by_hash.get(name)) is not None}
+        if self._cache is not None:
+            known |= self._cache.get(texts.keys() - known.keys())
+        missing = [name for name in texts if name not in known]
+        ids = {text_hash(document.text): document.id for document in documents}
+        with progress_bar("encode", len(texts), done=len(known), disable=not self._progress) as bar:
+            for first in range(0, len(missing), _GROUP):
+                group = missing[first : first + _GROUP]
+                vectors = self.encoder.documents([texts[name] for name in group], bar.advance)
+                check_finite(vectors, [f"document {ids[name]!r}" for name in group])
+                if self._cache is not None:
+                    self._cache.put(group, vectors)
+                known.update(zip(group, vectors, strict=True))
+        if not documents:
+            return np.zeros((0, self.encoder.width), dtype=np.float32)
+        return np.stack([known[text_hash(document.text)] for document in documents])
 
-    def delete(self, document_id: str) -> None:
-        with self._lock:
-            row, document = self._rows.remove(document_id)
-            name = text_hash(document.text)
-            if self._by_hash.get(name) == row:  # else the hash belongs to a later document with the same text
-                del self._by_hash[name]
-            if self._rows.sparse:
-                self._compact()
+    def _remove(self, document_id: str) -> None:
+        row, document = self._rows.remove(document_id)
+        name = text_hash(document.text)
+        if self._by_hash.get(name) == row:  # else the hash belongs to a later document with the same text
+            del self._by_hash[name]
 
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
         check_request(questions, k)
+        if not questions or not len(self):
+            return [[] for _ in questions]
+        vectors = self.encoder.questions(questions)
+        check_finite(vectors, [f"question {question!r}" for question in questions])
         with self._lock:
-            if not questions or not len(self):
-                return [[] for _ in questions]
             mask = self._rows.mask(allowed)
             rows = np.arange(self._rows.size) if mask is None else np.flatnonzero(mask)
-            matrix = self._matrix[: self._rows.size]
-            vectors = self.encoder.questions(questions)
-            block = max(1, self._max_scores // len(matrix))
+            if not len(rows):
+                return [[] for _ in questions]
+            block = max(1, self._max_scores // len(rows))
             hits = []
             for first in range(0, len(vectors), block):
-                for scores in vectors[first : first + block] @ matrix.T:
-                    hits.append(self._rows.hits(rows, scores[rows], k))
+                for scores in self._scores(vectors[first : first + block], rows):
+                    hits.append(self._rows.hits(rows, scores, k))
             return hits
+
+    def _scores(self, questions: Vectors, rows: NDArray[np.int64]) -> Vectors:
+        """Products `[B, n]` of questions with some rows `[n]`, ascending."""
+        parts = []
+        for part in np.split(rows, range(_ROWS, len(rows), _ROWS)):
+            first, stop = int(part[0]), int(part[-1]) + 1
+            is_run = stop - first == len(part)  # then nothing needs to be copied
+            parts.append(questions @ self._matrix[slice(first, stop) if is_run else part].T)
+        return np.concatenate(parts, axis=1)
 
     def save(self, folder: Path) -> None:
         """Writes documents and vectors to a folder, from which `load` reads them.
@@ -150,13 +162,13 @@ class DenseRetriever(RowRetriever):
         retriever._append(snapshot.documents(body["documents"]), arrays["embeddings"])
         return retriever
 
-    def _append(self, documents: Sequence[Document], vectors: Vectors) -> None:
+    def _append(self, documents: Sequence[Document], indexed: Vectors) -> None:
         first, stop = self._rows.size, self._rows.size + len(documents)
         if stop > len(self._matrix):
-            grown = np.zeros((max(stop, 2 * len(self._matrix)), vectors.shape[1]), dtype=np.float32)
+            grown = np.zeros((max(stop, 2 * len(self._matrix)), indexed.shape[1]), dtype=np.float32)
             grown[:first] = self._matrix[:first]
             self._matrix = grown
-        self._matrix[first:stop] = vectors
+        self._matrix[first:stop] = indexed
         self._rows.append(documents)
         self._by_hash.update((text_hash(document.text), row) for row, document in enumerate(documents, first))
 

@@ -20,6 +20,7 @@ from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as array_bytes
 
 from mac_rag.atomic_files import sync_folder, write_file
+from mac_rag.errors import DocumentError
 
 Vectors: TypeAlias = NDArray[np.float32]  # [N, D]
 
@@ -29,6 +30,23 @@ _NAME = re.compile(r"([0-9a-f]{64})\.part\.safetensors")
 def text_hash(text: str) -> str:
     """Hex sha256 of a text."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def check_finite(vectors: Vectors, what: Sequence[str]) -> None:
+    """Refuses vectors that no product can rank.
+
+    Args:
+        vectors: `[N, D]`, from an encoder.
+        what: names of the N texts, for the message.
+
+    Raises:
+        DocumentError: for NaN or infinity; names the text.
+    """
+    for row in np.flatnonzero(~np.isfinite(vectors).all(1)).tolist():
+        raise DocumentError(
+            f"the encoder's vector for {what[row]} is not finite, so it cannot be ranked; check the encoder's weights "
+            "and precision, or change the text"
+        )
 
 
 class EmbeddingCache:

@@ -52,6 +52,13 @@ class Tower:
     max_tokens: int
     batch_tokens: int = BATCH_TOKENS
 
+    def __post_init__(self) -> None:
+        self._tokenized([""])  # from now on the tokenizer keeps these settings, so threads can share it
+
+    def _tokenized(self, texts: list[str]) -> list[list[int]]:
+        rows: list[list[int]] = self.tokenizer(texts, truncation=True, max_length=self.max_tokens).input_ids
+        return rows
+
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str], advance: Advance = None) -> Vectors:
         """Encodes texts to vectors `[N, D]`, in batches of similar length.
@@ -64,7 +71,7 @@ class Tower:
         vectors = np.zeros((len(texts), self.width), dtype=np.float32)
         if not texts:
             return vectors
-        rows: list[list[int]] = self.tokenizer(list(texts), truncation=True, max_length=self.max_tokens).input_ids
+        rows = self._tokenized(list(texts))
         for bucket in length_buckets(list(map(len, rows)), self.batch_tokens):
             # The mask hides the padding, so any id will do.
             ids, mask = pad_rows([rows[i] for i in bucket], 0, device)

@@ -55,7 +55,7 @@ class HybridRetriever(Retriever):
         if depth < 1:
             raise ConfigError(f"depth must be at least 1, got {depth}")
         self.depth = depth
-        self._lock = threading.RLock()  # no question sees a document that only some retrievers have
+        self._lock = threading.RLock()  # held during a change; questions do not wait for it
 
     def add(self, documents: Sequence[Document]) -> None:
         with self._lock:
@@ -84,13 +84,10 @@ class HybridRetriever(Retriever):
 
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
         check_request(questions, k)
-        with self._lock:
-            rankings: list[list[list[Hit]]] = [
-                retriever.retrieve(questions, max(k, self.depth), allowed=allowed)
-                if weight
-                else [[] for _ in questions]
-                for retriever, weight in zip(self.retrievers, self.weights)
-            ]
+        rankings: list[list[list[Hit]]] = [
+            retriever.retrieve(questions, max(k, self.depth), allowed=allowed) if weight else [[] for _ in questions]
+            for retriever, weight in zip(self.retrievers, self.weights)
+        ]
         return [fuse([ranking[i] for ranking in rankings], self.weights)[:k] for i in range(len(questions))]
 
     def __len__(self) -> int:
@@ -101,13 +98,11 @@ class HybridRetriever(Retriever):
 
     def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
         """See `Retriever.content_hashes`; only documents that all retrievers hold with the same hash."""
-        with self._lock:
-            first, *others = (retriever.content_hashes(document_ids) for retriever in self.retrievers)
+        first, *others = (retriever.content_hashes(document_ids) for retriever in self.retrievers)
         return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 
     def documents(self, document_ids: Collection[str]) -> list[Document]:
-        with self._lock:
-            return self.retrievers[0].documents(document_ids)
+        return self.retrievers[0].documents(document_ids)
 
     def save(self, folder: Path) -> None:
         """Writes the retrievers to the folders `0`, `1`, ... inside `folder`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Container, Sequence
 from typing import Any, Literal
@@ -10,11 +11,13 @@ from typing import Any, Literal
 from llama_index.core import Document as IndexDocument
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.indices.base import BaseIndex
-from llama_index.core.schema import BaseNode, MetadataMode, QueryBundle
+from llama_index.core.indices.vector_store import VectorIndexRetriever
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
+from llama_index.core.vector_stores.types import VectorStoreQueryMode
 
 from mac_rag.data.provenance import check_document
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError, ConfigError
+from mac_rag.errors import BankError, ConfigError, DocumentError
 from mac_rag.retrieval.base import Hit, Retriever, check_request
 
 FiledBy = Literal["source", "node"]
@@ -36,7 +39,12 @@ class LlamaIndexRetriever(Retriever):
     """A LlamaIndex index, or any LlamaIndex retriever, as a retriever of `mac_rag`.
 
     Several nodes of one document make one hit, with the text of the best node. If that leaves less than `k` hits, more
-    nodes are retrieved. A retriever without the attribute `similarity_top_k` can return less than `k` hits.
+    nodes are retrieved. A retriever without the attribute `similarity_top_k` can return less than `k` hits. Of a
+    vector search, equal scores rank by document id.
+
+    Only a vector search takes `allowed`, because it scores each node by itself. In other retrievers (BM25, fusion,
+    keywords, MMR) the documents that are not allowed would shift the scores and ranks of the others. A vector store
+    that searches approximately can find other nodes than one that never held the others.
 
     Examples:
         >>> from llama_index.core import MockEmbedding, VectorStoreIndex
@@ -56,7 +64,7 @@ class LlamaIndexRetriever(Retriever):
         options: further arguments of the index's `as_retriever`, such as `vector_store_query_mode`.
 
     Raises:
-        ConfigError: for a retriever with options.
+        ConfigError: for a retriever with options; on `retrieve`, for `allowed` with anything but a vector search.
     """
 
     def __init__(self, source: BaseRetriever | BaseIndex[Any], *, filed_by: FiledBy = "source", **options: Any) -> None:
@@ -136,18 +144,50 @@ class LlamaIndexRetriever(Retriever):
         else:
             # A vector retriever finds only the nodes that existed when it was made, so each question needs a new one.
             retriever = self._source.as_retriever(**self._options)
+        searches_vectors = (
+            isinstance(retriever, VectorIndexRetriever)
+            and retriever._vector_store_query_mode == VectorStoreQueryMode.DEFAULT
+        )
+        if allowed is not None and not searches_vectors:
+            raise ConfigError(
+                f"{type(retriever).__name__} cannot be restricted to allowed documents, because its scores and ranks "
+                "depend on the others as well; build on a VectorStoreIndex in the default query mode, or use a "
+                "retriever of mac_rag"
+            )
         adjustable = hasattr(retriever, "similarity_top_k")
         limit = k
         while True:
             if adjustable:
                 retriever.similarity_top_k = limit
             nodes = retriever.retrieve(QueryBundle(question))
-            hits: dict[str, Hit] = {}
-            for scored in nodes:
-                name = document_id(scored.node, self._filed_by)
-                if name not in hits and (allowed is None or name in allowed):
-                    text = scored.node.get_content(metadata_mode=MetadataMode.NONE)
-                    hits[name] = Hit(name, text, scored.score or 0.0, scored.node.metadata)
-            if len(hits) >= k or not adjustable or len(nodes) < limit:
-                return list(hits.values())[:k]
+            hits = self._documents_of(nodes, allowed)
+            if searches_vectors:
+                hits.sort(key=lambda hit: (-hit.score, hit.document_id))
+            # Beyond the limit there may be nodes with the score of the last one.
+            enough = len(hits) >= k and not (searches_vectors and hits[k - 1].score <= (nodes[-1].score or 0.0))
+            if enough or not adjustable or len(nodes) < limit:
+                return hits[:k]
             limit *= 4
+
+    def _documents_of(self, nodes: Sequence[NodeWithScore], allowed: Container[str] | None) -> list[Hit]:
+        """One hit for each allowed document, from its best node; documents in the order of their first nodes.
+
+        Raises:
+            DocumentError: for a score that is NaN.
+        """
+        hits: dict[str, Hit] = {}
+        for scored in nodes:
+            name = document_id(scored.node, self._filed_by)
+            if allowed is not None and name not in allowed:
+                continue
+            score = scored.score or 0.0
+            if math.isnan(score):
+                raise DocumentError(
+                    f"a node of document {name!r} has no number as its score, so it cannot be ranked; check the "
+                    "embedding model and the embeddings in the index"
+                )
+            hit = Hit(name, scored.node.get_content(metadata_mode=MetadataMode.NONE), score, scored.node.metadata)
+            first = hits.setdefault(name, hit)
+            if score == first.score and hit.text < first.text:  # an order that no other document can change
+                hits[name] = hit
+        return list(hits.values())

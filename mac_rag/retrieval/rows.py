@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,11 +133,59 @@ class Rows:
 
 
 class RowRetriever(Retriever):
-    """A retriever that keeps its documents in memory, in rows. A lock serializes access to them."""
+    """A retriever that keeps its documents in memory, in rows.
+
+    Those who change it take turns. The long part of a change, such as encoding, is done before anything changes, and
+    questions do not wait for it.
+    """
 
     def __init__(self) -> None:
         self._rows = Rows()
-        self._lock = threading.RLock()
+        self._change = threading.RLock()  # held during a change
+        self._lock = threading.RLock()  # held while the fields are read or changed
+
+    def add(self, documents: Sequence[Document]) -> None:
+        with self._change:
+            self._rows.check(documents)
+            indexed = self._index(documents)
+            with self._lock:
+                self._append(documents, indexed)
+
+    def put(self, documents: Sequence[Document]) -> None:
+        with self._change:
+            check_documents(documents)
+            indexed = self._index(documents)
+            with self._lock:
+                for document in documents:
+                    if document.id in self._rows:
+                        self._remove(document.id)
+                self._append(documents, indexed)
+                self._tidy()
+
+    def delete(self, document_id: str) -> None:
+        with self._change, self._lock:
+            self._remove(document_id)
+            self._tidy()
+
+    @abstractmethod
+    def _index(self, documents: Sequence[Document]) -> Any:
+        """What the index keeps of documents, for `_append`. It changes nothing."""
+
+    @abstractmethod
+    def _append(self, documents: Sequence[Document], indexed: Any) -> None:
+        """Adds documents behind the others."""
+
+    @abstractmethod
+    def _remove(self, document_id: str) -> None:
+        """Empties a document's row; raises BankError for an unknown id."""
+
+    @abstractmethod
+    def _compact(self) -> None:
+        """Removes empty rows."""
+
+    def _tidy(self) -> None:
+        if self._rows.sparse:
+            self._compact()
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -6,18 +6,21 @@ import asyncio
 import sys
 import threading
 from collections.abc import Container, Sequence
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llama_index.core import Document as IndexDocument
 from llama_index.core import QueryBundle, VectorStoreIndex
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import BaseRetriever, QueryFusionRetriever
-from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
+from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, NodeWithScore, TextNode
 
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError, ConfigError
+from mac_rag.errors import BankError, ConfigError, DocumentError
 from mac_rag.integrations.llama_index.retriever import MACRetriever
 from mac_rag.retrieval import BM25Retriever, Hit, HybridRetriever, make_retriever
 from mac_rag.retrieval.llama_index import LlamaIndexRetriever
@@ -39,6 +42,17 @@ class Fixed(BaseRetriever):
 
 
 FIXED = Fixed()
+WORDS = st.sampled_from(["storm", "river", "ferry", "bridge"])
+
+
+def halves(nodes: Sequence[BaseNode], **_: Any) -> list[BaseNode]:
+    """A transformation of LlamaIndex that makes two nodes of each document."""
+    parts = ((node, node.get_content()) for node in nodes)
+    return [
+        TextNode(text=text, relationships={NodeRelationship.SOURCE: node.as_related_node_info()})
+        for node, content in parts
+        for text in (content[: len(content) // 2], content[len(content) // 2 :])
+    ]
 
 
 class TestOursForLlamaIndex:
@@ -122,6 +136,56 @@ class TestTheirsForUs:
         nodes = LlamaIndexRetriever(index, filed_by="node")
         assert len(nodes.retrieve(["bridge"], 12)[0]) == 12
 
+    @settings(max_examples=25, deadline=None)
+    @given(
+        texts=st.lists(st.lists(WORDS, min_size=1, max_size=12).map(" ".join), min_size=1, max_size=12),
+        data=st.data(),
+        k=st.integers(1, 13),
+    )
+    def test_what_is_not_allowed_leaves_no_trace(self, texts: list[str], data: st.DataObject, k: int) -> None:
+        """Equal scores and parts of documents included: few words make many of them."""
+        everything = [Document(f"d{i}", text) for i, text in enumerate(texts)]
+        allowed = data.draw(st.sets(st.sampled_from([document.id for document in everything])))
+        retriever, fresh = (
+            LlamaIndexRetriever(VectorStoreIndex([], embed_model=HashEmbedding(), transformations=[halves]))
+            for _ in range(2)
+        )
+        retriever.add(everything)
+        fresh.add([document for document in everything if document.id in allowed])
+        for name in data.draw(st.sets(st.sampled_from([document.id for document in everything]))):
+            retriever.delete(name)
+            if name in allowed:
+                fresh.delete(name)
+        questions = ["storm", "storm river", "ferry bridge storm"]
+        assert retriever.retrieve(questions, k, allowed=allowed) == fresh.retrieve(questions, k)
+
+    def test_equal_scores_beyond_the_number_of_nodes_asked_for_rank_by_id(self) -> None:
+        """LlamaIndex keeps any of them, by its random ids of nodes."""
+        retriever = LlamaIndexRetriever(VectorStoreIndex([], embed_model=HashEmbedding()))
+        retriever.add([Document(f"d{number:02}", "storm") for number in range(20)])
+        for allowed, expected in ((None, ["d00", "d01", "d02"]), ({"d19", "d07", "d11", "d12"}, ["d07", "d11", "d12"])):
+            [hits] = retriever.retrieve(["storm"], 3, allowed=allowed)
+            assert [hit.document_id for hit in hits] == expected
+
+    def test_ranks_that_depend_on_hidden_documents_are_refused(self, index: VectorStoreIndex) -> None:
+        fused = QueryFusionRetriever([index.as_retriever()], num_queries=1, llm=MockLLM(), use_async=False)
+        for source, options in ((fused, {}), (index, {"vector_store_query_mode": "mmr"})):
+            retriever = LlamaIndexRetriever(source, **options)
+            assert retriever.retrieve(["museum"], 1)[0]
+            with pytest.raises(ConfigError, match=r"cannot be restricted .* build on a VectorStoreIndex"):
+                retriever.retrieve(["museum"], 1, allowed={"museum"})
+
+    def test_a_score_that_is_no_number_names_its_document(self) -> None:
+        class Broken(HashEmbedding):
+            def _get_text_embedding(self, text: str) -> list[float]:
+                return [float("nan")] * 64 if "bad" in text else super()._get_text_embedding(text)
+
+        retriever = LlamaIndexRetriever(VectorStoreIndex([], embed_model=Broken()))
+        retriever.add([Document("good", "storm"), Document("ill", "bad storm")])
+        with pytest.raises(DocumentError, match="a node of document 'ill' has no number as its score"):
+            retriever.retrieve(["storm"], 2)
+        assert [hit.document_id for hit in retriever.retrieve(["storm"], 2, allowed={"good"})[0]] == ["good"]
+
     def test_duplicate_and_unknown_ids(self, index: VectorStoreIndex) -> None:
         retriever = LlamaIndexRetriever(index)
         with pytest.raises(BankError, match="'museum' is already in the index"):
@@ -153,7 +217,8 @@ class TestTheirsForUs:
             ("bridge", 0.0),
             ("museum", 0.0),
         ]
-        assert [hit.document_id for hit in retriever.retrieve(["?"], 2, allowed={"river"})[0]] == ["river"]
+        with pytest.raises(ConfigError, match=r"Fixed cannot be restricted to allowed .* build on a VectorStoreIndex"):
+            retriever.retrieve(["?"], 2, allowed={"river"})
         for act in (
             lambda: retriever.add([Document("d", "x")]),
             lambda: retriever.delete("bridge"),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mac_rag.data.types import Document
 from mac_rag.memory import MemoryBank
+from mac_rag.memory.contents import Contents
 
 TOKENS, WIDTH = 2, 3
 # A disk takes its time to sync, and what these tests ask of it is not whether it does.
@@ -32,7 +33,7 @@ def memory(rows: int, value: float = 1.0) -> Tensor:
     return torch.full((rows, TOKENS, WIDTH), value)
 
 
-def contents(bank: MemoryBank) -> dict[str, float]:
+def contents(bank: Contents) -> dict[str, float]:
     """The value of each document's memory tokens; every document must be there once, and whole."""
     found = [(entry.document_id, entry.phi) for entry in bank]
     assert all((phi == phi[0, 0, 0]).all() for _, phi in found)

@@ -15,36 +15,27 @@ from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankProjection
 from mac_rag.nn.hierarchical import hierarchical
 from mac_rag.nn.memory_tokens import MemoryTokens
-from tests.nn.helpers import network, random, random_texts
+from tests.nn.helpers import network, random_texts
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def literal(
-    built: AggregationNetwork, question: MemoryTokens, bank: MemoryTokens, subgroup: int, mask: Tensor | None
-) -> Tensor:
+def literal(built: AggregationNetwork, question: MemoryTokens, bank: MemoryTokens, subgroup: int) -> Tensor:
     """Algorithm 3 for one question: the loop of the paper over a bank."""
     phi = bank.tokens
     scores = torch.zeros(len(phi), dtype=phi.dtype)
     if built.prior is not None and built.use_prior:
         scores = built.prior_scores(question, built.project(bank))[0]
-    seen = torch.ones(len(phi), dtype=torch.bool) if mask is None else mask
     first = True
     while first or len(phi) > 1:
         first = False
-        new, new_scores, new_seen = [], [], []
+        new, new_scores = [], []
         for start in range(0, len(phi), subgroup):
             group = slice(start, start + subgroup)
-            new_seen.append(bool(seen[group].any()))
-            if not new_seen[-1]:
-                new.append(torch.zeros_like(question.tokens[0]))
-                new_scores.append(torch.tensor(0.0))
-                continue
-            known = scores[group][seen[group]]
-            projected = built.project(MemoryTokens(phi[group][seen[group]]))
-            new.append(built(question, projected, scores=known[None], attention=direct_attention)[0][0])
-            new_scores.append(known.logsumexp(0))
-        phi, scores, seen = torch.stack(new), torch.stack(new_scores), torch.tensor(new_seen)
+            projected = built.project(MemoryTokens(phi[group]))
+            new.append(built(question, projected, scores=scores[group][None], attention=direct_attention)[0][0])
+            new_scores.append(scores[group].logsumexp(0))
+        phi, scores = torch.stack(new), torch.stack(new_scores)
     return phi[0]
 
 
@@ -54,30 +45,26 @@ def literal(
     questions=st.integers(1, 3),
     subgroup=st.integers(2, 9),
     prior=st.sampled_from(["none", "used", "left out"]),
-    masked=st.booleans(),
     numbers=st.sampled_from([1, 3000, 1 << 24]),
     rows=st.sampled_from([1, 5, 100]),
-    selected=st.booleans(),
+    selected=st.sampled_from(["all", "the same", "each its own"]),
 )
 def test_it_is_the_loop_of_algorithm_3(
-    documents: int, questions: int, subgroup: int, prior: str, masked: bool, numbers: int, rows: int, selected: bool
+    documents: int, questions: int, subgroup: int, prior: str, numbers: int, rows: int, selected: str
 ) -> None:
     built = network(0 if prior == "none" else 8, chunk_rows=rows)
     built.use_prior = prior == "used"
     question, phi = random_texts(questions), random_texts(documents, seed=1)
-    mask = None
-    if masked:
-        mask = random(questions, documents, seed=2) > 0.5
-        mask[torch.arange(questions), torch.arange(questions) % documents] = True
     bank, banks = built.project(phi), [phi] * questions
-    if selected:
-        index = torch.stack([torch.randperm(documents) for _ in range(questions)])
-        bank, banks = bank.select(index), [phi[order] for order in index]
+    if selected != "all":
+        runs = questions if selected == "each its own" else 1
+        index = torch.stack([torch.randperm(documents)[: 1 + documents // 2] for _ in range(runs)])
+        bank, banks = bank.select(index), [phi[order] for order in index.expand(questions, -1)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(attention._LOGITS, "cpu", numbers)
-        found = hierarchical(built, question, bank, subgroup, mask=mask, budget=numbers)
+        found = hierarchical(built, question, bank, subgroup, budget=numbers)
     for b in range(questions):
-        expected = literal(built, question[b : b + 1], banks[b], subgroup, None if mask is None else mask[b])
+        expected = literal(built, question[b : b + 1], banks[b], subgroup)
         torch.testing.assert_close(found[b], expected, **CLOSE)
 
 

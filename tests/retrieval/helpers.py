@@ -1,13 +1,17 @@
-"""Helpers of the retrieval tests: an encoder that needs no model, small documents, and a real Chroma server."""
+"""Helpers of the retrieval tests: an encoder that needs no model, documents, a real Chroma server, a reverse proxy."""
 
 from __future__ import annotations
 
 import hashlib
+import http.client
 import socket
+import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 from urllib.request import urlopen
@@ -89,3 +93,68 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
+
+
+class Proxy:
+    """A reverse proxy in front of a Chroma server that lets requests with the right headers through.
+
+    Args:
+        server: the port that it forwards to.
+        wanted: headers that a request must have.
+        tls: the context of an HTTPS proxy; None for HTTP.
+
+    Attributes:
+        failures: statuses that the next requests get, first come first served; None closes the connection unanswered.
+        forwarded: method and path of all requests that were let through.
+    """
+
+    def __init__(self, server: int, wanted: dict[str, str], tls: ssl.SSLContext | None = None) -> None:
+        self.failures: list[int | None] = []
+        self.forwarded: list[str] = []
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _handle(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                if any(self.headers.get(name) != value for name, value in wanted.items()):
+                    self._send(401, b"<html>who are you?</html>")
+                elif proxy.failures:
+                    status = proxy.failures.pop(0)
+                    if status is None:
+                        self.close_connection = True
+                    else:
+                        self._send(status, b"<html>not now</html>")
+                else:
+                    proxy.forwarded.append(f"{self.command} {self.path}")
+                    connection = http.client.HTTPConnection("127.0.0.1", server)
+                    connection.request(self.command, self.path, body, {"Content-Type": "application/json"})
+                    response = connection.getresponse()
+                    self._send(response.status, response.read())
+                    connection.close()
+
+            def _send(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_POST = do_DELETE = do_PUT = _handle
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        if tls is not None:
+            self._http.socket = tls.wrap_socket(self._http.socket, server_side=True)
+        self.url = f"{'http' if tls is None else 'https'}://localhost:{self._http.server_address[1]}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()

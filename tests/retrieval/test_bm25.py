@@ -237,21 +237,6 @@ def test_many_changes_leave_no_trace() -> None:
     assert retriever.retrieve(words, 5) == fresh.retrieve(words, 5)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_only_allowed_documents_are_found_and_as_many_as_there_are(engine: Engine) -> None:
-    rng = random.Random(6)
-    texts = [" ".join(rng.choices("abcdefgh", k=5)) for _ in range(60)]
-    retriever = filled(engine, texts, Tokenizer(stopwords=None))
-    retriever.delete("d7")
-    allowed = {f"d{i}" for i in rng.sample(range(60), 20)} | {"d7", "nobody"}
-    for everything, few in zip(
-        retriever.retrieve(["a b", "h"], 60), retriever.retrieve(["a b", "h"], 5, allowed=allowed)
-    ):
-        assert few == [hit for hit in everything if hit.document_id in allowed][:5]
-        assert len(few) == 5
-    assert retriever.retrieve(["a b"], 5, allowed=()) == [[]]
-
-
 class TestFiles:
     TOKENIZER = Tokenizer(pattern=r"[a-zß-ü]+", stemmer="german", stopwords="german")
 

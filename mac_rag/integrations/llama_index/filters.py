@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
@@ -10,9 +10,9 @@ from llama_index.core.vector_stores.types import FilterCondition, MetadataFilter
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
 from mac_rag.engine import MACEngine
-from mac_rag.errors import BankError, ConfigError
+from mac_rag.errors import ConfigError
 from mac_rag.integrations.llama_index.component import EngineComponent
-from mac_rag.memory.bank import MemoryBank
+from mac_rag.memory.bank import BankEntry, Snapshot
 
 
 class FilteredDocuments(Container[str]):
@@ -44,7 +44,7 @@ class FilteredDocuments(Container[str]):
     def __init__(self, engine: MACEngine, filters: MetadataFilters) -> None:
         self._engine = engine
         self.filters = filters
-        self._passing: tuple[MemoryBank, int, frozenset[str]] | None = None
+        self._passing: tuple[Snapshot, frozenset[str]] | None = None
 
     def __contains__(self, document_id: object) -> bool:
         return document_id in self._current()
@@ -62,20 +62,19 @@ class FilteredDocuments(Container[str]):
         return hash(id(self._engine))
 
     def _current(self) -> frozenset[str]:
-        # The version is read first: after a change in the meantime, the next call filters again.
-        bank, version = self._engine.bank, self._engine.bank.version
-        if self._passing is None or self._passing[0] is not bank or self._passing[1] != version:
-            passing = frozenset(name for name in list(bank.document_ids) if self._passes(bank, name))
-            self._passing = (bank, version, passing)
-        return self._passing[2]
+        snapshot = self._engine.snapshot
+        passing = self._passing
+        if passing is None or passing[0] is not snapshot:
+            names = (name for entry in snapshot for name in self._passing_members(entry))
+            self._passing = passing = (snapshot, frozenset(names))
+        return passing[1]
 
-    def _passes(self, bank: MemoryBank, document_id: str) -> bool:
-        try:
-            members = {member.document_id: member.metadata for member in bank[document_id].members}
-        except BankError:  # deleted in the meantime
-            return False
+    def _passing_members(self, entry: BankEntry) -> Iterator[str]:
+        return (member.document_id for member in entry.members if self._passes(member.document_id, member.metadata))
+
+    def _passes(self, document_id: str, stored: Mapping[str, Any]) -> bool:
         ids = dict.fromkeys(("doc_id", "document_id", "ref_doc_id"), document_id)
-        metadata = {**members[document_id], **ids}
+        metadata = {**stored, **ids}
         try:
             return _matches(self.filters, lambda _: metadata)
         except (TypeError, ValueError) as error:
@@ -124,4 +123,4 @@ class FilteringComponent(EngineComponent):
     def remembers(self) -> bool:
         """True if the bank holds a document that may have influence."""
         allowed = self.allowed
-        return bool(len(self.engine.bank) if allowed is None else len(allowed))
+        return bool(len(self.engine.snapshot) if allowed is None else len(allowed))

@@ -148,7 +148,7 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
             raise MACError("MACNodePostprocessor scores nodes by the question: pass query_bundle or query_str")
         if not nodes and self.mode != "expand":
             return []
-        bank = self.engine.bank
+        bank = self.engine.snapshot
         bank.check_model(self.engine.model.fingerprint)
         if not len(bank):
             if first_time("empty bank"):
@@ -196,7 +196,7 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         if allowed is not None and not len(allowed):
             return {}
         ids, mass = self.engine.document_attention([question], allowed)
-        return {name: share for name, share in zip(ids, mass[0].tolist()) if allowed is None or name in allowed}
+        return dict(zip(ids, mass[0].tolist()))
 
     def _annotated(self, scored: NodeWithScore, masses: dict[str, float]) -> NodeWithScore:
         """A copy of a node with the mass of its document in its metadata."""

@@ -178,7 +178,7 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
 
     def _noted(self, result: VectorStoreQueryResult) -> VectorStoreQueryResult:
         """Warns once if the vector store finds something and the bank is empty."""
-        if (result.ids or result.nodes) and not len(self.engine.bank) and first_time("empty bank"):
+        if (result.ids or result.nodes) and not len(self.engine.snapshot) and first_time("empty bank"):
             logger.warning("the vector store of a MACVectorStore holds documents, but %s", LOST)
         return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,9 +29,10 @@ class WriterLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._holder = folder / HOLDER
+        self._path, self._holder = folder / LOCK, folder / HOLDER
         # Not bound to this thread: a bank may be opened in one thread and closed in another.
-        self._lock = FileLock(folder / LOCK, thread_local=False)
+        self._lock = FileLock(self._path, thread_local=False)
+        self._process = os.getpid()
         try:
             self._lock.acquire(blocking=False)
         except Timeout:
@@ -41,6 +43,7 @@ class WriterLock:
         since = datetime.now(UTC).isoformat(timespec="seconds")
         note = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
         try:
+            self._file = _identity(self._path)
             write_file(self._holder, [json.dumps(note).encode()])
         except BaseException:
             self._lock.release()
@@ -53,8 +56,37 @@ class WriterLock:
         except (OSError, ValueError, KeyError, TypeError):
             return "another process"
 
+    def check(self) -> None:
+        """Makes sure that the lock still keeps others out.
+
+        Raises:
+            BankError: in a process that was forked after the lock was acquired; when the lock's file was removed or
+                replaced, so that another process can hold a lock of the same name.
+        """
+        if os.getpid() != self._process:
+            raise BankError(
+                f"{self._path.parent} was opened for writing in process {self._process}, from which this process was "
+                "forked; only that one may write to it; open the bank after the fork, in one process"
+            )
+        if _identity(self._path) != self._file:
+            raise BankError(
+                f"{self._path} was removed or replaced while this process held the lock, so another process may be "
+                "writing; close the bank, open it again and repeat the change"
+            )
+
     def release(self) -> None:
-        """Releases the lock. A second call does nothing."""
-        if self._lock.is_locked:
-            self._holder.unlink(missing_ok=True)
+        """Releases the lock. A second call does nothing, nor does one in a process that was forked from the holder."""
+        if os.getpid() == self._process and self._lock.is_locked:
+            with suppress(OSError):
+                if _identity(self._path) == self._file:  # otherwise the note is another's
+                    self._holder.unlink(missing_ok=True)
             self._lock.release()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file from others that had its name, as long as it is open; None if there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino

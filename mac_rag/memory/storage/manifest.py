@@ -3,12 +3,15 @@
     manifest.json         format version, model fingerprint, the segments in order with their checksums and tombstones
     manifest.copy.json    the same bytes; only `mac_rag.memory.storage.repair` reads them
 
-The copy is written first. Renaming the manifest is the commit.
+The copy is written first. Renaming the manifest is the commit. Until the name lasts, the former manifest is kept beside
+it (`manifest.json.old`), because going back to it must not need any space.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +23,7 @@ from mac_rag.errors import BankError, DamageError
 FORMAT = 2
 MANIFEST = "manifest.json"
 MANIFEST_COPY = "manifest.copy.json"
+FORMER = ".old"
 
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _Count = Annotated[int, Field(ge=0)]
@@ -108,8 +112,34 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     data = manifest.encoded()
     write_file(folder / MANIFEST_COPY, [data])
     sync_folder(folder)
+    _keep_former(folder)
     write_file(folder / MANIFEST, [data])
     sync_folder(folder)
+    with suppress(OSError):
+        (folder / (MANIFEST + FORMER)).unlink(missing_ok=True)
+
+
+def restore_manifest(folder: Path, manifest: Manifest) -> None:
+    """Goes back to a manifest that `write_manifest` was replacing when it failed."""
+    former = folder / (MANIFEST + FORMER)
+    if read_manifest(folder / MANIFEST) == manifest:
+        former.unlink(missing_ok=True)
+        return
+    if former.is_file() and read_manifest(former) == manifest:
+        former.replace(folder / MANIFEST)
+        sync_folder(folder)
+    else:
+        write_manifest(folder, manifest)
+
+
+def _keep_former(folder: Path) -> None:
+    path, former = folder / MANIFEST, folder / (MANIFEST + FORMER)
+    if path.is_file():
+        former.unlink(missing_ok=True)
+        try:
+            former.hardlink_to(path)
+        except OSError:  # not every file system has links
+            shutil.copyfile(path, former)
 
 
 def renew_copy(folder: Path, manifest: Manifest) -> None:

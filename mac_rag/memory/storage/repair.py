@@ -21,6 +21,7 @@ from mac_rag.atomic_files import sync_folder, unsealed, write_file
 from mac_rag.errors import BankError, DamageError
 from mac_rag.memory.parts import Part
 from mac_rag.memory.records import Record
+from mac_rag.memory.storage.folder import CODEBOOK, CODEBOOK_COPY, exists
 from mac_rag.memory.storage.lock import WriterLock
 from mac_rag.memory.storage.manifest import (
     MANIFEST,
@@ -31,7 +32,7 @@ from mac_rag.memory.storage.manifest import (
     write_manifest,
 )
 from mac_rag.memory.storage.segment import Segment, dtype_of, entry_ids, read_segment, record_of
-from mac_rag.memory.storage.store import CODEBOOK, CODEBOOK_COPY, Store, exists
+from mac_rag.memory.storage.store import Store
 from mac_rag.printable import printable
 
 
@@ -141,10 +142,9 @@ def repair(folder: str | Path) -> Report:
                 write_file(folder / name, [findings.codebook])
             sync_folder(folder)
         segments = [part for part in findings.parts if isinstance(part, Segment)]
+        write_manifest(folder, findings.manifest)
         store = Store(folder, lock, findings.manifest, segments, None)
         store.commit(findings.parts, findings.manifest.next_sequence)
-        # If only a manifest was damaged, the commit had nothing to write.
-        write_manifest(folder, store.manifest)
     finally:
         lock.release()
     return replace(findings.report, repaired=True)

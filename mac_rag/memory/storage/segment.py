@@ -66,10 +66,16 @@ class Segment(Part):
         """What the next manifest has to say about the segment."""
         return self._info.model_copy(update={"tombstones": tuple(self.tombstones)})
 
-    def follow(self, info: SegmentInfo) -> None:
-        """Deletes the entries that a newer manifest lists as deleted."""
-        for sequence in set(info.tombstones).difference(self.tombstones):
-            self.tombstone(sequence)
+    def at(self, info: SegmentInfo) -> Segment | None:
+        """This segment as another manifest describes it; None if these are other files, or if entries came back."""
+        more = set(info.tombstones).difference(self.tombstones)
+        expected = self._info.model_copy(update={"tombstones": info.tombstones})
+        if info != expected or not more <= self.entries.keys() or not set(self.tombstones) <= set(info.tombstones):
+            return None
+        segment = self.copy()
+        for sequence in more:
+            segment.tombstone(sequence)
+        return segment
 
 
 def write_segment(folder: Path, parts: Sequence[Part]) -> Segment:
@@ -122,6 +128,22 @@ def read_segment(folder: Path, info: SegmentInfo) -> Segment:
         records.append(record_of(fields))
         checksums.append(fields["tokens"])
     return Segment(folder, info, tokens, records, checksums)
+
+
+def continues(before: Sequence[Segment], next_sequence: int, after: Sequence[Segment]) -> bool:
+    """True if a bank that had the segments `before` can have become the one with the segments `after` by commits.
+
+    Then an entry that had a sequence number below `next_sequence` and is still there has not changed.
+    """
+    known = {segment.name: segment.entries.keys() for segment in before}
+    checksums = {number: segment.checksums[number] for segment in before for number in segment.entries}
+    return all(
+        segment.checksums[number] == checksums.get(number)
+        for segment in after
+        if not segment.entries.keys() <= known.get(segment.name, set())
+        for number in segment.entries
+        if number < next_sequence
+    )
 
 
 def _fields_of(record: Record) -> dict[str, Any]:

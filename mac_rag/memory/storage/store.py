@@ -8,24 +8,32 @@
 A commit writes new entries as a segment, syncs it, and then replaces the manifest in one rename. So a killed process
 leaves the last commit, and a reader sees one commit or the next. New entries are merged with the last segments as in a
 binary counter, each segment at least as large as the next: n documents make O(log n) segments, and each document is
-written O(log n) times. The next writer removes files that the manifest does not name.
+written O(log n) times. A commit that fails removes what it has written. Files of former commits go before the next
+one and when the bank is closed, and what a killed process has left goes when the next writer opens the bank.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 
-from mac_rag.atomic_files import UNFINISHED, sync_folder, write_file
-from mac_rag.errors import BankError, DamageError
+from mac_rag.atomic_files import sync_folder, write_file
+from mac_rag.errors import BankError, DamageError, FingerprintError
 from mac_rag.memory.parts import Part
+from mac_rag.memory.storage.folder import (
+    CODEBOOK,
+    CODEBOOK_COPY,
+    exists,
+    file_errors,
+    remove_unused,
+    remove_vacant,
+)
 from mac_rag.memory.storage.lock import WriterLock
 from mac_rag.memory.storage.manifest import (
     MANIFEST,
@@ -34,24 +42,13 @@ from mac_rag.memory.storage.manifest import (
     Manifest,
     read_manifest,
     renew_copy,
+    restore_manifest,
     write_manifest,
 )
 from mac_rag.memory.storage.segment import Segment, read_segment, write_segment
 
-CODEBOOK = "codebook.safetensors"
-CODEBOOK_COPY = "codebook.copy.safetensors"
 # Segments are not merged beyond this many bytes, so that no commit copies much.
 _LARGE = 256 << 20
-_SEGMENT_FILE = re.compile(r"segment-[0-9a-f]{16}\.(safetensors|jsonl)")
-# All names of unfinished files; together with unused segments they are the only files that are ever deleted.
-_UNFINISHED_FILE = re.compile(rf"({_SEGMENT_FILE.pattern}|(manifest|codebook)[a-z.]*|writer\.json){UNFINISHED}")
-
-
-def exists(folder: Path) -> bool:
-    """True if the folder holds a bank, even one that lost its manifest."""
-    return (folder / MANIFEST).is_file() or (
-        folder.is_dir() and any(_SEGMENT_FILE.fullmatch(file.name) for file in folder.iterdir())
-    )
 
 
 class Store:
@@ -66,7 +63,7 @@ class Store:
 
     Attributes:
         manifest: the manifest of the commit.
-        segments: the segments, in order. The next commit makes deletions from them permanent.
+        segments: the segments, in order. They never change; changes are made to copies, and committed with these.
     """
 
     def __init__(
@@ -79,10 +76,12 @@ class Store:
     ) -> None:
         self.folder = folder
         self.manifest = manifest
-        self.segments = list(segments)
+        self.segments = tuple(segments)
         self.codebook = codebook
         self._lock = lock
-        self._was_writable = lock is not None  # its segments may have changed, so it never follows another writer
+        self._was_writable = lock is not None  # its bank may have changed, so it never follows another writer
+        self._written: set[str] = set()  # names of segments that are on the disk for the next commit
+        self._failed: Manifest | None = None  # of a commit that failed, if it may be on the disk nevertheless
 
     @classmethod
     def create(
@@ -92,8 +91,9 @@ class Store:
         codebook: Tensor | None,
         parts: Sequence[Part] = (),
         next_sequence: int = 0,
+        intent: Intent | None = None,
     ) -> Store:
-        """Makes a new bank and opens it for writing. A crash before the end leaves no bank.
+        """Makes a new bank and opens it for writing. A crash or an error before the end leaves no bank.
 
         Args:
             folder: folder of the bank; it is made if it does not exist.
@@ -101,20 +101,28 @@ class Store:
             codebook: `[C, D]`; None for a bank without a codebook.
             parts: all entries of the bank, in order.
             next_sequence: sequence number of the next entry.
+            intent: the change that starts after the first commit, if there is one.
 
         Raises:
             BankError: when the folder holds a bank, another process makes one there, or a file cannot be written.
         """
-        with _errors(folder, "written to"):
+        manifest = Manifest(fingerprint=fingerprint, intent=intent or Intent())
+        with file_errors(folder, "written to"):
+            is_new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            store = cls(folder, WriterLock(folder), Manifest(fingerprint=fingerprint), [], codebook)
+            try:
+                store = cls(folder, WriterLock(folder), manifest, (), codebook)
+            except BaseException:
+                remove_vacant(folder, is_new)
+                raise
         try:
-            if exists(folder):
-                raise BankError(f"{folder} already holds a memory bank; open it, or choose another folder")
-            with _errors(folder, "written to"):
+            with file_errors(folder, "written to"):
+                if exists(folder):
+                    raise BankError(f"{folder} already holds a memory bank; open it, or choose another folder")
                 store._begin(parts, next_sequence)
         except BaseException:
             store.close()
+            remove_vacant(folder, is_new)
             raise
         return store
 
@@ -130,7 +138,7 @@ class Store:
             BankError: when there is no bank, it is damaged, its format is unknown, it cannot be read, or another
                 process writes to it.
         """
-        with _errors(folder, "opened"):
+        with file_errors(folder, "opened"):
             if not exists(folder):
                 raise BankError(f"there is no memory bank in {folder}")
             lock = WriterLock(folder) if write else None
@@ -139,7 +147,7 @@ class Store:
                 store = cls(folder, lock, manifest, segments, _read_codebook(folder, manifest))
                 if write:
                     renew_copy(folder, manifest)
-                    store._tidy()
+                    store.tidy()
             except BaseException:
                 if lock is not None:
                     lock.release()
@@ -154,16 +162,18 @@ class Store:
                 data = tensor_bytes({"codebook": self.codebook.contiguous()})
                 digest = write_file(self.folder / CODEBOOK, [data])
                 write_file(self.folder / CODEBOOK_COPY, [data])
-            manifest, segments = self._next_state(parts, next_sequence, compact=False)
-            manifest = manifest.model_copy(update={"codebook": digest})
+            segments = self._segments(parts, None)
+            manifest = self._next(segments, next_sequence).model_copy(update={"codebook": digest})
             write_manifest(self.folder, manifest)
             sync_folder(self.folder.parent)
         except BaseException:
-            if not (self.folder / MANIFEST).is_file():
-                self._tidy()
+            with suppress(OSError):
+                for name in (MANIFEST, MANIFEST_COPY, CODEBOOK, CODEBOOK_COPY):
+                    (self.folder / name).unlink(missing_ok=True)
+                self.tidy()
             raise
-        self.manifest, self.segments = manifest, segments
-        self._tidy()
+        self.manifest, self.segments = manifest, tuple(segments)
+        self.tidy()
 
     @property
     def writable(self) -> bool:
@@ -173,6 +183,9 @@ class Store:
     def close(self) -> None:
         """Releases the right to write; changes that were not committed are lost."""
         if self._lock is not None:
+            with suppress(OSError, BankError):
+                self._check_owner()
+                self.tidy()
             self._lock.release()
             self._lock = None
 
@@ -180,68 +193,137 @@ class Store:
         """Moves to the last commit; on an error nothing changes.
 
         Returns:
-            True if there was a newer commit.
+            True if there was another commit.
 
         Raises:
             BankError: when the bank is damaged.
+            FingerprintError: when a bank of another model has taken its place.
         """
         if self._was_writable:
             return False
-        with _errors(self.folder, "read"):
+        with file_errors(self.folder, "read"):
             manifest, segments = _snapshot(self.folder, {segment.name: segment for segment in self.segments})
-        if manifest == self.manifest:
-            return False
-        for segment, info in zip(segments, manifest.segments, strict=True):
-            segment.follow(info)
-        self.manifest, self.segments = manifest, segments
+            if manifest == self.manifest:
+                return False
+            if manifest.fingerprint != self.manifest.fingerprint:
+                raise FingerprintError(
+                    f"{self.folder} was written by model {self.manifest.fingerprint[:12]} and has been replaced by a "
+                    f"bank of model {manifest.fingerprint[:12]}; open it again, with that model"
+                )
+            if manifest.codebook != self.manifest.codebook:
+                self.codebook = _read_codebook(self.folder, manifest)
+        self.manifest, self.segments = manifest, tuple(segments)
         return True
 
+    def write(self, parts: Sequence[Part], *, rewrite: Part | None = None) -> list[Segment]:
+        """Writes what a commit of these parts needs beside the manifest.
+
+        Args:
+            parts: all entries in order; parts that are segments of this bank already are not written again.
+            rewrite: a segment of this bank that is written again nevertheless, without its deleted entries.
+
+        Returns:
+            The segments to be committed instead of the parts.
+
+        Raises:
+            BankError: when a file cannot be written. What was written is removed.
+        """
+        self._check_owner()
+        if not self._written:
+            self.tidy()
+        try:
+            with file_errors(self.folder, "written to"):
+                return self._segments(parts, rewrite)
+        except BaseException:
+            self.tidy()
+            raise
+
     def commit(
-        self, parts: Sequence[Part], next_sequence: int, *, compact: bool = False, intent: Intent | None = None
+        self,
+        parts: Sequence[Part],
+        next_sequence: int,
+        *,
+        rewrite: Part | None = None,
+        intent: Intent | None = None,
     ) -> None:
         """Makes these parts the contents of the bank. After an error the last commit stands, and a retry is possible.
 
         Args:
-            parts: all entries in order; parts that are segments of this bank already are not written again.
+            parts: see `write`.
             next_sequence: sequence number of the next entry.
-            compact: True to rewrite every segment that has deleted entries.
+            rewrite: see `write`.
             intent: the change that starts after this commit; None to leave the recorded intent as it is.
 
         Raises:
-            BankError: when a file cannot be written.
+            BankError: when a file cannot be written, or another process has changed the bank.
         """
-        with _errors(self.folder, "written to"):
-            manifest, segments = self._next_state(parts, next_sequence, compact)
-            if intent is not None:
-                manifest = manifest.model_copy(update={"intent": intent})
-            if manifest != self.manifest:
-                manifest = manifest.model_copy(update={"generation": manifest.generation + 1})
-                write_manifest(self.folder, manifest)
-        self.manifest, self.segments = manifest, segments
-        self._tidy()
+        segments = self.write(parts, rewrite=rewrite)
+        manifest = self._next(segments, next_sequence)
+        if intent is not None:
+            manifest = manifest.model_copy(update={"intent": intent})
+        if manifest != self.manifest:
+            manifest = manifest.model_copy(update={"generation": manifest.generation + 1})
+            self._failed = manifest
+            try:
+                with file_errors(self.folder, "written to"):
+                    write_manifest(self.folder, manifest)
+            except BaseException:
+                with suppress(OSError, DamageError):
+                    self._undo()
+                raise
+        # Files that are not needed any more go later: nothing may fail between the commit and the news of it.
+        self.manifest, self.segments, self._failed = manifest, tuple(segments), None
+        self._written.clear()
 
-    def _next_state(self, parts: Sequence[Part], next_sequence: int, compact: bool) -> tuple[Manifest, list[Segment]]:
-        """The state after a commit. Writes new segments, but not the manifest."""
-        segments = [self._written(group, compact) for group in _groups(parts)]
+    def _next(self, segments: Sequence[Segment], next_sequence: int) -> Manifest:
         infos = tuple(segment.info for segment in segments)
-        return self.manifest.model_copy(update={"next_sequence": next_sequence, "segments": infos}), segments
+        return self.manifest.model_copy(update={"next_sequence": next_sequence, "segments": infos})
 
-    def _written(self, group: Sequence[Part], compact: bool) -> Segment:
-        """The segment that holds a group of parts: the only part, if it is a good segment already, or a new one."""
-        first = group[0]
-        if len(group) == 1 and isinstance(first, Segment) and any(first is segment for segment in self.segments):
-            is_outdated = first.is_mostly_deleted or (compact and first.tombstones)
-            if not is_outdated:
-                return first
-        return write_segment(self.folder, group)
+    def _check_owner(self) -> None:
+        """Makes sure that nobody else has written to the bank, and that a failed commit is not there after all."""
+        assert self._lock is not None
+        with file_errors(self.folder, "written to"):
+            self._lock.check()
+            if self._failed is not None:
+                self._undo()
+            on_disk = read_manifest(self.folder / MANIFEST)
+        if on_disk != self.manifest:
+            raise BankError(
+                f"{self.folder} is at generation {on_disk.generation}, and this process left it at "
+                f"{self.manifest.generation}: another process has changed it, or a copy was put in its place; close "
+                "the bank, open it again and repeat the change"
+            )
 
-    def _tidy(self) -> None:
-        """Removes files that the manifest does not name. The next call tries again where the system refuses."""
-        used = {file for info in self.manifest.segments for file in (info.tokens_file, info.records_file)}
-        for file in self.folder.iterdir():
-            if file.name not in used and (_SEGMENT_FILE.fullmatch(file.name) or _UNFINISHED_FILE.fullmatch(file.name)):
-                with suppress(OSError):
-                    file.unlink()
+    def _undo(self) -> None:
+        """Takes back what a failed commit has left. The error may have come after its manifest had taken its name."""
+        restore_manifest(self.folder, self.manifest)
+        self._failed = None
+        self.tidy()
+        with suppress(OSError):
+            renew_copy(self.folder, self.manifest)
+
+    def _segments(self, parts: Sequence[Part], rewrite: Part | None) -> list[Segment]:
+        """Segments that hold these parts; writes those that are not on the disk yet."""
+        segments = []
+        for group in _groups(parts):
+            first = group[0]
+            if len(group) > 1 or not isinstance(first, Segment) or first is rewrite or not self._is_good(first):
+                first = write_segment(self.folder, group)
+                self._written.add(first.name)
+            segments.append(first)
+        return segments
+
+    def _is_good(self, segment: Segment) -> bool:
+        """True if a segment can stay as it is. One that a failed commit had written is not there any more."""
+        on_disk = self._written.union(info.name for info in self.manifest.segments)
+        return segment.name in on_disk and not segment.is_mostly_deleted
+
+    def tidy(self) -> None:
+        """Removes files that no commit needs. The next call tries again where the system refuses."""
+        manifests = [self.manifest] if self._failed is None else [self.manifest, self._failed]
+        self._written.clear()
+        infos = [info for manifest in manifests for info in manifest.segments]
+        remove_unused(self.folder, {name for info in infos for name in (info.tokens_file, info.records_file)})
 
 
 def _groups(parts: Sequence[Part]) -> list[list[Part]]:
@@ -258,15 +340,6 @@ def _groups(parts: Sequence[Part]) -> list[list[Part]]:
     return groups
 
 
-@contextmanager
-def _errors(folder: Path, what: str) -> Iterator[None]:
-    """Turns errors of the file system into errors that name the bank: it "cannot be {what}"."""
-    try:
-        yield
-    except OSError as error:
-        raise BankError(f"{folder} cannot be {what}: {error}") from error
-
-
 def _rows(parts: Sequence[Part]) -> int:
     return sum(part.count for part in parts)
 
@@ -281,7 +354,10 @@ def _snapshot(folder: Path, known: Mapping[str, Segment]) -> tuple[Manifest, lis
             remedy = "repair the bank" if has_copy else "nothing is left of this bank; restore a backup, or remove it"
             raise DamageError(f"{folder / MANIFEST} is missing; {remedy}") from None
         try:
-            return manifest, [known.get(info.name) or read_segment(folder, info) for info in manifest.segments]
+            return manifest, [
+                (info.name in known and known[info.name].at(info)) or read_segment(folder, info)
+                for info in manifest.segments
+            ]
         except FileNotFoundError as error:
             # A writer may have replaced the segments of the manifest that was just read; then it is read again.
             if read_manifest(folder / MANIFEST) == manifest:

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from mac_rag.errors import BankError
 from mac_rag.memory.bank import MemoryBank
+from mac_rag.memory.contents import Contents
 from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
 from mac_rag.nn.bank_view import BankView
 from mac_rag.nn.memory_tokens import MemoryTokens, split_rows
 
 
-def quantize(bank: MemoryBank, codebook: Tensor) -> MemoryBank:
+def quantize(bank: Contents, codebook: Tensor) -> MemoryBank:
     """Copies a bank into one in memory that stores memory tokens as indices of a codebook `[C, D]`."""
     quantized = MemoryBank(bank.fingerprint, codebook=codebook)
     quantized.restore((entry.members, entry.phi) for entry in bank)
@@ -57,7 +58,7 @@ class CodebookView:
     def __init__(
         self,
         network: AggregationNetwork,
-        bank: MemoryBank,
+        bank: Contents,
         *,
         device: torch.device | str,
         dtype: torch.dtype = torch.float32,

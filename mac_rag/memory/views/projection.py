@@ -19,7 +19,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.row_bounds import longest_keys
 
 if TYPE_CHECKING:
-    from mac_rag.memory.bank import MemoryBank
+    from mac_rag.memory.contents import Contents
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ProjectedBank:
     def __init__(
         self,
         network: AggregationNetwork,
-        bank: MemoryBank,
+        bank: Contents,
         *,
         device: torch.device | str,
         dtype: torch.dtype = torch.float32,
@@ -181,6 +181,8 @@ class ProjectedBank:
     @property
     def prior_keys(self) -> Tensor | None:
         """Keys of the document prior `[K, d_prior]`; None without a document prior."""
+        if self._prior_keys is None and self.network.prior is not None:
+            return torch.empty(0, 0, device=self.device)  # no rows, as one process of several may hold
         return self._prior_keys
 
     @property

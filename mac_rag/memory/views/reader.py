@@ -23,7 +23,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.sharded import ShardedAttention
 
 if TYPE_CHECKING:
-    from mac_rag.memory.bank import MemoryBank
+    from mac_rag.memory.contents import Contents
     from mac_rag.model import MACModel
 
 
@@ -50,14 +50,14 @@ class BankReader:
 
     Args:
         model: the model that reads; its weights must not change while the reader is in use.
-        bank: a bank that this model wrote.
+        bank: a bank that this model wrote, or a snapshot of one.
         config: attention strategy and cache of keys and values.
 
     Raises:
         ConfigError: for preselection with a model that has no document prior.
     """
 
-    def __init__(self, model: MACModel, bank: MemoryBank, config: AttentionConfig) -> None:
+    def __init__(self, model: MACModel, bank: Contents, config: AttentionConfig) -> None:
         if config.strategy == "preselect" and model.aggregation.prior is None:
             raise ConfigError("this model has no document prior to preselect by; choose strategy 'streaming'")
         self.model = model
@@ -67,7 +67,18 @@ class BankReader:
         self._codes: CodebookView | None = None
         self._priors = PriorIndex(exact_rows=config.exact_rows)
         self._recent = RecentQuestions()
-        self._attention: BankAttention = ShardedAttention() if config.strategy == "sharded" else streaming_attention
+        self._shards = ShardedAttention() if config.strategy == "sharded" else None
+        self._attention: BankAttention = self._shards or streaming_attention
+
+    def follow(self, bank: Contents) -> None:
+        """Reads another state of the bank from now on. What is known of rows that both have is kept."""
+        if bank.history != self.bank.history:
+            self._rows, self._codes, self._recent = None, None, RecentQuestions()
+            self._priors = PriorIndex(exact_rows=self.config.exact_rows)
+        self.bank = bank
+        for view in (self._rows, self._codes):
+            if view is not None:
+                view.bank = bank
 
     def aggregate(
         self,
@@ -115,10 +126,12 @@ class BankReader:
             return Aggregated(network(question, selected)[0], discarded)
         if self._by_codes and visible is None:
             return Aggregated(network(question, self._coded(), attention=self._attention)[0], nothing)
-        mask = None if visible is None else visible.to(device).expand(len(questions), -1)
         if self.config.strategy == "hierarchical":
-            view = self._projected()
-            return Aggregated(hierarchical(network, question, view, self.config.subgroup, mask=mask), nothing)
+            view: BankView = self._projected()
+            if visible is not None:  # the groups are formed as if there were no other rows
+                view = view.select(visible.nonzero().T)
+            return Aggregated(hierarchical(network, question, view, self.config.subgroup), nothing)
+        mask = None if visible is None else visible.to(device).expand(len(questions), -1)
         phi, _ = network(question, self._projected(), mask=mask, attention=self._attention)
         return Aggregated(phi, nothing)
 
@@ -154,15 +167,23 @@ class BankReader:
     def document_mass(
         self, questions: Sequence[str], allowed: Container[str] | None = None
     ) -> tuple[list[str], Tensor]:
-        """As `attention_mass`, for each document of the bank; documents that were merged share their entry's equally.
+        """As `attention_mass`, for each document that may be seen; merged documents share their entry's mass equally.
 
         Returns:
-            The document ids, and the mass `[B, documents]` on the CPU; each row sums to 1.
+            The document ids, and the mass `[B, documents]` on the CPU; each row sums to 1. A document that was merged
+            with one that is not allowed is not among them.
         """
         mass = self.attention_mass(questions, allowed).cpu()
-        ids = self.bank.document_ids
+        visible = self._visible(allowed)
+        members = [
+            (row, row_ids)
+            for row, row_ids in enumerate(self.bank.row_members)
+            if visible is None or visible[row].item()
+        ]
+        seen = {document_id for _, row_ids in members for document_id in row_ids}
+        ids = [document_id for document_id in self.bank.document_ids if document_id in seen]
         place = {document_id: index for index, document_id in enumerate(ids)}
-        owners = [(row, place[i], len(members)) for row, members in enumerate(self.bank.row_members) for i in members]
+        owners = [(row, place[document_id], len(row_ids)) for row, row_ids in members for document_id in row_ids]
         rows, documents, shared = (torch.tensor(column) for column in zip(*owners, strict=True))
         return ids, mass.new_zeros(len(questions), len(ids)).index_add_(1, documents, mass[:, rows] / shared)
 
@@ -185,14 +206,20 @@ class BankReader:
 
     def _visible(self, allowed: Container[str] | None) -> Tensor | None:
         """Which rows may be seen, bool `[K]`; a row of several documents only if all are allowed. None for all rows."""
-        if not len(self.bank):
+        if not self._over_shards(len(self.bank)):
             raise BankError("the memory bank is empty; adapt to some documents first")
         if allowed is None:
             return None
-        visible = torch.tensor([all(member in allowed for member in members) for members in self.bank.row_members])
-        if not visible.any():
+        visible = torch.tensor(
+            [all(member in allowed for member in members) for members in self.bank.row_members], dtype=torch.bool
+        )
+        if not self._over_shards(int(visible.sum())):
             raise BankError("none of the documents in the memory bank is among those allowed")
         return visible
+
+    def _over_shards(self, count: int) -> int:
+        """The sum over all processes, which must all go on or all raise; the count itself without shards."""
+        return count if self._shards is None else self._shards.total(count, self.model.device)
 
     def _preselect(self, question: MemoryTokens, visible: Tensor | None) -> tuple[BankView, Tensor, Tensor]:
         """The rows with the highest prior: a view, their numbers `[B, N]`, and the discarded prior `[B]`."""

@@ -1,0 +1,110 @@
+"""Adapts to documents in steps: plans their token ids, makes memory tokens of them, writes these to the bank.
+
+`MACEngine` takes the steps in order, and `mac_rag.sync` keeps the retriever in agreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+from mac_rag.config import BoundConfig
+from mac_rag.data.characters import shown_id
+from mac_rag.data.provenance import Member
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError, DocumentError
+from mac_rag.memory.bank import MemoryBank
+from mac_rag.memory.contents import Contents
+from mac_rag.memory.parts import PART_BITS
+from mac_rag.memory.reduction import BoundedBank
+from mac_rag.model import MACModel
+from mac_rag.progress import progress_bar
+from mac_rag.sync import is_held
+
+Plan: TypeAlias = dict[str, list[list[int]]]  # document id -> token ids of its rows
+
+
+class Adapter:
+    """Writes documents to a bank as memory tokens, without committing.
+
+    Args:
+        model: makes the memory tokens.
+        bound: largest size of the bank, and how to reduce it; None lets it grow.
+    """
+
+    def __init__(self, model: MACModel, bound: BoundConfig | None) -> None:
+        self.model = model
+        self.bound = bound
+        self._bounded: BoundedBank | None = None
+
+    def plan(
+        self,
+        documents: Sequence[Document],
+        bank: Contents,
+        on_long: Literal["chunk", "error"] = "chunk",
+        known: Mapping[str, list[list[int]]] | None = None,
+        *,
+        progress: bool = False,
+    ) -> Plan:
+        """Token ids of the documents that are new to a bank or changed: for each document a row for each chunk.
+
+        Args:
+            documents: documents with unique ids.
+            bank: the bank, or a snapshot of it.
+            on_long: for a document beyond the model's limit: split it into chunks, or raise an error.
+            known: token ids of some of the documents, from an earlier plan.
+            progress: shows a progress bar, which also moves within a long document.
+
+        Raises:
+            DocumentError: for an empty document, one of too many rows for a bank, and with `on_long="error"` one beyond
+                the limit; and as `Member.of`.
+            BankError: for an id that occurs twice; and as `Member.of`.
+        """
+        members: dict[str, Member] = {}
+        for document in documents:
+            member = Member.of(document)
+            if document.id in members:
+                raise BankError(f"document id {shown_id(document.id)} occurs twice; ids must be unique")
+            members[document.id] = member
+        new = [one for one in documents if not is_held(bank, one.id, members[one.id].content_hash)]
+        plan: Plan = {}
+        with progress_bar("split", sum(len(document.text) for document in new), disable=not progress) as bar:
+            for document in new:
+                rows = None if known is None else known.get(document.id)
+                plan[document.id] = self._rows(document, on_long, bar.advance) if rows is None else rows
+        return plan
+
+    def _rows(
+        self, document: Document, on_long: Literal["chunk", "error"], advance: Callable[[int], object]
+    ) -> list[list[int]]:
+        try:
+            rows = self.model.amortization.plan(document.text, whole=on_long == "error", advance=advance)
+            if len(rows) >> PART_BITS:
+                raise DocumentError(f"its {len(rows):,} rows are too many; split it below {1 << PART_BITS:,} rows")
+        except DocumentError as error:
+            raise DocumentError(f"document {shown_id(document.id)}: {error}") from None
+        return rows
+
+    def encode(self, documents: Sequence[Document], plan: Plan) -> Tensor | None:
+        """Memory tokens `[rows, T, D]` of planned documents; None for no documents."""
+        rows = [row for document in documents for row in plan[document.id]]
+        return self.model.amortize_rows(rows) if rows else None
+
+    def put(self, bank: MemoryBank, documents: Sequence[Document], phi: Tensor | None, plan: Plan) -> tuple[str, ...]:
+        """Writes documents to the bank; returns the ids of documents that it forgot to stay within its bound."""
+        if phi is None:
+            return ()
+        rows = [len(plan[document.id]) for document in documents]
+        if self.bound is None:
+            return bank.put(documents, phi, rows)
+        if self._bounded is None or self._bounded.bank is not bank:
+            self._bounded = BoundedBank(bank, self.bound.maximum, self.bound.method, seed=self.bound.seed)
+        return self._bounded.put(documents, phi, rows).forgotten
+
+    def remember(self, bank: MemoryBank, documents: Sequence[Document]) -> None:
+        """All steps at once."""
+        plan = self.plan(documents, bank)
+        new = [document for document in documents if document.id in plan]
+        self.put(bank, new, self.encode(new, plan), plan)

@@ -1,0 +1,152 @@
+"""Documents that are not allowed leave no trace in how a bank is read: it is read as one that never held them.
+
+Not bit by bit: rows are projected and summed in batches, and a sum is rounded by its order. What the order can change
+is below the tolerance.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, distributed, multiprocessing
+
+from mac_rag.config import AttentionConfig
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError
+from mac_rag.memory import MemoryBank
+from mac_rag.memory.views.reader import BankReader
+from mac_rag.model import MACModel
+
+ROUNDING = {"rtol": 1e-4, "atol": 2e-6}
+QUESTIONS = ["Who opened the bridge?", "When did the museum close?"]
+
+
+def random_rows(model: MACModel, rows: int, seed: int) -> Tensor:
+    shape = model.amortize(["text"]).shape[1:]
+    return torch.randn(rows, *shape, generator=torch.Generator().manual_seed(seed))
+
+
+READINGS: dict[str, dict[str, Any]] = {
+    "streaming": {"strategy": "streaming"},
+    "not cached": {"strategy": "streaming", "cache_bytes": 0},
+    "preselect": {"strategy": "preselect", "preselected": 2},
+    "preselect, not cached": {"strategy": "preselect", "preselected": 3, "cache_bytes": 0},
+    "hierarchical": {"strategy": "hierarchical", "subgroup": 2},
+    "hierarchical, not cached": {"strategy": "hierarchical", "subgroup": 3, "cache_bytes": 0},
+}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+@settings(max_examples=25, deadline=None)
+@given(
+    counts=st.lists(st.integers(1, 3), min_size=1, max_size=10),
+    coded=st.booleans(),
+    use_prior=st.booleans(),
+    read_before=st.booleans(),
+    seed=st.integers(0, 9),
+    data=st.data(),
+)
+def test_a_bank_is_read_as_one_that_never_held_the_others(
+    loaded_tiny_model: MACModel,
+    reading: str,
+    counts: list[int],
+    coded: bool,
+    use_prior: bool,
+    read_before: bool,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    model = loaded_tiny_model
+    config = AttentionConfig.model_validate(READINGS[reading])
+    phi = random_rows(model, sum(counts), seed)
+    codebook = random_rows(model, 3, 100).flatten(0, 1) if coded else None
+    documents = [Document(f"d{number}", "") for number in range(len(counts))]
+    ids = st.sampled_from([document.id for document in documents])
+    merged = data.draw(st.sampled_from([(), tuple(data.draw(st.sets(ids, max_size=3)))]))
+    deleted, allowed = data.draw(st.sets(ids, max_size=3)), data.draw(st.sets(ids, min_size=1))
+    bank, fresh = (MemoryBank(model.fingerprint, codebook=codebook) for _ in range(2))
+    bank.put(documents, phi, counts)
+    reader = BankReader(model, bank, config)
+    if read_before:  # so that what is cached of the bank is older than its changes
+        reader.aggregate(QUESTIONS)
+    if merged:
+        bank.merge(merged, random_rows(model, 2, seed + 50))
+    for document_id in deleted:
+        if document_id in bank:
+            bank.delete(document_id)
+    seen = [entry for entry in bank if all(member.document_id in allowed for member in entry.members)]
+    fresh.restore((entry.members, entry.phi) for entry in seen)
+    expected = BankReader(model, fresh, config)
+    model.aggregation.use_prior = use_prior
+    try:
+        if not seen:
+            with pytest.raises(BankError, match=r"none of the documents|is empty"):
+                reader.aggregate(QUESTIONS, allowed)
+            return
+        found, wanted = reader.aggregate(QUESTIONS, allowed), expected.aggregate(QUESTIONS)
+        torch.testing.assert_close(found.phi, wanted.phi, **ROUNDING)
+        torch.testing.assert_close(found.discarded, wanted.discarded, **ROUNDING)
+        if config.strategy != "hierarchical":
+            ids_found, mass = reader.document_mass(QUESTIONS, allowed)
+            ids_wanted, mass_wanted = expected.document_mass(QUESTIONS)
+            assert ids_found == ids_wanted
+            torch.testing.assert_close(mass, mass_wanted, **ROUNDING)
+    finally:
+        model.aggregation.use_prior = True
+
+
+def test_cells_of_a_search_learn_nothing_that_a_restricted_question_reads(loaded_tiny_model: MACModel) -> None:
+    """All documents are searched by FAISS, allowed ones exactly."""
+    pytest.importorskip("faiss")
+    model, config = loaded_tiny_model, {"strategy": "preselect", "preselected": 3}
+    documents = [Document(f"d{number}", "") for number in range(60)]
+    phi = random_rows(model, 60, 0)
+    bank, fresh = MemoryBank(model.fingerprint), MemoryBank(model.fingerprint)
+    bank.put(documents, phi)
+    fresh.put(documents[5::6], phi[5::6])
+    reader = BankReader(model, bank, AttentionConfig.model_validate({**config, "exact_rows": 20}))
+    reader.aggregate(QUESTIONS)
+    found = reader.aggregate(QUESTIONS, {document.id for document in documents[5::6]})
+    wanted = BankReader(model, fresh, AttentionConfig.model_validate(config)).aggregate(QUESTIONS)
+    torch.testing.assert_close(found.phi, wanted.phi, **ROUNDING)
+    torch.testing.assert_close(found.discarded, wanted.discarded, **ROUNDING)
+
+
+SHARDS = ([0, 1, 2], [3, 4])  # documents of each process
+
+
+def _shard(rank: int, checkpoint: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=len(SHARDS))
+    model = MACModel.from_pretrained(checkpoint, device="cpu")
+    phi = random_rows(model, 5, 0)
+    bank = MemoryBank(model.fingerprint)
+    bank.put([Document(f"d{number}", "") for number in SHARDS[rank]], phi[SHARDS[rank]])
+    reader = BankReader(model, bank, AttentionConfig(strategy="sharded"))
+    results = {name: reader.aggregate(QUESTIONS, {name}).phi for name in ("d1", "d3")}  # in one of the processes each
+    with pytest.raises(BankError, match="none of the documents"):  # in all processes: none waits for another
+        reader.aggregate(QUESTIONS, {"nobody"})
+    for name in ("d3", "d4"):
+        if name in bank:
+            bank.delete(name)
+    results["left"] = BankReader(model, bank, AttentionConfig(strategy="sharded")).aggregate(QUESTIONS).phi
+    save_file(results, f"{folder}/{rank}.safetensors")
+    distributed.destroy_process_group()
+
+
+@pytest.mark.long
+def test_processes_that_hold_none_of_the_allowed_documents_take_part(
+    loaded_tiny_model: MACModel, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    multiprocessing.spawn(_shard, (str(tiny_checkpoint), str(tmp_path)), nprocs=len(SHARDS))
+    phi = random_rows(loaded_tiny_model, 5, 0)
+    for rank in range(len(SHARDS)):
+        results = load_file(tmp_path / f"{rank}.safetensors")
+        for name, rows in (("d1", phi[1:2]), ("d3", phi[3:4]), ("left", phi[:3])):
+            torch.testing.assert_close(results[name], loaded_tiny_model.aggregate(QUESTIONS, rows), **ROUNDING)
