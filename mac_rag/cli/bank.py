@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mac_rag.cli.options import BankOption, FolderOption, RetrieverOption, open_retriever
+from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
+from mac_rag.printable import printable
 
 if TYPE_CHECKING:
     from mac_rag.memory.bank import MemoryBank
@@ -22,15 +24,15 @@ app = typer.Typer(
 def info(bank: BankOption) -> None:
     """Show the size of a bank, and which model wrote it."""
     with _open(bank) as opened:
-        typer.echo(f"documents      {len(opened):,}")
+        say(f"documents      {len(opened):,}")
         if opened.row_shape is not None:
             rows, (tokens, width) = len(opened.row_keys), opened.row_shape
-            typer.echo(f"memory tokens  {rows * tokens:,} of width {width} ({tokens} for each of {rows:,} rows)")
+            say(f"memory tokens  {rows * tokens:,} of width {width} ({tokens} for each of {rows:,} rows)")
         if opened.codebook is not None:
-            typer.echo(f"codebook       {len(opened.codebook):,} codes")
+            say(f"codebook       {len(opened.codebook):,} codes")
         size = sum(file.stat().st_size for file in bank.iterdir() if file.is_file())
-        typer.echo(f"on disk        {size / 2**20:,.1f} MiB")
-        typer.echo(f"model          {opened.fingerprint}")
+        say(f"on disk        {size / 2**20:,.1f} MiB")
+        say(f"model          {opened.fingerprint}")
 
 
 @app.command("list")
@@ -40,7 +42,7 @@ def list_documents(bank: BankOption) -> None:
 
     with _open(bank) as opened:
         for record in _records(opened):
-            typer.echo(json.dumps(record, ensure_ascii=False))
+            say(json.dumps(record, ensure_ascii=False))
 
 
 @app.command()
@@ -73,11 +75,11 @@ def delete(
         deletion = SyncedBank(opened, text_retriever).delete(document_ids, persist=persist)
         remaining = len(opened)
     merged = [document_id for document_id in deletion.from_bank if document_id not in document_ids]
-    typer.echo(f"{len(deletion.from_bank)} deleted; {bank} holds {remaining} documents")
+    say(f"{len(deletion.from_bank)} deleted; {bank} holds {remaining} documents")
     if merged:
-        typer.echo(f"also deleted, because they were merged with these: {', '.join(merged)}")
+        say(f"also deleted, because they were merged with these: {', '.join(merged)}")
     if text_retriever is not None:
-        typer.echo(f"{len(deletion.from_retriever)} deleted from {retriever}, which holds {len(text_retriever)}")
+        say(f"{len(deletion.from_retriever)} deleted from {retriever}, which holds {len(text_retriever)}")
 
 
 @app.command()
@@ -85,7 +87,7 @@ def compact(bank: BankOption) -> None:
     """Rewrite a bank, so that no byte of deleted documents remains on disk."""
     with _open(bank, write=True) as opened:
         opened.compact()
-        typer.echo(f"{bank} holds {len(opened)} documents and nothing else")
+        say(f"{bank} holds {len(opened)} documents and nothing else")
 
 
 @app.command()
@@ -94,7 +96,7 @@ def verify(bank: BankOption) -> None:
     from mac_rag.memory.storage.repair import verify as check
 
     report = check(bank)
-    typer.echo(report)
+    say(report, lines=True)
     if not report.clean:
         raise typer.Exit(1)
 
@@ -117,7 +119,7 @@ def repair(
     """
     from mac_rag.memory.storage.repair import repair as mend
 
-    typer.echo(mend(bank, into))
+    say(mend(bank, into), lines=True)
 
 
 @app.command()
@@ -128,7 +130,7 @@ def backup(
     """Copy the last commit of a bank, also while another process writes to it. The copy is a bank like any other."""
     from mac_rag.memory.storage.backup import backup as copy
 
-    typer.echo(f"{copy(bank, output):,} documents copied to {output}")
+    say(f"{copy(bank, output):,} documents copied to {output}")
 
 
 @app.command()
@@ -142,7 +144,7 @@ def restore(
     """Put a backup back: into a new folder, or with --replace in place of what a bank holds now."""
     from mac_rag.memory.storage.backup import restore as put_back
 
-    typer.echo(f"{put_back(source, bank, replace=replace):,} documents restored to {bank}")
+    say(f"{put_back(source, bank, replace=replace):,} documents restored to {bank}")
 
 
 @app.command()
@@ -161,9 +163,9 @@ def export(
         phi = opened.phi
         output.mkdir(parents=True, exist_ok=True)
         save_file({"phi": phi.contiguous()}, output / "memory.safetensors")
-        lines = [json.dumps(record, ensure_ascii=False) for record in _records(opened)]
+        lines = [printable(json.dumps(record, ensure_ascii=False)) for record in _records(opened)]
         (output / "documents.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        typer.echo(f"{len(lines)} entries written to {output}")
+        say(f"{len(lines)} entries written to {output}")
 
 
 def _open(bank: Path, *, write: bool = False) -> MemoryBank:

@@ -30,6 +30,7 @@ from mac_rag.memory.storage.manifest import MANIFEST, MANIFEST_COPY, Manifest, S
 from mac_rag.memory.storage.newest import older_manifest
 from mac_rag.memory.storage.record_lines import RecordLine
 from mac_rag.memory.storage.segment import dtype_of, entry_ids, fault_of, read_segment
+from mac_rag.printable import printable
 from mac_rag.untrusted_files import MalformedError, is_hole, open_file, read_at
 
 
@@ -67,7 +68,7 @@ class Report:
         lost = len(self.lost) + self.unnamed
         if lost:
             lines.append(f"lost: {lost:,}; adapt to them again:")
-            lines += [f"  {document_id}" for document_id in self.lost]
+            lines += [f"  {printable(document_id)}" for document_id in self.lost]
         if self.unnamed:
             lines.append(f"  and {self.unnamed:,} whose ids are lost too")
         if self.quarantine is not None:

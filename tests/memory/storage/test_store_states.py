@@ -20,7 +20,7 @@ from mac_rag.memory.storage import store
 from mac_rag.memory.storage.repair import verify
 from tests.memory.helpers import TOKENS, WIDTH, fast_folder
 
-IDS = ["a", "b", "ü/../c", "", "\ud800", "f"]
+IDS = ["a", "b", "ü/../c", "\x1b[2J\n\x85", "\u202e\u2028 👩‍👩‍👧", "f"]
 
 ids = st.sampled_from(IDS)
 
