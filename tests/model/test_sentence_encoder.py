@@ -173,7 +173,7 @@ def test_no_strategy_attends_to_lexical_vectors(lexical: MACModel, strategy: Any
     config = AttentionConfig(strategy=strategy, preselected=3, subgroup=3)
     engine = MACEngine(lexical, attention=config)
     engine.adapt([Document(str(number), text) for number, text in enumerate(TEXTS)])
-    found = engine._current().aggregate(QUESTIONS).phi
+    found = engine.aggregate(QUESTIONS)
     with torch.no_grad():
         bank, asked = lexical.project(lexical.amortize(TEXTS)), encoded_questions(lexical)
         expected, _ = lexical.aggregation(asked, bank, attention=direct_attention)
