@@ -91,8 +91,22 @@ def test_a_duplicate_id_in_one_call(engine: MACEngine) -> None:
 
 
 def test_an_endless_word_is_read_in_chunks(engine: MACEngine) -> None:
-    assert engine.adapt([Document("word", "Ab3/" * 250_000)]).rows > 100
+    assert engine.adapt([Document("word", "Ab3/" * 10_000)]).rows > 10
     assert engine.bank.document_ids == ["word"]
+
+
+def test_a_document_of_too_many_rows_is_refused_before_anything_is_written(engine: MACEngine) -> None:
+    engine.model.amortization.max_tokens = 4  # one character of three bytes, and the token in front
+    with pytest.raises(DocumentError, match="'endless': its 65,536 rows are too many"):
+        engine.adapt([Document("before", "a"), Document("endless", "漢" * 65_536)])
+    assert len(engine.bank) == 0
+
+
+def test_splitting_has_a_progress_bar(engine: MACEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    engine.adapt([Document("long", "A storm has hit Wunville. " * 500)], progress=True)
+    assert "split:" in capsys.readouterr().err
+    engine.adapt([Document("other", "A storm has hit Wunville. " * 500)])
+    assert "split:" not in capsys.readouterr().err
 
 
 def test_forgetting_is_never_having_known(engine: MACEngine, tiny_model: MACModel) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mac_rag.config import MACConfig
+from mac_rag.data.characters import fault_of, shown
 from mac_rag.errors import ConfigError, DocumentError, PromptError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
@@ -65,12 +66,14 @@ class GenerationMixin:
             max_new_tokens: longest answer, which must fit too; None for the configured length.
 
         Raises:
-            DocumentError: for an empty question, or a prompt beyond the window.
+            DocumentError: for an empty question, a text with half of a surrogate pair or NUL, or a prompt beyond the
+                window.
         """
         if isinstance(question, FittedPrompt):
             return question
         room = self.context_window - (max_new_tokens or self.config.max_new_tokens)
         question_ids = self.input_encoder.ids(question)  # checks the question, even if no memory is used
+        _check_each(contexts, "document")
         fitted = self.base_lm.prompts.fit_to_window(question, contexts, room)
         if len(fitted.ids) > room or (fitted.truncated and overflow == "error"):
             used = len(self.base_lm.prompts.prompt(question, contexts))
@@ -99,12 +102,14 @@ class GenerationMixin:
 
         Raises:
             ConfigError: for another prompt format.
+            DocumentError: for a message with half of a surrogate pair or NUL.
             PromptError: for a conversation that the chat template refuses, or that is beyond the window.
         """
         prompts = self.base_lm.prompts
         if not isinstance(prompts, ChatPromptEncoder):
             raise ConfigError("prompt.chat is false, but only a chat reads conversations; set it and train the model")
         room = self.context_window - (max_new_tokens or self.config.max_new_tokens)
+        _check_each([message.text for message in messages], "message")
         asked = messages[-1].text if question is None and messages else question or ""
         fitted = prompts.fit_conversation(messages, asked, contexts, room)
         if len(fitted.ids) > room:
@@ -231,3 +236,15 @@ class GenerationMixin:
     @torch.no_grad()
     def _modulation(self, phi: Tensor | None) -> Modulation | None:
         return None if phi is None else self.modulation(phi)
+
+
+def _check_each(texts: Sequence[str], kind: str) -> None:
+    """Checks the characters of documents or messages before a template surrounds them, so that errors can place them.
+
+    Raises:
+        DocumentError: names the text by its kind and number, and the place in it.
+    """
+    for number, text in enumerate(texts, 1):
+        fault = fault_of(text)
+        if fault is not None:
+            raise DocumentError(f"{kind} {number} of {len(texts)} in the prompt: {fault} (it begins {shown(text)})")

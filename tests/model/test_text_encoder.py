@@ -44,6 +44,15 @@ def test_splitting_loses_nothing_and_keeps_the_limit(
     assert all(len(encoder.ids(chunk)) <= limit for chunk in chunks)
 
 
+def test_progress_within_a_text_adds_up_to_its_length(encoder: TextEncoder) -> None:
+    text = "  " + "The mill in Velmont has opened. " * 2000
+    steps: list[int] = []
+    rows = encoder.plan(text, advance=steps.append)
+    assert sum(steps) == len(text)
+    assert len(steps) > len(rows) > 10
+    assert max(steps) < len(text) / 10
+
+
 def test_sentences_stay_whole_where_they_can(encoder: TextEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     sentences = ["The mill in Velmont has opened.", "It cost a lot of money.", "Nobody knows who paid for it."]
     longest = max(len(encoder.ids(sentence)) for sentence in sentences)
