@@ -5,8 +5,9 @@ Rows are in the order of their entries' sequence numbers, so new rows come behin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mac_rag.data.provenance import Member
 from mac_rag.errors import BankError, FingerprintError
-from mac_rag.memory.parts import Part, PlacedRecord
+from mac_rag.memory.parts import Part, PlacedRecord, Texts
 from mac_rag.memory.quantizer import nearest_codes
 from mac_rag.memory.records import Record
 
@@ -42,12 +43,22 @@ class BankEntry:
     members: tuple[Member, ...]
     sequence: int
     _tokens: Tensor = field(repr=False, compare=False)
+    _texts: Callable[[], Texts] = field(repr=False, compare=False)
     _codebook: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def phi(self) -> Tensor:
         """Memory tokens `[rows, T, D]` of the entry, read at each access."""
         return _decoded(self._tokens, self._codebook).clone()
+
+    @property
+    def texts(self) -> Texts:
+        """The kept text of each member, read at each access; None where the bank keeps none, or a repair lost it.
+
+        Raises:
+            DamageError: when the file of the texts is damaged.
+        """
+        return self._texts()
 
     @property
     def document_id(self) -> str:
@@ -73,11 +84,13 @@ class Contents:
         codebook: `[C, D]` if the parts hold codes; None if they hold memory tokens.
 
     Attributes:
+        keep_texts: True if the bank keeps the texts of its documents.
         version: a number that grows with every change of the bank.
         history: a number that grows when the bank on disk turns out not to continue the one that was read before, as
             after the return of a backup. Only within one history does the key of a row say which row it is.
     """
 
+    keep_texts = False
     version = 0
     history = 0
 
@@ -122,7 +135,8 @@ class Contents:
 
     def _entry(self, part: Part, placed: PlacedRecord) -> BankEntry:
         record, start = placed
-        return BankEntry(record.members, record.sequence, part.tokens[start : start + record.rows], self.codebook)
+        tokens = part.tokens[start : start + record.rows]
+        return BankEntry(record.members, record.sequence, tokens, partial(part.texts, record), self.codebook)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -265,7 +279,7 @@ class Snapshot(Contents):
 
     def __init__(self, bank: Contents, parts: Sequence[Part], sequences: dict[str, int]) -> None:
         super().__init__(bank.fingerprint, bank.codebook)
-        self.version, self.history = bank.version, bank.history
+        self.version, self.history, self.keep_texts = bank.version, bank.history, bank.keep_texts
         self._hold(parts)
         self._sequences = sequences
 

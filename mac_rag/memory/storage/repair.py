@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.errors import BankError, DamageError
-from mac_rag.memory.parts import Part
+from mac_rag.memory.parts import Part, Texts
 from mac_rag.memory.records import Record
 from mac_rag.memory.storage import record_lines
 from mac_rag.memory.storage.codebook_file import read_codebook
@@ -39,6 +39,7 @@ from mac_rag.memory.storage.manifest import (
 from mac_rag.memory.storage.record_lines import RecordLine
 from mac_rag.memory.storage.segment import Segment, dtype_of, entry_ids, fault_of, read_segment
 from mac_rag.memory.storage.store import Store
+from mac_rag.memory.storage.texts_file import text_of, undamaged_texts
 from mac_rag.untrusted_files import MalformedError, is_hole, open_file, read_at
 
 
@@ -52,6 +53,7 @@ class Report:
         damage: one message for each damaged file.
         lost: ids of the documents that are damaged, or that a repair has dropped.
         unnamed: number of lost entries whose ids are lost as well.
+        textless: ids of the documents that keep their memory tokens, and lose the text that the bank kept.
         repaired: True if the damage has been repaired.
     """
 
@@ -60,6 +62,7 @@ class Report:
     damage: tuple[str, ...]
     lost: tuple[str, ...]
     unnamed: int
+    textless: tuple[str, ...] = ()
     repaired: bool = False
 
     @property
@@ -77,6 +80,9 @@ class Report:
             lines += [f"  {document_id}" for document_id in self.lost]
         if self.unnamed:
             lines.append(f"  and {self.unnamed:,} whose ids are lost too")
+        if self.textless:
+            lines.append(f"only the kept text is lost: {len(self.textless):,}; to keep it again, delete and adapt:")
+            lines += [f"  {document_id}" for document_id in self.textless]
         if not self.repaired:
             lines.append("repair the bank to keep those that are not damaged")
         return "\n".join(lines)
@@ -108,12 +114,14 @@ class _Remains:
         damage: one message for each damaged file.
         lost: ids of the damaged documents.
         unnamed: number of lost entries whose ids are lost as well.
+        textless: ids of its documents whose text is lost, and only that.
     """
 
     part: Part
     damage: list[str]
     lost: list[str]
     unnamed: int
+    textless: list[str]
 
 
 def verify(folder: str | Path) -> Report:
@@ -186,6 +194,7 @@ def _examine(folder: Path) -> _Findings:
         damage=(*damage, *(message for each in remains for message in each.damage)),
         lost=tuple(dict.fromkeys(lost)),
         unnamed=sum(each.unnamed for each in remains),
+        textless=tuple(name for each in remains for name in each.textless if name not in lost),
     )
     return _Findings(manifest, parts, None if codebook is None else codebook[1], report)
 
@@ -226,7 +235,9 @@ def _codebook(folder: Path, manifest: Manifest, damage: list[str]) -> tuple[Tens
 def _remains(folder: Path, info: SegmentInfo) -> _Remains:
     """What is left of a segment: the segment, or its undamaged entries in memory."""
     try:
-        return _Remains(read_segment(folder, info), [], [], 0)
+        segment = read_segment(folder, info)
+        segment.check_texts()
+        return _Remains(segment, [], [], 0, [])
     except (DamageError, FileNotFoundError) as error:
         fault = str(error)
     damage: list[str] = []
@@ -240,6 +251,9 @@ def _remains(folder: Path, info: SegmentInfo) -> _Remains:
                 (info.records_file, info.records, None),
             )
         )
+        texts: dict[str, str] = {}
+        if info.texts is not None:
+            texts = undamaged_texts(_unlike(folder / info.texts_file, info.texts, None, damage, opened))
         for line in record_lines.undamaged(lines):
             ids[line.record.sequence] = line.record.document_ids
             rows = _rows(tokens, info, line)
@@ -250,11 +264,18 @@ def _remains(folder: Path, info: SegmentInfo) -> _Remains:
     for sequence in info.tombstones:
         undamaged.pop(sequence, None)
     lost = set(ids).difference(undamaged, info.tombstones)
+    kept = {
+        sequence: tuple(text_of(member, texts.get(member.document_id)) for member in record.members)
+        for sequence, (record, _) in undamaged.items()
+    }
+    members = [member for sequence in sorted(undamaged) for member in undamaged[sequence][0].members]
+    has_text = [text is not None for sequence in sorted(undamaged) for text in kept[sequence]]
     return _Remains(
-        _part([undamaged[sequence] for sequence in sorted(undamaged)], info.shape),
+        _part([undamaged[sequence] for sequence in sorted(undamaged)], info.shape, kept),
         damage or [fault],  # files that are what was written, and say what cannot be true
         lost=[document_id for sequence in sorted(lost) for document_id in ids[sequence]],
         unnamed=max(0, info.entries - len(set(ids).union(info.tombstones))),
+        textless=[member.document_id for member, has in zip(members, has_text) if info.texts is not None and not has],
     )
 
 
@@ -306,9 +327,10 @@ def _ids_in_header(tokens: BinaryIO, offset: int) -> dict[int, tuple[str, ...]]:
         return {}
 
 
-def _part(entries: Sequence[tuple[Record, bytes]], shape: Sequence[int]) -> Part:
-    """A part in memory with these records and their rows."""
+def _part(entries: Sequence[tuple[Record, bytes]], shape: Sequence[int], texts: Mapping[int, Texts]) -> Part:
+    """A part in memory with these records, their rows and their texts."""
     if not entries:
         return Part(torch.empty(0), ())
     data = bytearray(b"".join(rows for _, rows in entries))
-    return Part(torch.frombuffer(data, dtype=dtype_of(shape)).view(-1, *shape[1:]), [record for record, _ in entries])
+    rows = torch.frombuffer(data, dtype=dtype_of(shape)).view(-1, *shape[1:])
+    return Part(rows, [record for record, _ in entries], texts)
