@@ -1,4 +1,4 @@
-"""`mac-rag bank`: inspect a memory bank on disk, delete from it, check and repair it. No command loads a MAC model."""
+"""`mac-rag bank`: inspect a memory bank on disk, delete from it, check and repair it. Only `rebuild` loads a model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mac_rag.cli import rebuild
 from mac_rag.cli.options import BankOption, FolderOption, RetrieverOption, open_retriever
 from mac_rag.errors import ConfigError
+from mac_rag.shipped_models import version_of
 
 if TYPE_CHECKING:
     from mac_rag.memory.bank import MemoryBank
 
 app = typer.Typer(no_args_is_help=True, help="Inspect a memory bank, delete from it, check, repair and export it.")
+app.command()(rebuild.rebuild)
 
 
 @app.command()
@@ -28,7 +31,9 @@ def info(bank: BankOption) -> None:
             typer.echo(f"codebook       {len(opened.codebook):,} codes")
         size = sum(file.stat().st_size for file in bank.iterdir() if file.is_file())
         typer.echo(f"on disk        {size / 2**20:,.1f} MiB")
-        typer.echo(f"model          {opened.fingerprint}")
+        typer.echo(f"texts          {'kept' if opened.keep_texts else 'not kept'}")
+        version = version_of(opened.fingerprint)
+        typer.echo(f"model          {f'{version}, ' if version else ''}{opened.fingerprint}")
 
 
 @app.command("list")
@@ -110,7 +115,10 @@ def export(
     bank: BankOption,
     output: Annotated[Path, typer.Option(help="A new or empty folder.", file_okay=False)],
 ) -> None:
-    """Export a bank to open formats: `documents.jsonl`, and all rows in that order in `memory.safetensors` (`phi`)."""
+    """Export a bank to open formats: `documents.jsonl`, and all rows in that order in `memory.safetensors` (`phi`).
+
+    Of a bank that keeps texts, the documents have their texts.
+    """
     import json
 
     from safetensors.torch import save_file
@@ -121,9 +129,10 @@ def export(
         phi = opened.phi
         output.mkdir(parents=True, exist_ok=True)
         save_file({"phi": phi.contiguous()}, output / "memory.safetensors")
-        lines = [json.dumps(record, ensure_ascii=False) for record in _records(opened)]
+        lines = [json.dumps(record) for record in _records(opened, with_texts=opened.keep_texts)]
         (output / "documents.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        typer.echo(f"{len(lines)} entries written to {output}")
+        texts = "with their texts" if opened.keep_texts else "without texts, which this bank does not keep"
+        typer.echo(f"{len(lines)} entries written to {output}, {texts}")
 
 
 def _open(bank: Path, *, write: bool = False) -> MemoryBank:
@@ -132,7 +141,7 @@ def _open(bank: Path, *, write: bool = False) -> MemoryBank:
     return MemoryBank.open(bank, write=write)
 
 
-def _records(bank: MemoryBank) -> list[dict[str, object]]:
+def _records(bank: MemoryBank, *, with_texts: bool = False) -> list[dict[str, object]]:
     """One record per entry: the number of its rows, and its document, or the documents that were merged into it."""
     return [
         {
@@ -143,8 +152,9 @@ def _records(bank: MemoryBank) -> list[dict[str, object]]:
                     "content_hash": member.content_hash,
                     "added": member.added,
                     "metadata": dict(member.metadata),
+                    **({"text": text} if with_texts else {}),
                 }
-                for member in entry.members
+                for member, text in zip(entry.members, entry.texts if with_texts else (None,) * len(entry.members))
             ],
         }
         for entry in bank

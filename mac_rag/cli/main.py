@@ -73,6 +73,13 @@ def adapt(
     ] = "nearest-averaging",
     retriever: RetrieverOption = "none",
     retriever_folder: FolderOption = None,
+    keep_texts: Annotated[
+        bool,
+        typer.Option(
+            "--keep-texts",
+            help="Make a bank that keeps the texts too, so that `bank rebuild` can make one for another model.",
+        ),
+    ] = False,
     device_map: DeviceMapOption = None,
 ) -> None:
     """Remember documents in a bank. With --retriever, store their texts in the retriever as well.
@@ -84,6 +91,8 @@ def adapt(
 
     A document with a known id replaces the older version; an unchanged document costs nothing. The bank is saved every
     few hundred documents. If the command is interrupted, run it again.
+
+    Whether a bank keeps texts is decided when it is created; later calls need not repeat --keep-texts.
     """
     from mac_rag.config import BoundConfig
     from mac_rag.data.readers import read_documents
@@ -99,10 +108,15 @@ def adapt(
     opened = MemoryBank.open(bank, write=True) if MemoryBank.exists(bank) else None
     if opened is None and not is_vacant(bank):
         raise ConfigError(f"{bank} holds other files and no memory bank; choose a new or empty folder for --bank")
+    if opened is not None and keep_texts and not opened.keep_texts:
+        raise ConfigError(
+            f"{bank} was created without --keep-texts and holds no texts of its documents; leave the option out, or "
+            "make a new bank with it: by adapting to all documents again, or by mac-rag bank rebuild --keep-texts"
+        )
     loaded = MACModel.from_pretrained(model, device_map=device_map)
     engine = MACEngine(
         loaded,
-        opened or MemoryBank.create_on_commit(bank, loaded.fingerprint),
+        opened or MemoryBank.create_on_commit(bank, loaded.fingerprint, keep_texts=keep_texts),
         text_retriever,
         bound=None if max_entries is None else BoundConfig(maximum=max_entries, method=reduction),
     )

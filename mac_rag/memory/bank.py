@@ -63,8 +63,6 @@ class MemoryBank(Contents):
         ['museum']
     """
 
-    folder: Path | None = None
-
     def __init__(self, fingerprint: str, *, codebook: Tensor | None = None, keep_texts: bool = False) -> None:
         super().__init__(fingerprint, None if codebook is None else codebook.detach().to("cpu", torch.float32).clone())
         self.keep_texts = keep_texts

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory.parts import Part, PlacedRecord, Texts
 from mac_rag.memory.quantizer import nearest_codes
 from mac_rag.memory.records import Record
+from mac_rag.shipped_models import describe, version_of
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,14 @@ class Contents:
         codebook: `[C, D]` if the parts hold codes; None if they hold memory tokens.
 
     Attributes:
+        folder: folder of a bank on disk; None for a bank in memory.
         keep_texts: True if the bank keeps the texts of its documents.
         version: a number that grows with every change of the bank.
         history: a number that grows when the bank on disk turns out not to continue the one that was read before, as
             after the return of a backup. Only within one history does the key of a row say which row it is.
     """
 
+    folder: Path | None = None
     keep_texts = False
     version = 0
     history = 0
@@ -107,9 +111,12 @@ class Contents:
             FingerprintError: when the fingerprints differ; names both.
         """
         if fingerprint != self.fingerprint:
+            writer, reader = version_of(self.fingerprint), version_of(fingerprint)
             raise FingerprintError(
-                f"this bank was written by model {self.fingerprint[:12]} and cannot be read by model "
-                f"{fingerprint[:12]}; load the model that wrote it, or adapt the documents again into a new bank"
+                f"{self.folder or 'this bank'} was written by {describe(self.fingerprint)} and cannot be read by "
+                f"{describe(fingerprint)}; use {f'--model {writer}' if writer else 'the model that wrote it'}, or make "
+                f"a new bank for this one: mac-rag bank rebuild --bank {self.folder or 'BANK'} --into NEW --model "
+                f"{reader.partition('@')[0] if reader else 'MODEL'}"
             )
 
     def _hold(self, parts: Sequence[Part]) -> None:
@@ -279,7 +286,8 @@ class Snapshot(Contents):
 
     def __init__(self, bank: Contents, parts: Sequence[Part], sequences: dict[str, int]) -> None:
         super().__init__(bank.fingerprint, bank.codebook)
-        self.version, self.history, self.keep_texts = bank.version, bank.history, bank.keep_texts
+        self.version, self.history = bank.version, bank.history
+        self.folder, self.keep_texts = bank.folder, bank.keep_texts
         self._hold(parts)
         self._sequences = sequences
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mac_rag.atomic_files import sync_folder, write_file
+from mac_rag.data.provenance import Member
 from mac_rag.errors import BankError, DamageError
 from mac_rag.memory.parts import Part, Texts
 from mac_rag.memory.records import Record
@@ -39,7 +40,7 @@ from mac_rag.memory.storage.manifest import (
 from mac_rag.memory.storage.record_lines import RecordLine
 from mac_rag.memory.storage.segment import Segment, dtype_of, entry_ids, fault_of, read_segment
 from mac_rag.memory.storage.store import Store
-from mac_rag.memory.storage.texts_file import text_of, undamaged_texts
+from mac_rag.memory.storage.texts_file import undamaged_texts
 from mac_rag.untrusted_files import MalformedError, is_hole, open_file, read_at
 
 
@@ -265,7 +266,7 @@ def _remains(folder: Path, info: SegmentInfo) -> _Remains:
         undamaged.pop(sequence, None)
     lost = set(ids).difference(undamaged, info.tombstones)
     kept = {
-        sequence: tuple(text_of(member, texts.get(member.document_id)) for member in record.members)
+        sequence: tuple(_text(member, texts) for member in record.members)
         for sequence, (record, _) in undamaged.items()
     }
     members = [member for sequence in sorted(undamaged) for member in undamaged[sequence][0].members]
@@ -317,6 +318,12 @@ def _rows(tokens: BinaryIO, info: SegmentInfo, line: RecordLine) -> bytes | None
     if hashlib.sha256(rows).hexdigest() != line.checksum or fault_of(rows, dtype_of(info.shape)) is not None:
         return None
     return rows
+
+
+def _text(member: Member, texts: Mapping[str, str]) -> str | None:
+    """The text of a document, if it is what was written."""
+    text = texts.get(member.document_id)
+    return text if text is not None and member.matches(text) else None
 
 
 def _ids_in_header(tokens: BinaryIO, offset: int) -> dict[int, tuple[str, ...]]:

@@ -47,6 +47,7 @@ from mac_rag.memory.storage.manifest import (
     write_manifest,
 )
 from mac_rag.memory.storage.segment import Segment, read_segment, write_segment
+from mac_rag.shipped_models import describe
 from mac_rag.untrusted_files import MalformedError
 
 # Segments are not merged beyond this many bytes, so that no commit copies much.
@@ -213,8 +214,8 @@ class Store:
                 return False
             if manifest.fingerprint != self.manifest.fingerprint:
                 raise FingerprintError(
-                    f"{self.folder} was written by model {self.manifest.fingerprint[:12]} and has been replaced by a "
-                    f"bank of model {manifest.fingerprint[:12]}; open it again, with that model"
+                    f"{self.folder} was written by {describe(self.manifest.fingerprint)} and has been replaced by a "
+                    f"bank of {describe(manifest.fingerprint)}; open it again, with that model"
                 )
             codebook = self.codebook
             if manifest.codebook != self.manifest.codebook:

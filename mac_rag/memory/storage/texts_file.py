@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mac_rag.atomic_files import sealed
-from mac_rag.data.provenance import Member, content_hash
-from mac_rag.data.types import Document
+from mac_rag.data.provenance import Member
 from mac_rag.errors import BankError
 from mac_rag.memory.storage.record_lines import LONGEST_LINE, sealed_lines
 from mac_rag.untrusted_files import MalformedError, NulError, open_file, parse_json
@@ -54,7 +53,7 @@ class TextsFile:
         if line is None:
             return None
         text: str = _fields(self._bytes[line])["text"]
-        if text_of(member, text) is None:
+        if not member.matches(text):
             raise MalformedError(f"the text of document {member.document_id[:200]!r} is not what was adapted to")
         return text
 
@@ -98,13 +97,6 @@ def text_line(document_id: str, text: str) -> bytes:
             "bank keeps of one; split it, or use a bank that keeps no texts"
         )
     return data + b"\n"
-
-
-def text_of(member: Member, text: str | None) -> str | None:
-    """The text, if it is the one that a document's content hash was made of."""
-    if text is None or content_hash(Document(member.document_id, text, member.metadata)) != member.content_hash:
-        return None
-    return text
 
 
 def undamaged_texts(file: BinaryIO) -> dict[str, str]:
