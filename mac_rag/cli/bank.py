@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mac_rag.cli import rebuild
 from mac_rag.cli.options import BankOption, FolderOption, RetrieverOption, open_retriever
 from mac_rag.errors import ConfigError
 from mac_rag.shipped_models import version_of
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from mac_rag.memory.bank import MemoryBank
 
 app = typer.Typer(no_args_is_help=True, help="Inspect a memory bank, delete from it, check, repair and export it.")
-app.command()(rebuild.rebuild)
 
 
 @app.command()

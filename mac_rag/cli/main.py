@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mac_rag import DEFAULT_MODEL
-from mac_rag.cli import bank, fetch, try_out
+from mac_rag.cli import bank, fetch, rebuild, try_out
 from mac_rag.cli.options import (
     BankOption,
     DeviceMapOption,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mac_rag.engine import MACEngine
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+bank.app.command()(rebuild.rebuild)
 app.add_typer(bank.app, name="bank")
 app.command("try")(try_out.try_out)
 app.command()(fetch.fetch)

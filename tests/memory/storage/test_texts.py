@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from mac_rag.atomic_files import sealed
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DamageError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.storage.repair import repair, verify
-from tests.memory.helpers import memory
+from tests.memory.helpers import fast_folder, memory
 
 TEXTS = {"a": "The bridge opened.", "b": "Für\ud800 alle\n\0 Fälle", "c": ""}
 
@@ -126,6 +129,33 @@ def test_damaged_texts_cost_no_memory_tokens(folder: Path, damage: str) -> None:
     assert texts(MemoryBank.open(bank)) == {name: None if name in lost else text for name, text in TEXTS.items()}
 
 
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_damage_costs_the_texts_that_it_hits_and_no_others(data: st.DataObject) -> None:
+    with fast_folder() as folder:
+        bank = filled(folder)
+        file = texts_file(bank)
+        written = file.read_bytes()
+        start = data.draw(st.integers(0, len(written) - 1))
+        stop = data.draw(st.integers(start + 1, len(written)))
+        put = data.draw(st.binary(max_size=20))
+        file.write_bytes(written[:start] + put + written[stop:])
+        ends = [place for place, byte in enumerate(written) if byte == 10]
+        begins = [0, *(end + 1 for end in ends)]
+        hit = {name for name, begin, end in zip(TEXTS, begins, ends) if begin < stop and start < end}
+        beside = {name for name, begin, end in zip(TEXTS, begins, ends) if begin <= stop and start <= end}
+        found = verify(bank)
+        assert found.clean == (file.read_bytes() == written)
+        assert found.lost == ()
+        if not found.clean:
+            assert set(found.textless) <= beside
+            assert hit <= set(found.textless) or len(put) == stop - start
+            repair(bank)
+        assert verify(bank).clean
+        kept = texts(MemoryBank.open(bank))
+        assert kept == {name: None if name in found.textless else text for name, text in TEXTS.items()}
+
+
 def test_an_entry_that_is_lost_is_not_named_twice(folder: Path) -> None:
     bank = filled(folder)
     texts_file(bank).unlink()
@@ -157,8 +187,6 @@ def test_texts_that_cannot_be_kept_are_refused_before_anything_changes(folder: P
 def test_a_manifest_that_contradicts_its_format_is_damaged(
     folder: Path, format_number: int, keep_texts: bool | None, message: str
 ) -> None:
-    from mac_rag.atomic_files import sealed
-
     bank = MemoryBank.create(folder / "bank", "f00d", keep_texts=bool(keep_texts)).folder
     assert bank is not None
     content = json.loads((bank / "manifest.json").read_text())
