@@ -11,7 +11,7 @@ NEEDS := $(BIN) pyproject.toml constraints.txt
 USERS_HF_HUB_OFFLINE := $(HF_HUB_OFFLINE)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test test-matrix test-lm format docs clean
+.PHONY: help demo test test-matrix torture test-lm format docs clean
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ test: $(VENV)/.installed-dev  ## Lint, check types and imports, run the tests.
 test-matrix: $(VENV)/.installed-dev  ## Test every LM architecture in every dtype under every modulation.
 	$(BIN) -m pytest -n 2 -m 'not lm' --junitxml build/matrix.xml tests/lm tests/pipelines/test_kv_regression.py
 	$(BIN) -m tests.lm.matrix_table build/matrix.xml docs/guides/your-lm.md
+
+torture: $(VENV)/.installed-dev  ## Damage files of every kind 10,000 times (RUNS=n), and see what they do to us.
+	$(BIN) -m tests.torture --runs $(or $(RUNS),10000)
 
 test-lm: $(VENV)/.installed-dev  ## Test on a real pretrained LM, which it fetches first.
 	HF_HUB_OFFLINE=$(USERS_HF_HUB_OFFLINE) $(VENV)/bin/mac-rag fetch smollm2-135m

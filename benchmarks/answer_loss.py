@@ -13,6 +13,7 @@ import typer
 from eval.harness.command import SeedOption
 from eval.harness.streams import DataOption
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,13 +45,13 @@ def main(
     overrides = [] if data is None else [f"data.path={named_folder(data)[1]}"]
     config = load_recipe(TrainConfig, recipe, overrides)
     trained = MACModel.from_pretrained(model, device="cpu")
-    typer.echo(f"{len(stream.questions)} questions of {len(stream.documents)} documents of {stream.name}, {model}:")
+    say(f"{len(stream.questions)} questions of {len(stream.documents)} documents of {stream.name}, {model}:")
     texts = {document.id: document.text for document in stream.documents}
     prompts = trained.base_lm.prompts
     bare = _loss(trained, stream.questions, [prompts.prompt(each.question) for each in stream.questions], None)
     behind = [prompts.prompt(each.question, [texts[each.document_id]]) for each in stream.questions]
-    typer.echo(f"  nothing in front                      {bare:.2f}")
-    typer.echo(f"  the text                              {_loss(trained, stream.questions, behind, None):.2f}")
+    say(f"  nothing in front                      {bare:.2f}")
+    say(f"  the text                              {_loss(trained, stream.questions, behind, None):.2f}")
     starts = dict.fromkeys(["pretrained", config.init])
     for init in starts:
         start = TrainTask(config.model_copy(update={"init": init})).model
@@ -70,8 +71,8 @@ def _report(name: str, model: MACModel, stream: QADataset) -> None:
     engine = MACEngine(model)
     adapt(engine, stream.documents)
     bank = _loss(model, questions, prompts, engine.aggregate([each.question for each in questions]))
-    typer.echo(f"  memory of its document, {name:<22}{own:.2f}")
-    typer.echo(f"  memory of all documents, {name:<21}{bank:.2f}")
+    say(f"  memory of its document, {name:<22}{own:.2f}")
+    say(f"  memory of all documents, {name:<21}{bank:.2f}")
 
 
 def _loss(

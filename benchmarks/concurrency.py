@@ -12,6 +12,7 @@ import typer
 from eval.harness.command import SeedOption
 from eval.harness.streams import DataOption
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 
 
 def main(
@@ -73,13 +74,13 @@ def main(
                 seconds[name].append(elapsed)
         for name in ways:
             same[name] += sum(a == b for a, b in zip(answers[name], answers["one by one"], strict=True))
-    typer.echo(
+    say(
         f"{together} questions, {len(first.bank)} documents of {stream.name}, k={k}, {model}, "
         f"{first.model.device.type}, {torch.get_num_threads()} threads of torch:"
     )
     for name in ways:
         ratios = [slow / fast for slow, fast in zip(seconds["one by one"], seconds[name], strict=True)]
-        typer.echo(
+        say(
             f"  {name:17s} {statistics.median(seconds[name]):6.2f} s, {statistics.median(ratios):4.2f} times as fast "
             f"({min(ratios):.2f} to {max(ratios):.2f}), {same[name]} of {together * (rounds + 1)} answers the same"
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
     from eval.harness.aggregation_methods import Measurement
@@ -103,8 +104,8 @@ def main(
     write_text(path, json.dumps(report, indent=1) + "\n")
     show(rows, f"{model}, {documents:,} documents, {len(stream.questions):,} questions, {batch_size} at a time")
     for drawn in plot(rows, path):
-        typer.echo(f"Plot: {drawn}")
-    typer.echo(f"Result: {path}")
+        say(f"Plot: {drawn}")
+    say(f"Result: {path}")
 
 
 def show(rows: Sequence[Measurement], title: str) -> None:

@@ -12,6 +12,7 @@ import typer
 from eval.harness.command import SeedOption
 from eval.harness.streams import DataOption
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 
 
 def main(
@@ -49,9 +50,9 @@ def main(
 
     same = sum(ours == theirs for ours, theirs in zip(few(), at_once(), strict=True))
     fast, slow = medians(few, at_once, rounds)
-    typer.echo(f"{len(texts)} questions behind {k} paragraphs of {stream.name}, {model}:")
-    typer.echo(f"  all at once   {slow:.2f} s")
-    typer.echo(f"  few           {fast:.2f} s, {slow / fast:.1f} times as fast, {same} answers the same")
+    say(f"{len(texts)} questions behind {k} paragraphs of {stream.name}, {model}:")
+    say(f"  all at once   {slow:.2f} s")
+    say(f"  few           {fast:.2f} s, {slow / fast:.1f} times as fast, {same} answers the same")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import typer
 from eval.harness.command import SeedOption
 from eval.harness.streams import DataOption
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,10 +67,10 @@ def main(
         fast, slow = medians(
             lambda: network(question, view), lambda: network(question, view, attention=all_rows), rounds
         )
-    typer.echo(f"{len(question)} questions of {len(stream.documents):,} documents of {stream.name}, {model}:")
-    typer.echo(f"  all rows      {slow:.2f} s")
-    typer.echo(f"  skipping      {fast:.2f} s, {slow / fast:.1f} times as fast")
-    typer.echo(f"  difference    {float((skipping - full).norm() / full.norm()):.1e} of phi*, by their norms")
+    say(f"{len(question)} questions of {len(stream.documents):,} documents of {stream.name}, {model}:")
+    say(f"  all rows      {slow:.2f} s")
+    say(f"  skipping      {fast:.2f} s, {slow / fast:.1f} times as fast")
+    say(f"  difference    {float((skipping - full).norm() / full.norm()):.1e} of phi*, by their norms")
 
 
 if __name__ == "__main__":

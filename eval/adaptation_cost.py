@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +14,7 @@ from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleO
 from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, open_stream
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ def main(
     rows: list[Row] = []
     not_run: dict[str, str] = {}
     for method in names:
-        print(method, file=sys.stderr)
+        say(method, err=True)
         try:
             system = factory.make(method, learning_rate=factory.setup.retention_rate, trained=False)
         except ConfigError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ from eval.harness.command import (
     whole_numbers,
 )
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
     from eval.harness.results import Row, Verdict
@@ -55,7 +55,7 @@ def main(
     path = result_path(output, "bank_size")
     dataset = generated(split, max(*counts, questions), seed)
     dataset = type(dataset)(dataset.name, split, dataset.documents, dataset.questions[:questions])
-    typer.echo(f"Generated newswire: {len(dataset.documents):,} documents, {questions:,} questions, split {split}")
+    say(f"Generated newswire: {len(dataset.documents):,} documents, {questions:,} questions, split {split}")
 
     from eval.harness.protocol import adapt, samples
     from mac_rag.engine import MACEngine
@@ -72,7 +72,7 @@ def main(
     for count in counts:
         for with_prior in {"on": (True,), "off": (False,), "both": (True, False)}[prior]:
             name = f"{count:,} documents, {'with' if with_prior else 'without'} prior"
-            print(name, file=sys.stderr)
+            say(name, err=True)
             without_prior = not with_prior and loaded.aggregation.prior is not None
             row, verdicts[name] = measure(name, engine, dataset, count, without_prior, batch_size)
             rows.append(row.model_copy(update={"settings": {"prior": "with prior" if with_prior else "without prior"}}))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import cell, say, show_table
 
 if TYPE_CHECKING:
     from eval.harness.bootstrap import Interval
@@ -64,9 +65,9 @@ def main(
     for path, result in ((a, ours), (b, theirs)):
         count = result.samples.count if result.samples else 0
         if count != len(pairs):
-            typer.echo(f"{count - len(pairs):,} of the {count:,} questions of {path} were not asked in the other.")
+            say(f"{count - len(pairs):,} of the {count:,} questions of {path} were not asked in the other.")
     if ours.data and theirs.data and ours.data.documents != theirs.data.documents:
-        typer.echo(f"The streams differ in length: {ours.data.documents:,} and {theirs.data.documents:,} documents.")
+        say(f"The streams differ in length: {ours.data.documents:,} and {theirs.data.documents:,} documents.")
 
 
 def check_data(ours: Result, theirs: Result, a: Path, b: Path) -> None:
@@ -165,10 +166,11 @@ def compare(
 
 
 def _show(differences: Sequence[Difference], a: Path, b: Path, questions: int) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    typer.echo(f"A = {a}\nB = {b}\n{questions:,} questions; percent; * where the 95 % interval leaves out zero")
+    say(f"A = {a}")
+    say(f"B = {b}")
+    say(f"{questions:,} questions; percent; * where the 95 % interval leaves out zero")
     table = Table()
     table.add_column("", no_wrap=True)
     for header in ("figure", "A", "B", "A - B (95 %)", ""):
@@ -179,14 +181,14 @@ def _show(differences: Sequence[Difference], a: Path, b: Path, questions: int) -
             table.add_section()
         names = entry.row if entry.row == entry.against else f"{entry.row} / {entry.against}"
         table.add_row(
-            names if index % len(FIGURES) == 0 else "",
+            cell(names if index % len(FIGURES) == 0 else ""),
             {"em": "EM", "f1": "F1", "em_prefix": "prefix"}[entry.figure],
             f"{100 * entry.ours:.1f}",
             f"{100 * entry.theirs:.1f}",
             f"{100 * interval.mean:+.1f} ({100 * interval.low:+.1f}, {100 * interval.high:+.1f})",
             "*" if interval.low > 0 or interval.high < 0 else "",
         )
-    Console().print(table)
+    show_table(table)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleO
 from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
     from eval.harness.conflict_documents import Conflict
@@ -185,7 +185,7 @@ def measure(
     without: dict[str, dict[str, list[float]]] = {}  # figures of each question, by the document in front of it
     for condition in _conditions(kind):
         if progress:
-            print(condition.name, file=sys.stderr)
+            say(condition.name, err=True)
         began = time.perf_counter()
         answers = engine.answer(
             [question.question for question in questions],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +13,7 @@ from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleO
 from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
     from eval.harness.results import Row, Verdict
@@ -63,7 +63,7 @@ def main(
     setup = SCALES[scale]["main_table"].override(model=model, documents=documents, questions=questions)
     options = setup.options(context.params)
     dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
-    typer.echo(f"{dataset.name}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, {source}")
+    say(f"{dataset.name}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, {source}")
 
     from eval.baselines.finetuning import AnswerTuning
     from eval.harness.protocol import samples
@@ -86,7 +86,7 @@ def main(
     verdicts: dict[str, list[Verdict]] = {}
     not_run: dict[str, str] = {}
     for method in names:
-        print(method, file=sys.stderr)
+        say(method, err=True)
         try:
             system = factory.make(method, learning_rate=learning_rate)
         except (ConfigError, QuantizationError) as error:
@@ -97,7 +97,7 @@ def main(
         seconds = time.perf_counter() - began
         row, verdicts[system.name] = ask(system.name, system, dataset.questions, len(dataset.documents))
         rows.append(row.model_copy(update={"measures": {"adaptation_seconds": round(seconds, 3)}}))
-        print(f"{row.name}: EM {100 * (row.em or 0):.1f} %, F1 {100 * (row.f1 or 0):.1f} %", file=sys.stderr)
+        say(f"{row.name}: EM {100 * (row.em or 0):.1f} %, F1 {100 * (row.f1 or 0):.1f} %", err=True)
     report(
         path,
         experiment="main_table",

@@ -13,6 +13,7 @@ import typer
 
 from eval.harness.scales import Scale
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
     from eval.harness.paper_plan import Step
@@ -54,14 +55,14 @@ def main(
     records = run_steps(planned, output)
     failed = [record for record in records if record.status == "failed"]
     counts = {status: sum(record.status == status for record in records) for status in ("done", "failed", "not run")}
-    typer.echo(", ".join(f"{count} {status}" for status, count in counts.items()))
+    say(", ".join(f"{count} {status}" for status, count in counts.items()))
     for record in failed:
-        typer.echo(f"failed: {record.name}: {record.reason}; see {output / record.name}.log", err=True)
+        say(f"failed: {record.name}: {record.reason}; see {output / record.name}.log", err=True)
     try:
         for file in write_report([output], output / "report.html"):
-            typer.echo(f"Report: {file}")
+            say(f"Report: {file}")
     except DataError as error:
-        typer.echo(f"No report: {error}", err=True)
+        say(f"No report: {error}", lines=True, err=True)
     if failed:
         raise typer.Exit(1)
 
@@ -80,9 +81,9 @@ def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
     from eval.harness.results import checkout
 
     before = {record.name: record for record in read_records(output)}
-    commit, fingerprints = checkout(), Fingerprints()
+    commit, digests = checkout(), AnswerDigests()
     if commit is not None and commit.dirty:
-        typer.echo("The checkout has uncommitted changes: finished steps are kept though the code may differ.")
+        say("The checkout has uncommitted changes: finished steps are kept though the code may differ.")
     records: list[StepRecord] = []
     for number, step in enumerate(planned, 1):
         known, head = before.get(step.name), f"[{number}/{len(planned)}] {step.name}"
@@ -91,19 +92,19 @@ def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
             reason=step.missing,
         )  # fmt: skip
         if step.missing:
-            typer.echo(f"{head}: not run: {step.missing}")
-        elif finished(step, output, commit, fingerprints):
+            say(f"{head}: not run: {step.missing}")
+        elif finished(step, output, commit, digests):
             record = record.model_copy(update={"status": "done", "seconds": known.seconds if known else None})
-            typer.echo(f"{head}: done before")
+            say(f"{head}: done before")
         else:
             left = [minutes_of(later, before) for later in planned[number - 1 :] if not later.missing]
-            typer.echo(f"{head}: {_about(left[:1])}; {_about(left)} left in all, at most")
+            say(f"{head}: {_about(left[:1])}; {_about(left)} left in all, at most")
             began = time.perf_counter()
             reason = run_step(step, output)
             seconds = time.perf_counter() - began
             status = "failed" if reason else "done"
             record = record.model_copy(update={"status": status, "reason": reason, "seconds": seconds})
-            typer.echo(f"{' ' * len(head)}  {status} in {seconds / 60:.1f} min{f': {reason}' if reason else ''}")
+            say(f"{' ' * len(head)}  {status} in {seconds / 60:.1f} min{f': {reason}' if reason else ''}")
         records.append(record)
         rest = [before[later.name] for later in planned[number:] if later.name in before]
         write_records(output, [*records, *rest])
@@ -132,8 +133,8 @@ def run_step(step: Step, output: Path) -> str:
     return ""
 
 
-class Fingerprints:
-    """Fingerprints of models by name; loads each model once. A model that cannot be loaded has None."""
+class AnswerDigests:
+    """Answer digests of models by name; loads each model once. A model that cannot be loaded has None."""
 
     def __init__(self) -> None:
         self._known: dict[str, str | None] = {}
@@ -144,14 +145,14 @@ class Fingerprints:
             from mac_rag.model import MACModel
 
             try:
-                self._known[name] = MACModel.from_pretrained(name).fingerprint
+                self._known[name] = MACModel.from_pretrained(name).answer_digest
             except MACError:
                 self._known[name] = None
         return self._known[name]
 
 
-def finished(step: Step, output: Path, commit: Commit | None, fingerprints: Fingerprints) -> bool:
-    """True if the result of a step exists and comes from the same command, commit and model weights."""
+def finished(step: Step, output: Path, commit: Commit | None, digests: AnswerDigests) -> bool:
+    """True if the result of a step exists and comes from the same command, commit and model."""
     from eval.harness.results import Result
     from mac_rag.errors import DataError
 
@@ -161,7 +162,7 @@ def finished(step: Step, output: Path, commit: Commit | None, fingerprints: Fing
         return False
     if (result.command, result.git) != (step.shown(output), commit):
         return False
-    return result.model is None or fingerprints.of(result.model.name) == result.model.fingerprint
+    return result.model is None or digests.of(result.model.name) == result.model.answer_digest
 
 
 def minutes_of(step: Step, before: dict[str, StepRecord]) -> float | None:

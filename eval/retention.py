@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +12,7 @@ from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleO
 from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, ModelByScale, QuestionsOption, open_stream
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
     from eval.harness.results import Row, Verdict
@@ -76,7 +76,7 @@ def main(
     not_run: dict[str, str] = {}
     before, _ = ask("before", factory.make("zero-shot"), about_first.questions, 0)
     for method in names:
-        print(method, file=sys.stderr)
+        say(method, err=True)
         try:
             system = factory.make(method, learning_rate=rate)
         except ConfigError as error:

@@ -5,19 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from torch import Tensor
 
 from mac_rag.config import BoundConfig
-from mac_rag.data.provenance import Member, content_hash
+from mac_rag.data.characters import shown_id
+from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DocumentError
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.contents import Contents
+from mac_rag.memory.parts import PART_BITS
 from mac_rag.memory.reduction import BoundedBank
 from mac_rag.model import MACModel
+from mac_rag.progress import progress_bar
 from mac_rag.sync import is_held
 
 Plan: TypeAlias = dict[str, list[list[int]]]  # document id -> token ids of its rows
@@ -42,6 +45,8 @@ class Adapter:
         bank: Contents,
         on_long: Literal["chunk", "error"] = "chunk",
         known: Mapping[str, list[list[int]]] | None = None,
+        *,
+        progress: bool = False,
     ) -> Plan:
         """Token ids of the documents that are new to a bank or changed: for each document a row for each chunk.
 
@@ -50,28 +55,37 @@ class Adapter:
             bank: the bank, or a snapshot of it.
             on_long: for a document beyond the model's limit: split it into chunks, or raise an error.
             known: token ids of some of the documents, from an earlier plan.
+            progress: shows a progress bar, which also moves within a long document.
 
         Raises:
-            DocumentError: for an empty document, one that is no text, or with `on_long="error"` one beyond the limit.
-            BankError: for an id that occurs twice, or metadata that the bank cannot store.
+            DocumentError: for an empty document, one of too many rows for a bank, and with `on_long="error"` one beyond
+                the limit; and as `Member.of`.
+            BankError: for an id that occurs twice; and as `Member.of`.
         """
-        plan: Plan = {}
-        seen: set[str] = set()
+        members: dict[str, Member] = {}
         for document in documents:
-            if document.id in seen:
-                raise BankError(f"document id {document.id!r} occurs twice; ids must be unique")
-            seen.add(document.id)
-            if isinstance(document.text, str) and is_held(bank, document.id, content_hash(document)):
-                continue
-            if known is not None and document.id in known:
-                plan[document.id] = known[document.id]
-                continue
-            try:
-                plan[document.id] = self.model.amortization.plan(document.text, whole=on_long == "error")
-            except DocumentError as error:
-                raise DocumentError(f"document {document.id!r}: {error}") from None
-            Member.of(document)  # raises for metadata that the bank cannot store
+            member = Member.of(document)
+            if document.id in members:
+                raise BankError(f"document id {shown_id(document.id)} occurs twice; ids must be unique")
+            members[document.id] = member
+        new = [one for one in documents if not is_held(bank, one.id, members[one.id].content_hash)]
+        plan: Plan = {}
+        with progress_bar("split", sum(len(document.text) for document in new), disable=not progress) as bar:
+            for document in new:
+                rows = None if known is None else known.get(document.id)
+                plan[document.id] = self._rows(document, on_long, bar.advance) if rows is None else rows
         return plan
+
+    def _rows(
+        self, document: Document, on_long: Literal["chunk", "error"], advance: Callable[[int], object]
+    ) -> list[list[int]]:
+        try:
+            rows = self.model.amortization.plan(document.text, whole=on_long == "error", advance=advance)
+            if len(rows) >> PART_BITS:
+                raise DocumentError(f"its {len(rows):,} rows are too many; split it below {1 << PART_BITS:,} rows")
+        except DocumentError as error:
+            raise DocumentError(f"document {shown_id(document.id)}: {error}") from None
+        return rows
 
     def encode(self, documents: Sequence[Document], plan: Plan) -> Tensor | None:
         """Memory tokens `[rows, T, D]` of planned documents; None for no documents."""

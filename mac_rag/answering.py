@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from mac_rag.batching_queue import isolating_errors
+from mac_rag.data.characters import check_text
 from mac_rag.data.types import Answer
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import Sampling
@@ -130,7 +131,14 @@ def contexts_of(
     k: int,
     allowed: Container[str] | None,
 ) -> list[Contexts]:
-    """Documents in front of each question: `contexts`, or k that the retriever finds if they are None."""
+    """Documents in front of each question: `contexts`, or k that the retriever finds if they are None.
+
+    Raises:
+        DocumentError: for a question that is no text with a visible character; before the retriever sees it.
+    """
+    for question in questions:
+        if not isinstance(question, FittedPrompt):
+            check_text(question)
     if contexts is not None:
         return [(tuple(texts), ()) for texts in contexts]
     texts = [question for question in questions if isinstance(question, str)]

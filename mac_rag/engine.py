@@ -148,12 +148,15 @@ class MACEngine:
             progress: shows a progress bar.
 
         Raises:
-            DocumentError: for an empty document, one that is no text, or with `on_long="error"` one beyond the limit.
-            BankError: for an id that occurs twice in the call.
+            DocumentError: for an empty document, one that is no text, one with half of a surrogate pair or NUL, or
+                with `on_long="error"` one beyond the limit; names the document, and the place in its text.
+            BankError: for an id that occurs twice in the call; for an id or metadata that cannot be kept exactly (see
+                `mac_rag.data.provenance.Member.of`).
             FingerprintError: when another model wrote the bank.
         """
         documents = list(documents)
-        known = self._adapter.plan(documents, self.snapshot, on_long)  # before others have to wait: it can take long
+        # Before others have to wait: it can take long.
+        known = self._adapter.plan(documents, self.snapshot, on_long, progress=progress)
         with self._shared.changing():
             self.bank.check_model(self.model.fingerprint)
             self._finish()

@@ -7,6 +7,8 @@ from types import TracebackType
 
 from tqdm import tqdm
 
+from mac_rag.printable import printable
+
 
 class ProgressBar:
     """A progress bar with a note behind it; see `progress_bar`."""
@@ -17,10 +19,11 @@ class ProgressBar:
         self._bar = tqdm(
             total=total,
             initial=done,
-            desc=label,
+            desc=printable(label),
             disable=disable,
             mininterval=interval,
             dynamic_ncols=True,
+            unit_scale=total is not None and total >= 1_000_000,  # 3.20M/20.0M
             leave=False,
         )
 
@@ -35,7 +38,7 @@ class ProgressBar:
     def write(self, line: str) -> None:
         """Prints a line above the bar."""
         if not self._bar.disable:
-            tqdm.write(line, file=sys.stderr)
+            tqdm.write(printable(line), file=sys.stderr)
 
     def __enter__(self) -> ProgressBar:
         return self

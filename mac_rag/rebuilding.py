@@ -11,6 +11,7 @@ from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory.contents import Contents
+from mac_rag.printable import printable
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval.base import Retriever
 from mac_rag.sync import is_held
@@ -92,7 +93,7 @@ def rebuild(
         raise BankError(
             f"the texts of {len(missing):,} of {len(members):,} documents were not found in the version that "
             f"{old.folder or 'the bank'} remembers; give the retriever that holds them, or leave them out "
-            "(--skip-missing):\n" + "\n".join(f"  {document_id}" for document_id in missing)
+            "(--skip-missing):\n" + "\n".join(f"  {printable(document_id)}" for document_id in missing)
         )
     pending.difference_update(missing)
     found = _documents(old, retriever, pending)

@@ -120,7 +120,7 @@ def lines_of(file: BinaryIO, limit: int) -> Iterator[bytes]:
             line += more
         if b"\0" in line:
             raise NulError(f"line {number} has a NUL, which no text has")
-        if len(line) > limit + 1:
+        if len(line) - line.endswith(b"\n") > limit:
             raise MalformedError(f"line {number} has more than {limit:,} bytes")
         yield line
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 from pipelines.recipe import ConfigOption, SetOption, load_recipe
 
 
@@ -41,7 +42,7 @@ def main(
     data = load_recipe(TrainConfig, config, set_).data.training_set()
     extended = add_hashed_bm25(MACModel.from_pretrained(model), (d.text for d in data.documents), words, weight)
     extended.save_pretrained(output, dtype=torch.int8 if store == "int8" else DTYPES[store])
-    typer.echo(f"{output}: counted in {len(data.documents):,} documents of {data.name}, {data.split}")
+    say(f"{output}: counted in {len(data.documents):,} documents of {data.name}, {data.split}")
 
 
 if __name__ == "__main__":

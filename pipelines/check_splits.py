@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 from pipelines.recipe import SetOption, read_recipe, stages_or_itself
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def main(
     for recipe in [name for argument in recipes for name in stages_or_itself(argument)]:
         data, files = sources(recipe, set_)
         if data is None:
-            typer.echo(f"{recipe}: no data set, nothing to compare")
+            say(f"{recipe}: no data set, nothing to compare")
             continue
         held_out = dataset_contents(load_dataset(data.name, split, data.path))
         training = data.training_set()
@@ -50,9 +51,9 @@ def main(
             shared = {kind: sorted(known[kind] & held_out[kind]) for kind in known}
             shared_count += sum(map(len, shared.values()))
             counts = ", ".join(f"{len(texts)} of {len(held_out[kind]):,} {kind}" for kind, texts in shared.items())
-            typer.echo(f"{recipe}: {source} shares with {split}: {counts}")
+            say(f"{recipe}: {source} shares with {split}: {counts}")
             for text in [text for texts in shared.values() for text in texts[:_SHOWN]]:
-                typer.echo(f"  {text:.100}")
+                say(f"  {text:.100}")
     if shared_count:
         raise DataError(
             f"{shared_count} paragraphs, titles or questions of the split {split!r} are in the training data"

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 from mac_rag.data.newswire.generate import STREAM_LENGTH
 
 Size = Annotated[int, typer.Option(min=1, help="Documents of that split.")]
@@ -42,7 +43,7 @@ def main(
     for name, (split, documents, split_seed) in plan.items():
         dataset = generate(split, documents, seed=split_seed, questions_per_document=questions_per_document)
         write_archivalqa(dataset, output / f"{name}.csv")
-        typer.echo(f"{output / name}.csv: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions")
+        say(f"{output / name}.csv: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
     from mac_rag.data.types import Question
@@ -48,9 +49,9 @@ def main(
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in unmatched.items())
         raise DataError(f"none of the {len(public_questions):,} questions matches an article under {corpus}: {reasons}")
     for split, count in counts.items():
-        typer.echo(f"{output / split}.csv: {count:,} questions")
+        say(f"{output / split}.csv: {count:,} questions")
     for reason, count in unmatched.items():
-        typer.echo(f"left out: {count:,} questions, {reason}")
+        say(f"left out: {count:,} questions, {reason}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 from pipelines.stages import RECIPES, Stage, pipeline_file, read_stages
 
 if TYPE_CHECKING:
@@ -55,12 +56,12 @@ def main(
     runs = plan(read_stages(path, set_ or ()), folder)
     if list_:
         for run in runs:
-            typer.echo(f"{run.title} ({run.stage.task}): {run.state}")
+            say(f"{run.title} ({run.stage.task}): {run.state}")
         return
     check(runs)
     for run in runs:
         run_stage(run)
-    typer.echo(f"all {len(runs)} stages are done; the last one left {runs[-1].folder / 'last'}")
+    say(f"all {len(runs)} stages are done; the last one left {runs[-1].folder / 'last'}")
 
 
 @dataclass(frozen=True)
@@ -157,12 +158,12 @@ def run_stage(run: StageRun) -> None:
     from pipelines.tasks.registry import run_task
 
     if run.done:
-        typer.echo(f"{run.title}: done, skipped")
+        say(f"{run.title}: done, skipped")
         return
-    typer.echo(f"{run.title} ({run.stage.task}): {run.state}")
+    say(f"{run.title} ({run.stage.task}): {run.state}")
     began = time.perf_counter()
     run_task(run.stage.task, run.recipe, run.folder, run.title)
-    typer.echo(f"{run.title}: done after {(time.perf_counter() - began) / 60:.1f} minutes")
+    say(f"{run.title}: done after {(time.perf_counter() - began) / 60:.1f} minutes")
 
 
 def _built_on(run: StageRun, runs: Sequence[StageRun]) -> list[StageRun]:

@@ -37,7 +37,7 @@ TASKS = ("pretrain", "tune_qa", "train", "add_lexical")  # see pipelines.tasks.r
 _STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _REFERENCE = re.compile(r"\$\{stages\.([^}]*)\}/(?:best|last)")
 _EVERY_STAGE = "*"
-_LARGEST = 128 << 10  # bytes of a file; the parser needs a second for one of these
+_LARGEST = 64 << 10  # bytes of a file; the parser needs a second for one of these
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        ConfigError: for a file that cannot be read, or is larger than 128 KiB; for ill-formed YAML, a key that comes
+        ConfigError: for a file that cannot be read, or is larger than 64 KiB; for ill-formed YAML, a key that comes
             twice, or a file that holds no mapping.
     """
     try:

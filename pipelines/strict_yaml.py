@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -19,6 +20,7 @@ def parse_yaml(text: str) -> Any:
         MalformedError: for ill-formed YAML, a key that comes twice, a value that is no text, number, truth value, null,
             list or mapping, or more values or deeper nesting than any recipe has; says where.
     """
+    _check_brackets(text)
     try:
         loader = _StrictLoader(text)
         node = loader.get_single_node()
@@ -32,6 +34,15 @@ def parse_yaml(text: str) -> Any:
         raise MalformedError(f"nested more than {DEPTH} deep") from None
     except (ValueError, OverflowError) as error:  # a date or a number that there is not
         raise MalformedError(str(error)) from None
+
+
+def _check_brackets(text: str) -> None:
+    """Refuses deep nesting before the parser meets it, which needs minutes for it."""
+    depth = 0
+    for bracket in re.finditer(r"[\[\]{}]", text):
+        depth += 1 if bracket[0] in "[{" else -1
+        if depth > DEPTH:
+            raise MalformedError(f"nested more than {DEPTH} deep, character {bracket.start():,}")
 
 
 def _count(node: yaml.Node, counted: dict[int, int], depth: int) -> int:

@@ -90,9 +90,9 @@ def test_a_duplicate_id_in_one_call(engine: MACEngine) -> None:
     assert len(engine.bank) == 0
 
 
-def test_an_endless_word_cannot_be_chunked(engine: MACEngine) -> None:
-    with pytest.raises(DocumentError, match="single word"):
-        engine.adapt([Document("word", "x" * 5000)])
+def test_an_endless_word_is_read_in_chunks(engine: MACEngine) -> None:
+    assert engine.adapt([Document("word", "Ab3/" * 250_000)]).rows > 100
+    assert engine.bank.document_ids == ["word"]
 
 
 def test_forgetting_is_never_having_known(engine: MACEngine, tiny_model: MACModel) -> None:

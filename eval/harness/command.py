@@ -10,6 +10,7 @@ import typer
 
 from eval.harness.scales import Scale
 from mac_rag import DEFAULT_MODEL
+from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
     from eval.harness.results import Adaptation, Row, Sample
@@ -156,7 +157,7 @@ def _load(
         dataset, source = load_dataset(benchmark, split, data, documents=documents), str(data)
         about = f"{title} from {data}"
     dataset = some_questions(dataset, questions, seed)
-    typer.echo(f"{about}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, split {split}")
+    say(f"{about}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, split {split}")
     return dataset, source
 
 
@@ -264,6 +265,7 @@ def report(
         else Model(
             name=options["model"],
             fingerprint=model.fingerprint,
+            answer_digest=model.answer_digest,
             device=str(model.device),
             config=model.config.model_dump(mode="json"),
         ),
@@ -284,12 +286,12 @@ def report(
     where = "" if dataset is None else f" on {dataset.name} ({dataset.split})"
     show(result.rows if table is None else table, title=f"{options.get('model', experiment)}{where}")
     if adaptation is not None:
-        typer.echo(
+        say(
             f"Adapted to {adaptation.documents:,} documents in {adaptation.seconds:.1f} s"
             f" ({adaptation.rows:,} rows of memory, {adaptation.chunked:,} documents in chunks)."
         )
     for what, why in result.not_run.items():
-        typer.echo(f"Not run: {what}: {why}")
+        say(f"Not run: {what}: {why}")
     for note in result.notes:
-        typer.echo(f"Note: {note}")
-    typer.echo(f"Result: {path}")
+        say(f"Note: {note}")
+    say(f"Result: {path}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from eval.harness.bootstrap import paired_interval
 from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt
 from eval.harness.results import Adaptation, Gain, Row, Sample, Verdict
+from mac_rag.cli.terminal import say
 from mac_rag.data.metrics import best_over, exact_match, f1, prefix_match, recall_at_k
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import Answer, MACEngine
@@ -128,7 +128,7 @@ class _Table:
         configured = self.engine.model.config.memory_weight
         weights = {name: configured if weight is None else weight for name, weight in with_memory.items()}
         if self.progress:
-            print(", ".join([without, *weights]), file=sys.stderr)
+            say(", ".join([without, *weights]), err=True)
         self._answer([query.prompt for query in queries], [None, *weights.values()])
         self.rows.append(self._row(without, queries, k, None))
         for name, weight in weights.items():

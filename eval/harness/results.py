@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ConfigDict, Field, ValidationError
-from rich.console import Console
 from rich.table import Table
 
 from eval.harness.bootstrap import Interval
 from eval.harness.scales import Scale
 from mac_rag.atomic_files import write_text
+from mac_rag.cli.terminal import cell, show_table
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
 
@@ -165,10 +165,19 @@ class Data(Config):
 
 
 class Model(Config):
-    """The model: its name or path, the fingerprint of its weights, the device that it ran on, its configuration."""
+    """The model that was evaluated.
+
+    Attributes:
+        name: its name or path.
+        fingerprint: `MACModel.fingerprint`: which banks it can read.
+        answer_digest: `MACModel.answer_digest`: everything in it that changes an answer; None in older results.
+        device: the device that it ran on.
+        config: its configuration.
+    """
 
     name: str
     fingerprint: str
+    answer_digest: str | None = None
     device: str
     config: dict[str, Any]
 
@@ -326,15 +335,15 @@ def result_path(output: Path | None, experiment: str) -> Path:
 
 def show(rows: Sequence[Row], *, title: str) -> None:
     """Prints the rows as a table; a column is left out if no row has its figure."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=cell(title), title_justify="left")
     table.add_column("", no_wrap=True)
     columns = _columns(rows)
     for header in columns:
         table.add_column(header, justify="right", overflow="fold")
     for index, row in enumerate(rows):
-        table.add_row(row.name, *(cells[index] for cells in columns.values()))
+        table.add_row(cell(row.name), *(cells[index] for cells in columns.values()))
     # Without a terminal the width is unknown, and the default of 80 columns would break figures.
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    show_table(table, width=None if sys.stdout.isatty() else 160)
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[str]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +23,7 @@ from eval.harness.protocol import judge, samples, summarize
 from eval.harness.scales import Scale, Setup
 from eval.harness.streams import named_folder, open_stream, write_once
 from mac_rag.atomic_files import write_folder
+from mac_rag.cli.terminal import say
 from mac_rag.config import MACConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset
@@ -250,7 +250,7 @@ def run_variants(
     rows: list[Row] = []
     verdicts: dict[str, list[Verdict]] = {}
     for variant in variants:
-        print(variant.name, file=sys.stderr)
+        say(variant.name, err=True)
         model = trained(variant.recipe, training.runs)
         row, verdicts[variant.name] = evaluate(variant.name, model, dataset, batch_size)
         lm = training.model if variant.recipe.model is None else Path(variant.recipe.model.base_lm.name).name

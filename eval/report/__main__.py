@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
 
 
 def main(
@@ -29,7 +30,7 @@ def main(
     if path.suffix != ".html":
         raise ConfigError(f"--output must end in .html, got {path}")
     for file in write_report(results, path):
-        typer.echo(f"Report: {file}")
+        say(f"Report: {file}")
 
 
 def write_report(folders: list[Path], path: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""`mac-rag bank`: inspect a memory bank on disk, delete from it, check and repair it. Only `rebuild` loads a model."""
+"""`mac-rag bank`: inspect a memory bank on disk, delete from it, check and repair it. No command loads a MAC model."""
 
 from __future__ import annotations
 
@@ -8,30 +8,34 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mac_rag.cli.options import BankOption, FolderOption, RetrieverOption, open_retriever
+from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
+from mac_rag.printable import printable
 from mac_rag.shipped_models import version_of
 
 if TYPE_CHECKING:
     from mac_rag.memory.bank import MemoryBank
 
-app = typer.Typer(no_args_is_help=True, help="Inspect a memory bank, delete from it, check, repair and export it.")
+app = typer.Typer(
+    no_args_is_help=True, help="Inspect a memory bank, delete from it, check, repair, back up and export it."
+)
 
 
 @app.command()
 def info(bank: BankOption) -> None:
     """Show the size of a bank, and which model wrote it."""
     with _open(bank) as opened:
-        typer.echo(f"documents      {len(opened):,}")
+        say(f"documents      {len(opened):,}")
         if opened.row_shape is not None:
             rows, (tokens, width) = len(opened.row_keys), opened.row_shape
-            typer.echo(f"memory tokens  {rows * tokens:,} of width {width} ({tokens} for each of {rows:,} rows)")
+            say(f"memory tokens  {rows * tokens:,} of width {width} ({tokens} for each of {rows:,} rows)")
         if opened.codebook is not None:
-            typer.echo(f"codebook       {len(opened.codebook):,} codes")
+            say(f"codebook       {len(opened.codebook):,} codes")
         size = sum(file.stat().st_size for file in bank.iterdir() if file.is_file())
-        typer.echo(f"on disk        {size / 2**20:,.1f} MiB")
-        typer.echo(f"texts          {'kept' if opened.keep_texts else 'not kept'}")
+        say(f"on disk        {size / 2**20:,.1f} MiB")
+        say(f"texts          {'kept' if opened.keep_texts else 'not kept'}")
         version = version_of(opened.fingerprint)
-        typer.echo(f"model          {f'{version}, ' if version else ''}{opened.fingerprint}")
+        say(f"model          {f'{version}, ' if version else ''}{opened.fingerprint}")
 
 
 @app.command("list")
@@ -41,7 +45,7 @@ def list_documents(bank: BankOption) -> None:
 
     with _open(bank) as opened:
         for record in _records(opened):
-            typer.echo(json.dumps(record, ensure_ascii=False))
+            say(json.dumps(record, ensure_ascii=False))
 
 
 @app.command()
@@ -74,11 +78,11 @@ def delete(
         deletion = SyncedBank(opened, text_retriever).delete(document_ids, persist=persist)
         remaining = len(opened)
     merged = [document_id for document_id in deletion.from_bank if document_id not in document_ids]
-    typer.echo(f"{len(deletion.from_bank)} deleted; {bank} holds {remaining} documents")
+    say(f"{len(deletion.from_bank)} deleted; {bank} holds {remaining} documents")
     if merged:
-        typer.echo(f"also deleted, because they were merged with these: {', '.join(merged)}")
+        say(f"also deleted, because they were merged with these: {', '.join(merged)}")
     if text_retriever is not None:
-        typer.echo(f"{len(deletion.from_retriever)} deleted from {retriever}, which holds {len(text_retriever)}")
+        say(f"{len(deletion.from_retriever)} deleted from {retriever}, which holds {len(text_retriever)}")
 
 
 @app.command()
@@ -86,7 +90,7 @@ def compact(bank: BankOption) -> None:
     """Rewrite a bank, so that no byte of deleted documents remains on disk."""
     with _open(bank, write=True) as opened:
         opened.compact()
-        typer.echo(f"{bank} holds {len(opened)} documents and nothing else")
+        say(f"{bank} holds {len(opened)} documents and nothing else")
 
 
 @app.command()
@@ -95,17 +99,55 @@ def verify(bank: BankOption) -> None:
     from mac_rag.memory.storage.repair import verify as check
 
     report = check(bank)
-    typer.echo(report)
+    say(report, lines=True)
     if not report.clean:
         raise typer.Exit(1)
 
 
 @app.command()
-def repair(bank: BankOption) -> None:
-    """Drop the damaged entries of a bank, and only these, and list the documents that were lost."""
+def repair(
+    bank: BankOption,
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write what is not damaged to a new bank here, and leave the old one as it is.",
+            show_default="repair the bank itself",
+            file_okay=False,
+        ),
+    ] = None,
+) -> None:
+    """Drop the damaged entries of a bank, and only these, and list the documents that were lost.
+
+    What is dropped is kept in the bank's folder `quarantine`, with a report.
+    """
     from mac_rag.memory.storage.repair import repair as mend
 
-    typer.echo(mend(bank))
+    say(mend(bank, into), lines=True)
+
+
+@app.command()
+def backup(
+    bank: BankOption,
+    output: Annotated[Path, typer.Option(help="A new or empty folder.", file_okay=False)],
+) -> None:
+    """Copy the last commit of a bank, also while another process writes to it. The copy is a bank like any other."""
+    from mac_rag.memory.storage.backup import backup as copy
+
+    say(f"{copy(bank, output):,} documents copied to {output}")
+
+
+@app.command()
+def restore(
+    source: Annotated[Path, typer.Argument(help="Folder of the backup.", file_okay=False, metavar="BACKUP")],
+    bank: BankOption,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace the documents of a bank that is there, in one commit.")
+    ] = False,
+) -> None:
+    """Put a backup back: into a new folder, or with --replace in place of what a bank holds now."""
+    from mac_rag.memory.storage.backup import restore as put_back
+
+    say(f"{put_back(source, bank, replace=replace):,} documents restored to {bank}")
 
 
 @app.command()
@@ -127,10 +169,11 @@ def export(
         phi = opened.phi
         output.mkdir(parents=True, exist_ok=True)
         save_file({"phi": phi.contiguous()}, output / "memory.safetensors")
-        lines = [json.dumps(record) for record in _records(opened, with_texts=opened.keep_texts)]
+        records = _records(opened, with_texts=opened.keep_texts)
+        lines = [printable(json.dumps(record, ensure_ascii=False)) for record in records]
         (output / "documents.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         texts = "with their texts" if opened.keep_texts else "without texts, which this bank does not keep"
-        typer.echo(f"{len(lines)} entries written to {output}, {texts}")
+        say(f"{len(lines)} entries written to {output}, {texts}")
 
 
 def _open(bank: Path, *, write: bool = False) -> MemoryBank:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from mac_rag.cli.terminal import say
 from mac_rag.lm.fetched import FETCHABLE
 
 
@@ -24,5 +25,5 @@ def fetch(
     """
     from mac_rag.lm.fetching import fetch as bring
 
-    fetched = bring(name, revision, say=lambda line: typer.echo(line, err=True))
-    typer.echo(f"{name} {'is' if fetched.new else 'was already'} in {fetched.folder}")
+    fetched = bring(name, revision, say=lambda line: say(line, err=True))
+    say(f"{name} {'is' if fetched.new else 'was already'} in {fetched.folder}")

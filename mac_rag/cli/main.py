@@ -19,6 +19,7 @@ from mac_rag.cli.options import (
     warn_of_disagreement,
 )
 from mac_rag.cli.run import run_app
+from mac_rag.cli.terminal import cell, say, show_table
 from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def _show_version(show: bool) -> None:
     if show:
         from importlib.metadata import version
 
-        typer.echo(f"mac-rag {version('mac-rag')}")
+        say(f"mac-rag {version('mac-rag')}")
         raise typer.Exit
 
 
@@ -127,14 +128,14 @@ def adapt(
         finally:
             if text_retriever is not None and retriever_folder is not None:
                 text_retriever.save(retriever_folder)
-        typer.echo(
+        say(
             f"{report.added} added, {report.updated} updated, {report.unchanged} unchanged; "
             f"{bank} holds {len(engine.bank)} documents"
         )
         if report.forgotten:
-            typer.echo(f"{len(report.forgotten)} forgotten to make room")
+            say(f"{len(report.forgotten)} forgotten to make room")
         if text_retriever is not None:
-            typer.echo(f"{report.filed} documents written to {retriever}, which holds {len(text_retriever)}")
+            say(f"{report.filed} documents written to {retriever}, which holds {len(text_retriever)}")
         warn_of_disagreement(engine.bank, text_retriever, retriever, retriever_folder)
 
 
@@ -157,7 +158,7 @@ def ask(
     opened, text_retriever = MemoryBank.open(bank), open_retriever(retriever, retriever_folder)
     engine = MACEngine(MACModel.from_pretrained(model, device_map=device_map), opened, text_retriever, k=k)
     warn_of_disagreement(engine.bank, engine.retriever, retriever, retriever_folder)
-    typer.echo(engine.answer([question], overflow="truncate")[0].text)
+    say(engine.answer([question], overflow="truncate")[0].text, lines=True)
     if explain:
         _explain(engine, question)
 
@@ -187,7 +188,7 @@ def reconcile(
         text_retriever = open_retriever(retriever, retriever_folder)
         engine = MACEngine(MACModel.from_pretrained(model, device_map=device_map), opened, text_retriever)
         changes = engine.reconcile(allow_emptying=allow_emptying)
-        typer.echo(
+        say(
             f"{len(changes.added)} added, {len(changes.updated)} updated, {len(changes.deleted)} deleted; "
             f"bank and {retriever} hold {len(opened)} documents"
         )
@@ -195,12 +196,10 @@ def reconcile(
 
 def _explain(engine: MACEngine, question: str, shown: int = 5) -> None:
     """Prints a table of the documents with the most attention."""
-    from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     ids, mass = engine.document_attention([question])
     table = Table("attention", "document")
     for i in mass[0].argsort(descending=True)[:shown].tolist():
-        table.add_row(f"{float(mass[0, i]):.1%}", Text(ids[i]))
-    Console().print(table)
+        table.add_row(f"{float(mass[0, i]):.1%}", cell(ids[i]))
+    show_table(table)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,4 +70,4 @@ def warn_of_disagreement(bank: MemoryBank, retriever: Retriever | None, spec: st
         remedy = f"adapt the documents again: mac-rag adapt ... {arguments}"
     else:
         remedy = f"repair the bank: mac-rag reconcile {arguments}"
-    typer.secho(f"warning: {bank.folder} and {spec} do not agree ({problem}); {remedy}", err=True, fg="yellow")
+    say(f"warning: {bank.folder} and {spec} do not agree ({problem}); {remedy}", err=True, fg="yellow")

@@ -16,6 +16,7 @@ from mac_rag.cli.options import (
     RetrieverOption,
     open_retriever,
 )
+from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
 
 
@@ -74,8 +75,8 @@ def rebuild(
     with engine.bank:
         report = make_anew(old, engine, text_retriever, skip_missing=skip_missing, progress=True)
     for document_id in report.skipped:
-        typer.echo(f"skipped: {document_id}", err=True)
-    typer.echo(
+        say(f"skipped: {document_id}", err=True)
+    say(
         f"{report.adapted} adapted, {report.documents - report.adapted} were there, {len(report.skipped)} skipped; "
         f"{into} is complete and holds {report.documents} documents"
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from mac_rag.cli.terminal import say
 from mac_rag.errors import MACError
 
 
@@ -22,5 +23,6 @@ def run_app(app: typer.Typer) -> None:
     try:
         app()
     except MACError as error:
-        typer.secho(f"error: {error}", err=True, fg="red")
+        # Behind a line break, which may be in a file name, nothing looks like a message of its own.
+        say(f"error: {error}".replace("\n", "\n  "), lines=True, err=True, fg="red")
         raise SystemExit(1) from None

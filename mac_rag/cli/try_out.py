@@ -11,6 +11,7 @@ import typer
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.options import DeviceMapOption, ModelOption
+from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
     from mac_rag.engine import MACEngine
@@ -57,7 +58,7 @@ def try_out(
         raise typer.BadParameter(f"{typed!r} is not -; give - to type your own lines, or nothing")
     engine = MACEngine(MACModel.from_pretrained(model, device_map=device_map), retriever=make_retriever("bm25"), k=k)
     if typed == "-" and sys.stdin.isatty():
-        typer.echo("Type a paragraph to remember, or a question that ends in ?, one per line. Ctrl-D ends.", err=True)
+        say("Type a paragraph to remember, or a question that ends in ?, one per line. Ctrl-D ends.", err=True)
     for line in _lines(SAMPLE if typed is None else sys.stdin):
         if line.endswith("?"):
             _ask(engine, line)
@@ -74,14 +75,15 @@ def _remember(engine: MACEngine, text: str) -> None:
 
     began = time.perf_counter()
     engine.adapt([Document(f"paragraph {len(engine.bank) + 1}", text)])
-    typer.echo(f"remembered in {time.perf_counter() - began:.2f} s: {text if len(text) <= 70 else text[:67] + '...'}")
+    say(f"remembered in {time.perf_counter() - began:.2f} s: {text if len(text) <= 70 else text[:67] + '...'}")
 
 
 def _ask(engine: MACEngine, question: str) -> None:
-    typer.secho(f"\n{question}", bold=True)
+    say("")
+    say(question, bold=True)
     for name, (memory, retriever) in _SYSTEMS.items():
         if not len(engine.bank) and (memory or retriever):
             continue
         began = time.perf_counter()
         answer = engine.answer([question], use_memory=memory, use_retriever=retriever, overflow="truncate")[0].text
-        typer.echo(f"  {name:<12}{answer or '(nothing)'}  ({time.perf_counter() - began:.2f} s)")
+        say(f"  {name:<12}{answer or '(nothing)'}  ({time.perf_counter() - began:.2f} s)")

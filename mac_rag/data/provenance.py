@@ -9,9 +9,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from mac_rag.data.characters import check_characters, fault_of, is_blank, shown, shown_id
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError
+from mac_rag.errors import BankError, DocumentError
 from mac_rag.untrusted_files import METADATA_DEPTH, parse_json
+
+# Python reads and writes integers of this length under every setting of its own limit (PYTHONINTMAXSTRDIGITS), so that
+# a bank can be read wherever it was written.
+MOST_DIGITS = 640
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +37,42 @@ class Member:
 
     @classmethod
     def of(cls, document: Document) -> Member:
-        """Makes the member for a document that is added now.
+        """Makes the member for a document that is added now. All that a bank and a retriever refuse is refused here.
 
         Raises:
-            BankError: for an id that is not a text, or metadata that cannot be stored as JSON.
+            DocumentError: for a text that is none, or that has half of a surrogate pair or NUL; names the document.
+            BankError: for an id that is blank or no text, or metadata that JSON does not keep exactly; names the
+                document, and the place in the metadata.
         """
-        if not isinstance(document.id, str):
-            raise BankError(f"ids of documents must be texts, got {document.id!r}")
+        check_document(document)
         added = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(document.id, content_hash(document), _as_json(document), added)
 
     def matches(self, text: str) -> bool:
         """True if this is the text that the content hash was made of."""
         return content_hash(Document(self.document_id, text, self.metadata)) == self.content_hash
+
+
+def check_document(document: Document) -> None:
+    """Checks id, text and metadata of a document. Its text may be blank.
+
+    Raises:
+        DocumentError, BankError: as `Member.of`.
+    """
+    if not isinstance(document.id, str):
+        raise BankError(f"ids of documents must be texts, got {document.id!r:.80}")
+    fault = fault_of(document.id)
+    if fault is None and is_blank(document.id):
+        fault = "it has no visible character; give the document a name"
+    if fault is not None:
+        raise BankError(f"id {shown_id(document.id)} of a document: {fault}")
+    try:
+        if not isinstance(document.text, str):
+            raise DocumentError(f"expected a text, got {type(document.text).__name__}: {document.text!r:.80}")
+        check_characters(document.text)
+    except DocumentError as error:
+        raise DocumentError(f"document {shown_id(document.id)}: {error}") from None
+    _as_json(document)
 
 
 def content_hash(document: Document) -> str:
@@ -61,7 +89,27 @@ def content_hash(document: Document) -> str:
 def _as_json(document: Document) -> dict[str, Any]:
     try:
         text = json.dumps(dict(document.metadata), allow_nan=False)
+        _check_values(document.metadata, "metadata")
         metadata: dict[str, Any] = parse_json(text, depth=METADATA_DEPTH)
     except (TypeError, ValueError, RecursionError) as error:
-        raise BankError(f"metadata of document {document.id!r} cannot be kept as JSON: {error}") from error
+        raise BankError(f"metadata of document {shown_id(document.id)} cannot be kept as JSON: {error}") from error
     return metadata
+
+
+def _check_values(value: Any, place: str) -> None:
+    """Checks what JSON would store as something else, or as something that cannot be read again."""
+    if isinstance(value, str):
+        fault = fault_of(value)
+        if fault is not None:
+            raise ValueError(f"in {place}, {fault}")
+    elif isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+        raise ValueError(f"{place} is a number of more than {MOST_DIGITS} digits; store it as a text")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"the keys of {place} must be texts, got {key!r:.80}")
+            _check_values(key, f"the key {shown(key)} of {place}")
+            _check_values(item, f"{place}[{shown(key)}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_values(item, f"{place}[{index}]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mac_rag.untrusted_files import (
 )
 
 STDIN = Path("-")
+_PIECE = 1 << 20
 
 
 def read_documents(paths: Iterable[Path]) -> list[Document]:
@@ -45,11 +47,11 @@ def _documents(path: Path) -> Iterator[Document]:
             others = {column: cell for column, cell in row.cells.items() if column not in ("id", "text")}
             yield Document(row.filled("id"), row.filled("text"), others)
         return
-    lines = _Lines(path)
-    if path.suffix == ".jsonl" or (path == STDIN and lines.start_with(b"{")):
-        yield from _rows(path, lines)
-    else:
-        yield Document(str(path), _text(path, lines))
+    with closing(_Lines(path)) as lines:
+        if path.suffix == ".jsonl" or (path == STDIN and lines.start_with(b"{")):
+            yield from _rows(path, lines)
+        else:
+            yield Document(str(path), lines.text())
 
 
 class _Lines:
@@ -69,6 +71,11 @@ class _Lines:
         except MalformedError as error:
             raise DataError(f"{path} cannot be read: {error}; give a file, or - for standard input") from None
 
+    def close(self) -> None:
+        """Closes the file; standard input is not ours to close."""
+        if self._path != STDIN:
+            self._file.close()
+
     def start_with(self, start: bytes) -> bool:
         """True if the first line that is not blank starts so."""
         for line in self._read():
@@ -82,26 +89,34 @@ class _Lines:
         yield from self._read()
 
     def _read(self) -> Iterator[bytes]:
-        try:
+        with self._errors():
             yield from lines_of(self._file, ROW)
+
+    def text(self) -> str:
+        """All of it, as one document."""
+        pieces, size = self._begun, sum(map(len, self._begun))
+        with self._errors():
+            while piece := self._file.read(_PIECE):
+                pieces.append(piece)
+                size += len(piece)
+                if b"\0" in piece:
+                    raise NulError("a text has no NUL")
+                if size > ROW:
+                    raise DataError(
+                        f"{self._path} has more than {ROW:,} bytes, the most of one document; split it into files"
+                    )
+        return _decoded(self._path, b"".join(pieces))
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise DataError(f"{self._path} cannot be read: {error.strerror}") from None
         except NulError:
             raise DataError(f"{self._path} is not a text in UTF-8; convert it to text first") from None
         except MalformedError as error:
             raise DataError(f"{self._path}, {error}; split it into several documents") from None
-
-
-def _text(path: Path, lines: Iterable[bytes]) -> str:
-    pieces, size = [], 0
-    for line in lines:
-        pieces.append(line)
-        size += len(line)
-        if size > ROW:
-            raise DataError(
-                f"{path} has more than {ROW:,} bytes, the most of one document; split it into several files"
-            )
-    return _decoded(path, b"".join(pieces))
 
 
 def _decoded(path: Path, data: bytes) -> str:

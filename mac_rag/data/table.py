@@ -15,6 +15,8 @@ from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.errors import DataError
 from mac_rag.untrusted_files import ROW, MalformedError, lines_of, open_file
 
+_LINES = 200_000  # lines of one row
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -102,19 +104,21 @@ class _Lines:
     def __init__(self, file: BinaryIO) -> None:
         self._lines = lines_of(file, ROW)
         self._first = True
-        self._row = 0
+        self.row_ends()
 
     def row_ends(self) -> None:
-        self._row = 0
+        """Begins to count anew."""
+        self._bytes = self._count = 0
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
         line = next(self._lines)
-        self._row += len(line)
-        if self._row > ROW:
-            raise MalformedError(f"a row of more than {ROW:,} bytes; is a quote open?")
+        self._bytes += len(line)
+        self._count += 1
+        if self._bytes > ROW or self._count > _LINES:
+            raise MalformedError(f"a row of more than {ROW:,} bytes or {_LINES:,} lines; is a quote open?")
         # Bytes that are not UTF-8 become surrogates, so that the error can name their cell.
         text = line.decode("utf-8", errors="surrogateescape")
         if self._first:

@@ -208,17 +208,14 @@ def _end_tokens(model: Any) -> list[int]:
     """The end tokens of an LM's generation config, which holds none, one or several.
 
     Raises:
-        ModelLoadError: for a value that is no token of the LM.
+        ModelLoadError: for values that are no token ids.
     """
     stored = model.generation_config.eos_token_id
     ends = stored if isinstance(stored, list | tuple) else [] if stored is None else [stored]
+    if not all(isinstance(end, int) for end in ends):
+        raise ModelLoadError(f"the LM's generation config has the end tokens {stored!r:.80}, which are no token ids")
     size = len(model.get_input_embeddings().weight)
-    for end in ends:
-        if not isinstance(end, int) or not 0 <= end < size:
-            raise ModelLoadError(
-                f"the LM's generation config has the end token {end!r:.40}, but there are {size} tokens"
-            )
-    return list(ends)
+    return [end for end in ends if 0 <= end < size]  # the LM writes no others
 
 
 def _without_gaps(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
 
+from mac_rag.data.characters import check_characters
 from mac_rag.errors import ModelLoadError
 
 Span = tuple[int, int]  # index of the first character, and of the one after the last
@@ -69,16 +70,23 @@ class TextTokenizer:
         Args:
             text: the text, or a marked template with texts in it.
             special: True adds the tokens that the tokenizer puts around a text.
+
+        Raises:
+            DocumentError: for a text with half of a surrogate pair or NUL.
         """
+        check_characters(text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
     def batch(self, texts: Sequence[str]) -> list[list[int]]:
         """As `ids`, for many texts at once."""
+        for text in texts:
+            check_characters(text)
         return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     def ids_and_spans(self, text: str, *, special: bool = False) -> tuple[list[int], list[Span]]:
         """As `ids`, with the characters of the text that each token covers."""
+        check_characters(text)
         encoding = self._tokenizer.encode(text, add_special_tokens=special)
         return encoding.ids, encoding.offsets
 

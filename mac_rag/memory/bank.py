@@ -265,7 +265,7 @@ class MemoryBank(Contents):
         Raises:
             BankError: when the folder already holds a bank.
         """
-        self._written(Path(folder), self._parts).close()
+        self._written(Path(folder), self._parts, self.intent).close()
 
     def _written(self, folder: Path, parts: Sequence[Part], intent: Intent | None = None) -> Store:
         """A new bank on disk with these parts."""

@@ -37,8 +37,8 @@ def new_entries(
         keep_texts: True for a bank that keeps texts.
 
     Raises:
-        BankError: for an id that occurs twice, metadata that are not JSON, a text that is none and should be kept, or
-            rows that do not fit the documents.
+        BankError: for an id that occurs twice, metadata that are not JSON, or rows that do not fit the documents.
+        DocumentError: for a text that is none.
     """
     counts = [1] * len(documents) if rows is None else list(rows)
     if len(counts) != len(documents) or sum(counts) != count or min(counts, default=1) < 1:
@@ -49,7 +49,5 @@ def new_entries(
     for document, own in zip(documents, counts):
         if document.id in entries:
             raise BankError(f"document id {document.id!r} occurs twice; ids must be unique")
-        if keep_texts and not isinstance(document.text, str):
-            raise BankError(f"the text of document {document.id!r} is {type(document.text).__name__}, not str")
         entries[document.id] = NewEntry(own, (Member.of(document),), (document.text if keep_texts else None,))
     return list(entries.values())

@@ -18,6 +18,7 @@ from mac_rag.lm.device_map import DeviceMap, require_weights
 from mac_rag.lm.devices import default_device
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.model import checkpoint
+from mac_rag.model.answer_digest import answer_digest
 from mac_rag.model.factory import (
     make_hashed_bm25,
     make_modulation_network,
@@ -237,6 +238,20 @@ class MACModel(GenerationMixin, nn.Module):
                 digest.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
             self._fingerprint = (version, digest.hexdigest())
         return self._fingerprint[1]
+
+    @property
+    def answer_digest(self) -> str:
+        """Hex digest of everything in the model that changes an answer; computed at each access.
+
+        It covers the weights of all parts, the LM's included, in their dtypes; all tokenizers and chat templates; the
+        configurations of all networks; prompt format, memory weight, limits and generation settings. It does not cover
+        where the weights came from, or the versions of libraries. Two models with the same digest give the same
+        answers, up to rounding that differs between devices and versions.
+
+        Raises:
+            ConfigError: when weights of the LM are offloaded, and cannot be read.
+        """
+        return answer_digest(self._parts(), self.state_dict())
 
     def _shared_embeddings(self) -> dict[str, Tensor]:
         """The base LM's embeddings, if an encoder reads with them."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from mac_rag.data.characters import check_text, shown
 from mac_rag.errors import DocumentError
 from mac_rag.lm.batching import length_buckets, pad_rows, similar_lengths
 from mac_rag.lm.text_tokenizer import text_tokenizer
+from mac_rag.model.splitting import Chunk, split
 from mac_rag.nn.amortization import AmortizationNetwork
 from mac_rag.nn.memory_tokens import MemoryTokens
 
@@ -55,7 +56,7 @@ class TextEncoder(nn.Module):
         Raises:
             DocumentError: for anything but a text with at least one visible character, and for a text beyond the limit.
         """
-        _check_text(text)
+        check_text(text)
         return self._within_limit(self._tokenized(text.strip()), text.strip())
 
     def _tokenized(self, text: str) -> list[int]:
@@ -65,7 +66,7 @@ class TextEncoder(nn.Module):
         if len(ids) > self.max_tokens:
             raise DocumentError(
                 f"a text of {len(ids)} tokens is longer than the limit of {self.max_tokens}; "
-                f"split it first (it begins {text[:60]!r})"
+                f"split it first (it begins {shown(text)})"
             )
         return ids
 
@@ -110,70 +111,43 @@ class TextEncoder(nn.Module):
 
     def split(self, text: str) -> list[str]:
         """The chunks of a text within the limit; see `plan`."""
-        return [chunk for chunk, _ in self._chunks(text)]
+        return [chunk.text for chunk in self._chunks(text)]
 
-    def plan(self, text: str, *, whole: bool = False) -> list[list[int]]:
+    def plan(
+        self, text: str, *, whole: bool = False, advance: Callable[[int], object] | None = None
+    ) -> list[list[int]]:
         """Token ids of a text, as rows that the network reads one by one: a single row for a text within the limit.
 
-        A longer text is cut at sentence ends, or else between words. Nothing is lost: the rows hold every word of the
-        text in order. A text within the limit is tokenized once, a longer one once as a whole and once in its chunks.
+        A longer text is cut at sentence ends, or else between words, or else within a word; see
+        `mac_rag.model.splitting`. Nothing is lost: the rows hold every character of the text in order, but for spaces
+        at the cuts. A text within the limit is tokenized once, a longer one about twice.
 
         Args:
             text: the document.
             whole: raise an error for a text beyond the limit, instead of cutting it.
+            advance: called with the number of characters that are done since its last call; all calls add up to the
+                length of the text.
 
         Raises:
-            DocumentError: for anything but a text with at least one visible character; for a single word beyond the
-                limit; with `whole`, for a text beyond it.
+            DocumentError: for anything but a text with at least one visible character; with `whole`, for a text
+                beyond the limit.
         """
-        chunks = list(self._chunks(text))
-        if whole and len(chunks) > 1:
-            self._within_limit(self._tokenized(text.strip()), text.strip())
-        return [ids for _, ids in chunks]
+        rows: list[list[int]] = []
+        done = 0
+        for chunk in self._chunks(text):
+            if whole and len(chunk.text) < len(text.strip()):
+                raise DocumentError(
+                    f"a text of {len(text):,} characters is longer than the limit of {self.max_tokens} tokens; "
+                    f"split it first (it begins {shown(text)})"
+                )
+            rows.append(chunk.ids)
+            if advance is not None:
+                advance(chunk.end - done)
+                done = chunk.end
+        if advance is not None:
+            advance(len(text) - done)
+        return rows
 
-    def _chunks(self, text: str) -> Iterator[tuple[str, list[int]]]:
-        """Chunks of a text, each with its token ids."""
-        _check_text(text)
-        text = text.strip()
-        whole, spans = self._texts.ids_and_spans(text, special=True)
-        if len(whole) <= self.max_tokens:
-            yield text, whole
-            return
-        ends = [end for _, end in spans if end]
-        special = len(whole) - len(ends)
-        start = 0  # of the next chunk, in characters
-        while start < len(text):
-            budget = self.max_tokens - special
-            while True:
-                # A chunk may take more tokens alone than in its place in the text: then it has to be shorter.
-                stop = self._cut(text, start, ends, budget)
-                chunk = text[start:stop].strip()
-                ids = self._tokenized(chunk)
-                if len(ids) <= self.max_tokens:
-                    break
-                budget -= len(ids) - self.max_tokens
-            yield chunk, ids
-            start = stop + len(text[stop:]) - len(text[stop:].lstrip())
-
-    def _cut(self, text: str, start: int, ends: Sequence[int], budget: int) -> int:
-        """Where a chunk of at most `budget` tokens ends that begins at `start`; `ends` are the ends of all tokens."""
-        first = bisect_right(ends, start)
-        if len(ends) - first <= budget:
-            return len(text)
-        window = text[start : ends[first + budget - 1]] if budget > 0 else ""
-        cut = max(window.rfind(mark) + 1 for mark in (". ", "! ", "? ", "\n"))
-        if cut < len(window) // 2:  # no sentence ends in the second half: cut between words
-            cut = window.rfind(" ")
-        if cut <= 0:
-            raise DocumentError(
-                f"a single word is longer than the limit of {self.max_tokens} tokens: {text[start : start + 60]!r}"
-            )
-        return start + cut
-
-
-def _check_text(text: object) -> None:
-    """Refuses anything but a text with at least one visible character."""
-    if not isinstance(text, str):
-        raise DocumentError(f"expected a text, got {type(text).__name__}: {text!r:.80}")
-    if not text.strip():
-        raise DocumentError(f"a text must not be empty, got {text!r:.80}")
+    def _chunks(self, text: str) -> Iterator[Chunk]:
+        check_text(text)
+        return split(text.strip(), self._texts, self.max_tokens)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mac_rag.data.characters import check_characters, shown_id
+from mac_rag.data.provenance import check_document
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 
@@ -57,6 +59,7 @@ class Retriever(ABC):
 
         Raises:
             BankError: for an id that exists already or occurs twice.
+            BankError, DocumentError: for a document that cannot be kept exactly; see `check_documents`.
         """
 
     def put(self, documents: Sequence[Document]) -> None:
@@ -64,8 +67,9 @@ class Retriever(ABC):
 
         Raises:
             BankError: for an id that occurs twice.
+            BankError, DocumentError: as `add`.
         """
-        check_distinct(documents)
+        check_documents(documents)
         for document in documents:
             if document.id in self:
                 self.delete(document.id)
@@ -91,6 +95,7 @@ class Retriever(ABC):
 
         Raises:
             ConfigError: when `k` is below 1.
+            DocumentError: for a question with half of a surrogate pair or NUL.
         """
 
     @abstractmethod
@@ -142,12 +147,27 @@ def check_k(k: int) -> None:
         raise ConfigError(f"k must be at least 1, got {k}")
 
 
-def check_distinct(documents: Iterable[Document]) -> None:
-    """Checks that ids are distinct.
+def check_request(questions: Sequence[str], k: int) -> None:
+    """Checks what a retriever is asked.
 
     Raises:
-        BankError: when two documents have the same id; names it.
+        ConfigError: when `k` is below 1.
+        DocumentError: for a question with half of a surrogate pair or NUL.
     """
+    check_k(k)
+    for question in questions:
+        check_characters(question)
+
+
+def check_documents(documents: Sequence[Document]) -> None:
+    """Checks that documents can be kept exactly, and that their ids are distinct.
+
+    Raises:
+        BankError, DocumentError: see `mac_rag.data.provenance.check_document`; BankError when two documents have the
+            same id; names it.
+    """
+    for document in documents:
+        check_document(document)
     for document_id, count in Counter(document.id for document in documents).items():
         if count > 1:
-            raise BankError(f"document id {document_id!r} comes {count} times; ids must be unique")
+            raise BankError(f"document id {shown_id(document_id)} comes {count} times; ids must be unique")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError
 from mac_rag.retrieval import snapshot
-from mac_rag.retrieval.base import Hit, check_k
+from mac_rag.retrieval.base import Hit, check_request
 from mac_rag.retrieval.rows import RowRetriever
 from mac_rag.retrieval.scorers import (
     Idf,
@@ -81,7 +81,7 @@ class BM25Retriever(RowRetriever):
         self._scorer = self._new_scorer()
 
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
-        check_k(k)
+        check_request(questions, k)
         with self._lock:
             vocabulary = self._vocabulary
             terms = [[vocabulary[word] for word in self.tokenizer(text) if word in vocabulary] for text in questions]

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
+from mac_rag.data.characters import fault_of
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
-from mac_rag.retrieval.base import Hit, Retriever, check_distinct, check_k
+from mac_rag.retrieval.base import Hit, Retriever, check_documents, check_request
 from mac_rag.retrieval.dense import Encoder
 from mac_rag.retrieval.embeddings import Vectors, check_finite
 
@@ -116,7 +117,7 @@ class ChromaRetriever(Retriever):
             self.put(documents)
 
     def put(self, documents: Sequence[Document]) -> None:
-        check_distinct(documents)
+        check_documents(documents)
         records = [_record(document) for document in documents]
         vectors = self.encoder.documents([document.text for document in documents])
         check_finite(vectors, [f"document {document.id!r}" for document in documents])
@@ -138,7 +139,7 @@ class ChromaRetriever(Retriever):
                 self._collection.delete(ids=[document_id])
 
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
-        check_k(k)
+        check_request(questions, k)
         count = len(self)
         if not questions or not count:
             return [[] for _ in questions]
@@ -215,7 +216,9 @@ class ChromaRetriever(Retriever):
         """
         if document_ids is None:
             document_ids = self._ids()
-        ids = [name for name in dict.fromkeys(document_ids) if isinstance(name, str) and name and _is_unicode(name)]
+        ids = [
+            name for name in dict.fromkeys(document_ids) if isinstance(name, str) and name and fault_of(name) is None
+        ]
         for first in range(0, len(ids), _IDS):
             yield self._get(ids=ids[first : first + _IDS], include=include)
 
@@ -278,22 +281,6 @@ def _locked(folder: Path) -> FileLock:
 
 
 def _record(document: Document) -> dict[str, str]:
-    """What Chroma stores of a document beside text and vector.
-
-    Raises:
-        BankError: for an id or a text that Chroma cannot store, or metadata that are not JSON.
-    """
-    if not document.id:
-        raise BankError("Chroma keeps no document with an empty id; name it")
+    """What Chroma stores of a document beside text and vector."""
     member = Member.of(document)
-    if not _is_unicode(document.id) or not _is_unicode(document.text):
-        raise BankError(f"document {document.id!r} has half a surrogate pair, which is no character; remove it")
     return {_HASH: member.content_hash, _METADATA: json.dumps(member.metadata)}
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -13,7 +13,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import FingerprintError
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import snapshot
-from mac_rag.retrieval.base import Hit, check_k
+from mac_rag.retrieval.base import Hit, check_request
 from mac_rag.retrieval.embeddings import EmbeddingCache, Vectors, check_finite, text_hash
 from mac_rag.retrieval.rows import RowRetriever
 
@@ -100,7 +100,7 @@ class DenseRetriever(RowRetriever):
             del self._by_hash[name]
 
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
-        check_k(k)
+        check_request(questions, k)
         if not questions or not len(self):
             return [[] for _ in questions]
         vectors = self.encoder.questions(questions)

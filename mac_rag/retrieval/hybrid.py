@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.retrieval.base import Hit, Retriever, check_distinct, check_k
+from mac_rag.retrieval.base import Hit, Retriever, check_documents, check_request
 
 RANK_OFFSET = 60  # as in Cormack, Clarke and Büttcher, SIGIR 2009; it limits how much the first ranks stand out
 
@@ -70,7 +70,7 @@ class HybridRetriever(Retriever):
 
     def put(self, documents: Sequence[Document]) -> None:
         with self._lock:
-            check_distinct(documents)
+            check_documents(documents)
             for retriever in self.retrievers:
                 retriever.put(documents)
 
@@ -83,7 +83,7 @@ class HybridRetriever(Retriever):
                 retriever.delete(document_id)
 
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
-        check_k(k)
+        check_request(questions, k)
         rankings: list[list[list[Hit]]] = [
             retriever.retrieve(questions, max(k, self.depth), allowed=allowed) if weight else [[] for _ in questions]
             for retriever, weight in zip(self.retrievers, self.weights)

@@ -15,9 +15,10 @@ from llama_index.core.indices.vector_store import VectorIndexRetriever
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
 from llama_index.core.vector_stores.types import VectorStoreQueryMode
 
+from mac_rag.data.provenance import check_document
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, DocumentError
-from mac_rag.retrieval.base import Hit, Retriever, check_k
+from mac_rag.retrieval.base import Hit, Retriever, check_request
 
 FiledBy = Literal["source", "node"]
 
@@ -79,6 +80,7 @@ class LlamaIndexRetriever(Retriever):
             index = self._index("add")
             known: set[str] = set(index.ref_doc_info)
             for document in documents:
+                check_document(document)
                 if document.id in known:
                     raise BankError(
                         f"document {document.id!r} is already in the index, or comes twice; "
@@ -103,7 +105,7 @@ class LlamaIndexRetriever(Retriever):
             index.delete_ref_doc(document_id, delete_from_docstore=True)
 
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
-        check_k(k)
+        check_request(questions, k)
         with self._lock:
             return [self._hits(question, k, allowed) for question in questions]
 

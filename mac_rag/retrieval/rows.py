@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
-from mac_rag.retrieval.base import Hit, Retriever, check_distinct
+from mac_rag.retrieval.base import Hit, Retriever, check_documents
 
 _SPARE = 1024  # up to this many empty rows are not worth a compaction
 
@@ -54,7 +54,7 @@ class Rows:
         for document in documents:
             if document.id in self._row:
                 raise BankError(f"document {document.id!r} is already in the index; delete it before adding it again")
-        check_distinct(documents)
+        check_documents(documents)
 
     def append(self, documents: Iterable[Document]) -> None:
         """Adds documents that passed `check`."""
@@ -153,7 +153,7 @@ class RowRetriever(Retriever):
 
     def put(self, documents: Sequence[Document]) -> None:
         with self._change:
-            check_distinct(documents)
+            check_documents(documents)
             indexed = self._index(documents)
             with self._lock:
                 for document in documents:

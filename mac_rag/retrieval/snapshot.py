@@ -99,7 +99,7 @@ def read(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any
         )
     with damaged(folder):
         if _digest(kind, digest, text) != checksum:
-            raise MalformedError(f"the checksum of {path.name} does not fit its content")
+            raise MalformedError(f"its checksum does not fit its content ({path.name})")
         body = parse_json(text)
         if not isinstance(body, dict) or not isinstance(body.get("documents"), list):
             raise MalformedError(f"{path.name} holds no documents")
@@ -117,6 +117,10 @@ def damaged(folder: Path) -> Iterator[None]:
     """
     try:
         yield
+    except FileNotFoundError as error:
+        raise BankError(
+            f"the retriever in {folder} is damaged: {error.filename} is missing; build it again from its documents"
+        ) from error
     except OSError as error:
         raise BankError(
             f"the retriever in {folder} cannot be read: {error}; build it again from its documents"

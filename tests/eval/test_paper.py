@@ -12,7 +12,7 @@ from eval.harness import paper_plan as plan
 from eval.harness.paper_plan import Step
 from eval.harness.paper_steps import StepRecord, read_records, write_records
 from eval.harness.results import Result, checkout
-from eval.paper import Fingerprints, finished, run_steps
+from eval.paper import AnswerDigests, finished, run_steps
 from mac_rag.errors import DataError
 from mac_rag.model import MACModel
 from tests.eval.helpers import Command, result, scored
@@ -54,13 +54,13 @@ class TestRun:
     def test_a_result_of_another_command_commit_or_model_does_not_count(
         self, tiny_checkpoint: Path, tiny_model: MACModel, tmp_path: Path
     ) -> None:
-        step, commit, prints = on(tiny_checkpoint), checkout(), Fingerprints()
+        step, commit, prints = on(tiny_checkpoint), checkout(), AnswerDigests()
         model = result("bank_size").model
         assert model is not None
         mine = model.model_copy(
             update={
                 "name": str(tiny_checkpoint),
-                "fingerprint": MACModel.from_pretrained(str(tiny_checkpoint)).fingerprint,
+                "answer_digest": MACModel.from_pretrained(str(tiny_checkpoint)).answer_digest,
             }
         )
         made = result("bank_size", command=step.shown(tmp_path), git=commit, model=mine)
@@ -69,7 +69,7 @@ class TestRun:
         assert finished(step, tmp_path, commit, prints)
         assert not finished(replace(step, arguments=("--seed", "1")), tmp_path, commit, prints)
         assert not finished(step, tmp_path, None if commit else result("x").git, prints)
-        for other in ({"fingerprint": "00"}, {"name": str(tmp_path / "gone")}):
+        for other in ({"answer_digest": "00"}, {"name": str(tmp_path / "gone")}):
             made.model_copy(update={"model": mine.model_copy(update=other)}).write(step.result(tmp_path))
             assert not finished(step, tmp_path, commit, prints)
         step.result(tmp_path).write_text("{")

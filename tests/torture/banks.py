@@ -88,7 +88,7 @@ def _manifest(folder: Path, rng: random.Random) -> str:
     manifest = json.loads((folder / "manifest.json").read_bytes())
     del manifest["sha256"]
     text = mutate_json(manifest, rng)
-    _write_manifest(folder, _sealed(text))
+    write_manifest(folder, _sealed(text))
     return text[:400]
 
 
@@ -101,7 +101,7 @@ def _record(folder: Path, rng: random.Random) -> str:
     del record["sha256"]
     text = mutate_json(record, rng)
     lines[number] = _sealed(text)
-    _write(folder, manifest, segment, "records", b"".join(line + b"\n" for line in lines))
+    write(folder, manifest, segment, "records", b"".join(line + b"\n" for line in lines))
     return text[:400]
 
 
@@ -122,7 +122,7 @@ def _lines(folder: Path, rng: random.Random) -> str:
             rng.shuffle(lines)
     if rng.random() < 0.5:
         segment["entries"] = len(lines)
-    _write(folder, manifest, segment, "records", b"".join(line + b"\n" for line in lines))
+    write(folder, manifest, segment, "records", b"".join(line + b"\n" for line in lines))
     return f"{len(lines)} lines"
 
 
@@ -136,6 +136,12 @@ def _numbers(folder: Path, rng: random.Random) -> str:
         b"\xff" * 4,
     ]
     data[place : place + 4] = rng.choice(patterns)
+    write_tokens(folder, manifest, segment, bytes(data))
+    return f"{bytes(data[place : place + 4])!r} at {place}"
+
+
+def write_tokens(folder: Path, manifest: dict[str, Any], segment: dict[str, Any], data: bytes) -> None:
+    """Writes the tokens file of a segment, with all checksums of it."""
     width = len(data[segment["offset"] :]) // segment["shape"][0]
     records = []
     for line in (folder / f"{segment['name']}.jsonl").read_bytes().splitlines():
@@ -144,9 +150,8 @@ def _numbers(folder: Path, rng: random.Random) -> str:
         first = segment["offset"] + record["start"] * width
         record["tokens"] = hashlib.sha256(data[first : first + record["rows"] * width]).hexdigest()
         records.append(sealed(record) + b"\n")
-    _write(folder, manifest, segment, "records", b"".join(records))
-    _write(folder, manifest, segment, "tokens", bytes(data))
-    return f"{bytes(data[place : place + 4])!r} at {place}"
+    write(folder, manifest, segment, "records", b"".join(records))
+    write(folder, manifest, segment, "tokens", data)
 
 
 def _header(folder: Path, rng: random.Random) -> str:
@@ -163,10 +168,10 @@ def _header(folder: Path, rng: random.Random) -> str:
         manifest["codebook"] = hashlib.sha256(data).hexdigest()
         for copy in ("codebook.safetensors", "codebook.copy.safetensors"):
             (folder / copy).write_bytes(data)
-        _write_manifest(folder, sealed(manifest))
+        write_manifest(folder, sealed(manifest))
     else:
         segment["offset"] = rng.choice([8 + len(text), segment["offset"]])
-        _write(folder, manifest, segment, "tokens", data)
+        write(folder, manifest, segment, "tokens", data)
     return text.decode(errors="replace")[:200]
 
 
@@ -176,14 +181,14 @@ def _segment(folder: Path, rng: random.Random) -> tuple[dict[str, Any], dict[str
     return manifest, rng.choice(manifest["segments"])
 
 
-def _write(folder: Path, manifest: dict[str, Any], segment: dict[str, Any], what: str, data: bytes) -> None:
+def write(folder: Path, manifest: dict[str, Any], segment: dict[str, Any], what: str, data: bytes) -> None:
     suffix = {"records": "jsonl", "tokens": "safetensors"}[what]
     (folder / f"{segment['name']}.{suffix}").write_bytes(data)
     segment[what] = hashlib.sha256(data).hexdigest()
-    _write_manifest(folder, sealed(manifest))
+    write_manifest(folder, sealed(manifest))
 
 
-def _write_manifest(folder: Path, data: bytes) -> None:
+def write_manifest(folder: Path, data: bytes) -> None:
     for name in MANIFESTS:
         (folder / name).write_bytes(data)
 

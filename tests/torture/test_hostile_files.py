@@ -12,7 +12,7 @@ from tests.memory.helpers import fast_folder
 from tests.torture.helpers import copy, little_memory
 
 
-@pytest.mark.parametrize(("kind", "runs"), [("banks", 60)])
+@pytest.mark.parametrize(("kind", "runs"), [("banks", 40), ("retrievers", 60), ("checkpoints", 12), ("data_files", 25)])
 def test_a_damaged_file_is_refused_or_read_as_it_was_meant(kind: str, runs: int, tmp_path: Path) -> None:
     module = importlib.import_module(f"tests.torture.{kind}")
     examples = module.make(tmp_path)

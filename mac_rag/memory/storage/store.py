@@ -46,6 +46,7 @@ from mac_rag.memory.storage.manifest import (
     restore_manifest,
     write_manifest,
 )
+from mac_rag.memory.storage.newest import check_newest
 from mac_rag.memory.storage.segment import Segment, read_segment, write_segment
 from mac_rag.shipped_models import describe
 from mac_rag.untrusted_files import MalformedError
@@ -147,6 +148,7 @@ class Store:
         with file_errors(folder, "opened"):
             if not exists(folder):
                 raise BankError(f"there is no memory bank in {folder}")
+            check_newest(folder)
             lock = WriterLock(folder) if write else None
             try:
                 manifest, segments = _snapshot(folder, {})
@@ -325,7 +327,7 @@ class Store:
     def _is_good(self, segment: Segment) -> bool:
         """True if a segment can stay as it is. One that a failed commit had written is not there any more."""
         on_disk = self._written.union(info.name for info in self.manifest.segments)
-        return segment.name in on_disk and not segment.is_mostly_deleted
+        return segment.folder == self.folder and segment.name in on_disk and not segment.is_mostly_deleted
 
     def tidy(self) -> None:
         """Removes files that no commit needs. The next call tries again where the system refuses."""

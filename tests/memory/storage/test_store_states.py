@@ -21,7 +21,7 @@ from mac_rag.memory.storage import store
 from mac_rag.memory.storage.repair import verify
 from tests.memory.helpers import TOKENS, WIDTH, fast_folder
 
-IDS = ["a", "b", "ü/../c", "", "\ud800", "f"]
+IDS = ["a", "b", "ü/../c", "\x1b[2J\n\x85", "\u202e\u2028 👩‍👩‍👧", "f"]
 
 ids = st.sampled_from(IDS)
 
@@ -95,7 +95,7 @@ class Banks(RuleBasedStateMachine):
 
     @rule(documents=st.lists(st.tuples(ids, st.integers(1, 3)), max_size=8, unique_by=lambda each: each[0]))
     def put(self, documents: list[tuple[str, int]]) -> None:
-        texts = [f"text\n\ud800{self.number + index}" for index in range(len(documents))]
+        texts = [f"text\n\u2028{self.number + index}" for index in range(len(documents))]
         self.number += len(documents)
         parts = [self.phi(rows) for _, rows in documents]
         names = [document_id for document_id, _ in documents]

@@ -1,0 +1,76 @@
+"""Which texts the library takes: any Unicode text with a visible character, as it comes. The one place that decides.
+
+Two characters are refused: half of a surrogate pair, which is no character and which no file in UTF-8 can hold, and
+NUL, which ends a text for command lines and for many databases. Everything else is kept exactly.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+from mac_rag.errors import DocumentError
+
+_INVISIBLE = {"Cc", "Cf", "Zs", "Zl", "Zp"}  # controls, format characters, spaces and separators
+
+
+def fault_of(text: str) -> str | None:
+    """What is wrong with the characters of a text, and where; None if nothing is."""
+    place = text.find("\0")
+    if place >= 0:
+        return f"the character at index {place} is NUL, which marks binary data; convert it to text, or remove it"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        return (
+            f"the character at index {error.start} is U+{code:04X}, half of a surrogate pair, which is no character; "
+            "decode the text again from its bytes, or remove it"
+        )
+    return None
+
+
+def is_blank(text: str) -> bool:
+    """True for a text without a visible character: nothing but spaces, controls and format characters."""
+    return all(unicodedata.category(character) in _INVISIBLE for character in text)
+
+
+def check_characters(text: str) -> None:
+    """Refuses a text with half of a surrogate pair or NUL.
+
+    Raises:
+        DocumentError: names the character, its index, and how the text begins.
+    """
+    fault = fault_of(text)
+    if fault is not None:
+        raise DocumentError(f"{fault} (the text begins {shown(text)})")
+
+
+def check_text(text: object) -> None:
+    """Refuses anything but a text with at least one visible character.
+
+    Examples:
+        >>> check_text("Der Dom zu K\N{LATIN SMALL LETTER O WITH DIAERESIS}ln")
+        >>> check_text("a\N{NULL}b")
+        Traceback (most recent call last):
+        ...
+        mac_rag.errors.DocumentError: the character at index 1 is NUL, which marks binary data; convert it to text, \
+or remove it (the text begins 'a\\x00b')
+
+    Raises:
+        DocumentError: says what is wrong with it.
+    """
+    if not isinstance(text, str):
+        raise DocumentError(f"expected a text, got {type(text).__name__}: {text!r:.80}")
+    check_characters(text)
+    if is_blank(text):
+        raise DocumentError(f"a text must not be empty, got {shown(text)}")
+
+
+def shown(text: str, most: int = 60) -> str:
+    """A text in an error message: quoted, escaped, and at most its beginning."""
+    return repr(text) if len(text) <= most else f"{text[:most]!r}..."
+
+
+def shown_id(document_id: str) -> str:
+    """A document's id in an error message; all of it, if it is no longer than a long path."""
+    return shown(document_id, 500)

@@ -1,0 +1,86 @@
+"""Backups: a bank copied while others write to it, and put back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mac_rag.errors import BankError, FingerprintError
+from mac_rag.memory.storage.folder import is_vacant
+from mac_rag.memory.storage.store import Store
+
+
+def backup(folder: str | Path, into: str | Path) -> int:
+    """Copies the last commit of a bank into a new bank. Others may read it and write to it at the same time.
+
+    Deleted entries are left out, and rows are compared with their checksums as they are copied.
+
+    Args:
+        folder: folder of the bank.
+        into: a new or empty folder.
+
+    Returns:
+        The number of documents.
+
+    Raises:
+        BankError: when there is no bank, it is damaged, or `into` holds other files.
+    """
+    return _copy(Store.open(Path(folder), write=False), Path(into))
+
+
+def restore(source: str | Path, folder: str | Path, *, replace: bool = False) -> int:
+    """Puts a backup back.
+
+    Args:
+        source: folder of the backup, or any other bank.
+        folder: folder of the bank: new or empty; with `replace` also a bank of the same model.
+        replace: replace all documents of the bank in one commit, to which its readers go on as to any other.
+
+    Returns:
+        The number of documents.
+
+    Raises:
+        BankError: when there is no backup, it is damaged, the folder holds a bank and `replace` is False, or the bank
+            cannot be written.
+        FingerprintError: when the bank was written by another model than the backup.
+    """
+    saved, folder = Store.open(Path(source), write=False), Path(folder)
+    if not replace or is_vacant(folder):
+        return _copy(saved, folder)
+    bank = Store.open(folder, write=True)
+    try:
+        mine, theirs = bank.manifest, saved.manifest
+        if theirs.fingerprint != mine.fingerprint:
+            raise FingerprintError(
+                f"{source} was written by model {theirs.fingerprint[:12]} and {folder} by {mine.fingerprint[:12]}; "
+                "restore it into a new folder"
+            )
+        if theirs.codebook != mine.codebook:
+            raise BankError(f"{source} and {folder} have different codebooks; restore it into a new folder")
+        if theirs.keep_texts != mine.keep_texts:
+            with_texts, without = (source, folder) if theirs.keep_texts else (folder, source)
+            raise BankError(f"{with_texts} keeps texts and {without} does not; restore it into a new folder")
+        next_sequence = max(mine.next_sequence, theirs.next_sequence)
+        bank.commit(saved.segments, next_sequence, intent=theirs.intent)
+    finally:
+        bank.close()
+    return _documents(saved)
+
+
+def _copy(store: Store, folder: Path) -> int:
+    if not is_vacant(folder):
+        raise BankError(f"{folder} is not empty; choose a new folder")
+    manifest = store.manifest
+    Store.create(
+        folder,
+        manifest.fingerprint,
+        store.codebook,
+        store.segments,
+        manifest.next_sequence,
+        manifest.intent,
+        keep_texts=manifest.keep_texts,
+    ).close()
+    return _documents(store)
+
+
+def _documents(store: Store) -> int:
+    return sum(len(record.members) for segment in store.segments for record, _ in segment.entries.values())

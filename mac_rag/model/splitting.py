@@ -1,0 +1,176 @@
+"""Splits a text into chunks that a network reads at once, in time that grows with the length of the text.
+
+A tokenizer reads a window of the text at a time. Tokens depend on their neighbours only within a word: WordPiece and
+byte-level BPE cut a text into words first, and the vocabularies of SentencePiece (BPE and Unigram) have no token that
+goes on behind a space. So a window has the tokens of the whole text between its first and its last space, and these
+alone are used. Within a text without spaces, the tokens next to a window's edges may be others than in the whole. Then
+a chunk ends at another of many good places, and not at a wrong one: each chunk is tokenized by itself and measured.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import regex
+
+from mac_rag.data.characters import shown
+from mac_rag.errors import DocumentError
+from mac_rag.lm.text_tokenizer import TextTokenizer
+
+_SENTENCE_ENDS = (". ", "! ", "? ", "\n")
+_SENTENCE_ENDS_WITHOUT_SPACE = "。！？"
+_CONTEXT = 256  # characters that a window has before the place that it is read for, and that are not used behind it
+_NOT_SPACE = re.compile(r"\S")
+_CHARACTER = regex.compile(r"\X")  # what a reader takes for one character, such as a letter with its accents
+
+
+class Chunk(NamedTuple):
+    """A part of a text.
+
+    Attributes:
+        text: the part, without spaces around it.
+        ids: its token ids.
+        end: index in the text behind the chunk and the spaces that follow it.
+    """
+
+    text: str
+    ids: list[int]
+    end: int
+
+
+def split(text: str, tokenizer: TextTokenizer, limit: int, *, window: int = 32) -> Iterator[Chunk]:
+    """Yields the chunks of a text: the text itself if it is within the limit, otherwise as much as fits into each.
+
+    A chunk ends behind a sentence, if one ends in its second half, or else between words. A word that is longer than
+    the limit is cut between two tokens, and never within a character.
+
+    Args:
+        text: a text without spaces around it.
+        tokenizer: tokenizes it.
+        limit: largest number of tokens of a chunk, those included that the tokenizer puts around a text.
+        window: characters that the tokenizer reads at a time, for each token of a chunk; English has four or five to a
+            token. It is more where a chunk needs more.
+
+    Raises:
+        DocumentError: for a character beyond the limit.
+    """
+    tokens = _Tokens(text, tokenizer, window * limit)
+    if tokens.are_within(limit):
+        yield Chunk(text, tokens.ids, len(text))
+        return
+    start = 0
+    while start < len(text):
+        budget, stop = limit - tokens.special, -1
+        while True:
+            # A chunk may take more tokens alone than in its place in the text: then it has to be shorter.
+            before, stop = stop, _cut(text, start, tokens.ends_behind(start, budget + 1), budget)
+            if stop == start:
+                raise DocumentError(
+                    f"a single character takes more than the {limit} tokens that are read at once; remove it "
+                    f"({shown(text[start : start + 1])} at index {start})"
+                )
+            if stop != before:
+                chunk = text[start:stop].strip()
+                ids = tokenizer.ids(chunk, special=True)
+            if len(ids) <= limit:
+                break
+            budget -= len(ids) - limit
+        following = _NOT_SPACE.search(text, stop)
+        start = len(text) if following is None else following.start()
+        yield Chunk(chunk, ids, start)
+
+
+class _Tokens:
+    """Where the tokens of a text end, read in windows.
+
+    Attributes:
+        ids: the token ids of the text, if one window holds all of it.
+        special: number of tokens that the tokenizer puts around a text.
+    """
+
+    def __init__(self, text: str, tokenizer: TextTokenizer, window: int) -> None:
+        self.ids: list[int] = []
+        self.special = 0
+        self._text = text
+        self._tokenizer = tokenizer
+        self._window = window
+        self._ends: list[int] = []
+        self._read(0, window)
+
+    def are_within(self, limit: int) -> bool:
+        """True if the whole text has at most so many tokens; `ids` are then set."""
+        self.ends_behind(0, limit - self.special + 1)
+        return 0 < len(self.ids) <= limit
+
+    def ends_behind(self, start: int, count: int) -> Sequence[int]:
+        """Where the first `count` tokens behind `start` end, in characters; fewer only at the end of the text."""
+        size = 2 * self._window if start == self._start else self._window
+        while True:
+            first = bisect_right(self._ends, start)
+            if self._at_end or len(self._ends) - first >= count:
+                return self._ends[first : first + max(0, count)]
+            self._read(start, size)
+            size *= 2
+
+    def _read(self, start: int, size: int) -> None:
+        """Tokenizes the text from a little before `start`."""
+        text, begin = self._text, _space_before(self._text, start - _CONTEXT // 8, start - _CONTEXT)
+        begin = max(0, start - _CONTEXT) if begin is None else begin
+        stop = min(begin + size, len(text))
+        # The tokens around a text are counted once, at its beginning.
+        ids, spans = self._tokenizer.ids_and_spans(text[begin:stop], special=not begin)
+        ends = [end for _, end in spans if end]
+        if not begin:
+            self.special = len(ids) - len(ends)
+        self._start, self._at_end = start, stop == len(text)
+        self.ids = ids if self._at_end and not begin else []
+        used = len(text) if self._at_end else _space_before(text, stop - 1, stop - size // 2)
+        used = stop - _CONTEXT if used is None else used
+        self._ends = [begin + end for end in ends if begin + end <= used]
+
+
+def _space_before(text: str, last: int, first: int) -> int | None:
+    """Where the last run of spaces in `text[first:last]` begins; None if none does."""
+    for index in range(last - 1, max(0, first), -1):
+        if text[index].isspace() and not text[index - 1].isspace():
+            return index
+    return None
+
+
+def _cut(text: str, start: int, ends: Sequence[int], budget: int) -> int:
+    """Where a chunk of at most `budget` tokens ends that begins at `start`; `start` itself if there is no such place.
+
+    Args:
+        text: the text.
+        start: index of the chunk's first character.
+        ends: where the first tokens end from there on: one more than `budget`, if there are so many.
+        budget: largest number of tokens.
+    """
+    if len(ends) <= budget:
+        return len(text)
+    window = text[start : ends[budget - 1]] if budget > 0 else ""
+    cut = max(window.rfind(mark) + 1 for mark in _SENTENCE_ENDS)
+    if cut < len(window) // 2:  # no sentence ends in the second half: cut between words
+        cut = window.rfind(" ")
+    return start + cut if cut > 0 else _cut_without_spaces(text, start, ends[: max(0, budget)])
+
+
+def _cut_without_spaces(text: str, start: int, ends: Sequence[int]) -> int:
+    """As `_cut`, for a text that has no space before the last of some ends of tokens."""
+    last = ends[-1] if ends else start
+    space = _space_before(text, last, start)
+    if space is not None:  # a tab, or any other kind of space
+        return space
+    window = text[start:last]
+    cut = max(window.rfind(mark) + 1 for mark in _SENTENCE_ENDS_WITHOUT_SPACE)
+    if cut >= len(window) // 2 > 0:
+        return start + cut
+    characters = [match.end() for match in _CHARACTER.finditer(text, start, last + 1) if match.end() <= last]
+    between = set(characters)
+    at_token = next((end for end in reversed(ends) if end in between), None)
+    if at_token is not None:
+        return at_token
+    return characters[-1] if characters else last  # a character of very many accents is cut between two of them

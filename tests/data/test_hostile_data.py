@@ -1,0 +1,118 @@
+"""Files of documents and data sets that are too long, too deep, or no files: refused by name and place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mac_rag.data.readers import read_documents
+from mac_rag.data.squad import read_official
+from mac_rag.data.table import read_table
+from mac_rag.errors import DataError
+from mac_rag.untrusted_files import METADATA_DEPTH, ROW
+from tests.torture.helpers import little_memory
+
+
+def refused(path: Path, content: bytes | str, message: str) -> None:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with little_memory(), pytest.raises(DataError, match=message) as error:
+        read_documents([path])
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (b'{"id": "1", "text": "' + b"x" * ROW + b'"}', "line 2 has more than 8,388,608 bytes; split it"),
+        (
+            b'{"id": "1", "text": "", "deep": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            "row 2: nested more than 64 deep",
+        ),
+        (
+            b'{"id": "1", "text": "", "many": [' + b"[]," * 300_000 + b"[]]}",
+            "row 2: more than 200,000 lists and objects",
+        ),
+        (b'{"id": "1", "text": "", "year": NaN}', "row 2: NaN is not JSON"),
+        (b'{"id": "1", "text": "", "year": ' + b"1" * 5_000 + b"}", "row 2: a number of 5,000 digits"),
+        (b'{"id": "1", "id": "2", "text": ""}', "row 2: 'id' comes twice"),
+        (b'{"id": "1", "text": "\0"}', "is not a text in UTF-8"),
+        (b'{"id": "1", "text": "\xff"}', "is not a text in UTF-8"),
+    ],
+    ids="long deep many nan digits twice nul bytes".split(),
+)
+def test_rows_of_json_lines(tmp_path: Path, row: bytes, message: str) -> None:
+    refused(tmp_path / "rows.jsonl", b'{"id": "0", "text": "fine"}\n' + row + b"\n", message)
+
+
+def test_a_row_and_its_metadata_may_be_as_large_as_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    metadata = {"deep": json.loads("[" * (METADATA_DEPTH - 1) + "]" * (METADATA_DEPTH - 1))}
+    row = {"id": "1", "text": "", **metadata}
+    row["text"] = "x" * (ROW - len(json.dumps(row)))
+    path.write_text(json.dumps(row) + "\n")
+    [document] = read_documents([path])
+    assert (document.text, document.metadata) == (row["text"], metadata)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('id,text\n1,"' + "x" * (ROW + 1), r"row 1 \(line 2\): .*more than 8,388,608 bytes"),
+        ('id,text\n1,"' + "x\n" * (ROW // 2), r"row 1 \(line 2\): .*is a quote open\?"),
+        ("id,text\n1,a\n2,\0\n", r"row 2 \(line 3\): .*NUL"),
+        ("id,text\n1,a\n2\n", r"row 2 \(line 3\), column 'text': .* 1 of 2 cells"),
+        ("id,text\n1,a,b\n", r"row 1 \(line 2\), column 'text': .* 3 cells for 2"),
+        ("id,text,id\n1,a,2\n", "the column 'id' comes twice"),
+        (b"id,text,\xff\n1,a,b\n", "a name in the header: .* not UTF-8"),
+    ],
+    ids="cell row nul short long twice header".split(),
+)
+def test_tables(tmp_path: Path, content: bytes | str, message: str) -> None:
+    refused(tmp_path / "rows.csv", content, message)
+
+
+def test_rows_are_bounded_each_and_not_together(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("id,text\n" + "".join(f"{number},{'x' * (ROW // 3)}\n" for number in range(5)))
+    assert len(list(read_table(path, ("id", "text")))) == 5
+
+
+@pytest.mark.parametrize("name", ["note.md", "rows.jsonl", "rows.csv"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=f"{name} cannot be read: it is a named pipe, not a file"):
+        read_documents([path])
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataError, match=f"{name} cannot be read: it is a folder, not a file"):
+        read_documents([path])
+    path.rmdir()
+    (tmp_path / "elsewhere").write_text('{"id": "1", "text": "a"}\n' if name == "rows.jsonl" else "id,text\n1,a\n")
+    path.symlink_to("elsewhere")
+    assert len(read_documents([path])) == 1  # the user named it
+
+
+def test_a_document_is_bounded(tmp_path: Path) -> None:
+    refused(tmp_path / "long.txt", "line\n" * (ROW // 5 + 1), "more than 8,388,608 bytes, the most of one document")
+    os.truncate(tmp_path / "long.txt", 0)
+    os.truncate(tmp_path / "long.txt", 1 << 40)
+    with pytest.raises(DataError, match="is not a text in UTF-8"):
+        read_documents([tmp_path / "long.txt"])
+
+
+def test_packed_data_sets_are_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "train-v1.1.json.gz"
+    path.write_bytes(gzip.compress(b" " * (65 << 20)))
+    with pytest.raises(DataError, match=r"train-v1\.1\.json\.gz .*more than 67,108,864 bytes when unpacked"):
+        list(read_official(path))
+    whole = gzip.compress(b'{"data": ') + gzip.compress(b"[]}") + b"\0" * 100
+    path.write_bytes(whole)
+    assert list(read_official(path)) == []
+    path.write_bytes(whole[:30])
+    with pytest.raises(DataError, match="ends in the middle"):
+        list(read_official(path))

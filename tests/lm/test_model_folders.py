@@ -1,0 +1,167 @@
+"""Folders of models that nobody vouches for: their code is never run, and what they describe is not believed."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mac_rag.config import BaseLMConfig, EncoderConfig
+from mac_rag.errors import ModelLoadError
+from mac_rag.lm import hub_revisions
+from mac_rag.lm.allocation import AllocationLimit
+from mac_rag.lm.loading import load_backbone, load_causal_lm, load_tokenizer
+from mac_rag.retrieval.encoders import SentenceTransformerEncoder, contriever
+from tests.helpers import save_bert, save_llama
+from tests.torture.helpers import copy
+
+CPU = torch.device("cpu")
+CODE = "from pathlib import Path\nPath(__file__).with_name('was-run').touch()\n"
+USES = {
+    "causal LM": lambda place: load_causal_lm(BaseLMConfig(name=place), CPU),
+    "backbone": lambda place: load_backbone(EncoderConfig(name=place, design="encoder-only"), CPU),
+    "tokenizer": load_tokenizer,
+    "retrieval encoder": contriever,
+    "sentence-transformers": SentenceTransformerEncoder,
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+def rewrite(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("known", [True, False], ids=["known architecture", "unknown architecture"])
+@pytest.mark.parametrize("use", USES)
+def test_code_of_a_folder_is_never_run_and_nobody_is_asked(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: str, known: bool, file: str
+) -> None:
+    folder = copy(llama, tmp_path / "model")
+    names = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
+    auto_map: dict[str, Any] = {**dict.fromkeys(names, "own.Own"), "AutoTokenizer": ["own.Own", "own.Own"]}
+    rewrite(folder / file, auto_map=auto_map, **({} if known or file != "config.json" else {"model_type": "own"}))
+    (folder / "own.py").write_text(CODE)
+    answers = io.StringIO("y\n" * 20)
+    monkeypatch.setattr(sys, "stdin", answers)
+    with pytest.raises(ModelLoadError, match=rf"{file} has an auto_map, .* is never run"):
+        USES[use](str(folder))
+    assert not (folder / "was-run").exists()
+    assert answers.tell() == 0
+
+
+def test_code_named_by_a_nested_configuration_or_a_kernel_is_refused(llama: Path, tmp_path: Path) -> None:
+    for values, message in (
+        ({"text_config": {"auto_map": {"AutoModel": "own.Own"}}}, "auto_map"),
+        ({"attn_implementation": "someone/kernel"}, "a kernel from the Hub"),
+        ({"num_hidden_layers": 10**9}, "1000000000 layers"),
+        ({"hidden_size": 10**12}, None),
+        ({"vocab_size": 10**9}, "describes a model of"),
+    ):
+        folder = copy(llama, tmp_path / "model")
+        rewrite(folder / "config.json", **values)
+        with pytest.raises(ModelLoadError, match=message):
+            load_causal_lm(BaseLMConfig(name=str(folder)), CPU)
+
+
+def test_modules_of_sentence_transformers_are_its_own(tmp_path: Path) -> None:
+    folder = save_bert(tmp_path / "model")
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "own.Own"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ModelLoadError, match=r"modules.json names the module 'own.Own'"):
+        SentenceTransformerEncoder(str(folder))
+
+
+def test_weights_that_are_missing_are_not_made_up(llama: Path, tmp_path: Path) -> None:
+    folder = copy(llama, tmp_path / "model")
+    rewrite(folder / "config.json", num_hidden_layers=3)
+    with pytest.raises(ModelLoadError, match=r"lacks \d+ of the LM's weights, such as model.layers.2"):
+        load_causal_lm(BaseLMConfig(name=str(folder)), CPU)
+
+
+def test_weights_lie_beside_their_index(llama: Path, tmp_path: Path) -> None:
+    folder = copy(llama, tmp_path / "model")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../../other.safetensors"}}))
+    with pytest.raises(ModelLoadError, match="which is no file beside it"):
+        load_causal_lm(BaseLMConfig(name=str(folder)), CPU)
+
+
+def test_a_pipe_among_the_files_is_not_waited_for(llama: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        folder = copy(llama, tmp_path / "model")
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(ModelLoadError, match=f"{name} is damaged: it is a named pipe"):
+            load_causal_lm(BaseLMConfig(name=str(folder)), CPU)
+
+
+def test_an_allocation_is_refused_before_it_is_made() -> None:
+    with AllocationLimit(1_000, "config.json"):
+        torch.nn.Linear(10, 50)
+        with pytest.raises(ModelLoadError, match=r"config\.json describes networks of more than 1,000 numbers"):
+            torch.nn.Linear(10**9, 10**9)
+    with AllocationLimit(1_000, "config.json"), pytest.raises(ModelLoadError):
+        torch.arange(10**15)
+
+
+class TestRevisions:
+    COMMIT = "0123456789" * 4
+
+    @pytest.fixture
+    def hub(self, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+        """A repository that lies in the Hub's cache."""
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        repository = tmp_path / "models--someone--llama"
+        copy(llama, repository / "snapshots" / self.COMMIT)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(self.COMMIT)
+        monkeypatch.setattr(hub_revisions, "_pinned", hub_revisions._pinned.__wrapped__)
+        return "someone/llama"
+
+    def test_the_commit_is_told_where_none_was_chosen(self, hub: str) -> None:
+        with pytest.warns(UserWarning, match=f"no revision was given for {hub}, so commit {self.COMMIT} is used"):
+            assert hub_revisions.pinned(hub, None) == self.COMMIT
+
+    def test_a_chosen_revision_is_no_surprise(self, hub: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert hub_revisions.pinned(hub, "main") == self.COMMIT
+            assert hub_revisions.pinned(hub, self.COMMIT) == self.COMMIT
+            assert hub_revisions.split_revision(f"{hub}@{self.COMMIT}") == (hub, self.COMMIT)
+
+    def test_a_folder_and_an_unknown_name_stay_as_they_are(self, llama: Path) -> None:
+        assert hub_revisions.pinned(str(llama), None) is None
+        assert hub_revisions.pinned("someone/unknown", None) is None
+
+    def test_code_in_the_cache_is_refused(self, hub: str, tmp_path: Path) -> None:
+        rewrite(next(tmp_path.rglob("config.json")), auto_map={"AutoModel": "own.Own"})
+        with pytest.raises(ModelLoadError, match="auto_map"):
+            hub_revisions.pinned(hub, "main")
+
+
+def test_every_loader_of_transformers_is_told_not_to_trust() -> None:
+    """Auto classes ask on standard input where they are not told."""
+    root = Path(__file__).parents[2]
+    untold = []
+    for file in (
+        path for part in ("mac_rag", "pipelines", "eval", "benchmarks") for path in (root / part).rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and re.search(r"Auto\w+\.from_(pretrained|config)$", ast.unparse(node.func)):
+                trusts = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}.get("trust_remote_code")
+                if trusts not in ("False", "trust_remote_code"):
+                    untold.append(f"{file.relative_to(root)}:{node.lineno}")
+    assert not untold

@@ -1,0 +1,217 @@
+"""Banks whose checksums fit and whose content cannot be true: each is refused by name, and repaired."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mac_rag.atomic_files import sealed
+from mac_rag.data.provenance import Member
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError
+from mac_rag.memory import MemoryBank
+from mac_rag.memory.bank import BankEntry
+from mac_rag.memory.storage.repair import repair, verify
+from mac_rag.untrusted_files import METADATA_DEPTH
+from tests.torture import banks
+from tests.torture.helpers import little_memory
+
+WHOLE = ["b", "c", "f", "g", "h", "a", "e", "i", "j"]
+
+
+@pytest.fixture
+def bank(tmp_path: Path) -> Path:
+    return banks.make(tmp_path)[0]
+
+
+@pytest.fixture
+def codes(tmp_path: Path) -> Path:
+    return banks.make(tmp_path)[1]
+
+
+def refused(folder: Path, message: str) -> None:
+    """It is refused in little memory, whoever opens it."""
+    for write in (False, True):
+        with little_memory(), pytest.raises(BankError, match=message) as error:
+            MemoryBank.open(folder, write=write)
+        assert str(folder) in str(error.value)
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    del manifest["sha256"]
+    return manifest
+
+
+def largest(manifest: dict[str, Any]) -> dict[str, Any]:
+    return max(manifest["segments"], key=lambda segment: segment["entries"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: largest(m).update(shape=[-1, 2, 3]), "manifest.json is damaged: .*shape"),
+        (lambda m: largest(m).update(shape=[1 << 40, 1 << 40, 1 << 40]), "is larger than any segment"),
+        (
+            lambda m: largest(m).update(shape=[1 << 20, 2, 3]),
+            "is damaged: it has .* entries with .* rows, not 8 with 1,048,576",
+        ),
+        (lambda m: largest(m).update(offset=8), "manifest.json is damaged: .*offset"),
+        (lambda m: largest(m).update(offset=largest(m)["offset"] - 8), "safetensors is damaged: it has"),
+        (lambda m: largest(m).update(tombstones=[1 << 30]), "entries were deleted that it never had"),
+        (lambda m: largest(m).update(tombstones=[3, 3]), "each entry deleted once"),
+        (lambda m: largest(m).update(tombstones=[-1]), "manifest.json is damaged: .*tombstones"),
+        (lambda m: largest(m).update(entries=0), "manifest.json is damaged: .*entries"),
+        (lambda m: largest(m).update(entries=7), "jsonl is damaged: line 8: the manifest has only 7"),
+        (lambda m: largest(m).update(name="../../etc/passwd"), "manifest.json is damaged: .*name"),
+        (lambda m: m["segments"].append(m["segments"][0]), "a segment comes twice"),
+        (lambda m: m["segments"].reverse(), "contradicts itself: sequence number 8 comes after 10"),
+        (lambda m: m.update(next_sequence=1), "contradicts itself: sequence number 1 is not below 1"),
+        (lambda m: m.update(next_sequence=1 << 80), "manifest.json is damaged: next_sequence"),
+        (lambda m: m.update(generation=-1), "manifest.json is damaged: generation"),
+        (lambda m: m.update(codebook="0" * 64), "memory tokens, but should not be|codes, but should not be"),
+        (lambda m: m.update(intent={"puts": [[]]}), "manifest.json is damaged: intent"),
+        (lambda m: m.update(format=[9] * 100), r"has format \[9, 9.{,60}, this version reads"),
+    ],
+)
+def test_manifests(bank: Path, change: Callable[[dict[str, Any]], object], message: str) -> None:
+    manifest = manifest_of(bank)
+    change(manifest)
+    banks.write_manifest(bank, sealed(manifest))
+    refused(bank, message)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "not JSON|nested more than"),
+        ('{"format": 2, "a": ' + '{"a":' * 100_000 + "1" + "}" * 100_001, "nested more than"),
+        ('{"format": 2, "generation": ' + "9" * 5_000 + "}", "a number of 5,000 digits"),
+        ('{"format": 2, "generation": NaN}', "NaN is not JSON"),
+        ('{"format": 2, "format": 2}', "'format' comes twice"),
+        ("\0" * 100, "byte 0 is NUL"),
+    ],
+    ids="lists objects digits nan twice nul".split(),
+)
+def test_manifests_that_are_no_json(bank: Path, text: str, message: str) -> None:
+    banks.write_manifest(bank, text.encode())
+    refused(bank, f"manifest.json is damaged: .*({message})")
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "lost"),
+    [
+        (lambda r: r.update(rows=-1), "line 2: its number of rows is -1", ["b"]),
+        (lambda r: r.update(rows=1 << 16), "line 2: its number of rows is 65536", ["b"]),
+        (lambda r: r.update(sequence=1 << 47), "line 2: its sequence number", ["b"]),
+        (lambda r: r.update(sequence=True), "line 2: its sequence number is True", ["b"]),
+        (lambda r: r.update(sequence=0), "line 2: sequence number 0 after 0", ["b"]),
+        (lambda r: r.update(start=0), "line 2: rows 0 to 2 of", ["b"]),
+        (lambda r: r.update(start=1 << 40), "line 2: rows 1,099,511,627,776", ["b"]),
+        (lambda r: r.update(members=[]), "line 2: it stands for no document", ["b"]),
+        (lambda r: r["members"][0].update(metadata=[]), "line 2: the document 'b'", ["b"]),
+        (lambda r: r["members"][0].pop("added"), "line 2: .* other fields", ["b"]),
+        (lambda r: r["members"][0].update(document_id="c"), "document 'c' comes twice", None),
+        (lambda r: r["members"].append(r["members"][0]), "document 'b' comes twice", ["b"]),
+        (lambda r: r.update(tokens="0"), "line 2: its checksum", ["b"]),
+    ],
+)
+def test_records(bank: Path, change: Callable[[dict[str, Any]], object], message: str, lost: list[str] | None) -> None:
+    manifest = manifest_of(bank)
+    segment = largest(manifest)
+    lines = (bank / f"{segment['name']}.jsonl").read_bytes().splitlines()
+    record = json.loads(lines[1])
+    del record["sha256"]
+    change(record)
+    lines[1] = sealed(record)
+    banks.write(bank, manifest, segment, "records", b"".join(line + b"\n" for line in lines))
+    refused(bank, message)
+    report = repair(bank)
+    if lost is not None:
+        assert list(report.lost) == lost
+        assert set(MemoryBank.open(bank).document_ids) == set(WHOLE) - set(lost)
+    assert report.damage
+    assert verify(bank).clean
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite(bank: Path, number: float) -> None:
+    write_number(bank, struct.pack("<f", number))
+    refused(bank, "safetensors is damaged: a memory token is not a finite number")
+    assert list(repair(bank).lost) == ["b"]
+    assert verify(bank).clean
+
+
+@pytest.mark.parametrize(("code", "message"), [(40, "code 40 of document 'b'"), (-1, "a code is negative")])
+def test_codes_that_the_codebook_does_not_have(codes: Path, code: int, message: str) -> None:
+    write_number(codes, struct.pack("<i", code))
+    refused(codes, message)
+    assert list(repair(codes).lost) == ["b"]
+    assert verify(codes).clean
+
+
+def write_number(folder: Path, number: bytes) -> None:
+    """Writes a number into the first row of document b, with checksums that fit."""
+    manifest = manifest_of(folder)
+    segment = largest(manifest)
+    data = (folder / f"{segment['name']}.safetensors").read_bytes()
+    width = (len(data) - segment["offset"]) // segment["shape"][0]
+    place = segment["offset"] + width
+    banks.write_tokens(folder, manifest, segment, data[:place] + number + data[place + 4 :])
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link", "hole"])
+@pytest.mark.parametrize("suffix", ["jsonl", "safetensors"])
+def test_files_that_are_something_else(bank: Path, suffix: str, kind: str) -> None:
+    path = bank / f"{largest(manifest_of(bank))['name']}.{suffix}"
+    data = path.read_bytes()
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.with_name("elsewhere").write_bytes(data)
+        path.symlink_to("elsewhere")
+    else:
+        path.write_bytes(data)
+        os.truncate(path, 1 << 40)
+    refused(bank, f"{path.name} is damaged: ")
+    assert any(path.name in message for message in verify(bank).damage)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_enter_no_bank(value: float) -> None:
+    phi = torch.zeros(3, 2, 3)
+    phi[1, 0, 2] = value
+    for codebook in (None, torch.eye(3)):
+        bank = MemoryBank("f00d", codebook=codebook)
+        with pytest.raises(BankError, match="row 1 of 3 rows of memory tokens"):
+            bank.put([Document(name, name) for name in "abc"], phi)
+        bank.put([Document(name, name) for name in "abc"], torch.zeros(3, 2, 3))
+        with pytest.raises(BankError, match="not finite"):
+            bank.merge(["a", "b"], phi[1:2])
+        with pytest.raises(BankError, match="not finite"):
+            entry = BankEntry((Member.of(Document("a", "a")),), 0, phi, lambda: (None,))
+            MemoryBank("f00d", codebook=codebook).restore([entry])
+        assert bank.document_ids == ["a", "b", "c"]
+
+
+def test_metadata_is_refused_where_it_could_not_be_read_again(tmp_path: Path) -> None:
+    def nested(levels: int) -> Any:
+        return {"a": nested(levels - 1)} if levels else 1
+
+    with MemoryBank.create(tmp_path, "f00d") as bank:
+        bank.put([Document("deepest", "", nested(METADATA_DEPTH))], torch.zeros(1, 2, 3))
+        for metadata in (nested(METADATA_DEPTH + 1), {"a": 10**5_000}, {"a": float("nan")}):
+            with pytest.raises(BankError, match="metadata of document 'b' cannot be kept as JSON"):
+                bank.put([Document("b", "", metadata)], torch.zeros(1, 2, 3))
+        bank.commit()
+    assert MemoryBank.open(tmp_path)["deepest"].metadata == nested(METADATA_DEPTH)
