@@ -11,6 +11,7 @@ from mac_rag.cli.options import BankOption, FolderOption, RetrieverOption, open_
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
 from mac_rag.printable import printable
+from mac_rag.shipped_models import version_of
 
 if TYPE_CHECKING:
     from mac_rag.memory.bank import MemoryBank
@@ -32,7 +33,9 @@ def info(bank: BankOption) -> None:
             say(f"codebook       {len(opened.codebook):,} codes")
         size = sum(file.stat().st_size for file in bank.iterdir() if file.is_file())
         say(f"on disk        {size / 2**20:,.1f} MiB")
-        say(f"model          {opened.fingerprint}")
+        say(f"texts          {'kept' if opened.keep_texts else 'not kept'}")
+        version = version_of(opened.fingerprint)
+        say(f"model          {f'{version}, ' if version else ''}{opened.fingerprint}")
 
 
 @app.command("list")
@@ -152,7 +155,10 @@ def export(
     bank: BankOption,
     output: Annotated[Path, typer.Option(help="A new or empty folder.", file_okay=False)],
 ) -> None:
-    """Export a bank to open formats: `documents.jsonl`, and all rows in that order in `memory.safetensors` (`phi`)."""
+    """Export a bank to open formats: `documents.jsonl`, and all rows in that order in `memory.safetensors` (`phi`).
+
+    Of a bank that keeps texts, the documents have their texts.
+    """
     import json
 
     from safetensors.torch import save_file
@@ -163,9 +169,11 @@ def export(
         phi = opened.phi
         output.mkdir(parents=True, exist_ok=True)
         save_file({"phi": phi.contiguous()}, output / "memory.safetensors")
-        lines = [printable(json.dumps(record, ensure_ascii=False)) for record in _records(opened)]
+        records = _records(opened, with_texts=opened.keep_texts)
+        lines = [printable(json.dumps(record, ensure_ascii=False)) for record in records]
         (output / "documents.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        say(f"{len(lines)} entries written to {output}")
+        texts = "with their texts" if opened.keep_texts else "without texts, which this bank does not keep"
+        say(f"{len(lines)} entries written to {output}, {texts}")
 
 
 def _open(bank: Path, *, write: bool = False) -> MemoryBank:
@@ -174,7 +182,7 @@ def _open(bank: Path, *, write: bool = False) -> MemoryBank:
     return MemoryBank.open(bank, write=write)
 
 
-def _records(bank: MemoryBank) -> list[dict[str, object]]:
+def _records(bank: MemoryBank, *, with_texts: bool = False) -> list[dict[str, object]]:
     """One record per entry: the number of its rows, and its document, or the documents that were merged into it."""
     return [
         {
@@ -185,8 +193,9 @@ def _records(bank: MemoryBank) -> list[dict[str, object]]:
                     "content_hash": member.content_hash,
                     "added": member.added,
                     "metadata": dict(member.metadata),
+                    **({"text": text} if with_texts else {}),
                 }
-                for member in entry.members
+                for member, text in zip(entry.members, entry.texts if with_texts else (None,) * len(entry.members))
             ],
         }
         for entry in bank

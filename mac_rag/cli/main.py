@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mac_rag import DEFAULT_MODEL
-from mac_rag.cli import bank, fetch, try_out
+from mac_rag.cli import bank, fetch, rebuild, try_out
 from mac_rag.cli.options import (
     BankOption,
     DeviceMapOption,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mac_rag.engine import MACEngine
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+bank.app.command()(rebuild.rebuild)
 app.add_typer(bank.app, name="bank")
 app.command("try")(try_out.try_out)
 app.command()(fetch.fetch)
@@ -74,6 +75,13 @@ def adapt(
     ] = "nearest-averaging",
     retriever: RetrieverOption = "none",
     retriever_folder: FolderOption = None,
+    keep_texts: Annotated[
+        bool,
+        typer.Option(
+            "--keep-texts",
+            help="Make a bank that keeps the texts too, so that `bank rebuild` can make one for another model.",
+        ),
+    ] = False,
     device_map: DeviceMapOption = None,
 ) -> None:
     """Remember documents in a bank. With --retriever, store their texts in the retriever as well.
@@ -85,6 +93,8 @@ def adapt(
 
     A document with a known id replaces the older version; an unchanged document costs nothing. The bank is saved every
     few hundred documents. If the command is interrupted, run it again.
+
+    Whether a bank keeps texts is decided when it is created; later calls need not repeat --keep-texts.
     """
     from mac_rag.config import BoundConfig
     from mac_rag.data.readers import read_documents
@@ -100,10 +110,15 @@ def adapt(
     opened = MemoryBank.open(bank, write=True) if MemoryBank.exists(bank) else None
     if opened is None and not is_vacant(bank):
         raise ConfigError(f"{bank} holds other files and no memory bank; choose a new or empty folder for --bank")
+    if opened is not None and keep_texts and not opened.keep_texts:
+        raise ConfigError(
+            f"{bank} was created without --keep-texts and holds no texts of its documents; leave the option out, or "
+            "make a new bank with it: by adapting to all documents again, or by mac-rag bank rebuild --keep-texts"
+        )
     loaded = MACModel.from_pretrained(model, device_map=device_map)
     engine = MACEngine(
         loaded,
-        opened or MemoryBank.create_on_commit(bank, loaded.fingerprint),
+        opened or MemoryBank.create_on_commit(bank, loaded.fingerprint, keep_texts=keep_texts),
         text_retriever,
         bound=None if max_entries is None else BoundConfig(maximum=max_entries, method=reduction),
     )

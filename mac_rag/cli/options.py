@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from mac_rag.retrieval.base import Retriever
 
 ModelOption = Annotated[
-    str, typer.Option("--model", help="A shipped model, a checkpoint folder, or a repository on the Hugging Face Hub.")
+    str,
+    typer.Option(
+        "--model",
+        help="A shipped model (mac-small, or one version of it: mac-small@1), a checkpoint folder, or a repository on "
+        "the Hugging Face Hub.",
+    ),
 ]
 DeviceMapOption = Annotated[
     str | None,

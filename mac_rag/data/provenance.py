@@ -48,6 +48,10 @@ class Member:
         added = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(document.id, content_hash(document), _as_json(document), added)
 
+    def matches(self, text: str) -> bool:
+        """True if this is the text that the content hash was made of."""
+        return content_hash(Document(self.document_id, text, self.metadata)) == self.content_hash
+
 
 def check_document(document: Document) -> None:
     """Checks id, text and metadata of a document. Its text may be blank.

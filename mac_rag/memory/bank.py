@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory.contents import BankEntry, Contents, Snapshot
+from mac_rag.memory.new_entries import NewEntry, new_entries
 from mac_rag.memory.parts import PART_BITS, Part
 from mac_rag.memory.records import Record
 from mac_rag.memory.storage.folder import exists
@@ -40,6 +39,7 @@ class MemoryBank(Contents):
         fingerprint: `MACModel.fingerprint` of the model that writes and reads the bank.
         codebook: `[C, D]`; each memory token is stored as the index of its nearest code and read as that code. None
             to store memory tokens as they are.
+        keep_texts: True to keep the documents' texts (`BankEntry.texts`), for a later model to adapt to.
 
     Attributes:
         fingerprint: fingerprint of the model that wrote the bank.
@@ -63,10 +63,9 @@ class MemoryBank(Contents):
         ['museum']
     """
 
-    folder: Path | None = None
-
-    def __init__(self, fingerprint: str, *, codebook: Tensor | None = None) -> None:
+    def __init__(self, fingerprint: str, *, codebook: Tensor | None = None, keep_texts: bool = False) -> None:
         super().__init__(fingerprint, None if codebook is None else codebook.detach().to("cpu", torch.float32).clone())
+        self.keep_texts = keep_texts
         self._next_sequence = 0
         self._store: Store | None = None
         self._uncreated: Path | None = None  # folder in which the first commit creates the bank
@@ -77,28 +76,29 @@ class MemoryBank(Contents):
         self._committed = self.snapshot()
 
     @classmethod
-    def create(cls, folder: str | Path, fingerprint: str, *, codebook: Tensor | None = None) -> MemoryBank:
+    def create(
+        cls, folder: str | Path, fingerprint: str, *, codebook: Tensor | None = None, keep_texts: bool = False
+    ) -> MemoryBank:
         """Makes a new, empty bank on disk and opens it for writing.
 
         Args:
             folder: folder of the bank; it is made if it does not exist.
-            fingerprint: see the class.
-            codebook: see the class.
+            fingerprint, codebook, keep_texts: see the class.
 
         Raises:
             BankError: when the folder already holds a bank.
         """
-        bank = cls(fingerprint, codebook=codebook)
-        bank._follow(Store.create(Path(folder), fingerprint, bank.codebook))
+        bank = cls(fingerprint, codebook=codebook, keep_texts=keep_texts)
+        bank._follow(bank._written(Path(folder), ()))
         return bank
 
     @classmethod
-    def create_on_commit(cls, folder: str | Path, fingerprint: str) -> MemoryBank:
+    def create_on_commit(cls, folder: str | Path, fingerprint: str, *, keep_texts: bool = False) -> MemoryBank:
         """An empty bank that is in memory until its first commit, which creates it on disk as `create` does.
 
         `commit` raises BankError when the folder holds a bank by then.
         """
-        bank = cls(fingerprint)
+        bank = cls(fingerprint, keep_texts=keep_texts)
         bank._uncreated = Path(folder)
         return bank
 
@@ -133,7 +133,7 @@ class MemoryBank(Contents):
     def _follow(self, store: Store) -> None:
         """Takes over the state of the store."""
         self._store, self.folder, self.codebook = store, store.folder, store.codebook
-        self._next_sequence = store.manifest.next_sequence
+        self._next_sequence, self.keep_texts = store.manifest.next_sequence, store.manifest.keep_texts
         self._shares_sequences = False
         self._sequences = {
             document_id: sequence
@@ -208,8 +208,7 @@ class MemoryBank(Contents):
 
     def _commit(self, intent: Intent | None, *, rewrite: Part | None = None) -> None:
         if self._uncreated is not None:
-            parts, folder = [self._tail], self._uncreated
-            self._store = Store.create(folder, self.fingerprint, self.codebook, parts, self._next_sequence, intent)
+            self._store = self._written(self._uncreated, [self._tail], intent)
             self.folder, self._uncreated = self._store.folder, None
         elif self._store is not None:
             parts = [*self._segments, self._tail]
@@ -266,8 +265,13 @@ class MemoryBank(Contents):
         Raises:
             BankError: when the folder already holds a bank.
         """
-        parts, number = self._parts, self._next_sequence
-        Store.create(Path(folder), self.fingerprint, self.codebook, parts, number, self.intent).close()
+        self._written(Path(folder), self._parts, self.intent).close()
+
+    def _written(self, folder: Path, parts: Sequence[Part], intent: Intent | None = None) -> Store:
+        """A new bank on disk with these parts."""
+        return Store.create(
+            folder, self.fingerprint, self.codebook, parts, self._next_sequence, intent, keep_texts=self.keep_texts
+        )
 
     def close(self) -> None:
         """Releases the right to write, so that another process can write. The bank can still be read."""
@@ -277,9 +281,7 @@ class MemoryBank(Contents):
     def __enter__(self) -> MemoryBank:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check_writable(self) -> None:
@@ -292,7 +294,7 @@ class MemoryBank(Contents):
         Args:
             documents: K documents with distinct ids.
             phi: `[N, T, D]`, the memory tokens of all documents, row after row.
-            rows: the number of rows of each document, K numbers with the sum N; None for one row each.
+            rows: number of rows of each document; None for one row each.
 
         Returns:
             Ids of other documents that were removed, because they were merged with a replaced document.
@@ -302,20 +304,12 @@ class MemoryBank(Contents):
                 documents or the bank.
         """
         self._check_writable()
-        counts = [1] * len(documents) if rows is None else list(rows)
-        if len(counts) != len(documents) or sum(counts) != len(phi) or min(counts, default=1) < 1:
-            raise BankError(f"{len(documents)} documents with {sum(counts)} rows, but {len(phi)} rows of memory tokens")
-        if max(counts, default=1) >> PART_BITS:
-            raise BankError(f"a document of {max(counts):,} rows is too long; split it below {1 << PART_BITS:,} rows")
-        members: dict[str, Member] = {}
-        for document in documents:
-            if document.id in members:
-                raise BankError(f"document id {document.id!r} occurs twice; ids must be unique")
-            members[document.id] = Member.of(document)
+        entries = new_entries(documents, rows, len(phi), keep_texts=self.keep_texts)
         tokens = self._encoded(phi)
-        removed = [name for document_id in members if document_id in self for name in self._tombstone(document_id)]
-        self._append(tokens, [(count, (member,)) for count, member in zip(counts, members.values())])
-        return tuple(document_id for document_id in removed if document_id not in members)
+        names = dict.fromkeys(document.id for document in documents)
+        removed = [name for document_id in names if document_id in self for name in self._tombstone(document_id)]
+        self._append(tokens, entries)
+        return tuple(name for name in removed if name not in names)
 
     def merge(self, document_ids: Iterable[str], phi: Tensor) -> None:
         """Replaces the entries of these documents by one entry that stands for all of their documents.
@@ -328,14 +322,16 @@ class MemoryBank(Contents):
             BankError: for an id that the bank does not hold, or memory tokens that do not fit the bank.
         """
         self._check_writable()
-        records = {record.sequence: record for record in map(self._record, document_ids)}
-        if not records or not 0 < len(phi) < 1 << PART_BITS:
-            raise BankError(f"{len(records)} entries and {len(phi)} rows of memory tokens cannot become one entry")
-        members = tuple(member for sequence in sorted(records) for member in records[sequence].members)
+        found = {entry.sequence: entry for entry in map(self.__getitem__, document_ids)}
+        merged = [found[sequence] for sequence in sorted(found)]
+        if not merged or not 0 < len(phi) < 1 << PART_BITS:
+            raise BankError(f"{len(merged)} entries and {len(phi)} rows of memory tokens cannot become one entry")
+        members = tuple(member for entry in merged for member in entry.members)
+        texts = tuple(text for entry in merged for text in entry.texts)
         tokens = self._encoded(phi)
-        for record in records.values():
-            self._tombstone(record.members[0].document_id)
-        self._append(tokens, [(len(tokens), members)])
+        for entry in merged:
+            self._tombstone(entry.document_id)
+        self._append(tokens, [NewEntry(len(tokens), members, texts)])
 
     def delete(self, document_id: str) -> tuple[str, ...]:
         """Deletes a document with all its rows.
@@ -354,13 +350,14 @@ class MemoryBank(Contents):
         self._changed()
         return deleted
 
-    def _append(self, tokens: Tensor, entries: Sequence[tuple[int, tuple[Member, ...]]]) -> None:
-        records = [Record(self._next_sequence + index, *entry) for index, entry in enumerate(entries)]
+    def _append(self, tokens: Tensor, entries: Sequence[NewEntry]) -> None:
+        records = [Record(self._next_sequence + n, entry.rows, entry.members) for n, entry in enumerate(entries)]
+        texts = {record.sequence: entry.texts for record, entry in zip(records, entries) if self.keep_texts}
         self._next_sequence += len(records)
         if self._tail.count:
-            self._tail.append(tokens, records)
+            self._tail.append(tokens, records, texts)
         else:
-            self._tail = Part(tokens.clone(), records)
+            self._tail = Part(tokens.clone(), records, texts)
         self._own_sequences()
         self._sequences |= {document_id: record.sequence for record in records for document_id in record.document_ids}
         self._changed()
@@ -385,11 +382,8 @@ class MemoryBank(Contents):
             self._tail = self._tail.compacted()
         self._hold([*self._segments, self._tail])
 
-    def restore(self, entries: Iterable[tuple[tuple[Member, ...], Tensor]]) -> None:
+    def restore(self, entries: Iterable[BankEntry]) -> None:
         """Fills an empty bank with entries of another bank.
-
-        Args:
-            entries: pairs of an entry's members and its memory tokens `[rows, T, D]`.
 
         Raises:
             BankError: when this bank is not empty, or memory tokens do not fit it.
@@ -397,8 +391,9 @@ class MemoryBank(Contents):
         self._check_writable()
         if len(self):
             raise BankError(f"this bank holds {len(self)} documents already; restore entries into an empty one")
-        for members, phi in entries:
-            self._append(self._encoded(phi), [(len(phi), members)])
+        for entry in entries:
+            phi = self._encoded(entry.phi)
+            self._append(phi, [NewEntry(len(phi), entry.members, entry.texts)])
 
 
 def _no_entries() -> Part:

@@ -5,8 +5,10 @@ Rows are in the order of their entries' sequence numbers, so new rows come behin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +16,10 @@ from torch import Tensor
 
 from mac_rag.data.provenance import Member
 from mac_rag.errors import BankError, FingerprintError
-from mac_rag.memory.parts import Part, PlacedRecord
+from mac_rag.memory.parts import Part, PlacedRecord, Texts
 from mac_rag.memory.quantizer import nearest_codes
 from mac_rag.memory.records import Record
+from mac_rag.shipped_models import describe, version_of
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,22 @@ class BankEntry:
     members: tuple[Member, ...]
     sequence: int
     _tokens: Tensor = field(repr=False, compare=False)
+    _texts: Callable[[], Texts] = field(repr=False, compare=False)
     _codebook: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def phi(self) -> Tensor:
         """Memory tokens `[rows, T, D]` of the entry, read at each access."""
         return _decoded(self._tokens, self._codebook).clone()
+
+    @property
+    def texts(self) -> Texts:
+        """The kept text of each member, read at each access; None where the bank keeps none, or a repair lost it.
+
+        Raises:
+            DamageError: when the file of the texts is damaged.
+        """
+        return self._texts()
 
     @property
     def document_id(self) -> str:
@@ -73,11 +86,15 @@ class Contents:
         codebook: `[C, D]` if the parts hold codes; None if they hold memory tokens.
 
     Attributes:
+        folder: folder of a bank on disk; None for a bank in memory.
+        keep_texts: True if the bank keeps the texts of its documents.
         version: a number that grows with every change of the bank.
         history: a number that grows when the bank on disk turns out not to continue the one that was read before, as
             after the return of a backup. Only within one history does the key of a row say which row it is.
     """
 
+    folder: Path | None = None
+    keep_texts = False
     version = 0
     history = 0
 
@@ -94,9 +111,12 @@ class Contents:
             FingerprintError: when the fingerprints differ; names both.
         """
         if fingerprint != self.fingerprint:
+            writer, reader = version_of(self.fingerprint), version_of(fingerprint)
             raise FingerprintError(
-                f"this bank was written by model {self.fingerprint[:12]} and cannot be read by model "
-                f"{fingerprint[:12]}; load the model that wrote it, or adapt the documents again into a new bank"
+                f"{self.folder or 'this bank'} was written by {describe(self.fingerprint)} and cannot be read by "
+                f"{describe(fingerprint)}; use {f'--model {writer}' if writer else 'the model that wrote it'}, or make "
+                f"a new bank for this one: mac-rag bank rebuild --bank {self.folder or 'BANK'} --into NEW --model "
+                f"{reader.partition('@')[0] if reader else 'MODEL'}"
             )
 
     def _hold(self, parts: Sequence[Part]) -> None:
@@ -122,7 +142,8 @@ class Contents:
 
     def _entry(self, part: Part, placed: PlacedRecord) -> BankEntry:
         record, start = placed
-        return BankEntry(record.members, record.sequence, part.tokens[start : start + record.rows], self.codebook)
+        tokens = part.tokens[start : start + record.rows]
+        return BankEntry(record.members, record.sequence, tokens, partial(part.texts, record), self.codebook)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -266,6 +287,7 @@ class Snapshot(Contents):
     def __init__(self, bank: Contents, parts: Sequence[Part], sequences: dict[str, int]) -> None:
         super().__init__(bank.fingerprint, bank.codebook)
         self.version, self.history = bank.version, bank.history
+        self.folder, self.keep_texts = bank.folder, bank.keep_texts
         self._hold(parts)
         self._sequences = sequences
 

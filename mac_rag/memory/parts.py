@@ -1,15 +1,15 @@
 """Consecutive entries of a bank with their rows in one tensor, some of them deleted.
 
 A bank is a sequence of such parts: one for each segment on disk, and one that grows in memory. Rows never change: new
-rows are appended, and deleting an entry leaves a tombstone, which only marks its rows. So a copy of a part shares its
-rows, and copies the rest when either of the two changes.
+rows are appended, and deleting an entry leaves a tombstone, which only marks its rows; its text stays as long as they
+do. So a copy of a part shares its rows, and copies the rest when either of the two changes.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from mac_rag.memory.records import Record
 PART_BITS = 16
 # Up to this many deleted rows a part is not worth compacting.
 _FEW = 64
+
+Texts: TypeAlias = tuple[str | None, ...]  # the text of each document of an entry; None where none is kept
 
 
 class PlacedRecord(NamedTuple):
@@ -56,6 +58,7 @@ class Part:
     Args:
         tokens: the rows of all entries: memory tokens `[n, T, D]`, or codes `[n, T]`.
         records: the records of all entries, in order.
+        texts: the texts of entries by sequence number.
 
     Attributes:
         entries: the live entries by sequence number.
@@ -63,16 +66,17 @@ class Part:
         count: number of live rows.
     """
 
-    def __init__(self, tokens: Tensor, records: Sequence[Record]) -> None:
+    def __init__(self, tokens: Tensor, records: Sequence[Record], texts: Mapping[int, Texts] | None = None) -> None:
         self.entries: dict[int, PlacedRecord] = {}
         self.tombstones: list[int] = []
         self.count = 0
         self._tokens = Growing(tokens[:0])
         self._keys = Growing(torch.empty(0, dtype=torch.long))
         self._alive = Growing(torch.empty(0, dtype=torch.bool))
+        self._texts: dict[int, Texts] = {}
         self._live: Tensor | None = None
         self._is_shared = False
-        self._add(records)
+        self._add(records, texts or {})
         self._tokens = Growing(tokens)
 
     def copy(self) -> Self:
@@ -87,6 +91,7 @@ class Part:
         """Copies what a change would change in copies of this part."""
         if self._is_shared:
             self.entries, self.tombstones = dict(self.entries), list(self.tombstones)
+            self._texts = dict(self._texts)
             self._alive = Growing(self._alive.tensor.clone())
             self._is_shared = False
 
@@ -95,13 +100,18 @@ class Part:
         """All rows, deleted ones included."""
         return self._tokens.tensor
 
-    def append(self, tokens: Tensor, records: Sequence[Record]) -> None:
-        """Appends entries with copies of their rows."""
-        self._add(records)
+    def append(self, tokens: Tensor, records: Sequence[Record], texts: Mapping[int, Texts]) -> None:
+        """Appends entries with copies of their rows; `texts` has the texts of those that have any."""
+        self._add(records, texts)
         self._tokens.append(tokens)
 
-    def _add(self, records: Sequence[Record]) -> None:
+    def texts(self, record: Record) -> Texts:
+        """The texts of an entry of this part, one for each of its documents."""
+        return self._texts.get(record.sequence, (None,) * len(record.members))
+
+    def _add(self, records: Sequence[Record], texts: Mapping[int, Texts]) -> None:
         self._own()
+        self._texts.update(texts)
         start = len(self._alive.tensor)
         for record in records:
             self.entries[record.sequence] = PlacedRecord(record, start)
@@ -125,7 +135,8 @@ class Part:
 
     def compacted(self) -> Part:
         """A new part with the live entries and their rows only."""
-        return Part(self.tokens[self._positions()], [placed.record for placed in self.entries.values()])
+        texts = {sequence: self._texts[sequence] for sequence in self.entries if sequence in self._texts}
+        return Part(self.tokens[self._positions()], [placed.record for placed in self.entries.values()], texts)
 
     @property
     def is_mostly_deleted(self) -> bool:

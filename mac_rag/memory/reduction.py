@@ -89,7 +89,7 @@ class BoundedBank:
             BankError: see `MemoryBank.put`.
         """
         # Documents are put one by one; this finds errors of later documents before the bank changes.
-        MemoryBank(self.bank.fingerprint).put(documents, phi, rows)
+        MemoryBank(self.bank.fingerprint, keep_texts=self.bank.keep_texts).put(documents, phi, rows)
         self._follow()
         parts = phi.detach().cpu().split([1] * len(documents) if rows is None else list(rows))
         for document, part in zip(documents, parts, strict=True):

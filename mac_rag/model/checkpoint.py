@@ -40,6 +40,7 @@ from mac_rag.model.factory import make_encoder, make_hashed_bm25, make_sentence_
 from mac_rag.model.stored_names import SENTENCE_ENCODER_FOLDER
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.hashed_bm25 import HashedBM25
+from mac_rag.shipped_models import FINGERPRINTS, versions
 from mac_rag.untrusted_files import MalformedError, open_file, read_json
 
 FORMAT = 1
@@ -202,7 +203,7 @@ def fill(parameters: Mapping[str, Tensor], path: Path) -> None:
 
 
 def find(name_or_path: str | Path, revision: str | None) -> Path:
-    """The folder of a checkpoint: a path, a shipped model, or a download from the Hub.
+    """The folder of a checkpoint: a path, a shipped model such as `mac-small` or `mac-small@1`, or one of the Hub.
 
     Raises:
         ModelLoadError: when there is no model of that name.
@@ -211,21 +212,35 @@ def find(name_or_path: str | Path, revision: str | None) -> Path:
     if path.is_dir():
         return path
     name = str(name_or_path)
-    if (SHIPPED / name / "config.json").is_file() and "/" not in name:
-        return SHIPPED / name
+    if name.partition("@")[0] in FINGERPRINTS:
+        return _shipped(name)
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt"]
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:
-        shipped = ", ".join(sorted(p.parent.name for p in SHIPPED.glob("*/config.json"))) or "none"
+        shipped = ", ".join(FINGERPRINTS)
         raise ModelLoadError(
             f"no MAC model {name!r}: it is no folder, not shipped with the package ({shipped}), "
             f"and not on the Hub or the Hub cannot be reached ({type(error).__name__})"
         ) from error
     if revision is None and is_commit(folder.name):
         warn_unpinned(name, folder.name)
+    return folder
+
+
+def _shipped(name: str) -> Path:
+    """The folder of a shipped model, whose name may have a version. Older versions have it in the folder's name."""
+    plain, known = name.partition("@")[0], versions(name.partition("@")[0])
+    if name not in (plain, *known):
+        raise ModelLoadError(f"there is no {name}; the versions of {plain} are {', '.join(known)}")
+    folder = SHIPPED / (plain if name in (plain, known[-1]) else name)
+    if not (folder / CONFIG).is_file():
+        raise ModelLoadError(
+            f"the weights of {name} are not in this package; use {plain}, which is {known[-1]}, or install a release "
+            f"of mac_rag that has {name}"
+        )
     return folder
 
 

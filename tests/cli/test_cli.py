@@ -267,7 +267,9 @@ def test_version() -> None:
     assert run("--version").stdout == f"mac-rag {version('mac-rag')}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["adapt"], ["ask"], ["bank"], ["bank", "info"], ["fetch"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["adapt"], ["ask"], ["bank"], ["bank", "info"], ["bank", "rebuild"], ["fetch"]]
+)
 def test_help_needs_no_torch(arguments: list[str]) -> None:
     code = (
         "import sys\n"

@@ -121,7 +121,7 @@ def test_entries_are_restored_with_their_provenance() -> None:
     bank = filled("a", "b", "c")
     bank.merge(["a", "b"], memory(2, 9))
     copy = MemoryBank("f00d")
-    copy.restore((entry.members, entry.phi) for entry in bank)
+    copy.restore(bank)
     assert [entry.members for entry in copy] == [entry.members for entry in bank]
     assert torch.equal(copy.phi, bank.phi)
     with pytest.raises(BankError, match="holds 3 documents"):

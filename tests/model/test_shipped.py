@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,9 +12,12 @@ from mac_rag.cli.try_out import SAMPLE
 from mac_rag.data.metrics import f1
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
+from mac_rag.errors import FingerprintError, ModelLoadError
+from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
-from mac_rag.model.checkpoint import SHIPPED
+from mac_rag.model.checkpoint import SHIPPED, find
 from mac_rag.retrieval.registry import make_retriever
+from mac_rag.shipped_models import FINGERPRINTS
 
 NAMES = sorted(path.parent.name for path in SHIPPED.glob("*/config.json"))
 OF_THE_SAMPLE = {
@@ -81,6 +86,31 @@ def test_every_weight_comes_from_the_files(name: str) -> None:
 
 def test_the_default_is_shipped() -> None:
     assert DEFAULT_MODEL in NAMES
+
+
+def test_every_shipped_model_has_a_version() -> None:
+    assert sorted(FINGERPRINTS) == NAMES
+    assert all(MACModel.from_pretrained(name, device="cpu").fingerprint == FINGERPRINTS[name][-1] for name in NAMES)
+
+
+def test_a_version_names_its_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert find("mac-tiny@1", None) == find("mac-tiny", None) == SHIPPED / "mac-tiny"
+    for unknown in ("mac-tiny@2", "mac-tiny@", "mac-tiny@1@1", "mac-tiny@01"):
+        with pytest.raises(ModelLoadError, match=f"there is no {unknown}; the versions of mac-tiny are mac-tiny@1$"):
+            find(unknown, None)
+    # as it will be when a second version is shipped
+    monkeypatch.setitem(FINGERPRINTS, "mac-tiny", (*FINGERPRINTS["mac-tiny"], "f00d"))
+    monkeypatch.setattr("mac_rag.model.checkpoint.SHIPPED", tmp_path)
+    for folder in ("mac-tiny", "mac-tiny@1"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").touch()
+    assert find("mac-tiny@1", None) == tmp_path / "mac-tiny@1"
+    assert find("mac-tiny@2", None) == find("mac-tiny", None) == tmp_path / "mac-tiny"
+    with pytest.raises(FingerprintError, match=r"by mac-tiny@1 and .* by mac-tiny@2; use --model mac-tiny@1, .*-tiny$"):
+        MemoryBank(FINGERPRINTS["mac-tiny"][0]).check_model("f00d")
+    (tmp_path / "mac-tiny@1" / "config.json").unlink()
+    with pytest.raises(ModelLoadError, match="mac-tiny@1 are not in this package; use mac-tiny, which is mac-tiny@2"):
+        find("mac-tiny@1", None)
 
 
 @pytest.mark.parametrize("retrieved", [False, True])

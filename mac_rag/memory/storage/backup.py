@@ -56,6 +56,9 @@ def restore(source: str | Path, folder: str | Path, *, replace: bool = False) ->
             )
         if theirs.codebook != mine.codebook:
             raise BankError(f"{source} and {folder} have different codebooks; restore it into a new folder")
+        if theirs.keep_texts != mine.keep_texts:
+            with_texts, without = (source, folder) if theirs.keep_texts else (folder, source)
+            raise BankError(f"{with_texts} keeps texts and {without} does not; restore it into a new folder")
         next_sequence = max(mine.next_sequence, theirs.next_sequence)
         bank.commit(saved.segments, next_sequence, intent=theirs.intent)
     finally:
@@ -68,7 +71,13 @@ def _copy(store: Store, folder: Path) -> int:
         raise BankError(f"{folder} is not empty; choose a new folder")
     manifest = store.manifest
     Store.create(
-        folder, manifest.fingerprint, store.codebook, store.segments, manifest.next_sequence, manifest.intent
+        folder,
+        manifest.fingerprint,
+        store.codebook,
+        store.segments,
+        manifest.next_sequence,
+        manifest.intent,
+        keep_texts=manifest.keep_texts,
     ).close()
     return _documents(store)
 

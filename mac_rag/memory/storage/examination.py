@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BytesIO
@@ -19,8 +19,9 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from mac_rag.data.provenance import Member
 from mac_rag.errors import BankError, DamageError
-from mac_rag.memory.parts import Part
+from mac_rag.memory.parts import Part, Texts
 from mac_rag.memory.records import Record
 from mac_rag.memory.storage import record_lines
 from mac_rag.memory.storage.codebook_file import read_codebook
@@ -30,6 +31,7 @@ from mac_rag.memory.storage.manifest import MANIFEST, MANIFEST_COPY, Manifest, S
 from mac_rag.memory.storage.newest import older_manifest
 from mac_rag.memory.storage.record_lines import RecordLine
 from mac_rag.memory.storage.segment import dtype_of, entry_ids, fault_of, read_segment
+from mac_rag.memory.storage.texts_file import undamaged_texts
 from mac_rag.printable import printable
 from mac_rag.untrusted_files import MalformedError, is_hole, open_file, read_at
 
@@ -44,6 +46,7 @@ class Report:
         damage: one message for each damaged file.
         lost: ids of the documents that are damaged, or that a repair has dropped.
         unnamed: number of lost entries whose ids are lost as well.
+        textless: ids of the documents that keep their memory tokens, and lose the text that the bank kept.
         repaired: True if the damage has been repaired.
         quarantine: the folder that holds what a repair has dropped; None if it has dropped nothing.
     """
@@ -53,6 +56,7 @@ class Report:
     damage: tuple[str, ...]
     lost: tuple[str, ...]
     unnamed: int
+    textless: tuple[str, ...] = ()
     repaired: bool = False
     quarantine: Path | None = None
 
@@ -71,6 +75,9 @@ class Report:
             lines += [f"  {printable(document_id)}" for document_id in self.lost]
         if self.unnamed:
             lines.append(f"  and {self.unnamed:,} whose ids are lost too")
+        if self.textless:
+            lines.append(f"only the kept text is lost: {len(self.textless):,}; to keep it again, delete and adapt:")
+            lines += [f"  {printable(document_id)}" for document_id in self.textless]
         if self.quarantine is not None:
             lines.append(f"what was dropped lies in {self.quarantine}, with this report")
         if not self.repaired:
@@ -95,9 +102,9 @@ class Findings:
     report: Report
 
     @property
-    def losses(self) -> int:
-        """The number of lost documents."""
-        return len(self.report.lost) + self.report.unnamed
+    def losses(self) -> tuple[int, int]:
+        """The number of lost documents, and of lost texts of others."""
+        return len(self.report.lost) + self.report.unnamed, len(self.report.textless)
 
 
 @dataclass(frozen=True)
@@ -109,12 +116,14 @@ class _Remains:
         damage: one message for each damaged file.
         lost: ids of the damaged documents.
         unnamed: number of lost entries whose ids are lost as well.
+        textless: ids of its documents whose text is lost, and only that.
     """
 
     part: Part
     damage: list[str]
     lost: list[str]
     unnamed: int
+    textless: list[str]
 
 
 def verify(folder: str | Path) -> Report:
@@ -193,6 +202,7 @@ def _findings(folder: Path, manifest: Manifest, damage: Sequence[str]) -> Findin
         damage=(*damage, *(message for each in remains for message in each.damage)),
         lost=tuple(dict.fromkeys(lost)),
         unnamed=sum(each.unnamed for each in remains),
+        textless=tuple(name for each in remains for name in each.textless if name not in lost),
     )
     return Findings(manifest, parts, codebook, report)
 
@@ -217,7 +227,9 @@ def _codebook(folder: Path, manifest: Manifest, damage: list[str]) -> tuple[Tens
 def _remains(folder: Path, info: SegmentInfo) -> _Remains:
     """What is left of a segment: the segment, or its undamaged entries in memory."""
     try:
-        return _Remains(read_segment(folder, info), [], [], 0)
+        segment = read_segment(folder, info)
+        segment.check_texts()
+        return _Remains(segment, [], [], 0, [])
     except (DamageError, FileNotFoundError) as error:
         fault = str(error)
     damage: list[str] = []
@@ -231,6 +243,9 @@ def _remains(folder: Path, info: SegmentInfo) -> _Remains:
                 (info.records_file, info.records, None),
             )
         )
+        texts: dict[str, str] = {}
+        if info.texts is not None:
+            texts = undamaged_texts(_unlike(folder / info.texts_file, info.texts, None, damage, opened))
         for line in record_lines.undamaged(lines):
             ids[line.record.sequence] = line.record.document_ids
             rows = _rows(tokens, info, line)
@@ -241,11 +256,19 @@ def _remains(folder: Path, info: SegmentInfo) -> _Remains:
     for sequence in info.tombstones:
         undamaged.pop(sequence, None)
     lost = set(ids).difference(undamaged, info.tombstones)
+    entries = [undamaged[sequence] for sequence in sorted(undamaged)]
+    kept = {record.sequence: tuple(_text(member, texts) for member in record.members) for record, _ in entries}
     return _Remains(
-        _part([undamaged[sequence] for sequence in sorted(undamaged)], info.shape),
+        _part(entries, info.shape, kept),
         damage or [fault],  # files that are what was written, and say what cannot be true
         lost=[document_id for sequence in sorted(lost) for document_id in ids[sequence]],
         unnamed=max(0, info.entries - len(set(ids).union(info.tombstones))),
+        textless=[
+            name
+            for record, _ in entries
+            for name, text in zip(record.document_ids, kept[record.sequence])
+            if text is None and info.texts is not None
+        ],
     )
 
 
@@ -289,6 +312,12 @@ def _rows(tokens: BinaryIO, info: SegmentInfo, line: RecordLine) -> bytes | None
     return rows
 
 
+def _text(member: Member, texts: Mapping[str, str]) -> str | None:
+    """The text of a document, if it is what was written."""
+    text = texts.get(member.document_id)
+    return text if text is not None and member.matches(text) else None
+
+
 def _ids_in_header(tokens: BinaryIO, offset: int) -> dict[int, tuple[str, ...]]:
     """The document ids of each entry by sequence number; none if the header is damaged."""
     try:
@@ -297,9 +326,10 @@ def _ids_in_header(tokens: BinaryIO, offset: int) -> dict[int, tuple[str, ...]]:
         return {}
 
 
-def _part(entries: Sequence[tuple[Record, bytes]], shape: Sequence[int]) -> Part:
-    """A part in memory with these records and their rows."""
+def _part(entries: Sequence[tuple[Record, bytes]], shape: Sequence[int], texts: Mapping[int, Texts]) -> Part:
+    """A part in memory with these records, their rows and their texts."""
     if not entries:
         return Part(torch.empty(0), ())
     data = bytearray(b"".join(rows for _, rows in entries))
-    return Part(torch.frombuffer(data, dtype=dtype_of(shape)).view(-1, *shape[1:]), [record for record, _ in entries])
+    rows = torch.frombuffer(data, dtype=dtype_of(shape)).view(-1, *shape[1:])
+    return Part(rows, [record for record, _ in entries], texts)

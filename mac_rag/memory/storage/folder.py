@@ -15,7 +15,7 @@ from mac_rag.memory.storage.manifest import FORMER, MANIFEST
 CODEBOOK = "codebook.safetensors"
 CODEBOOK_COPY = "codebook.copy.safetensors"
 QUARANTINE = "quarantine"  # folder of what a repair has dropped
-_SEGMENT_FILE = re.compile(r"segment-[0-9a-f]{16}\.(safetensors|jsonl)")
+_SEGMENT_FILE = re.compile(r"segment-[0-9a-f]{16}\.(safetensors|jsonl|texts\.jsonl)")
 # All names of unfinished files; together with unused segments they are the only files that are ever deleted.
 _UNFINISHED_FILE = re.compile(
     rf"({_SEGMENT_FILE.pattern}|(manifest|codebook)[a-z.]*|writer\.json){UNFINISHED}|{MANIFEST}{FORMER}"

@@ -13,7 +13,7 @@ import math
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -22,6 +22,7 @@ from mac_rag.errors import BankError, DamageError
 from mac_rag.untrusted_files import MalformedError, parse_json, read_text_bytes
 
 FORMAT = 2
+FORMAT_WITH_TEXTS = 3
 MANIFEST = "manifest.json"
 MANIFEST_COPY = "manifest.copy.json"
 FORMER = ".old"
@@ -47,12 +48,13 @@ class SegmentInfo(_StrictModel):
     """What the manifest says about one segment.
 
     Attributes:
-        name: name of its two files, without the suffix.
+        name: name of its files, without the suffix.
         entries: how many entries were written, deleted ones included.
         shape: shape of its tensor: memory tokens `[n, T, D]`, or codes `[n, T]`.
         offset: byte offset of the tensor in its file.
         tokens: sha256 of `<name>.safetensors`.
         records: sha256 of `<name>.jsonl`.
+        texts: sha256 of `<name>.texts.jsonl`; None in a bank without texts.
         tombstones: sequence numbers of entries that were deleted after the segment was written.
     """
 
@@ -63,6 +65,7 @@ class SegmentInfo(_StrictModel):
     offset: Annotated[int, Field(ge=16, lt=1 << 40, multiple_of=8)]
     tokens: _Digest
     records: _Digest
+    texts: _Digest | None = None
     tombstones: tuple[_Sequence, ...] = ()
 
     @model_validator(mode="after")
@@ -91,6 +94,16 @@ class SegmentInfo(_StrictModel):
         """Name of the file with the records."""
         return f"{self.name}.jsonl"
 
+    @property
+    def texts_file(self) -> str:
+        """Name of the file with the texts, if the bank keeps texts."""
+        return f"{self.name}.texts.jsonl"
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of all its files."""
+        return (self.tokens_file, self.records_file, *(() if self.texts is None else (self.texts_file,)))
+
 
 class Intent(_StrictModel):
     """A change that is about to be made to a retriever first and then to the bank.
@@ -117,6 +130,7 @@ class Manifest(_StrictModel):
         generation: a number that grows with every commit.
         next_sequence: sequence number of the next entry; numbers are never used again.
         codebook: sha256 of the codebook's file; None for a bank without a codebook.
+        keep_texts: True if the bank keeps the texts of its documents.
         segments: the segments in the order of their entries.
         intent: the change that starts after this commit and is complete with the next.
     """
@@ -125,6 +139,7 @@ class Manifest(_StrictModel):
     generation: _Count = 0
     next_sequence: Annotated[int, Field(ge=0, le=SEQUENCES)] = 0
     codebook: _Digest | None = None
+    keep_texts: bool = False
     segments: tuple[SegmentInfo, ...] = ()
     intent: Intent = Intent()
 
@@ -137,11 +152,17 @@ class Manifest(_StrictModel):
         dimensions = 3 if self.codebook is None else 2
         if any(len(segment.shape) != dimensions for segment in self.segments):
             raise ValueError(f"rows are stored as {'codes' if dimensions == 3 else 'memory tokens'}, but should not be")
+        if any((segment.texts is None) == self.keep_texts for segment in self.segments):
+            raise ValueError(f"it keeps {'texts' if self.keep_texts else 'no texts'}, and a segment does not agree")
         return self
 
     def encoded(self) -> bytes:
         """The bytes of the file."""
-        return sealed({"format": FORMAT, **self.model_dump(mode="json")})
+        if self.keep_texts:
+            return sealed({"format": FORMAT_WITH_TEXTS, **self.model_dump(mode="json")})
+        # As before there were texts: banks without them keep their bytes, and older versions read them.
+        without: dict[str, Any] = {"keep_texts": True, "segments": {"__all__": {"texts"}}}
+        return sealed({"format": FORMAT, **self.model_dump(mode="json", exclude=without)})
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -208,9 +229,15 @@ def read_manifest(path: Path) -> Manifest:
             )
         content = unsealed(data)  # every format from 2 on is a sealed line
         version = content.pop("format", None)
-        if version != FORMAT:
-            raise BankError(f"{path} has format {version!r:.40}, this version reads format {FORMAT}; update mac_rag")
-        return Manifest.model_validate(content)
+        if type(version) is not int or version not in (FORMAT, FORMAT_WITH_TEXTS):
+            raise BankError(
+                f"{path} has format {version!r:.40}, this version reads formats {FORMAT} and {FORMAT_WITH_TEXTS}; "
+                "update mac_rag"
+            )
+        manifest = Manifest.model_validate(content)
+        if manifest.keep_texts != (version == FORMAT_WITH_TEXTS):
+            raise MalformedError(f"format {version}, and it keeps {'texts' if manifest.keep_texts else 'no texts'}")
+        return manifest
     except ValidationError as error:
         fault = error.errors()[0]
         raise DamageError(f"{path} is damaged: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from error

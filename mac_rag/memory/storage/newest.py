@@ -35,7 +35,7 @@ def older_manifest(folder: Path) -> str | None:
         if manifest is None or copy is None or copy.generation <= manifest.generation + was_open:
             return None
         # What a failed commit has left of the copy names segments that went at once.
-        names = [name for info in copy.segments for name in (info.tokens_file, info.records_file)]
+        names = [name for info in copy.segments for name in info.files]
         if not all((folder / name).is_file() for name in names):
             return None
         if _read(folder / MANIFEST) == manifest:  # otherwise a writer was at work

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
 from mac_rag.atomic_files import sealed, unsealed
@@ -102,17 +103,24 @@ def consecutive(lines: Iterable[bytes], entries: int, rows: int) -> Iterator[Rec
 
 
 def undamaged(file: BinaryIO) -> Iterator[RecordLine]:
-    """The lines of a damaged file that are what was written, also where only a line break between two is damaged."""
+    """The lines of a damaged file that are what was written."""
+    for fields in sealed_lines(file):
+        if fields.keys() == _FIELDS - {"sha256"}:
+            with suppress(MalformedError):
+                yield _record_line(fields)
+
+
+def sealed_lines(file: BinaryIO) -> Iterator[dict[str, Any]]:
+    """What the lines of a damaged file say that are sealed still, also where only a line break is damaged."""
     for damaged in _any_lines(file):
         text, start = damaged.decode("latin-1"), 0
         while start < len(damaged):
             try:
                 end = json_end(text, start)
                 fields = unsealed(damaged[start:end])
-                if fields.keys() == _FIELDS - {"sha256"}:
-                    yield _record_line(fields)
             except MalformedError:
                 break
+            yield fields
             start = end + 1
 
 

@@ -59,7 +59,7 @@ def _repair(folder: Path) -> Report:
         if findings.report.clean:
             return findings.report
         segments = [part for part in findings.parts if isinstance(part, Segment)]
-        kept = {file for each in segments for file in (each.info.tokens_file, each.info.records_file)}
+        kept = {file for each in segments for file in each.info.files}
         report = replace(findings.report, repaired=True, quarantine=_new_quarantine(folder))
         _quarantine(folder, kept, report)
         if findings.codebook is not None:
@@ -85,6 +85,7 @@ def _repair_into(folder: Path, new: Path) -> Report:
         findings.parts,
         manifest.next_sequence,
         manifest.intent,
+        keep_texts=manifest.keep_texts,
     ).close()
     return replace(findings.report, repaired=True)
 

@@ -1,7 +1,8 @@
-"""A segment: entries of a bank in two files that never change.
+"""A segment: entries of a bank in files that never change.
 
     <name>.safetensors    the tensor `phi` [n, T, D] (float32) or `codes` [n, T] (int32); all ids in its header
     <name>.jsonl          one sealed line for each entry: its documents, its rows, the checksum of its memory tokens
+    <name>.texts.jsonl    in a bank that keeps texts, their lines; see `mac_rag.memory.storage.texts_file`
 
 Each entry can be verified by itself, and each file can name what the other has lost (`mac_rag.memory.storage.repair`).
 Document ids are data in these files and never become part of a path.
@@ -25,11 +26,12 @@ from torch import Tensor
 
 from mac_rag.atomic_files import write_file
 from mac_rag.errors import BankError, DamageError
-from mac_rag.memory.parts import Part
+from mac_rag.memory.parts import Part, Texts
 from mac_rag.memory.records import Record
 from mac_rag.memory.storage import record_lines
 from mac_rag.memory.storage.manifest import SegmentInfo
 from mac_rag.memory.storage.record_lines import RecordLine
+from mac_rag.memory.storage.texts_file import TextsFile, text_line
 from mac_rag.untrusted_files import MalformedError, lines_of, open_file, parse_json
 
 _REMEDY = "; repair the bank to keep what is not lost"
@@ -45,6 +47,7 @@ class Segment(Part):
         tokens: memory tokens `[n, T, D]` or codes `[n, T]`, memory-mapped.
         records: the records of all entries, in order.
         checksums: sha256 of the rows of each entry, in order.
+        texts: the file of the texts; None in a bank without texts.
 
     Attributes:
         folder: folder of the bank.
@@ -52,24 +55,53 @@ class Segment(Part):
     """
 
     def __init__(
-        self, folder: Path, info: SegmentInfo, tokens: Tensor, records: Sequence[Record], checksums: Sequence[str]
+        self,
+        folder: Path,
+        info: SegmentInfo,
+        tokens: Tensor,
+        records: Sequence[Record],
+        checksums: Sequence[str],
+        texts: TextsFile | None,
     ) -> None:
         super().__init__(tokens, records)
         self.folder = folder
         self.checksums = {record.sequence: checksum for record, checksum in zip(records, checksums, strict=True)}
         self._info = info
+        self._texts_file = texts
         for sequence in info.tombstones:
             self.tombstone(sequence)
 
     @property
     def name(self) -> str:
-        """Name of its two files, without the suffix."""
+        """Name of its files, without the suffix."""
         return self._info.name
 
     @property
     def info(self) -> SegmentInfo:
         """What the next manifest has to say about the segment."""
         return self._info.model_copy(update={"tombstones": tuple(self.tombstones)})
+
+    def texts(self, record: Record) -> Texts:
+        """The texts of an entry, read from the disk.
+
+        Raises:
+            DamageError: when their file is damaged.
+        """
+        if self._texts_file is None:
+            return super().texts(record)
+        try:
+            return tuple(map(self._texts_file.text, record.members))
+        except MalformedError as error:
+            raise DamageError(f"{self.folder / self._info.texts_file} is damaged: {error}{_REMEDY}") from None
+
+    def check_texts(self) -> None:
+        """Reads all texts.
+
+        Raises:
+            DamageError: when their file is damaged.
+        """
+        for record, _ in self.entries.values():
+            self.texts(record)
 
     def at(self, info: SegmentInfo) -> Segment | None:
         """This segment as another manifest describes it; None if these are other files, or if entries came back."""
@@ -83,11 +115,12 @@ class Segment(Part):
         return segment
 
 
-def write_segment(folder: Path, parts: Sequence[Part]) -> Segment:
+def write_segment(folder: Path, parts: Sequence[Part], *, keep_texts: bool) -> Segment:
     """Writes the live entries of some parts as a new segment. The caller must `sync_folder` before it commits.
 
     Raises:
-        DamageError: when rows to be copied from another segment are not what was written there.
+        BankError: for metadata or a text too long to be read again.
+        DamageError: when rows or texts to be copied from another segment are not what was written there.
     """
     name = f"segment-{secrets.token_hex(8)}"
     entries = [(part, entry) for part in parts for entry in part.entries.values()]
@@ -113,10 +146,21 @@ def write_segment(folder: Path, parts: Sequence[Part]) -> Segment:
                 raise BankError(f"{describe(record.document_ids[:3])} cannot be stored: {error}") from None
             start += record.rows
 
-    tokens = write_file(folder / f"{name}.safetensors", tokens_file())
-    records = write_file(folder / f"{name}.jsonl", records_file())
-    info = SegmentInfo(name=name, entries=len(entries), shape=shape, offset=len(header), tokens=tokens, records=records)
-    return Segment(folder, info, _mapped(folder, info), [entry.record for _, entry in entries], checksums)
+    def texts_file() -> Iterator[bytes]:
+        for part, (record, _) in entries:
+            for member, text in zip(record.members, part.texts(record), strict=True):
+                if text is not None:
+                    yield text_line(member.document_id, text)
+
+    digests = {
+        "tokens": write_file(folder / f"{name}.safetensors", tokens_file()),
+        "records": write_file(folder / f"{name}.jsonl", records_file()),  # which needs the checksums
+    }
+    if keep_texts:
+        digests["texts"] = write_file(folder / f"{name}.texts.jsonl", texts_file())
+    info = SegmentInfo(name=name, entries=len(entries), shape=shape, offset=len(header), **digests)
+    records = [entry.record for _, entry in entries]
+    return Segment(folder, info, _mapped(folder, info), records, checksums, _texts_file(folder, info))
 
 
 def read_segment(folder: Path, info: SegmentInfo) -> Segment:
@@ -141,9 +185,15 @@ def read_segment(folder: Path, info: SegmentInfo) -> Segment:
             raise MalformedError("the manifest says that entries were deleted that it never had")
         path = folder / info.tokens_file
         tokens = _mapped(folder, info, check=True)
+        path = folder / info.texts_file
+        texts = _texts_file(folder, info)
     except MalformedError as error:
         raise DamageError(f"{path} is damaged: {error}{_REMEDY}") from None
-    return Segment(folder, info, tokens, records, checksums)
+    return Segment(folder, info, tokens, records, checksums, texts)
+
+
+def _texts_file(folder: Path, info: SegmentInfo) -> TextsFile | None:
+    return None if info.texts is None else TextsFile(folder / info.texts_file, info.texts)
 
 
 def _hashed(file: BinaryIO, digest: hashlib._Hash) -> Iterator[bytes]:

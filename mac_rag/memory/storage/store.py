@@ -2,6 +2,7 @@
 
     manifest.json, manifest.copy.json              what the bank consists of; see `mac_rag.memory.storage.manifest`
     segment-<random>.safetensors, .jsonl           entries that never change; see `mac_rag.memory.storage.segment`
+    segment-<random>.texts.jsonl                   their texts, in a bank that keeps texts
     codebook.safetensors, codebook.copy.safetensors    the codebook, if memory tokens are stored as codes
     writer.lock, writer.json                       which process is writing
 
@@ -47,6 +48,7 @@ from mac_rag.memory.storage.manifest import (
 )
 from mac_rag.memory.storage.newest import check_newest
 from mac_rag.memory.storage.segment import Segment, read_segment, write_segment
+from mac_rag.shipped_models import describe
 from mac_rag.untrusted_files import MalformedError
 
 # Segments are not merged beyond this many bytes, so that no commit copies much.
@@ -94,6 +96,8 @@ class Store:
         parts: Sequence[Part] = (),
         next_sequence: int = 0,
         intent: Intent | None = None,
+        *,
+        keep_texts: bool = False,
     ) -> Store:
         """Makes a new bank and opens it for writing. A crash or an error before the end leaves no bank.
 
@@ -104,11 +108,12 @@ class Store:
             parts: all entries of the bank, in order.
             next_sequence: sequence number of the next entry.
             intent: the change that starts after the first commit, if there is one.
+            keep_texts: True for a bank that keeps the texts of its documents.
 
         Raises:
             BankError: when the folder holds a bank, another process makes one there, or a file cannot be written.
         """
-        manifest = Manifest(fingerprint=fingerprint, intent=intent or Intent())
+        manifest = Manifest(fingerprint=fingerprint, keep_texts=keep_texts, intent=intent or Intent())
         with file_errors(folder, "written to"):
             is_new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
@@ -211,8 +216,8 @@ class Store:
                 return False
             if manifest.fingerprint != self.manifest.fingerprint:
                 raise FingerprintError(
-                    f"{self.folder} was written by model {self.manifest.fingerprint[:12]} and has been replaced by a "
-                    f"bank of model {manifest.fingerprint[:12]}; open it again, with that model"
+                    f"{self.folder} was written by {describe(self.manifest.fingerprint)} and has been replaced by a "
+                    f"bank of {describe(manifest.fingerprint)}; open it again, with that model"
                 )
             codebook = self.codebook
             if manifest.codebook != self.manifest.codebook:
@@ -314,7 +319,7 @@ class Store:
         for group in _groups(parts):
             first = group[0]
             if len(group) > 1 or not isinstance(first, Segment) or first is rewrite or not self._is_good(first):
-                first = write_segment(self.folder, group)
+                first = write_segment(self.folder, group, keep_texts=self.manifest.keep_texts)
                 self._written.add(first.name)
             segments.append(first)
         return segments
@@ -329,7 +334,7 @@ class Store:
         manifests = [self.manifest] if self._failed is None else [self.manifest, self._failed]
         self._written.clear()
         infos = [info for manifest in manifests for info in manifest.segments]
-        remove_unused(self.folder, {name for info in infos for name in (info.tokens_file, info.records_file)})
+        remove_unused(self.folder, {name for info in infos for name in info.files})
 
 
 def _groups(parts: Sequence[Part]) -> list[list[Part]]:

@@ -28,8 +28,8 @@ from mac_rag.nn.memory_tokens import MemoryTokens, split_rows
 
 def quantize(bank: Contents, codebook: Tensor) -> MemoryBank:
     """Copies a bank into one in memory that stores memory tokens as indices of a codebook `[C, D]`."""
-    quantized = MemoryBank(bank.fingerprint, codebook=codebook)
-    quantized.restore((entry.members, entry.phi) for entry in bank)
+    quantized = MemoryBank(bank.fingerprint, codebook=codebook, keep_texts=bank.keep_texts)
+    quantized.restore(bank)
     return quantized
 
 

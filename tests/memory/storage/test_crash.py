@@ -49,7 +49,7 @@ def all_said(heard: Connection) -> list[Any]:
 
 def test_a_killed_writer_loses_nothing_that_it_acknowledged(folder: Path) -> None:
     choice = random.Random(0)
-    MemoryBank.create(folder, "f00d").close()
+    MemoryBank.create(folder, "f00d", keep_texts=True).close()
     state: dict[str, float] = {}
     commits = 0
     for kill in range(KILLS):
@@ -80,7 +80,7 @@ def test_a_crash_before_any_step_on_the_disk(folder: Path, what: str) -> None:
     is_new = what in ("create", "save")
     old, new = folder / "old", folder / "new"
     if not is_new:
-        with MemoryBank.create(old, "f00d") as bank:
+        with MemoryBank.create(old, "f00d", keep_texts=True) as bank:
             for name, size in (("a", 8), ("b", 3)):
                 bank.put([Document(f"{name}{index}", "") for index in range(size)], memory(size, size))
                 bank.commit()
@@ -124,9 +124,9 @@ def test_a_crash_before_any_step_on_the_disk(folder: Path, what: str) -> None:
 
 def test_reading_while_another_process_commits_and_compacts(folder: Path) -> None:
     names = [f"document {index}" for index in range(40)]
-    with MemoryBank.create(folder, "f00d") as bank:
+    with MemoryBank.create(folder, "f00d", keep_texts=True) as bank:
         for name in names:
-            bank.put([Document(name, "")], memory(1, 0))
+            bank.put([Document(name, "0")], memory(1, 0))
             bank.commit()
     process, heard = started(update_for_ever, folder)
     try:
@@ -139,6 +139,7 @@ def test_reading_while_another_process_commits_and_compacts(folder: Path) -> Non
             (value,) = set(contents(reader).values())
             assert value >= last
             assert (reader.phi == value).all()  # all of one commit, whatever the writer does meanwhile
+            assert {text for entry in reader for text in entry.texts} == {f"{value:.0f}"}
             last = value
             changes += reader.refresh()
             (value,) = set(contents(MemoryBank.open(folder)).values())

@@ -17,6 +17,7 @@ from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.memory import MemoryBank
+from mac_rag.memory.bank import BankEntry
 from mac_rag.memory.storage.repair import repair, verify
 from mac_rag.untrusted_files import METADATA_DEPTH
 from tests.torture import banks
@@ -198,7 +199,8 @@ def test_numbers_that_are_not_finite_enter_no_bank(value: float) -> None:
         with pytest.raises(BankError, match="not finite"):
             bank.merge(["a", "b"], phi[1:2])
         with pytest.raises(BankError, match="not finite"):
-            MemoryBank("f00d", codebook=codebook).restore([((Member.of(Document("a", "a")),), phi)])
+            entry = BankEntry((Member.of(Document("a", "a")),), 0, phi, lambda: (None,))
+            MemoryBank("f00d", codebook=codebook).restore([entry])
         assert bank.document_ids == ["a", "b", "c"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from contextlib import ExitStack
 
@@ -41,14 +42,19 @@ class Entry:
 class Banks(RuleBasedStateMachine):
     """One writer and one reader of the same folder, and the list of entries that each of them should see."""
 
-    @initialize(has_codebook=st.booleans(), large=st.sampled_from([store._LARGE, 100]), on_disk=st.integers(0, 4))
-    def start(self, has_codebook: bool, large: int, on_disk: int) -> None:
+    @initialize(
+        has_codebook=st.booleans(),
+        keep_texts=st.booleans(),
+        large=st.sampled_from([store._LARGE, 100]),
+        on_disk=st.integers(0, 4),
+    )
+    def start(self, has_codebook: bool, keep_texts: bool, large: int, on_disk: int) -> None:
         self.large, store._LARGE = store._LARGE, large
         self.open = ExitStack()
         self.folder = self.open.enter_context(fast_folder())
         self.generator = torch.Generator().manual_seed(0)
         self.codebook = torch.randn(50, WIDTH, generator=self.generator) if has_codebook else None
-        self.on_disk = on_disk > 0
+        self.on_disk, self.keep_texts = on_disk > 0, keep_texts
         self.entries: list[Entry] = []
         self.committed: list[Entry] = []
         self.used: set[int] = set()
@@ -56,10 +62,10 @@ class Banks(RuleBasedStateMachine):
         self.number = 0
         self.snapshots: list[tuple[Snapshot, list[Entry]]] = []
         if self.on_disk:
-            self.bank = MemoryBank.create(self.folder, "f00d", codebook=self.codebook)
+            self.bank = MemoryBank.create(self.folder, "f00d", codebook=self.codebook, keep_texts=keep_texts)
             self.reader, self.seen = MemoryBank.open(self.folder), list(self.committed)
         else:
-            self.bank = MemoryBank("f00d", codebook=self.codebook)
+            self.bank = MemoryBank("f00d", codebook=self.codebook, keep_texts=keep_texts)
 
     def teardown(self) -> None:
         if hasattr(self, "bank"):
@@ -89,7 +95,7 @@ class Banks(RuleBasedStateMachine):
 
     @rule(documents=st.lists(st.tuples(ids, st.integers(1, 3)), max_size=8, unique_by=lambda each: each[0]))
     def put(self, documents: list[tuple[str, int]]) -> None:
-        texts = [f"text {self.number + index}" for index in range(len(documents))]
+        texts = [f"text\n\u2028{self.number + index}" for index in range(len(documents))]
         self.number += len(documents)
         parts = [self.phi(rows) for _, rows in documents]
         names = [document_id for document_id, _ in documents]
@@ -135,7 +141,10 @@ class Banks(RuleBasedStateMachine):
             others = {"manifest.json", "manifest.copy.json", "writer.lock", "writer.json"}
             others |= {"codebook.safetensors", "codebook.copy.safetensors"} if self.codebook is not None else set()
             if compact:
-                assert len(names) == 2 * segments + len(others), names
+                assert len(names) == (3 if self.keep_texts else 2) * segments + len(others), names
+                written = b"".join(file.read_bytes() for file in self.folder.glob("segment-*.texts.jsonl"))
+                kept = {text for entry in self.entries for _, text in entry.documents} if self.keep_texts else set()
+                assert {json.loads(line)["text"] for line in written.splitlines()} == kept
             rows = sum(len(entry.phi) for entry in self.entries)
             assert segments <= (rows if store._LARGE == 100 else math.log2(rows + 1) + 1)
 
@@ -212,6 +221,8 @@ class Banks(RuleBasedStateMachine):
             assert [member.metadata for member in one.members] == [
                 {"id": name, "list": [text, None]} for name, text in expected.documents
             ]
+            texts = tuple(text if self.keep_texts else None for _, text in expected.documents)
+            assert one.texts == bank[expected.ids[0]].texts == texts
             assert torch.equal(one.phi, expected.phi)
             assert bank[expected.ids[-1]] == one
             assert {key >> 16 for key in expected.keys} == {one.sequence}

@@ -81,7 +81,7 @@ def test_a_bank_is_read_as_one_that_never_held_the_others(
         if document_id in bank:
             bank.delete(document_id)
     seen = [entry for entry in bank if all(member.document_id in allowed for member in entry.members)]
-    fresh.restore((entry.members, entry.phi) for entry in seen)
+    fresh.restore(seen)
     expected = BankReader(model, fresh, config)
     model.aggregation.use_prior = use_prior
     try:

@@ -1,0 +1,82 @@
+"""`mac-rag bank rebuild`: a bank for another model, from the texts of an old one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mac_rag import DEFAULT_MODEL
+from mac_rag.cli.options import (
+    BankOption,
+    DeviceMapOption,
+    FolderOption,
+    ModelOption,
+    RetrieverOption,
+    open_retriever,
+)
+from mac_rag.cli.terminal import say
+from mac_rag.errors import ConfigError
+
+
+def rebuild(
+    bank: BankOption,
+    into: Annotated[Path, typer.Option(help="Folder of the new bank.", file_okay=False)],
+    model: ModelOption = DEFAULT_MODEL,
+    retriever: RetrieverOption = "none",
+    retriever_folder: FolderOption = None,
+    skip_missing: Annotated[
+        bool, typer.Option("--skip-missing", help="Leave out documents whose texts are not found, and list them.")
+    ] = False,
+    keep_texts: Annotated[
+        bool,
+        typer.Option("--keep-texts", help="Keep the texts in the new bank, even if the old one does not."),
+    ] = False,
+    device_map: DeviceMapOption = None,
+) -> None:
+    """Make a bank for another model, from texts that the old bank or a retriever holds.
+
+    The new bank gets the same documents in the same order, with their metadata. The old bank does not change, and can
+    be used meanwhile. Texts come from a bank that was created with --keep-texts, or from --retriever. A document whose
+    text is not found, in the version that the bank remembers, is listed, and an error before anything is written.
+    Documents that a bounded bank had averaged become entries of their own again.
+
+    The new bank is saved every few hundred documents. If the command is interrupted, run it again; until it has ended,
+    the new bank holds the first documents only, and questions can be asked about these.
+
+    A LlamaIndex docstore or vector store does not give its texts out as a retriever. In Python,
+    MemoryWriter.from_index adapts a new bank to it.
+    """
+    from mac_rag.engine import MACEngine
+    from mac_rag.memory.bank import MemoryBank
+    from mac_rag.memory.storage.folder import is_vacant
+    from mac_rag.model import MACModel
+    from mac_rag.rebuilding import rebuild as make_anew
+
+    if bank.resolve() in (into.resolve(), *into.resolve().parents):
+        raise ConfigError(f"{into} is the old bank's folder, or in it; choose a new folder for --into")
+    old = MemoryBank.open(bank)
+    begun = MemoryBank.open(into, write=True) if MemoryBank.exists(into) else None
+    if begun is None and not is_vacant(into):
+        raise ConfigError(f"{into} holds other files and no memory bank; choose a new or empty folder for --into")
+    keep_texts = keep_texts or old.keep_texts
+    if begun is not None and begun.keep_texts != keep_texts:
+        was = "with" if begun.keep_texts else "without"
+        raise ConfigError(f"{into} was begun {was} kept texts; repeat its command, or choose a new folder for --into")
+    text_retriever = open_retriever(retriever, retriever_folder)
+    if text_retriever is None and not old.keep_texts and len(old):
+        raise ConfigError(
+            f"{bank} keeps no texts; give the retriever that holds them (--retriever), or adapt to the documents again "
+            "into a new bank (mac-rag adapt --keep-texts)"
+        )
+    loaded = MACModel.from_pretrained(model, device_map=device_map)
+    engine = MACEngine(loaded, begun or MemoryBank.create_on_commit(into, loaded.fingerprint, keep_texts=keep_texts))
+    with engine.bank:
+        report = make_anew(old, engine, text_retriever, skip_missing=skip_missing, progress=True)
+    for document_id in report.skipped:
+        say(f"skipped: {document_id}", err=True)
+    say(
+        f"{report.adapted} adapted, {report.documents - report.adapted} were there, {len(report.skipped)} skipped; "
+        f"{into} is complete and holds {report.documents} documents"
+    )

@@ -1,0 +1,36 @@
+"""The models in the package by version, and the fingerprints by which banks know them.
+
+`mac-small@1` names one version of the weights for good; the plain name `mac-small` is the newest. A bank carries only
+the fingerprint of its model, and this table gives it back its name.
+"""
+
+from __future__ import annotations
+
+# Name -> the fingerprints of its versions, the first one first. A line is never changed, only appended to.
+FINGERPRINTS: dict[str, tuple[str, ...]] = {
+    "mac-small": ("c2de37d0863f3e639b236f3e1d7a91aee01696a993b954f0bdba43247361a0dc",),
+    "mac-tiny": ("3172397d910772fa4d1ea7a551d62e02196a5aa1465b46e0e621405dc0cdc27e",),
+}
+
+
+def versions(name: str) -> list[str]:
+    """The versions of a shipped model by their full names, the newest last; none for another model.
+
+    Examples:
+        >>> versions("mac-tiny")
+        ['mac-tiny@1']
+    """
+    return [f"{name}@{number}" for number in range(1, len(FINGERPRINTS.get(name, ())) + 1)]
+
+
+def version_of(fingerprint: str) -> str | None:
+    """The full name of the shipped model with this fingerprint; None for a model that was never shipped."""
+    for name, fingerprints in FINGERPRINTS.items():
+        if fingerprint in fingerprints:
+            return versions(name)[fingerprints.index(fingerprint)]
+    return None
+
+
+def describe(fingerprint: str) -> str:
+    """Names a model in a message."""
+    return version_of(fingerprint) or f"model {fingerprint[:12]}"
