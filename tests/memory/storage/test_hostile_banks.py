@@ -198,8 +198,8 @@ def test_numbers_that_are_not_finite_enter_no_bank(value: float) -> None:
         bank.put([Document(name, name) for name in "abc"], torch.zeros(3, 2, 3))
         with pytest.raises(BankError, match="not finite"):
             bank.merge(["a", "b"], phi[1:2])
+        entry = BankEntry((Member.of(Document("a", "a")),), 0, phi, lambda: (None,))
         with pytest.raises(BankError, match="not finite"):
-            entry = BankEntry((Member.of(Document("a", "a")),), 0, phi, lambda: (None,))
             MemoryBank("f00d", codebook=codebook).restore([entry])
         assert bank.document_ids == ["a", "b", "c"]
 
