@@ -232,7 +232,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _integer(text: str) -> int:
     if len(text) > NUMBER:
-        raise MalformedError(f"a number of {len(text):,} digits")
+        raise MalformedError(f"a number of {len(text):,} digits, and {NUMBER} are the most; write it as a text")
     return int(text)
 
 
