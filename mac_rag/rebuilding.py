@@ -14,7 +14,7 @@ from mac_rag.memory.contents import Contents
 from mac_rag.printable import printable
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval.base import Retriever
-from mac_rag.sync import is_held
+from mac_rag.sync import held_documents, is_held
 
 # Documents adapted and committed at a time. An interrupted rebuild goes on at a multiple of it, with the same batches.
 _GROUP = 512
@@ -129,8 +129,7 @@ def _documents(
 def _filed(retriever: Retriever, document_ids: list[str]) -> dict[str, str]:
     """The texts of those of these documents that a retriever holds."""
     try:
-        held = [name for name in document_ids if name in retriever]
-        return {document.id: document.text for document in retriever.documents(held)} if held else {}
+        return {document.id: document.text for document in held_documents(retriever, document_ids)}
     except ConfigError as error:
         raise ConfigError(
             f"{error}; in Python, `MemoryWriter.from_index` of mac_rag.integrations.llama_index adapts a new bank to "

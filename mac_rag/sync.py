@@ -146,8 +146,8 @@ class SyncedBank:
         try:
             hashes = self.retriever.content_hashes([document.id for document in documents])
         except ConfigError:
-            retriever = self.retriever
-            return {document.id for document in documents if document.id in changed or document.id not in retriever}
+            known = set(self.retriever.held(document.id for document in documents))
+            return {document.id for document in documents if document.id in changed or document.id not in known}
         return {document.id for document in documents if hashes.get(document.id) != content_hash(document)}
 
     def put(self, documents: Sequence[Document], write_to_bank: Callable[[], T]) -> T:
@@ -189,7 +189,7 @@ class SyncedBank:
             BankError: for an id that neither holds, before anything is changed.
         """
         ids = list(dict.fromkeys(document_ids))
-        in_retriever = [] if self.retriever is None else [name for name in ids if name in self.retriever]
+        in_retriever = [] if self.retriever is None else self.retriever.held(ids)
         for name in ids:
             if name not in self.bank and name not in in_retriever:
                 place = self.bank.folder or "the bank"
@@ -211,10 +211,8 @@ class SyncedBank:
 
     def _held(self, document_ids: Sequence[str]) -> list[Document]:
         """The retriever's versions of these documents; none if it does not tell what it holds."""
-        if self.retriever is None:
-            return []
         try:
-            return self.retriever.documents([name for name in document_ids if name in self.retriever])
+            return [] if self.retriever is None else held_documents(self.retriever, document_ids)
         except ConfigError:
             return []
 
@@ -321,6 +319,16 @@ class SyncedBank:
             if name in self.bank:  # it may have been deleted with an earlier one that it was merged with
                 deleted |= dict.fromkeys(self.bank.delete(name))
         return tuple(deleted)
+
+
+def held_documents(retriever: Retriever, document_ids: Sequence[str]) -> list[Document]:
+    """Those of these documents that a retriever holds.
+
+    Raises:
+        ConfigError: for a retriever that does not tell what it holds.
+    """
+    held = retriever.held(document_ids)
+    return retriever.documents(held) if held else []
 
 
 def is_held(bank: Contents, document_id: str, content: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +160,27 @@ def test_a_bank_of_before_gets_its_retriever_by_adapting_again(tiny_model: MACMo
     report = engine.adapt(STREAM)
     assert (report.unchanged, report.rows, report.filed) == (8, 0, 8)
     assert agree(engine)
+
+
+def test_a_change_costs_as_many_requests_whatever_its_size(tiny_model: MACModel, tmp_path: Path) -> None:
+    """With a server, each of them is a round trip."""
+    counts = []
+    for size in (2, 8):
+        held = ChromaRetriever(tmp_path / str(size), WordEncoder())
+        engine, calls = MACEngine(tiny_model, retriever=held), 0
+        get = held._get
+
+        def counted(**options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return get(**options)  # noqa: B023
+
+        held._get = counted  # type: ignore[method-assign]
+        engine.adapt(STREAM[:size])
+        engine.adapt([Document(each.id, "Something else happened.") for each in STREAM[:size]])
+        counts.append(calls)
+        assert held.held(["nobody", STREAM[1].id, STREAM[0].id]) == [STREAM[1].id, STREAM[0].id]
+    assert counts[0] == counts[1]
 
 
 def test_an_empty_retriever_does_not_empty_the_bank(tiny_model: MACModel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,10 @@ class Retriever(ABC):
     @abstractmethod
     def __contains__(self, document_id: object) -> bool:
         """True if the retriever holds a document of this id."""
+
+    def held(self, document_ids: Iterable[str]) -> list[str]:
+        """Those of these ids that the retriever holds, in their order."""
+        return [name for name in document_ids if name in self]
 
     def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
         """The content hashes of documents by id (see `mac_rag.data.provenance.content_hash`).

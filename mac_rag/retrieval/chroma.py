@@ -194,6 +194,11 @@ class ChromaRetriever(Retriever):
     def __contains__(self, document_id: object) -> bool:
         return isinstance(document_id, str) and bool(self.content_hashes([document_id]))
 
+    def held(self, document_ids: Iterable[str]) -> list[str]:
+        names = list(document_ids)
+        known = {name for page in self._pages(names, []) for name in page["ids"]}
+        return [name for name in names if name in known]
+
     def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
         hashes: dict[str, str] = {}
         for page in self._pages(document_ids, ["metadatas"]):

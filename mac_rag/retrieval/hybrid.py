@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from pathlib import Path
 
 from mac_rag.data.types import Document
@@ -95,6 +95,11 @@ class HybridRetriever(Retriever):
 
     def __contains__(self, document_id: object) -> bool:
         return any(document_id in retriever for retriever in self.retrievers)
+
+    def held(self, document_ids: Iterable[str]) -> list[str]:
+        names = list(document_ids)
+        known = {name for retriever in self.retrievers for name in retriever.held(names)}
+        return [name for name in names if name in known]
 
     def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
         """See `Retriever.content_hashes`; only documents that all retrievers hold with the same hash."""
