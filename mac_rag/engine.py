@@ -394,4 +394,6 @@ class MACEngine:
         self._seen = self._shared.latest()
         self._seen.check_model(self.model.fingerprint)
         self._reader.follow(self._seen)
-        return self.retriever and ConsistentRetrieval(self.retriever, self._shared, self._seen, changes)
+        if self.retriever is None:
+            return None
+        return ConsistentRetrieval(self.retriever, self._shared, self._seen, changes)

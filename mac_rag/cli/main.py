@@ -16,6 +16,7 @@ from mac_rag.cli.options import (
     ModelOption,
     RetrieverOption,
     open_retriever,
+    open_to_fill,
     warn_of_disagreement,
 )
 from mac_rag.cli.run import run_app
@@ -100,25 +101,24 @@ def adapt(
     from mac_rag.data.readers import read_documents
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
-    from mac_rag.memory.storage.folder import is_vacant
     from mac_rag.model import MACModel
 
     documents = read_documents(files)
     text_retriever = open_retriever(retriever, retriever_folder)
     # An existing bank is opened before the model is loaded, so that its errors come at once. The folder of a new bank
     # is created by its first commit, so that refused documents leave no empty folder behind.
-    opened = MemoryBank.open(bank, write=True) if MemoryBank.exists(bank) else None
-    if opened is None and not is_vacant(bank):
-        raise ConfigError(f"{bank} holds other files and no memory bank; choose a new or empty folder for --bank")
+    opened = open_to_fill(bank, "--bank")
     if opened is not None and keep_texts and not opened.keep_texts:
         raise ConfigError(
             f"{bank} was created without --keep-texts and holds no texts of its documents; leave the option out, or "
             "make a new bank with it: by adapting to all documents again, or by mac-rag bank rebuild --keep-texts"
         )
     loaded = MACModel.from_pretrained(model, device_map=device_map)
+    if opened is None:  # an empty bank is false, too
+        opened = MemoryBank.create_on_commit(bank, loaded.fingerprint, keep_texts=keep_texts)
     engine = MACEngine(
         loaded,
-        opened or MemoryBank.create_on_commit(bank, loaded.fingerprint, keep_texts=keep_texts),
+        opened,
         text_retriever,
         bound=None if max_entries is None else BoundConfig(maximum=max_entries, method=reduction),
     )

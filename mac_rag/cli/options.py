@@ -57,6 +57,23 @@ def open_retriever(spec: str, folder: Path | None) -> Retriever | None:
     return make_retriever(spec, folder=folder, progress=True)
 
 
+def open_to_fill(folder: Path, option: str) -> MemoryBank | None:
+    """The bank in a folder, opened for writing; None where there is none yet and one can be made.
+
+    Raises:
+        BankError: for a bank that cannot be opened.
+        ConfigError: for a folder of other files; names the option.
+    """
+    from mac_rag.memory.bank import MemoryBank
+    from mac_rag.memory.storage.folder import is_vacant
+
+    if MemoryBank.exists(folder):
+        return MemoryBank.open(folder, write=True)
+    if not is_vacant(folder):
+        raise ConfigError(f"{folder} holds other files and no memory bank; choose a new or empty folder for {option}")
+    return None
+
+
 def warn_of_disagreement(bank: MemoryBank, retriever: Retriever | None, spec: str, folder: Path | None) -> None:
     """If a bank and its retriever disagree, prints one line with the remedy on standard error."""
     from mac_rag.sync import disagreement

@@ -15,6 +15,7 @@ from mac_rag.cli.options import (
     ModelOption,
     RetrieverOption,
     open_retriever,
+    open_to_fill,
 )
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
@@ -50,16 +51,13 @@ def rebuild(
     """
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
-    from mac_rag.memory.storage.folder import is_vacant
     from mac_rag.model import MACModel
     from mac_rag.rebuilding import rebuild as make_anew
 
     if bank.resolve() in (into.resolve(), *into.resolve().parents):
         raise ConfigError(f"{into} is the old bank's folder, or in it; choose a new folder for --into")
     old = MemoryBank.open(bank)
-    begun = MemoryBank.open(into, write=True) if MemoryBank.exists(into) else None
-    if begun is None and not is_vacant(into):
-        raise ConfigError(f"{into} holds other files and no memory bank; choose a new or empty folder for --into")
+    begun = open_to_fill(into, "--into")
     keep_texts = keep_texts or old.keep_texts
     if begun is not None and begun.keep_texts != keep_texts:
         was = "with" if begun.keep_texts else "without"
@@ -71,7 +69,9 @@ def rebuild(
             "into a new bank (mac-rag adapt --keep-texts)"
         )
     loaded = MACModel.from_pretrained(model, device_map=device_map)
-    engine = MACEngine(loaded, begun or MemoryBank.create_on_commit(into, loaded.fingerprint, keep_texts=keep_texts))
+    if begun is None:
+        begun = MemoryBank.create_on_commit(into, loaded.fingerprint, keep_texts=keep_texts)
+    engine = MACEngine(loaded, begun)
     with engine.bank:
         report = make_anew(old, engine, text_retriever, skip_missing=skip_missing, progress=True)
     for document_id in report.skipped:
