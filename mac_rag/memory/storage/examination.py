@@ -157,31 +157,34 @@ def examine(folder: Path, problem: str | None) -> Findings:
         manifests, damage = _manifests(folder)
         if problem is not None:
             damage.append(problem)
-        found = [_findings(folder, manifest, damage) for manifest in manifests]
-        best = min(found, key=lambda each: each.losses)
-        if problem is not None:
-            best = max(
-                (each for each in found if each.losses == best.losses), key=lambda each: each.manifest.generation
-            )
+        best = _findings(folder, manifests[0], damage)
+        # Each of these reads all of the bank again, so they are read only if they can be better.
+        for manifest in manifests[1:] if problem is not None or any(best.losses) else ():
+            other = _findings(folder, manifest, damage)
+            is_newer = problem is not None and manifest.generation > best.manifest.generation
+            if other.losses < best.losses or (other.losses == best.losses and is_newer):
+                best = other
         # Otherwise a writer may have replaced the segments that seem to be missing.
         if best.report.clean or _manifests(folder)[0] == manifests:
             return best
 
 
 def _manifests(folder: Path) -> tuple[list[Manifest], list[str]]:
-    """The bank's manifest and its copy, as far as they can be read, and what is damaged."""
-    manifests: dict[str, Manifest] = {}
+    """The bank's manifest, and its copy if it differs, as far as they can be read; and what is damaged."""
+    manifests: list[Manifest] = []
     damage: list[str] = []
     for name in (MANIFEST, MANIFEST_COPY):
         try:
-            manifests[name] = read_manifest(folder / name)
+            manifest = read_manifest(folder / name)
+            if manifest not in manifests:
+                manifests.append(manifest)
         except FileNotFoundError:
             damage.append(f"{folder / name} is missing")
         except DamageError as error:
             damage.append(str(error))
     if not manifests:
         raise BankError(f"{'; '.join(damage)}: nothing says any more what this bank consists of; restore a backup")
-    return list(manifests.values()), damage
+    return manifests, damage
 
 
 def _findings(folder: Path, manifest: Manifest, damage: Sequence[str]) -> Findings:

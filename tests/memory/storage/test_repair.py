@@ -11,6 +11,7 @@ import torch
 
 from mac_rag.errors import BankError, DamageError, FingerprintError
 from mac_rag.memory import MemoryBank
+from mac_rag.memory.storage import examination
 from mac_rag.memory.storage.backup import backup, restore
 from mac_rag.memory.storage.manifest import MANIFEST, MANIFEST_COPY, Intent, read_manifest
 from mac_rag.memory.storage.repair import repair, verify
@@ -231,3 +232,12 @@ def test_the_copy_of_the_manifest_is_never_needed_to_read(folder: Path) -> None:
     assert contents(MemoryBank.open(place)) == expected
     MemoryBank.open(place, write=True).close()
     assert (place / MANIFEST_COPY).read_bytes() == (place / MANIFEST).read_bytes()
+
+
+def test_a_bank_is_verified_in_one_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(folder / "bank")
+    passes = []
+    read = examination.read_segment
+    monkeypatch.setattr(examination, "read_segment", lambda *arguments: passes.append(1) or read(*arguments))
+    assert verify(folder / "bank").clean
+    assert len(passes) == len(read_manifest(folder / "bank" / MANIFEST).segments)
