@@ -154,13 +154,14 @@ class MACEngine:
                 `mac_rag.data.provenance.Member.of`).
             FingerprintError: when another model wrote the bank.
         """
-        documents = list(documents)
+        documents, seen = list(documents), self.snapshot
         # Before others have to wait: it can take long.
-        known = self._adapter.plan(documents, self.snapshot, on_long, progress=progress)
+        plan = self._adapter.plan(documents, seen, on_long, progress=progress)
         with self._shared.changing():
             self.bank.check_model(self.model.fingerprint)
             self._finish()
-            plan = self._adapter.plan(documents, self.bank, on_long, known)
+            if self.bank.snapshot() is not seen:  # it has changed since
+                plan = self._adapter.plan(documents, self.bank, on_long, plan)
             unfiled = self._synced.missing_from_retriever(documents, plan)
             pending = [document for document in documents if document.id in plan or document.id in unfiled]
             if pending:
