@@ -20,7 +20,7 @@ from mac_rag.memory.new_entries import NewEntry, new_entries
 from mac_rag.memory.parts import PART_BITS, Part
 from mac_rag.memory.records import Record
 from mac_rag.memory.storage.folder import exists
-from mac_rag.memory.storage.manifest import Intent
+from mac_rag.memory.storage.manifest import Intent, Manifest
 from mac_rag.memory.storage.segment import continues
 from mac_rag.memory.storage.store import Store
 
@@ -269,9 +269,8 @@ class MemoryBank(Contents):
 
     def _written(self, folder: Path, parts: Sequence[Part], intent: Intent | None = None) -> Store:
         """A new bank on disk with these parts."""
-        return Store.create(
-            folder, self.fingerprint, self.codebook, parts, self._next_sequence, intent, keep_texts=self.keep_texts
-        )
+        settings = {"next_sequence": self._next_sequence, "keep_texts": self.keep_texts, "intent": intent or Intent()}
+        return Store.create(folder, Manifest(fingerprint=self.fingerprint, **settings), self.codebook, parts)
 
     def close(self) -> None:
         """Releases the right to write, so that another process can write. The bank can still be read."""

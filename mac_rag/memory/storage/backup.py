@@ -7,6 +7,7 @@ from pathlib import Path
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory.storage.folder import is_vacant
 from mac_rag.memory.storage.store import Store
+from mac_rag.shipped_models import describe
 
 
 def backup(folder: str | Path, into: str | Path) -> int:
@@ -51,7 +52,7 @@ def restore(source: str | Path, folder: str | Path, *, replace: bool = False) ->
         mine, theirs = bank.manifest, saved.manifest
         if theirs.fingerprint != mine.fingerprint:
             raise FingerprintError(
-                f"{source} was written by model {theirs.fingerprint[:12]} and {folder} by {mine.fingerprint[:12]}; "
+                f"{source} was written by {describe(theirs.fingerprint)} and {folder} by {describe(mine.fingerprint)}; "
                 "restore it into a new folder"
             )
         if theirs.codebook != mine.codebook:
@@ -69,16 +70,7 @@ def restore(source: str | Path, folder: str | Path, *, replace: bool = False) ->
 def _copy(store: Store, folder: Path) -> int:
     if not is_vacant(folder):
         raise BankError(f"{folder} is not empty; choose a new folder")
-    manifest = store.manifest
-    Store.create(
-        folder,
-        manifest.fingerprint,
-        store.codebook,
-        store.segments,
-        manifest.next_sequence,
-        manifest.intent,
-        keep_texts=manifest.keep_texts,
-    ).close()
+    Store.create(folder, store.manifest, store.codebook, store.segments).close()
     return _documents(store)
 
 

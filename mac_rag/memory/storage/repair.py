@@ -77,16 +77,8 @@ def _repair(folder: Path) -> Report:
 
 def _repair_into(folder: Path, new: Path) -> Report:
     findings = examine(folder, older_manifest(folder))
-    manifest, codebook = findings.manifest, findings.codebook
-    Store.create(
-        new,
-        manifest.fingerprint,
-        None if codebook is None else codebook[0],
-        findings.parts,
-        manifest.next_sequence,
-        manifest.intent,
-        keep_texts=manifest.keep_texts,
-    ).close()
+    codebook = None if findings.codebook is None else findings.codebook[0]
+    Store.create(new, findings.manifest, codebook, findings.parts).close()
     return replace(findings.report, repaired=True)
 
 

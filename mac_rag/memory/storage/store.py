@@ -88,32 +88,19 @@ class Store:
         self._failed: Manifest | None = None  # of a commit that failed, if it may be on the disk nevertheless
 
     @classmethod
-    def create(
-        cls,
-        folder: Path,
-        fingerprint: str,
-        codebook: Tensor | None,
-        parts: Sequence[Part] = (),
-        next_sequence: int = 0,
-        intent: Intent | None = None,
-        *,
-        keep_texts: bool = False,
-    ) -> Store:
+    def create(cls, folder: Path, like: Manifest, codebook: Tensor | None, parts: Sequence[Part] = ()) -> Store:
         """Makes a new bank and opens it for writing. A crash or an error before the end leaves no bank.
 
         Args:
             folder: folder of the bank; it is made if it does not exist.
-            fingerprint: fingerprint of the model that writes the bank.
+            like: a manifest with the fingerprint, the next sequence number, the intent and the settings of the bank.
             codebook: `[C, D]`; None for a bank without a codebook.
             parts: all entries of the bank, in order.
-            next_sequence: sequence number of the next entry.
-            intent: the change that starts after the first commit, if there is one.
-            keep_texts: True for a bank that keeps the texts of its documents.
 
         Raises:
             BankError: when the folder holds a bank, another process makes one there, or a file cannot be written.
         """
-        manifest = Manifest(fingerprint=fingerprint, keep_texts=keep_texts, intent=intent or Intent())
+        manifest = like.model_copy(update={"generation": 0, "codebook": None, "segments": ()})
         with file_errors(folder, "written to"):
             is_new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +113,7 @@ class Store:
             with file_errors(folder, "written to"):
                 if exists(folder):
                     raise BankError(f"{folder} already holds a memory bank; open it, or choose another folder")
-                store._begin(parts, next_sequence)
+                store._begin(parts)
         except BaseException:
             store.close()
             remove_vacant(folder, is_new)
@@ -163,7 +150,7 @@ class Store:
                 raise
         return store
 
-    def _begin(self, parts: Sequence[Part], next_sequence: int) -> None:
+    def _begin(self, parts: Sequence[Part]) -> None:
         """Writes the codebook and the first commit."""
         try:
             digest = None
@@ -172,7 +159,7 @@ class Store:
                 digest = write_file(self.folder / CODEBOOK, [data])
                 write_file(self.folder / CODEBOOK_COPY, [data])
             segments = self._segments(parts, None)
-            manifest = self._next(segments, next_sequence).model_copy(update={"codebook": digest})
+            manifest = self._next(segments, self.manifest.next_sequence).model_copy(update={"codebook": digest})
             write_manifest(self.folder, manifest)
             sync_folder(self.folder.parent)
         except BaseException:
