@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 from mac_rag import rebuilding
-from mac_rag.cli.main import app
 from mac_rag.config import BoundConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
-from mac_rag.errors import BankError, ConfigError, MACError
+from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.contents import Contents
 from mac_rag.memory.storage import store
@@ -24,20 +22,10 @@ from mac_rag.rebuilding import rebuild
 from mac_rag.retrieval import BM25Retriever
 from mac_rag.retrieval.registry import make_retriever
 from mac_rag.shipped_models import FINGERPRINTS
+from tests.cli.helpers import refusal, run
 from tests.helpers import run_in_process
 
 DOCUMENTS = [Document(each.id, each.text, {"number": n}) for n, each in enumerate(generate("test", 40).documents[:30])]
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def refusal(*arguments: object) -> str:
-    """The message of the error that the command's user would see."""
-    result = run(*arguments)
-    assert isinstance(result.exception, MACError), result.output
-    return str(result.exception)
 
 
 def described(bank: Contents) -> list[tuple[object, ...]]:

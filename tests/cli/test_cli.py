@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from mac_rag.cli.main import app, main
-from mac_rag.errors import MACError
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
+from tests.cli.helpers import refusal, run
 
 
 @pytest.fixture
@@ -36,17 +36,6 @@ def notes(tmp_path: Path) -> list[str]:
     ]
     (tmp_path / "c.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
     return [str(tmp_path / name) for name in ("a.txt", "b.md", "c.jsonl")]
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def refusal(*arguments: object) -> str:
-    """The message of the error that the command's user would see."""
-    result = run(*arguments)
-    assert isinstance(result.exception, MACError), result.output
-    return str(result.exception)
 
 
 def test_documents_are_remembered_updated_and_asked_about(model: str, notes: list[str], tmp_path: Path) -> None:

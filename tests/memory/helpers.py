@@ -33,6 +33,12 @@ def memory(rows: int, value: float = 1.0) -> Tensor:
     return torch.full((rows, TOKENS, WIDTH), value)
 
 
+def put(bank: MemoryBank, name: str, value: float) -> None:
+    """Adds a document and commits."""
+    bank.put([Document(name, f"text {value}")], memory(1, value))
+    bank.commit()
+
+
 def contents(bank: Contents) -> dict[str, float]:
     """The value of each document's memory tokens; every document must be there once, and whole."""
     found = [(entry.document_id, entry.phi) for entry in bank]

@@ -15,7 +15,7 @@ from mac_rag.atomic_files import sealed
 from mac_rag.data.types import Document
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.storage.repair import repair, verify
-from tests.torture.helpers import files_of, mutate_bytes, mutate_json, refusal, replace_file
+from tests.torture.helpers import damage_bytes, damage_kind, mutate_json, refusal
 
 MANIFESTS = ("manifest.json", "manifest.copy.json")
 TOKENS, WIDTH = 2, 3
@@ -43,7 +43,7 @@ def _make(folder: Path, has_codebook: bool) -> None:
 
 
 def mutate(folder: Path, rng: random.Random) -> str:
-    how = rng.choice([_bytes, _replaced, _manifest, _manifest, _record, _record, _numbers, _header, _lines])
+    how = rng.choice([damage_bytes, damage_kind, _manifest, _manifest, _record, _record, _numbers, _header, _lines])
     return f"{how.__name__}: {how(folder, rng)}"
 
 
@@ -71,17 +71,6 @@ def _read(folder: Path) -> None:
         keys = bank.row_keys.tolist()
         assert keys == sorted(set(keys))
         assert len(bank.row_members) == len(bank.phi) == sum(len(entry.phi) for entry in bank)
-
-
-def _bytes(folder: Path, rng: random.Random) -> str:
-    path = rng.choice(files_of(folder))
-    path.write_bytes(mutate_bytes(path.read_bytes(), rng))
-    return path.name
-
-
-def _replaced(folder: Path, rng: random.Random) -> str:
-    path = rng.choice(files_of(folder))
-    return f"{path.name} became {replace_file(path, rng)}"
 
 
 def _manifest(folder: Path, rng: random.Random) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mac_rag.model import MACModel
 from tests.helpers import mac_config, save_llama
-from tests.torture.helpers import files_of, mutate_bytes, mutate_json, refusal, replace_file
+from tests.torture.helpers import damage_bytes, damage_kind, mutate_json, refusal
 
 # Numbers that cost memory or time where they are believed.
 _LARGE = (1 << 16, 1 << 24, 1 << 31, 1 << 40, 10**18)
@@ -23,7 +23,7 @@ def make(place: Path) -> list[Path]:
 
 
 def mutate(folder: Path, rng: random.Random) -> str:
-    how = rng.choice([_bytes, _replaced, _said, _said, _large, _large, _header, _code])
+    how = rng.choice([damage_bytes, damage_kind, _said, _said, _large, _large, _header, _code])
     return f"{how.__name__}: {how(folder, rng)}"
 
 
@@ -38,17 +38,6 @@ def check(folder: Path) -> None:
     refused = refusal(use)
     assert refused is None or len(refused) < 20_000
     assert not list(folder.rglob("was-run"))
-
-
-def _bytes(folder: Path, rng: random.Random) -> str:
-    path = rng.choice(files_of(folder))
-    path.write_bytes(mutate_bytes(path.read_bytes(), rng))
-    return str(path.relative_to(folder))
-
-
-def _replaced(folder: Path, rng: random.Random) -> str:
-    path = rng.choice(files_of(folder))
-    return f"{path.relative_to(folder)} became {replace_file(path, rng)}"
 
 
 def _said(folder: Path, rng: random.Random) -> str:

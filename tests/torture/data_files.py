@@ -13,7 +13,7 @@ from mac_rag.data.table import read_table
 from pipelines.recipe import load_recipe, read_recipe
 from pipelines.stages import RECIPES, read_stages
 from pipelines.tasks.train import TrainConfig
-from tests.torture.helpers import RAW, files_of, mutate_bytes, mutate_json, refusal, replace_file
+from tests.torture.helpers import KINDS, RAW, files_of, mutate_bytes, mutate_json, refusal, replace_file
 
 _ROWS = [{"id": str(number), "text": f"text {number}", "year": 2004, "tags": ["a", {"b": 1.5}]} for number in range(4)]
 _ARTICLE = {
@@ -53,7 +53,9 @@ def mutate(folder: Path, rng: random.Random) -> str:
     path = rng.choice(files_of(folder))
     match rng.randrange(5):
         case 0:
-            return f"{path.name} became {replace_file(path, rng)}"
+            kind = rng.choice(KINDS)
+            replace_file(path, kind)
+            return f"{path.name} became {kind}"
         case 1:
             text = rng.choice(_TEXTS)
             data = text.encode(errors="surrogatepass")

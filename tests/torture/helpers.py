@@ -40,6 +40,7 @@ VALUES: tuple[Any, ...] = (
     1 << 80, -(1 << 63), 0.5, -0.0, 1e308, "", "a", "0", "\0", "../../etc/passwd", "x" * 10_000, [], {}, [1], [[]],
     [None], ["a"], {"a": 1}, [0] * 1000, [1, 2, 3], "segment-0123456789abcdef", "0" * 64,
 )  # fmt: skip
+KINDS = ("nothing", "folder", "pipe", "link", "loop", "empty", "hole", "device")
 MEMORY = 100 << 20
 
 
@@ -92,9 +93,8 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from _places(value[key])
 
 
-def replace_file(path: Path, rng: random.Random) -> str:
+def replace_file(path: Path, kind: str) -> None:
     """Puts something else in the place of a file: no file, another kind of file, or one as long as no file can be."""
-    kind = rng.choice(["nothing", "folder", "pipe", "link", "loop", "empty", "hole", "device"])
     data = path.read_bytes()
     path.unlink()
     if kind == "folder":
@@ -114,7 +114,20 @@ def replace_file(path: Path, rng: random.Random) -> str:
     elif kind == "hole":
         path.write_bytes(data)
         os.truncate(path, 1 << 40)
-    return kind
+
+
+def damage_bytes(folder: Path, rng: random.Random) -> str:
+    """Damages some bytes of a file; names the file."""
+    path = rng.choice(files_of(folder))
+    path.write_bytes(mutate_bytes(path.read_bytes(), rng))
+    return str(path.relative_to(folder))
+
+
+def damage_kind(folder: Path, rng: random.Random) -> str:
+    """Puts something else in the place of a file; names the file and what it is now."""
+    path, kind = rng.choice(files_of(folder)), rng.choice(KINDS)
+    replace_file(path, kind)
+    return f"{path.relative_to(folder)} became {kind}"
 
 
 def files_of(folder: Path) -> list[Path]:

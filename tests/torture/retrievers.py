@@ -16,7 +16,7 @@ from safetensors.numpy import save as array_bytes
 from mac_rag.data.types import Document
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, snapshot
 from mac_rag.retrieval.embeddings import Vectors
-from tests.torture.helpers import files_of, mutate_bytes, mutate_json, refusal, replace_file
+from tests.torture.helpers import damage_bytes, damage_kind, mutate_json, refusal
 
 _DOCUMENTS = [Document(name, f"the {name} opened a bridge", {"year": 2004, "tags": [[1.5]]}) for name in "abcdef"]
 
@@ -46,7 +46,7 @@ def make(place: Path) -> list[Path]:
 
 
 def mutate(folder: Path, rng: random.Random) -> str:
-    ways = [_bytes, _replaced]
+    ways = [damage_bytes, damage_kind]
     if (folder / snapshot.MANIFEST).is_file():
         ways += [_body, _body, _body, _manifest, _arrays, _arrays]
     how = rng.choice(ways)
@@ -74,17 +74,6 @@ def check(folder: Path) -> None:
     for load in loads:
         refused = refusal(lambda load=load: use(load))
         assert refused is None or len(refused) < 5_000
-
-
-def _bytes(folder: Path, rng: random.Random) -> str:
-    path = rng.choice(files_of(folder))
-    path.write_bytes(mutate_bytes(path.read_bytes(), rng))
-    return path.name
-
-
-def _replaced(folder: Path, rng: random.Random) -> str:
-    path = rng.choice(files_of(folder))
-    return f"{path.name} became {replace_file(path, rng)}"
 
 
 def _manifest(folder: Path, rng: random.Random) -> str:

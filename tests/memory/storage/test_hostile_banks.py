@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from mac_rag.memory.bank import BankEntry
 from mac_rag.memory.storage.repair import repair, verify
 from mac_rag.untrusted_files import METADATA_DEPTH
 from tests.torture import banks
-from tests.torture.helpers import little_memory
+from tests.torture.helpers import little_memory, replace_file
 
 WHOLE = ["b", "c", "f", "g", "h", "a", "e", "i", "j"]
 
@@ -171,18 +170,7 @@ def write_number(folder: Path, number: bytes) -> None:
 @pytest.mark.parametrize("suffix", ["jsonl", "safetensors"])
 def test_files_that_are_something_else(bank: Path, suffix: str, kind: str) -> None:
     path = bank / f"{largest(manifest_of(bank))['name']}.{suffix}"
-    data = path.read_bytes()
-    path.unlink()
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "link":
-        path.with_name("elsewhere").write_bytes(data)
-        path.symlink_to("elsewhere")
-    else:
-        path.write_bytes(data)
-        os.truncate(path, 1 << 40)
+    replace_file(path, kind)
     refused(bank, f"{path.name} is damaged: ")
     assert any(path.name in message for message in verify(bank).damage)
 

@@ -13,12 +13,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.storage.repair import verify
-from tests.memory.helpers import contents, memory
-
-
-def put(bank: MemoryBank, name: str, value: float) -> None:
-    bank.put([Document(name, f"text {value}")], memory(1, value))
-    bank.commit()
+from tests.memory.helpers import contents, memory, put
 
 
 def test_a_fork_cannot_write_and_does_not_free_the_lock(folder: Path) -> None:

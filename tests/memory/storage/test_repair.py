@@ -17,8 +17,7 @@ from mac_rag.memory.storage.manifest import MANIFEST, MANIFEST_COPY, Intent, rea
 from mac_rag.memory.storage.repair import repair, verify
 from mac_rag.memory.storage.store import Store
 from tests.faults import faults
-from tests.memory.helpers import change, contents, memory
-from tests.memory.storage.test_ownership import put
+from tests.memory.helpers import change, contents, memory, put
 
 
 def filled(place: Path, names: str = "abcdef") -> dict[str, float]:
