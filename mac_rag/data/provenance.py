@@ -12,11 +12,7 @@ from typing import Any
 from mac_rag.data.characters import check_characters, fault_of, is_blank, shown, shown_id
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DocumentError
-from mac_rag.untrusted_files import METADATA_DEPTH, parse_json
-
-# Python reads and writes integers of this length under every setting of its own limit (PYTHONINTMAXSTRDIGITS), so that
-# a bank can be read wherever it was written.
-MOST_DIGITS = 640
+from mac_rag.untrusted_files import METADATA_DEPTH, NUMBER, parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +98,8 @@ def _check_values(value: Any, place: str) -> None:
         fault = fault_of(value)
         if fault is not None:
             raise ValueError(f"in {place}, {fault}")
-    elif isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
-        raise ValueError(f"{place} is a number of more than {MOST_DIGITS} digits; store it as a text")
+    elif isinstance(value, int) and abs(value) >= 10**NUMBER:
+        raise ValueError(f"{place} is a number of more than {NUMBER} digits; store it as a text")
     elif isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
