@@ -77,7 +77,8 @@ class Compressor(nn.Module):
         embedded = base_lm.model.get_input_embeddings()(ids)
         vectors = self.vectors.to(embedded.dtype).expand(len(ids), -1, -1)
         mask = torch.cat([mask, mask.new_ones(vectors.shape[:2])], 1)
-        changes = {name: self._change(down, up) for name, down, up in zip(self.names, self.down, self.up)}
+        updates = zip(self.names, self.down, self.up, strict=True)
+        changes = {name: Change(self._changed, (down[None], up[None])) for name, down, up in updates}
         with HookedModulation(changes).attached(base_lm.model):
             output = base_lm.model(
                 inputs_embeds=torch.cat([embedded, vectors], 1),
@@ -93,14 +94,10 @@ class Compressor(nn.Module):
         ]
         return Compressed(torch.stack(layers, 1), mask.sum(1) - count)
 
-    def _change(self, down: Tensor, up: Tensor) -> Change:
+    def _changed(self, inputs: Tensor, output: Tensor, down: Tensor, up: Tensor) -> Tensor:
         count = len(self.vectors)
-
-        def change(inputs: Tensor, output: Tensor) -> Tensor:
-            added = inputs[:, -count:].to(down.dtype) @ down @ up  # only at the positions of the vectors
-            return torch.cat([output[:, :-count], output[:, -count:] + added.to(output.dtype)], 1)
-
-        return change
+        added = inputs[:, -count:].to(down.dtype) @ down @ up  # only at the positions of the vectors
+        return torch.cat([output[:, :-count], output[:, -count:] + added.to(output.dtype)], 1)
 
 
 class EncoderRetriever(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -14,10 +14,14 @@ from mac_rag.errors import ConfigError
 from mac_rag.lm.architectures import Architecture
 from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.device_map import device_of
+from mac_rag.lm.growing_cache import growing
 from mac_rag.lm.loading import list_of_layers
 from mac_rag.lm.max_rule import MaxRuleEnsemble
 from mac_rag.lm.sampling import GREEDY, Sampling, TokenChoice
 from mac_rag.nn.modulation import Modulation, attached
+
+# Answers that have ended leave their batch when no more than this share of it goes on.
+_MOST_KEPT = 0.75
 
 
 class DecodingMixin:
@@ -117,17 +121,30 @@ class DecodingMixin:
         return [texts[first :: len(weights)] for first in range(len(weights))]
 
     def _answers(
-        self, steps: Iterator[Tensor], rows: int, max_new_tokens: int, sampling: Sampling = GREEDY
+        self,
+        steps: Generator[Tensor, Tensor | None, None],
+        rows: int,
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
     ) -> list[str]:
         """Answers from the steps of `_decode`, of which the first `rows` rows count."""
         ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
+        live = torch.arange(rows, device=self.device)  # rows that the steps still decode
+        kept: Tensor | None = None
         generated: list[Tensor] = []
         while len(generated) < max_new_tokens and not ended.all():
-            generated.append(next(steps)[:rows].masked_fill(ended, self.tokenizer.pad_token_id))
+            tokens = torch.full((rows,), self.tokenizer.pad_token_id, device=self.device)
+            tokens[live] = steps.send(kept)[: len(live)]
+            generated.append(tokens.masked_fill(ended, self.tokenizer.pad_token_id))
             ended |= self.ends(generated[-1])
             if sampling.stop:
                 texts = self._decoded(torch.stack(generated, 1))
                 ended |= torch.tensor([sampling.until_stop(text)[1] for text in texts], device=self.device)
+            kept = (~ended[live]).nonzero()[:, 0]
+            if len(kept) > _MOST_KEPT * len(live):
+                kept = None  # to leave few rows out costs more than to go on with them
+            else:
+                live = live[kept]
         texts = self._decoded(torch.stack(generated, 1))
         return [sampling.until_stop(text)[0].strip() for text in texts]
 
@@ -180,10 +197,11 @@ class DecodingMixin:
         weights: Sequence[float] | None,
         sampling: Sampling = GREEDY,
         copies: int = 1,
-    ) -> Iterator[Tensor]:
+    ) -> Generator[Tensor, Tensor | None, None]:
         """Unbounded decoding: yields next tokens `[B]`, or `[2B]` when decoding with and without memory.
 
-        The halves of `[2B]` are equal. With copies, B counts all copies.
+        The halves of `[2B]` are equal. With copies, B counts all copies. A tensor that is sent has the numbers, below
+        B, of the rows to go on with; all others end here.
 
         Args:
             prompts: token ids of the rows.
@@ -192,21 +210,31 @@ class DecodingMixin:
             sampling: how tokens are chosen.
             copies: copies of each row, one behind the other. They share the pass over the prompt.
         """
-        choose = TokenChoice(sampling, len(prompts) * copies)
+        rows = len(prompts)
+        choose = TokenChoice(sampling, rows * copies)
         prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
         ids, mask, positions = self._padded(prompts, modulation)
         cache = self._cache(modulation)
         segments = self.architecture.segment_arguments(torch.ones_like(ids))
         while True:
             output = self._read(ids, mask, positions, cache, modulation, segments)
-            cache, logits = output.past_key_values, output.logits[:, -1]
+            cache, logits = growing(output.past_key_values), output.logits[:, -1]
             if copies > 1:
                 places = torch.arange(len(ids), device=self.device).repeat_interleave(copies)
                 cache.reorder_cache(places)  # which every kind of layer can do
                 logits, mask, positions = (part[places] for part in (logits, mask, positions))
+                modulation = modulation and modulation.behind_cache(places[: rows * copies])
                 copies = 1
             tokens = choose(ensemble(ids, logits) if ensemble else logits)
-            yield tokens
+            kept = yield tokens
+            if kept is not None:
+                choose = choose.of(kept)
+                modulation = modulation and modulation.behind_cache(kept)
+                if ensemble:
+                    ensemble = ensemble.of(kept)
+                    kept = torch.cat([kept, kept + len(tokens) // 2])
+                cache.reorder_cache(kept)
+                tokens, mask, positions = (part[kept] for part in (tokens, mask, positions))
             ids = tokens[:, None]
             mask = torch.cat([mask, torch.ones_like(ids)], 1)
             positions = positions[:, -1:] + 1

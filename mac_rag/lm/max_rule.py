@@ -23,6 +23,10 @@ class MaxRuleEnsemble(LogitsProcessor):
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = torch.tensor(weights, dtype=torch.float32)
 
+    def of(self, questions: Tensor) -> MaxRuleEnsemble:
+        """The ensemble of some of the B questions, by their numbers."""
+        return MaxRuleEnsemble(self._weights[questions.cpu()].tolist())
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Log-probabilities `[2 N, vocabulary]`, equal in both halves. They sum to 1, which beam search needs.
 

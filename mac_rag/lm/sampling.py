@@ -80,6 +80,12 @@ class TokenChoice:
             drawn = torch.randint(2**62, (rows,)).tolist() if sampling.seed is None else [sampling.seed] * rows
             self._generators = [torch.Generator().manual_seed(seed) for seed in drawn]
 
+    def of(self, rows: Tensor) -> TokenChoice:
+        """The choice for some of the rows, by their numbers; each goes on with its own generator."""
+        chosen = TokenChoice(self._sampling, 0)
+        chosen._generators = [self._generators[row] for row in rows.tolist()] if self._generators else []
+        return chosen
+
     def __call__(self, logits: Tensor) -> Tensor:
         """Tokens `[N]` from logits `[N, vocabulary]`: N is B, or 2B where the second half equals the first."""
         if not self._generators:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,10 @@ class Modulation(ABC):
         """Applies the modulation to the LM's modules while the context lasts."""
         yield
 
+    @abstractmethod
+    def behind_cache(self, rows: Tensor) -> Modulation:
+        """The modulation of these rows, by their numbers below B, whose prefix is in a cache already."""
+
 
 def attached(modulation: Modulation | None, lm: nn.Module) -> AbstractContextManager[None]:
     """`modulation.attached(lm)`; nothing without a modulation."""
@@ -112,8 +116,32 @@ class PrefixModulation(Modulation):
         with visible_prefix(lm, self.prefix_length):
             yield
 
+    def behind_cache(self, rows: Tensor) -> PrefixModulation:
+        return self
 
-Change: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # a module's input and output -> its changed output
+
+@dataclass(frozen=True)
+class Change:
+    """A change of one module's output, for each of B rows.
+
+    Attributes:
+        function: `(input, output, *values) -> changed output`.
+        values: tensors `[B, ...]`, repeated to the rows of the LM's batch, which beam search makes a multiple of B.
+    """
+
+    function: Callable[..., Tensor]
+    values: tuple[Tensor, ...]
+
+    def __call__(self, inputs: Tensor, output: Tensor) -> Tensor:
+        return self.function(inputs, output, *(_repeated(value, len(output)) for value in self.values))
+
+    def of(self, rows: Tensor) -> Change:
+        """The change of some of the rows, by their numbers."""
+        return Change(self.function, tuple(value[rows.to(value.device)] for value in self.values))
+
+
+def _repeated(value: Tensor, rows: int) -> Tensor:
+    return value.expand(rows, *value.shape[1:]) if len(value) == 1 else value.repeat_interleave(rows // len(value), 0)
 
 
 class HookedModulation(Modulation):
@@ -143,8 +171,11 @@ class HookedModulation(Modulation):
             for handle in handles:
                 handle.remove()
 
+    def behind_cache(self, rows: Tensor) -> HookedModulation:
+        return HookedModulation({name: change.of(rows) for name, change in self._changes.items()}, self._half)
 
-def _hook(change: Change) -> Callable[..., Any]:
+
+def _hook(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
         # A decoder layer may return a tuple whose first element is its hidden states.
         if isinstance(output, tuple):
@@ -154,17 +185,12 @@ def _hook(change: Change) -> Callable[..., Any]:
     return hook
 
 
-def _first_half(change: Change) -> Change:
+def _first_half(change: Change) -> Callable[[Tensor, Tensor], Tensor]:
     def changed(inputs: Tensor, output: Tensor) -> Tensor:
         rows = len(output) // 2
         return torch.cat([change(inputs[:rows], output[:rows]), output[rows:]])
 
     return changed
-
-
-def _rows(values: Tensor, like: Tensor) -> Tensor:
-    """Repeats each row to the size of the LM's batch, which beam search makes a multiple of B."""
-    return values.repeat_interleave(like.shape[0] // values.shape[0], 0)
 
 
 class ModulationNetwork(nn.Module, ABC):
@@ -256,16 +282,13 @@ class LoRA(ModulationNetwork):
         downs = self.to_a(normed).split(self.inputs, -1)  # per layer [B, T, inputs]
         ups = self.to_b(normed).split(self.outputs, -1)  # per layer [B, T, outputs]
         return HookedModulation(
-            {name: self._update(down, up) for name, down, up in zip(self.names, downs, ups, strict=True)}
+            {name: Change(self._changed, (down, up)) for name, down, up in zip(self.names, downs, ups, strict=True)}
         )
 
-    def _update(self, down: Tensor, up: Tensor) -> Change:
-        def change(inputs: Tensor, output: Tensor) -> Tensor:
-            inputs = inputs.to(output.device)  # the module may run on a device of its own
-            ranked: Tensor = inputs @ _rows(down, inputs).to(inputs).mT / math.sqrt(inputs.shape[-1])
-            return output + self.scale * (ranked @ _rows(up, inputs).to(inputs)).to(output.dtype)
-
-        return change
+    def _changed(self, inputs: Tensor, output: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        inputs = inputs.to(output.device)  # the module may run on a device of its own
+        ranked: Tensor = inputs @ down.to(inputs).mT / math.sqrt(inputs.shape[-1])
+        return output + self.scale * (ranked @ up.to(inputs)).to(output.dtype)
 
 
 class FiLM(ModulationNetwork):
@@ -289,17 +312,16 @@ class FiLM(ModulationNetwork):
         mapped: Tensor = self.to_gamma_beta(self.norm(phi).mean(1))
         layers = mapped.unflatten(-1, (self.shape.layers, 2, self.shape.width)).unbind(1)
         return HookedModulation(
-            {name: self._update(layer) for name, layer in zip(self.shape.blocks, layers, strict=True)}
+            {name: Change(_scaled_and_shifted, (layer,)) for name, layer in zip(self.shape.blocks, layers, strict=True)}
         )
 
-    def _update(self, layer: Tensor) -> Change:
-        def change(_: Tensor, output: Tensor) -> Tensor:
-            # In bf16, 1 + gamma would lose all of a gamma below 2^-8.
-            exact = layer.to(output.device, torch.promote_types(layer.dtype, output.dtype))
-            gamma, beta = _rows(exact, output)[:, :, None].unbind(1)  # each [rows, 1, width]
-            return (output * (1 + gamma) + beta).to(output.dtype)
 
-        return change
+def _scaled_and_shifted(_: Tensor, output: Tensor, gamma_beta: Tensor) -> Tensor:
+    """`h (1 + gamma) + beta` of hidden states `[rows, L, width]`, with gamma and beta `[rows, 2, width]`."""
+    # In bf16, 1 + gamma would lose all of a gamma below 2^-8.
+    exact = gamma_beta.to(output.device, torch.promote_types(gamma_beta.dtype, output.dtype))
+    gamma, beta = exact[:, :, None].unbind(1)  # each [rows, 1, width]
+    return (output * (1 + gamma) + beta).to(output.dtype)
 
 
 def _linear(inputs: int, bottleneck: int | None, outputs: int, *, zero: bool = False) -> nn.Module:

@@ -243,6 +243,8 @@ def check(cell: Cell, rows: Sequence[Sequence[int]] | None = None) -> None:
         answers = [cell.plain_answer(prompt, cell.modulation(i)) for i, prompt in enumerate(rows)]
         check_losses(cell, rows, answers)
         check_generation(cell, rows, answers)
+        if cell.dtype == "fp32":
+            check_endings(cell, rows, answers)
     check_gradients(cell, rows, answers)
 
 
@@ -289,6 +291,24 @@ def check_generation(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequenc
                 behind = scores.max(1).values - scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
                 assert behind.max() <= 4 * cell.tolerance * scores.std()
     assert len(beams) == len(half) == len(rows)
+
+
+def check_endings(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
+    """An answer that ends leaves its batch, and the others go on as they would have."""
+    lm, whole, ends = cell.lm, cell.modulation(*range(len(rows))), list(cell.lm.end_tokens)
+    weighted = lm.generate(rows, whole, max_new_tokens=cell.new, weights=[0.5] * len(rows))
+    for answer in answers:
+        lm.end_tokens = [*ends, answer[len(answer) // 2]]
+
+        def until_end(text: str) -> str:
+            tokens = text.split()
+            return " ".join(takewhile(lambda token: int(token) not in lm.end_tokens, tokens))
+
+        expected = [until_end(Numbers().decode(each)) for each in answers]
+        assert lm.generate(rows, whole, max_new_tokens=cell.new) == expected
+        each = lm.generate_each(rows, whole, max_new_tokens=cell.new, weights=[1.0, 0.5])
+        assert each == [expected, [until_end(text) for text in weighted]]
+    lm.end_tokens = ends
 
 
 def check_gradients(cell: Cell, rows: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:

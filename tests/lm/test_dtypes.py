@@ -16,7 +16,7 @@ from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.dtypes import use_master_weights, widest_dtype
-from mac_rag.nn.modulation import FiLM
+from mac_rag.nn.modulation import FiLM, LMShape
 from pipelines.tasks.train import TrainConfig, TrainTask
 from pipelines.trainer import Trainer
 from tests.helpers import mac_config
@@ -156,13 +156,13 @@ def test_half_precision_loses_little_of_the_memory(model_folder: Folder, kind: A
 
 
 def test_film_keeps_a_scale_below_the_resolution_of_bf16() -> None:
-    network = FiLM.__new__(FiLM)
-    layer = torch.tensor([[[2.0**-10], [0.0]]])  # gamma and beta of one row
-    change = FiLM._update(network, layer)
-    output = torch.full((1, 1, 1), 255.0, dtype=torch.bfloat16)
-    assert change(output, output).item() == 255.0  # rounds back: 255.25
-    layer[0, 1] = 0.5  # together they reach the next number
-    assert change(output, output).item() == 256.0
+    network = FiLM(LMShape(1, 1, 1, width=1, linears={}, blocks=("0",)), width=1)
+    lm = torch.nn.Sequential(torch.nn.Identity())
+    states = torch.full((1, 1, 1), 255.0, dtype=torch.bfloat16)
+    for beta, expected in [(0.0, 255.0), (0.5, 256.0)]:  # 255.25 rounds back; both together reach the next number
+        network.to_gamma_beta.bias.data = torch.tensor([2.0**-10, beta])
+        with network(torch.zeros(1, 1, 1)).attached(lm):
+            assert lm(states).item() == expected
 
 
 class TestMasterWeights:

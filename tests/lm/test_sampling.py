@@ -147,7 +147,7 @@ def test_every_end_token_of_the_generation_config_ends_an_answer(tiny_model: MAC
     steps = lm._decode([prompt], modulation, None, WARM)
     tokens = [int(next(steps)[0]) for _ in range(8)]
     place = next(i for i in range(2, 8) if tokens[i] not in tokens[:i])
-    expected = lm.tokenizer.decode(tokens[:place]).strip()
+    expected = lm.tokenizer.decode(tokens[:place], skip_special_tokens=True).strip()
     lm.model.generation_config.eos_token_id = [lm.tokenizer.eos_token_id, tokens[place]]
     ending = BaseLM(lm.model, lm.tokenizer, lm.prompts.format)
     assert ending.end_tokens == sorted({lm.tokenizer.eos_token_id, tokens[place]})
