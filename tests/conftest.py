@@ -28,14 +28,20 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a tiny saved model: `llama`, `instruct`, `gpt2`, `t5` or `bert`."""
+    """Folder of a tiny saved model: `llama`, `instruct`, `gpt2`, `t5` or `bert`; the same whichever test asks first."""
+    import torch
+
     from tests import helpers
 
     root = tmp_path_factory.mktemp("models")
 
     def folder(name: str) -> Path:
         place = root / name
-        return place if place.exists() else getattr(helpers, f"save_{name}")(place)
+        if not place.exists():
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                getattr(helpers, f"save_{name}")(place)
+        return place
 
     return folder
 
@@ -48,9 +54,10 @@ def tiny_checkpoint(model_folder: Callable[[str], Path], tmp_path_factory: pytes
     from mac_rag.model import MACModel
     from tests.helpers import mac_config
 
+    config = mac_config(model_folder("llama"))
     torch.manual_seed(0)
     place = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    MACModel.from_config(mac_config(model_folder("llama")), device="cpu").save_pretrained(place)
+    MACModel.from_config(config, device="cpu").save_pretrained(place)
     return place
 
 
@@ -63,9 +70,9 @@ def chat_checkpoint(model_folder: Callable[[str], Path], tmp_path_factory: pytes
     from mac_rag.prompt_format import PromptFormat
     from tests.helpers import mac_config
 
+    config = mac_config(model_folder("instruct"), prompt=PromptFormat(chat=True))
     torch.manual_seed(0)
     place = tmp_path_factory.mktemp("checkpoint") / "chat"
-    config = mac_config(model_folder("instruct"), prompt=PromptFormat(chat=True))
     MACModel.from_config(config, device="cpu").save_pretrained(place)
     return place
 
