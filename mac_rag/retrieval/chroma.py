@@ -93,6 +93,13 @@ class ChromaRetriever(Retriever):
                 metadata={_ENCODER: encoder.fingerprint},
                 configuration={"hnsw": {"space": "ip"}},
             )
+            # Now, before chromadb reads the schema: it builds what that names, and some of it runs the code of a model.
+            model = self._collection._model
+            if foreign := _embedding_functions(model.configuration_json, model.serialized_schema):
+                raise ConfigError(
+                    f"the collection {name!r} in {self._place} has an embedding function ({', '.join(foreign)}), which "
+                    "chromadb would build and run; use a collection that mac_rag has made"
+                )
             self._batch = self._client.get_max_batch_size()
         fingerprint = (self._collection.metadata or {}).get(_ENCODER)
         if fingerprint is None:
@@ -266,6 +273,18 @@ class ChromaRetriever(Retriever):
 
 def _best(hits: Iterable[Hit], k: int) -> list[Hit]:
     return sorted(hits, key=lambda hit: (-hit.score, hit.document_id))[:k]
+
+
+def _embedding_functions(*values: Any) -> list[str]:
+    """Names of the embedding functions in a collection's configuration and schema; mac_rag's collections have none."""
+    names, left = set(), list(values)
+    while left:
+        value = left.pop()
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        function = value.get("embedding_function") if isinstance(value, dict) else None
+        if function is not None and not (isinstance(function, dict) and function.get("type") in ("legacy", "unknown")):
+            names.add(str(function.get("name") if isinstance(function, dict) else function)[:40])
+    return sorted(names)
 
 
 def _locked(folder: Path) -> FileLock:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -235,3 +241,39 @@ def test_by_name(server: Server, tmp_path: Path) -> None:
         assert len(again) == 2
     with pytest.raises(ConfigError, match="unknown retriever 'chroma:'"):
         make_retriever("chroma:")
+
+
+@pytest.mark.parametrize("where", ["folder", "server"])
+def test_no_embedding_function_of_a_collection_is_built(
+    where: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """chromadb builds what a schema names, and a sentence encoder may run the code of its model's folder."""
+    from chromadb.utils.embedding_functions.sentence_transformer_embedding_function import (
+        SentenceTransformerEmbeddingFunction as Function,
+    )
+
+    built: list[dict[str, Any]] = []
+    monkeypatch.setattr(Function, "build_from_config", staticmethod(built.append))
+    encoder = {"model_name": "m", "device": "cpu", "normalize_embeddings": False, "kwargs": {"trust_remote_code": True}}
+    function = {"type": "known", "name": "sentence_transformer", "config": encoder}
+    if where == "folder":
+        place = str(tmp_path / "chroma")
+        ChromaRetriever(place, WordEncoder()).close()
+        with closing(sqlite3.connect(f"{place}/chroma.sqlite3")) as database, database:
+            [(schema,)] = database.execute("select schema_str from collections")
+            hostile = schema.replace('{"type":"legacy"}', json.dumps(function))
+            assert hostile != schema
+            database.execute("update collections set schema_str = ?", (hostile,))
+    else:
+        url = request.getfixturevalue("server").url
+        place = f"{url}/hostile"
+        collection = {"name": "hostile", "configuration": {"embedding_function": function}}
+        path = "api/v2/tenants/default_tenant/databases/default_database/collections"
+        httpx.post(f"{url}/{path}", json=collection).raise_for_status()
+    with pytest.raises(ConfigError, match=r"embedding function \(sentence_transformer\), which chromadb would build"):
+        ChromaRetriever(place, WordEncoder())
+    assert not built
+    monkeypatch.setattr("mac_rag.retrieval.chroma._embedding_functions", lambda *_: [])
+    with contextlib.suppress(ConfigError):  # the one of the server was not made by mac_rag
+        ChromaRetriever(place, WordEncoder()).add(documents("one"))
+        assert built  # what the check is for
