@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -33,10 +32,10 @@ from mac_rag.lm.hub_revisions import pinned
 from mac_rag.lm.int8_storage import from_int8
 from mac_rag.lm.model_folders import check_folder, check_size
 from mac_rag.lm.packaged import PACKAGED
+from mac_rag.lm.random_weights import NoRandomWeights
 
 INT8_LM = "model.int8.safetensors"  # in place of transformers' own file; see `mac_rag.lm.int8_storage`
 _ENCODER_ALONE = ("encoder-only", "encoder-pooling")
-_RANDOM = ("normal_", "uniform_", "kaiming_uniform_")
 
 
 def resolve(name: str, folder: Path | None) -> str:
@@ -172,7 +171,7 @@ def check_vocabulary(tokenizer: Any, model: Any, name: str | None) -> None:
 
 
 def _int8_lm(place: str, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    with _NoRandomWeights():
+    with NoRandomWeights():
         architecture = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
         model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=trust_remote_code)
     state = from_int8(load_file(Path(place) / INT8_LM))
@@ -181,18 +180,6 @@ def _int8_lm(place: str, *, dtype: torch.dtype, trust_remote_code: bool) -> Any:
         raise ValueError(f"{INT8_LM} does not match config.json: {', '.join(sorted(differ)[:5])}.")
     model.load_state_dict(state, strict=False)  # tied weights have only one of their names
     return model
-
-
-class _NoRandomWeights(TorchFunctionMode):
-    """New weights stay as memory happens to be. For models that get all weights from a file: most of their time is
-    otherwise spent on random numbers that nobody uses."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if getattr(function, "__name__", "") in _RANDOM:  # of torch.nn.init or of a tensor
-            return kwargs["tensor"] if kwargs and "tensor" in kwargs else args[0]
-        return function(*args, **(kwargs or {}))
 
 
 def load_tokenizer(place: str, revision: str | None = None) -> Any:
@@ -252,7 +239,7 @@ def empty_backbone(config: EncoderConfig, architecture: Any) -> nn.Module:
         ModelLoadError: when the architecture does not fit the design.
     """
     check_design(config, architecture)
-    with _NoRandomWeights():
+    with NoRandomWeights():
         if _backbone_class(config, architecture) is T5EncoderModel:
             t5: nn.Module = T5EncoderModel._from_config(architecture, dtype=DTYPES[config.dtype])
             return t5

