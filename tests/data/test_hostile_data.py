@@ -13,7 +13,7 @@ from mac_rag.data.readers import read_documents
 from mac_rag.data.squad import read_official
 from mac_rag.data.table import read_table
 from mac_rag.errors import DataError
-from mac_rag.untrusted_files import METADATA_DEPTH, ROW
+from mac_rag.untrusted_files import METADATA_DEPTH, NUMBER, ROW
 from tests.torture.helpers import little_memory
 
 
@@ -50,9 +50,9 @@ def test_rows_of_json_lines(tmp_path: Path, row: bytes, message: str) -> None:
 
 def test_a_row_and_its_metadata_may_be_as_large_as_is_said(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    metadata = {"deep": json.loads("[" * (METADATA_DEPTH - 1) + "]" * (METADATA_DEPTH - 1))}
+    metadata = {"deep": json.loads("[" * (METADATA_DEPTH - 1) + "]" * (METADATA_DEPTH - 1)), "n": 1 - 10**NUMBER}
     row = {"id": "1", "text": "", **metadata}
-    row["text"] = "x" * (ROW - len(json.dumps(row)))
+    row["text"] = "[" * (ROW - len(json.dumps(row)))
     path.write_text(json.dumps(row) + "\n")
     [document] = read_documents([path])
     assert (document.text, document.metadata) == (row["text"], metadata)
