@@ -117,14 +117,16 @@ def lines_of(file: BinaryIO, limit: int) -> Iterator[bytes]:
     Raises:
         MalformedError: for a longer line, or one with a NUL; it names the line.
     """
-    number = 0
-    while line := file.readline(min(limit + 2, _PIECE)):
+    number, piece = 0, min(limit + 2, _PIECE)
+    while begun := file.readline(piece):
         number += 1
-        while not line.endswith(b"\n") and len(line) <= limit and b"\0" not in line:
-            more = file.readline(min(limit + 2, _PIECE))
-            if not more:
+        pieces, size = [begun], len(begun)
+        while not pieces[-1].endswith(b"\n") and size <= limit and b"\0" not in pieces[-1]:
+            pieces.append(file.readline(piece))
+            size += len(pieces[-1])
+            if not pieces[-1]:
                 break
-            line += more
+        line = b"".join(pieces)
         if b"\0" in line:
             raise NulError(f"line {number} has a NUL, which no text has")
         if len(line) - line.endswith(b"\n") > limit:
