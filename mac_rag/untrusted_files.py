@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +19,19 @@ from typing import Any, BinaryIO
 # Nesting of lists and objects in JSON. Metadata of documents may be nested less, because our files put it into more.
 DEPTH = 72
 METADATA_DEPTH = 64
-# Characters of a number in JSON: what Python reads under every setting of its own limit for integers.
+# Digits of a number in JSON: what Python reads under every setting of its own limit for integers.
 NUMBER = 640
+# Bytes of a text file that is one document.
+DOCUMENT = 64 << 20
 # Bytes of a line of JSON Lines, or of a row of CSV.
 ROW = 8 << 20
+# Lines of a row of CSV, and blank lines in front of any row.
+ROW_LINES = 200_000
 # Lists and objects in one such row; a row of nothing else would take 60 times its size in memory.
 ROW_CONTAINERS = 200_000
 _PIECE = 1 << 20
+# A string of JSON, with its end or without, or what opens a list or an object.
+_STRING_OR_OPENING = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]', re.DOTALL)
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -110,14 +117,16 @@ def lines_of(file: BinaryIO, limit: int) -> Iterator[bytes]:
     Raises:
         MalformedError: for a longer line, or one with a NUL; it names the line.
     """
-    number = 0
-    while line := file.readline(min(limit + 2, _PIECE)):
+    number, piece = 0, min(limit + 2, _PIECE)
+    while begun := file.readline(piece):
         number += 1
-        while not line.endswith(b"\n") and len(line) <= limit and b"\0" not in line:
-            more = file.readline(min(limit + 2, _PIECE))
-            if not more:
+        pieces, size = [begun], len(begun)
+        while not pieces[-1].endswith(b"\n") and size <= limit and b"\0" not in pieces[-1]:
+            pieces.append(file.readline(piece))
+            size += len(pieces[-1])
+            if not pieces[-1]:
                 break
-            line += more
+        line = b"".join(pieces)
         if b"\0" in line:
             raise NulError(f"line {number} has a NUL, which no text has")
         if len(line) - line.endswith(b"\n") > limit:
@@ -152,6 +161,9 @@ def parse_json(text: str | bytes, *, depth: int = DEPTH, containers: int | None 
     try:
         if not isinstance(text, str):
             text = text.decode()
+        most = text.count("[") + text.count("{")  # those in strings are counted, too
+        if containers is not None and most > containers:
+            _check_containers(text, containers)
         value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise MalformedError(f"not JSON ({error.msg}, column {error.colno})") from None
@@ -159,7 +171,8 @@ def parse_json(text: str | bytes, *, depth: int = DEPTH, containers: int | None 
         raise MalformedError(f"not UTF-8 at byte {error.start:,}") from None
     except RecursionError:
         raise MalformedError(f"nested more than {depth} deep") from None
-    _check_containers(text, value, depth, containers)
+    if most > depth:
+        _check_nesting(value, depth)
     return value
 
 
@@ -199,13 +212,13 @@ def _checked_size(file: BinaryIO, limit: int) -> int:
     return size
 
 
-def _check_containers(text: str, value: Any, depth: int, containers: int | None) -> None:
-    """Refuses JSON with too many, or too deeply nested, lists and objects."""
-    most = text.count("[") + text.count("{")  # those in strings are counted too, which matters below only
-    if containers is not None and most > containers:
+def _check_containers(text: str, containers: int) -> None:
+    openings = (match for match in _STRING_OR_OPENING.finditer(text) if not match[0].startswith('"'))
+    if any(number == containers for number, _ in enumerate(openings)):
         raise MalformedError(f"more than {containers:,} lists and objects")
-    if most <= depth:
-        return
+
+
+def _check_nesting(value: Any, depth: int) -> None:
     level = [value]
     for _ in range(depth):
         level = [item for each in level if isinstance(each, dict | list) for item in _items(each)]
@@ -231,13 +244,14 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(text: str) -> int:
-    if len(text) > NUMBER:
-        raise MalformedError(f"a number of {len(text):,} digits, and {NUMBER} are the most; write it as a text")
+    digits = len(text) - text.startswith("-")
+    if digits > NUMBER:
+        raise MalformedError(f"a number of {digits:,} digits, and {NUMBER} are the most; write it as a text")
     return int(text)
 
 
 def _float(text: str) -> float:
-    value = float(text) if len(text) <= NUMBER else math.inf
+    value = float(text) if len(text) - text.startswith("-") <= NUMBER else math.inf
     if math.isinf(value):
         raise MalformedError(f"{text[:40]!r} is no number that can be read exactly")
     return value

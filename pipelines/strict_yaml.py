@@ -90,8 +90,9 @@ class _StrictLoader(yaml.SafeLoader):
         return node
 
     def construct_yaml_int(self, node: Any) -> int:
-        if len(node.value) > NUMBER:
-            raise MalformedError(f"a number of {len(node.value):,} digits{node.start_mark}")
+        digits = len(node.value.lstrip("+-"))
+        if digits > NUMBER:
+            raise MalformedError(f"a number of {digits:,} digits{node.start_mark}")
         return super().construct_yaml_int(node)
 
 

@@ -62,8 +62,12 @@ def test_numbers_are_bounded_whatever_limit_python_has() -> None:
         for limit in (0, 640):
             sys.set_int_max_str_digits(limit)
             assert parse_json("7" * NUMBER) % 10 == 7
-            with pytest.raises(MalformedError, match="a number of 5,000 digits"):
-                parse_json("7" * 5_000)
+            assert parse_json("-" + "7" * NUMBER) == -parse_json("7" * NUMBER)
+            assert parse_json("-0." + "5" * (NUMBER - 2)) < -0.5
+            for digits in (NUMBER + 1, 5_000):
+                for sign in ("", "-"):
+                    with pytest.raises(MalformedError, match=f"a number of {digits:,} digits"):
+                        parse_json(sign + "7" * digits)
     finally:
         sys.set_int_max_str_digits(before)
 
@@ -90,6 +94,12 @@ def test_containers_can_be_bounded() -> None:
     assert len(parse_json("[[],[]]", containers=3)) == 2
     with pytest.raises(MalformedError, match="more than 2 lists and objects"):
         parse_json("[[],[]]", containers=2)
+    # Those in strings do not count, and strings are found in linear time, whatever they hold.
+    assert parse_json(r'{"[": "[[{\"[["}', containers=1) == {"[": '[[{"[['}
+    with pytest.raises(MalformedError, match="more than 2 lists and objects"):
+        parse_json(r'["\\",["]"],[]]', containers=2)
+    with pytest.raises(MalformedError, match="not JSON"):
+        parse_json('["' + r"\"[" * 200_000, containers=2)
 
 
 def test_only_regular_files_are_opened_and_nothing_is_waited_for(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from io import BufferedReader
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ from mac_rag.data.table import read_table
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
 from mac_rag.untrusted_files import (
+    DOCUMENT,
     METADATA_DEPTH,
     ROW,
     ROW_CONTAINERS,
+    ROW_LINES,
     MalformedError,
     NulError,
     lines_of,
@@ -31,12 +35,12 @@ def read_documents(paths: Iterable[Path]) -> list[Document]:
 
     A `.jsonl` file holds one document per line, `{"id": ..., "text": ...}`; a `.csv` file has the columns `id` and
     `text`. Further keys and columns become metadata. Any other file is one document with its path as id. The path `-`
-    is standard input: JSON Lines if it starts with `{`, otherwise one document with the id `-`. A row, or a file that
-    is one document, may have 8 MiB.
+    is standard input: JSON Lines if it starts with `{`, otherwise one document with the id `-`. A row may have 8 MiB,
+    and a file that is one document 64 MiB.
 
     Raises:
-        DataError: for a file that is missing, no regular file, or not UTF-8 text; for a row that is malformed or too
-            long; names the file and the row.
+        DataError: for a file that is missing, too long, no regular file, or not UTF-8 text; for a row that is malformed
+            or too long, or behind 200,000 blank lines; names the file and the row.
     """
     return [document for path in paths for document in _documents(path)]
 
@@ -63,49 +67,49 @@ class _Lines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._begun: list[bytes] = []  # lines that were looked at already
+        self._blank = b""  # the blank beginning, where it was looked at already
         try:
-            self._file = sys.stdin.buffer if path == STDIN else open_file(path, follow=True)
+            file: Any = sys.stdin.buffer if path == STDIN else open_file(path, follow=True)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from None
         except MalformedError as error:
             raise DataError(f"{path} cannot be read: {error}; give a file, or - for standard input") from None
+        self._file = BufferedReader(file)
 
     def close(self) -> None:
         """Closes the file; standard input is not ours to close."""
+        file = self._file.detach()
         if self._path != STDIN:
-            self._file.close()
+            file.close()
 
     def start_with(self, start: bytes) -> bool:
-        """True if the first line that is not blank starts so."""
-        for line in self._read():
-            self._begun.append(line)
-            if line.strip():
-                return line.lstrip().startswith(start)
+        """True if what comes first that is not blank starts with this byte."""
+        with self._errors():
+            while len(self._blank) <= ROW and (piece := self._file.peek()):
+                if piece.strip():
+                    return piece.lstrip().startswith(start)
+                self._blank += self._file.read(len(piece))
         return False
 
     def __iter__(self) -> Iterator[bytes]:
-        yield from self._begun
-        yield from self._read()
-
-    def _read(self) -> Iterator[bytes]:
+        yield from repeat(b"\n", self._blank.count(b"\n"))
         with self._errors():
             yield from lines_of(self._file, ROW)
 
     def text(self) -> str:
         """All of it, as one document."""
-        pieces, size = self._begun, sum(map(len, self._begun))
+        pieces, size = [self._blank], len(self._blank)
         with self._errors():
             while piece := self._file.read(_PIECE):
+                if b"\0" in piece:
+                    raise NulError(f"byte {size + piece.index(0):,} is NUL, which no text has")
                 pieces.append(piece)
                 size += len(piece)
-                if b"\0" in piece:
-                    raise NulError("a text has no NUL")
-                if size > ROW:
+                if size > DOCUMENT:
                     raise DataError(
-                        f"{self._path} has more than {ROW:,} bytes, the most of one document; split it into files"
+                        f"{self._path} has more than {DOCUMENT:,} bytes, the most of one document; split it into files"
                     )
-        return _decoded(self._path, b"".join(pieces))
+        return _decoded(f"{self._path}", b"".join(pieces))
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -113,25 +117,32 @@ class _Lines:
             yield
         except OSError as error:
             raise DataError(f"{self._path} cannot be read: {error.strerror}") from None
-        except NulError:
-            raise DataError(f"{self._path} is not a text in UTF-8; convert it to text first") from None
+        except NulError as error:
+            raise DataError(f"{self._path} is not a text in UTF-8: {error}; convert it to text first") from None
         except MalformedError as error:
-            raise DataError(f"{self._path}, {error}; split it into several documents") from None
+            raise DataError(
+                f"{self._path}, {error}; split it into several documents, or give the text a file of its own"
+            ) from None
 
 
-def _decoded(path: Path, data: bytes) -> str:
+def _decoded(where: str, data: bytes) -> str:
     try:
         return data.decode()
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is not a text in UTF-8; convert it to text first") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is not a text in UTF-8: see byte {error.start:,}; convert it to text first") from None
 
 
 def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[Document]:
+    blank = 0
     for number, data in enumerate(lines, 1):
-        line = _decoded(path, data.removesuffix(b"\n"))
-        if not line.strip():
-            continue
         where = f"{path}, row {number}"
+        line = _decoded(where, data.removesuffix(b"\n"))
+        if not line.strip():
+            blank += 1
+            if blank > ROW_LINES:
+                raise DataError(f"{where}: it comes after {ROW_LINES:,} blank lines; remove them")
+            continue
+        blank = 0
         try:
             row: Any = parse_json(line, depth=METADATA_DEPTH, containers=ROW_CONTAINERS)
         except MalformedError as error:

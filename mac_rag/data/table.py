@@ -13,9 +13,7 @@ from typing import BinaryIO
 
 from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.errors import DataError
-from mac_rag.untrusted_files import ROW, MalformedError, lines_of, open_file
-
-_LINES = 200_000  # lines of one row
+from mac_rag.untrusted_files import ROW, ROW_LINES, MalformedError, lines_of, open_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +75,8 @@ def read_table(file: Path, columns: Sequence[str]) -> Iterator[Row]:
             _check_header(file, header, columns)
             line = reader.line_num + 1
             for cells in reader:
-                lines.row_ends()
                 if cells:
+                    lines.row_ends()
                     number += 1
                     yield _row(file, number, line, header, cells)
                 line = reader.line_num + 1
@@ -117,8 +115,11 @@ class _Lines:
         line = next(self._lines)
         self._bytes += len(line)
         self._count += 1
-        if self._bytes > ROW or self._count > _LINES:
-            raise MalformedError(f"a row of more than {ROW:,} bytes or {_LINES:,} lines; is a quote open?")
+        if self._bytes > ROW or self._count > ROW_LINES:
+            raise MalformedError(
+                f"a row of more than {ROW:,} bytes or {ROW_LINES:,} lines, blank ones before it included; is a quote "
+                "open?"
+            )
         # Bytes that are not UTF-8 become surrogates, so that the error can name their cell.
         text = line.decode("utf-8", errors="surrogateescape")
         if self._first:

@@ -127,7 +127,7 @@ class MemoryBank(Contents):
 
     @staticmethod
     def exists(folder: str | Path) -> bool:
-        """True if the folder holds a bank, even one that lost its manifest."""
+        """True if the folder holds a bank, even one that lost its manifest; a `BankError` where nobody can tell."""
         return exists(Path(folder))
 
     def _follow(self, store: Store) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,10 @@ from mac_rag.data.readers import read_documents
 from mac_rag.data.squad import read_official
 from mac_rag.data.table import read_table
 from mac_rag.errors import DataError
-from mac_rag.untrusted_files import METADATA_DEPTH, ROW
+from mac_rag.untrusted_files import DOCUMENT, METADATA_DEPTH, NUMBER, ROW
 from tests.torture.helpers import little_memory
+
+SIZE = 4 << 20
 
 
 def refused(path: Path, content: bytes | str, message: str) -> None:
@@ -39,8 +43,8 @@ def refused(path: Path, content: bytes | str, message: str) -> None:
         (b'{"id": "1", "text": "", "year": NaN}', "row 2: NaN is not JSON"),
         (b'{"id": "1", "text": "", "year": ' + b"1" * 5_000 + b"}", "row 2: a number of 5,000 digits"),
         (b'{"id": "1", "id": "2", "text": ""}', "row 2: 'id' comes twice"),
-        (b'{"id": "1", "text": "\0"}', "is not a text in UTF-8"),
-        (b'{"id": "1", "text": "\xff"}', "is not a text in UTF-8"),
+        (b'{"id": "1", "text": "\0"}', "is not a text in UTF-8: line 2 has a NUL"),
+        (b'{"id": "1", "text": "\xff"}', "row 2 is not a text in UTF-8: see byte 21"),
     ],
     ids="long deep many nan digits twice nul bytes".split(),
 )
@@ -50,9 +54,9 @@ def test_rows_of_json_lines(tmp_path: Path, row: bytes, message: str) -> None:
 
 def test_a_row_and_its_metadata_may_be_as_large_as_is_said(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    metadata = {"deep": json.loads("[" * (METADATA_DEPTH - 1) + "]" * (METADATA_DEPTH - 1))}
+    metadata = {"deep": json.loads("[" * (METADATA_DEPTH - 1) + "]" * (METADATA_DEPTH - 1)), "n": 1 - 10**NUMBER}
     row = {"id": "1", "text": "", **metadata}
-    row["text"] = "x" * (ROW - len(json.dumps(row)))
+    row["text"] = "[" * (ROW - len(json.dumps(row)))
     path.write_text(json.dumps(row) + "\n")
     [document] = read_documents([path])
     assert (document.text, document.metadata) == (row["text"], metadata)
@@ -73,6 +77,22 @@ def test_a_row_and_its_metadata_may_be_as_large_as_is_said(tmp_path: Path) -> No
 )
 def test_tables(tmp_path: Path, content: bytes | str, message: str) -> None:
     refused(tmp_path / "rows.csv", content, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "message"),
+    [
+        ("rows.jsonl", b'{"id": "1", "text": "a"}\n', "row 200002: it comes after 200,000 blank lines"),
+        ("rows.csv", b"id,text\n1,a\n", "row 2 .*200,000 lines, blank ones before it included"),
+    ],
+)
+def test_a_file_of_blank_lines_is_refused_soon(tmp_path: Path, name: str, first: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(first + b"\n" * ROW)
+    with pytest.raises(DataError, match=message):
+        read_documents([tmp_path / name])
+    last = b"\n" + first.splitlines()[-1]
+    (tmp_path / name).write_bytes(first + (b"\n" * 9_000 + last) * 3)
+    assert len(read_documents([tmp_path / name])) == 4
 
 
 def test_rows_are_bounded_each_and_not_together(tmp_path: Path) -> None:
@@ -98,11 +118,41 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
 
 
 def test_a_document_is_bounded(tmp_path: Path) -> None:
-    refused(tmp_path / "long.txt", "line\n" * (ROW // 5 + 1), "more than 8,388,608 bytes, the most of one document")
-    os.truncate(tmp_path / "long.txt", 0)
-    os.truncate(tmp_path / "long.txt", 1 << 40)
-    with pytest.raises(DataError, match="is not a text in UTF-8"):
-        read_documents([tmp_path / "long.txt"])
+    path = tmp_path / "long.txt"
+    path.write_bytes(b"line\n" * SIZE + b"\xff")
+    with pytest.raises(DataError, match=f"is not a text in UTF-8: see byte {5 * SIZE:,}"):
+        read_documents([path])
+    os.truncate(path, 5 * SIZE)
+    assert len(read_documents([path])[0].text) == 5 * SIZE
+    refused(path, b"x" * (DOCUMENT + 1), "more than 67,108,864 bytes, the most of one document")
+    os.truncate(path, 5)
+    os.truncate(path, 1 << 40)
+    with pytest.raises(DataError, match="is not a text in UTF-8: byte 5 is NUL"):
+        read_documents([path])
+
+
+@pytest.mark.parametrize(
+    ("given", "documents"),
+    [
+        (b"One line without end.", [("-", "One line without end.")]),
+        (b"\n \n[1]\n\n", [("-", "\n \n[1]\n\n")]),
+        (b"\n" * 20_000 + b'  {"id": "1", "text": "a"}\n{"id": "2", "text": "b"}', [("1", "a"), ("2", "b")]),
+        ("\u6cb3".encode() * 3_000_000, [("-", "\u6cb3" * 3_000_000)]),
+        (b"", [("-", "")]),
+        (b"\n\t\n", [("-", "\n\t\n")]),
+    ],
+    ids="line list rows long nothing blank".split(),
+)
+def test_standard_input(given: bytes, documents: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(given)))
+    assert [(document.id, document.text) for document in read_documents([Path("-")])] == documents
+    assert sys.stdin.buffer.read() == b""  # it is open still
+
+
+def test_rows_of_standard_input_are_counted_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(b'\n\n {"id": "1", "text": "a"}\n[]\n')))
+    with pytest.raises(DataError, match="-, row 4: not a JSON object"):
+        read_documents([Path("-")])
 
 
 def test_packed_data_sets_are_bounded(tmp_path: Path) -> None:

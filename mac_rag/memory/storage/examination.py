@@ -26,7 +26,7 @@ from mac_rag.memory.records import Record
 from mac_rag.memory.storage import record_lines
 from mac_rag.memory.storage.codebook_file import read_codebook
 from mac_rag.memory.storage.consistency import faults
-from mac_rag.memory.storage.folder import CODEBOOK, CODEBOOK_COPY, exists, file_errors
+from mac_rag.memory.storage.folder import CODEBOOK, CODEBOOK_COPY, check_exists, file_errors
 from mac_rag.memory.storage.manifest import MANIFEST, MANIFEST_COPY, Manifest, SegmentInfo, read_manifest
 from mac_rag.memory.storage.newest import older_manifest
 from mac_rag.memory.storage.record_lines import RecordLine
@@ -135,6 +135,7 @@ def verify(folder: str | Path) -> Report:
     """
     folder = Path(folder)
     with file_errors(folder, "read"):
+        check_exists(folder)
         return examine(folder, older_manifest(folder)).report
 
 
@@ -151,8 +152,6 @@ def examine(folder: Path, problem: str | None) -> Findings:
     Raises:
         BankError: see `verify`.
     """
-    if not exists(folder):
-        raise BankError(f"there is no memory bank in {folder}")
     while True:
         manifests, damage = _manifests(folder)
         if problem is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -23,23 +24,59 @@ _UNFINISHED_FILE = re.compile(
 
 
 def exists(folder: Path) -> bool:
-    """True if the folder holds a bank, even one that lost its manifest."""
-    return (folder / MANIFEST).is_file() or (
-        folder.is_dir() and any(_SEGMENT_FILE.fullmatch(file.name) for file in folder.iterdir())
-    )
+    """True if the folder holds a bank, even one that lost its manifest, or has something else in its place.
+
+    Raises:
+        BankError: for what is no folder, and where the system does not say what lies in it.
+    """
+    with _unreadable(folder):
+        try:
+            (folder / MANIFEST).lstat()  # which also works in a folder that must not be listed
+            return True
+        except FileNotFoundError:
+            return any(_SEGMENT_FILE.fullmatch(name) for name in _names(folder))
+
+
+def check_exists(folder: Path) -> None:
+    """Refuses a folder that holds no bank.
+
+    Raises:
+        BankError: for such a folder, and as `exists`.
+    """
+    if not exists(folder):
+        raise BankError(f"there is no memory bank in {folder}")
 
 
 def is_vacant(folder: Path) -> bool:
-    """True if a new bank can be made in the folder: there is none, or nothing in it but what a killed writer left."""
-    return not folder.exists() or (
-        folder.is_dir()
-        and all(file.name in (LOCK, HOLDER) or _UNFINISHED_FILE.fullmatch(file.name) for file in folder.iterdir())
-    )
+    """True if a new bank can be made in the folder: there is none, or nothing in it but what a killed writer left.
+
+    Raises:
+        BankError: as `exists`.
+    """
+    with _unreadable(folder):
+        return all(name in (LOCK, HOLDER) or _UNFINISHED_FILE.fullmatch(name) for name in _names(folder))
+
+
+def _names(folder: Path) -> list[str]:
+    """Names of what lies in a folder; none for a folder that does not exist."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+@contextmanager
+def _unreadable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError for NUL in its name
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise BankError(f"{str(folder)!r} cannot be read as the folder of a memory bank: {reason}") from error
 
 
 def remove_vacant(folder: Path, is_new: bool) -> None:
     """Removes what the attempt to make a bank has left, so that the next attempt finds the folder as this one did."""
-    with suppress(OSError):
+    with suppress(OSError, BankError):
         if is_vacant(folder):
             for name in (HOLDER, LOCK):
                 (folder / name).unlink(missing_ok=True)

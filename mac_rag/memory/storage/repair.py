@@ -13,9 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from mac_rag.atomic_files import sync_folder, write_file, write_text
-from mac_rag.errors import BankError
 from mac_rag.memory.storage.examination import Report, examine, verify
-from mac_rag.memory.storage.folder import CODEBOOK, CODEBOOK_COPY, QUARANTINE, exists, file_errors
+from mac_rag.memory.storage.folder import CODEBOOK, CODEBOOK_COPY, QUARANTINE, check_exists, file_errors
 from mac_rag.memory.storage.lock import HOLDER, LOCK, WriterLock
 from mac_rag.memory.storage.manifest import write_manifest
 from mac_rag.memory.storage.newest import older_manifest
@@ -44,14 +43,13 @@ def repair(folder: str | Path, into: str | Path | None = None) -> Report:
     """
     folder = Path(folder)
     with file_errors(folder, "repaired"):
+        check_exists(folder)
         if into is not None:
             return _repair_into(folder, Path(into))
         return _repair(folder)
 
 
 def _repair(folder: Path) -> Report:
-    if not exists(folder):
-        raise BankError(f"there is no memory bank in {folder}")
     problem = older_manifest(folder)
     lock = WriterLock(folder)
     try:

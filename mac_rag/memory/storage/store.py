@@ -30,6 +30,7 @@ from mac_rag.memory.storage.consistency import check_consistency
 from mac_rag.memory.storage.folder import (
     CODEBOOK,
     CODEBOOK_COPY,
+    check_exists,
     exists,
     file_errors,
     remove_unused,
@@ -133,8 +134,7 @@ class Store:
                 process writes to it.
         """
         with file_errors(folder, "opened"):
-            if not exists(folder):
-                raise BankError(f"there is no memory bank in {folder}")
+            check_exists(folder)
             check_newest(folder)
             lock = WriterLock(folder) if write else None
             try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,7 +18,7 @@ from mac_rag.atomic_files import sealed
 from mac_rag.data.provenance import Member
 from mac_rag.errors import BankError
 from mac_rag.memory.storage.record_lines import LONGEST_LINE, sealed_lines
-from mac_rag.untrusted_files import MalformedError, NulError, open_file, parse_json
+from mac_rag.untrusted_files import MalformedError, lines_of, open_file, parse_json
 
 _FIELDS = frozenset(("id", "text", "sha256"))
 
@@ -61,27 +62,36 @@ class TextsFile:
         """Where the line of each document is."""
         digest = hashlib.sha256()
         lines: dict[str, slice] = {}
-        start, number, size = 0, 0, len(self._bytes)
-        while start < size:
-            number += 1
-            end = self._bytes.find(b"\n", start, start + LONGEST_LINE + 1)
-            if end < 0:
-                raise MalformedError(f"line {number} is cut short, or has more than {LONGEST_LINE:,} bytes")
-            line = self._bytes[start:end]
-            if b"\0" in line:
-                raise NulError(f"line {number} has a NUL, which no text has")
-            digest.update(line + b"\n")
+        end = 0
+        for number, line in enumerate(lines_of(BufferedReader(_Mapped(self._bytes)), LONGEST_LINE), 1):
+            digest.update(line)
             try:
                 name = _fields(line)["id"]
             except MalformedError as error:
                 raise MalformedError(f"line {number}: {error}") from None
             if name in lines:
                 raise MalformedError(f"line {number}: document {name[:200]!r} comes twice")
-            lines[name] = slice(start, end)
-            start = end + 1
+            lines[name] = slice(end, end := end + len(line))
         if digest.hexdigest() != self._digest:
             raise MalformedError("its checksum differs from the manifest's")
         return lines
+
+
+class _Mapped(RawIOBase):
+    """A mapped file, read from its beginning like any other."""
+
+    def __init__(self, content: mmap.mmap | bytes) -> None:
+        self._content = content
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._content[self._position : self._position + len(buffer)]
+        buffer[: len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)
 
 
 def text_line(document_id: str, text: str) -> bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +19,11 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.bank import BankEntry
+from mac_rag.memory.storage.backup import restore
+from mac_rag.memory.storage.folder import is_vacant
 from mac_rag.memory.storage.repair import repair, verify
 from mac_rag.untrusted_files import METADATA_DEPTH
+from tests.faults import faults
 from tests.torture import banks
 from tests.torture.helpers import little_memory, replace_file
 
@@ -203,3 +208,52 @@ def test_metadata_is_refused_where_it_could_not_be_read_again(tmp_path: Path) ->
                 bank.put([Document("b", "", metadata)], torch.zeros(1, 2, 3))
         bank.commit()
     assert MemoryBank.open(tmp_path)["deepest"].metadata == nested(METADATA_DEPTH)
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe", "loop", "name"])
+def test_what_is_no_folder_is_no_bank_and_said_to_be_none(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / ("a\0b" if kind == "name" else "place")
+    if kind == "file":
+        place.write_bytes(b"")
+    elif kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "loop":
+        place.symlink_to(place)
+    MemoryBank.create(tmp_path / "bank", "f00d").close()
+    for use in (
+        MemoryBank.exists, is_vacant, MemoryBank.open, verify, repair, lambda place: restore(tmp_path / "bank", place),
+    ):  # fmt: skip
+        with pytest.raises(BankError, match="cannot be read as the folder of a memory bank"):
+            use(place)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+def test_a_bank_with_something_else_in_the_place_of_its_manifest_is_there(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "bank"
+    MemoryBank.create(place, "f00d").close()
+    manifest = place / "manifest.json"
+    manifest.rename(tmp_path / "elsewhere")
+    if kind == "pipe":
+        os.mkfifo(manifest)
+    elif kind == "folder":
+        manifest.mkdir()
+    else:
+        manifest.symlink_to(tmp_path / "nowhere")
+    assert MemoryBank.exists(place)
+    with pytest.raises(BankError, match=r"manifest\.json is damaged: it is a"):
+        MemoryBank.open(place)
+    with pytest.raises(BankError, match="already holds a memory bank"):
+        MemoryBank.create(place, "f00d")
+
+
+def test_where_the_system_refuses_a_bank_is_neither_there_nor_missing(bank: Path) -> None:
+    (bank / "manifest.json").unlink()
+    with faults(bank) as state:
+        assert MemoryBank.exists(bank)
+        calls = len(state.calls)
+        for number in range(1, calls + 1):
+            state.calls.clear()
+            state.at(number, errno.EACCES)
+            with pytest.raises(BankError, match=f"'{bank}' cannot be read as the folder of .*: Permission denied"):
+                MemoryBank.exists(bank)
+    assert calls == 2
