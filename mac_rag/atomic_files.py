@@ -1,4 +1,8 @@
-"""Files that are whole after a crash and known to be whole: written, renamed and synced; sealed by a checksum."""
+"""Files that are whole after a crash and known to be whole: written, renamed and synced; sealed by a checksum.
+
+They hold what documents say. So only their user can read them: a file gets the mode 0600 and a folder 0700, or less
+where the umask allows less. A folder that is there already keeps its mode.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from mac_rag.untrusted_files import MalformedError, parse_json
 
 # What an unfinished file is called; it gets its name when all of it is on the disk.
 UNFINISHED = ".new"
+_PIECE = 1 << 20
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
@@ -45,7 +50,25 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
 def _new_file(path: Path) -> BinaryIO:
     """Opens a new file for writing. What has its name is removed, and never written to: it may be a link."""
     path.unlink(missing_ok=True)
-    return path.open("xb")
+    return open(path, "xb", opener=private)
+
+
+def private(path: str, flags: int) -> int:
+    """An opener for `open`: a file that it creates can be read by its user only."""
+    return os.open(path, flags, 0o600)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder that only its user can enter, and those above it that are missing; does nothing if it is there."""
+    if not path.parent.exists():
+        make_folder(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """Copies a file of any size; `path` is written as `write_file` does."""
+    with source.open("rb") as file:
+        write_file(path, iter(lambda: file.read(_PIECE), b""))
 
 
 def write_text(path: Path, text: str) -> str:

@@ -161,17 +161,19 @@ def export(
     """
     import json
 
-    from safetensors.torch import save_file
+    from safetensors.torch import save as tensor_bytes
+
+    from mac_rag.atomic_files import make_folder, write_file, write_text
 
     if output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty; choose a new folder for --output")
     with _open(bank) as opened:
         phi = opened.phi
-        output.mkdir(parents=True, exist_ok=True)
-        save_file({"phi": phi.contiguous()}, output / "memory.safetensors")
+        make_folder(output)
+        write_file(output / "memory.safetensors", [tensor_bytes({"phi": phi.contiguous()})])
         records = _records(opened, with_texts=opened.keep_texts)
         lines = [printable(json.dumps(record, ensure_ascii=False)) for record in records]
-        (output / "documents.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_text(output / "documents.jsonl", "\n".join(lines) + "\n")
         texts = "with their texts" if opened.keep_texts else "without texts, which this bank does not keep"
         say(f"{len(lines)} entries written to {output}, {texts}")
 

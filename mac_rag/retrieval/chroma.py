@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import heapq
 import json
+import stat
 import threading
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 
+from mac_rag.atomic_files import make_folder
 from mac_rag.data.characters import fault_of
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
@@ -94,6 +96,7 @@ class ChromaRetriever(Retriever):
                 configuration={"hnsw": {"space": "ip"}},
             )
             self._batch = self._client.get_max_batch_size()
+        self._hide_files()
         fingerprint = (self._collection.metadata or {}).get(_ENCODER)
         if fingerprint is None:
             raise ConfigError(f"the collection {name!r} in {self._place} is not mac_rag's; name another collection")
@@ -107,8 +110,19 @@ class ChromaRetriever(Retriever):
     def close(self) -> None:
         """Closes the client, and lets another process open the folder. The retriever cannot be used afterwards."""
         self._client.close()
+        self._hide_files()
         if self._file_lock is not None:
             self._file_lock.release()
+
+    def _hide_files(self) -> None:
+        """Takes from others the right to read what Chroma has written to a folder; the folder itself keeps its mode."""
+        if self._file_lock is None:
+            return
+        for path in Path(self._place).rglob("*"):
+            with suppress(OSError):  # Chroma removes files, too
+                mode = path.lstat().st_mode
+                if mode & 0o077 and (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                    path.chmod(stat.S_IMODE(mode) & 0o700)
 
     def add(self, documents: Sequence[Document]) -> None:
         with self._lock:
@@ -130,6 +144,7 @@ class ChromaRetriever(Retriever):
                         documents=[document.text for document in documents[part]],
                         metadatas=list(records[part]),
                     )
+            self._hide_files()
 
     def delete(self, document_id: str) -> None:
         with self._lock:
@@ -271,9 +286,9 @@ def _best(hits: Iterable[Hit], k: int) -> list[Hit]:
 def _locked(folder: Path) -> FileLock:
     """Locks a folder against other processes until this one ends or closes it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         # One lock per process and folder, because Chroma also shares open folders within a process.
-        lock = FileLock(folder.resolve() / _LOCK, thread_local=False, is_singleton=True)
+        lock = FileLock(folder.resolve() / _LOCK, mode=0o600, thread_local=False, is_singleton=True)
         lock.acquire(blocking=False)
     except Timeout:
         raise BankError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -235,3 +237,17 @@ def test_by_name(server: Server, tmp_path: Path) -> None:
         assert len(again) == 2
     with pytest.raises(ConfigError, match="unknown retriever 'chroma:'"):
         make_retriever("chroma:")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
+def test_files_in_a_folder_are_private(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        retriever = ChromaRetriever(tmp_path / "chroma", WordEncoder())
+        retriever.add(documents("one", "two"))
+        retriever.retrieve(["one"], 1)  # makes the files of the graph
+        retriever.close()
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "chroma", *(tmp_path / "chroma").rglob("*"))}
+    assert modes == {0o700, 0o600}

@@ -10,14 +10,13 @@ it (`manifest.json.old`), because going back to it must not need any space.
 from __future__ import annotations
 
 import math
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mac_rag.atomic_files import sealed, sync_folder, unsealed, write_file
+from mac_rag.atomic_files import copy_file, sealed, sync_folder, unsealed, write_file
 from mac_rag.errors import BankError, DamageError
 from mac_rag.untrusted_files import MalformedError, parse_json, read_text_bytes
 
@@ -197,7 +196,7 @@ def _keep_former(folder: Path) -> None:
         try:
             former.hardlink_to(path)
         except OSError:  # not every file system has links
-            shutil.copyfile(path, former)
+            copy_file(path, former)
 
 
 def renew_copy(folder: Path, manifest: Manifest) -> None:

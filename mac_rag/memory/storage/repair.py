@@ -6,13 +6,12 @@ What a repair drops from the bank goes to a folder in its `quarantine`, with the
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mac_rag.atomic_files import sync_folder, write_file, write_text
+from mac_rag.atomic_files import copy_file, make_folder, sync_folder, write_file, write_text
 from mac_rag.errors import BankError
 from mac_rag.memory.storage.examination import Report, examine, verify
 from mac_rag.memory.storage.folder import CODEBOOK, CODEBOOK_COPY, QUARANTINE, exists, file_errors
@@ -91,13 +90,13 @@ def _quarantine(folder: Path, kept: Collection[str], report: Report) -> None:
     """Keeps every file of a bank that a repair replaces or removes."""
     place = report.quarantine
     assert place is not None
-    place.mkdir(parents=True)
+    make_folder(place)
     for file in folder.iterdir():
         if file.is_file() and not file.is_symlink() and file.name not in {*kept, LOCK, HOLDER}:
             try:
                 (place / file.name).hardlink_to(file)  # the repair replaces files and never writes into one
             except OSError:
-                shutil.copyfile(file, place / file.name)
+                copy_file(file, place / file.name)
     write_text(place / "report.txt", f"{report}\n")
     write_text(place / "report.json", json.dumps(asdict(report), default=str))
     sync_folder(place.parent)

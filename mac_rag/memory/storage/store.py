@@ -22,7 +22,7 @@ from pathlib import Path
 from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 
-from mac_rag.atomic_files import sync_folder, write_file
+from mac_rag.atomic_files import make_folder, sync_folder, write_file
 from mac_rag.errors import BankError, DamageError, FingerprintError
 from mac_rag.memory.parts import Part
 from mac_rag.memory.storage.codebook_file import read_codebook
@@ -103,7 +103,7 @@ class Store:
         manifest = like.model_copy(update={"generation": 0, "codebook": None, "segments": ()})
         with file_errors(folder, "written to"):
             is_new = not folder.exists()
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             try:
                 store = cls(folder, WriterLock(folder), manifest, (), codebook)
             except BaseException:
