@@ -34,6 +34,7 @@ def info(bank: BankOption) -> None:
         size = sum(file.stat().st_size for file in bank.iterdir() if file.is_file())
         say(f"on disk        {size / 2**20:,.1f} MiB")
         say(f"texts          {'kept' if opened.keep_texts else 'not kept'}")
+        say(f"deleted files  {'overwritten and removed' if opened.secure_delete else 'removed'}")
         version = version_of(opened.fingerprint)
         say(f"model          {f'{version}, ' if version else ''}{opened.fingerprint}")
 

@@ -191,7 +191,7 @@ def _findings(folder: Path, manifest: Manifest, damage: Sequence[str]) -> Findin
     """What is left of a bank that consists of what a manifest says."""
     damage = list(damage)
     codebook = _codebook(folder, manifest, damage)
-    remains = [_remains(folder, info) for info in manifest.segments]
+    remains = [_remains(folder, info, manifest.secure_delete) for info in manifest.segments]
     parts = [each.part for each in remains]
     lost = [document_id for each in remains for document_id in each.lost]
     contradictions = faults(manifest, parts, None if codebook is None else codebook[0])
@@ -227,10 +227,10 @@ def _codebook(folder: Path, manifest: Manifest, damage: list[str]) -> tuple[Tens
     return undamaged[0]
 
 
-def _remains(folder: Path, info: SegmentInfo) -> _Remains:
+def _remains(folder: Path, info: SegmentInfo, secure_delete: bool) -> _Remains:
     """What is left of a segment: the segment, or its undamaged entries in memory."""
     try:
-        segment = read_segment(folder, info)
+        segment = read_segment(folder, info, secure_delete=secure_delete)
         segment.check_texts()
         return _Remains(segment, [], [], 0, [])
     except (DamageError, FileNotFoundError) as error:

@@ -1,6 +1,7 @@
 """Repairs a bank on disk: keeps everything that is not damaged, and throws nothing away.
 
-What a repair drops from the bank goes to a folder in its `quarantine`, with the report.
+What a repair drops from the bank goes to a folder in its `quarantine`, with the report. It stays there until somebody
+removes it, also if the bank overwrites what it deletes.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _repair(folder: Path) -> Report:
         _quarantine(folder, kept, report)
         if findings.codebook is not None:
             for name in (CODEBOOK, CODEBOOK_COPY):
-                write_file(folder / name, [findings.codebook[1]])
+                write_file(folder / name, [findings.codebook[1]], secure_delete=findings.manifest.secure_delete)
             sync_folder(folder)
         write_manifest(folder, findings.manifest)
         store = Store(folder, lock, findings.manifest, segments, None)

@@ -15,17 +15,17 @@ one and when the bank is closed, and what a killed process has left goes when th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 
-from mac_rag.atomic_files import make_folder, sync_folder, write_file
+from mac_rag.atomic_files import make_folder, remove_file, sync_folder, write_file
 from mac_rag.errors import BankError, DamageError, FingerprintError
 from mac_rag.memory.parts import Part
-from mac_rag.memory.storage.codebook_file import read_codebook
+from mac_rag.memory.storage.commit_reader import Commit, read_commit
 from mac_rag.memory.storage.consistency import check_consistency
 from mac_rag.memory.storage.folder import (
     CODEBOOK,
@@ -47,9 +47,8 @@ from mac_rag.memory.storage.manifest import (
     write_manifest,
 )
 from mac_rag.memory.storage.newest import check_newest
-from mac_rag.memory.storage.segment import Segment, read_segment, write_segment
+from mac_rag.memory.storage.segment import Segment, write_segment
 from mac_rag.shipped_models import describe
-from mac_rag.untrusted_files import MalformedError
 
 # Segments are not merged beyond this many bytes, so that no commit copies much.
 _LARGE = 256 << 20
@@ -138,9 +137,9 @@ class Store:
             check_newest(folder)
             lock = WriterLock(folder) if write else None
             try:
-                manifest, segments = _snapshot(folder, {})
-                store = cls(folder, lock, manifest, segments, _read_codebook(folder, manifest))
-                check_consistency(folder, manifest, segments, store.codebook)
+                manifest, segments, codebook = read_commit(folder)
+                store = cls(folder, lock, manifest, segments, codebook)
+                check_consistency(folder, manifest, segments, codebook)
                 if write:
                     renew_copy(folder, manifest)
                     store.tidy()
@@ -156,8 +155,8 @@ class Store:
             digest = None
             if self.codebook is not None:
                 data = tensor_bytes({"codebook": self.codebook.contiguous()})
-                digest = write_file(self.folder / CODEBOOK, [data])
-                write_file(self.folder / CODEBOOK_COPY, [data])
+                for name in (CODEBOOK, CODEBOOK_COPY):
+                    digest = write_file(self.folder / name, [data], secure_delete=self.manifest.secure_delete)
             segments = self._segments(parts, None)
             manifest = self._next(segments, self.manifest.next_sequence).model_copy(update={"codebook": digest})
             write_manifest(self.folder, manifest)
@@ -165,7 +164,7 @@ class Store:
         except BaseException:
             with suppress(OSError):
                 for name in (MANIFEST, MANIFEST_COPY, CODEBOOK, CODEBOOK_COPY):
-                    (self.folder / name).unlink(missing_ok=True)
+                    remove_file(self.folder / name, secure_delete=self.manifest.secure_delete)
                 self.tidy()
             raise
         self.manifest, self.segments = manifest, tuple(segments)
@@ -198,7 +197,8 @@ class Store:
         if self._was_writable:
             return False
         with file_errors(self.folder, "read"):
-            manifest, segments = _snapshot(self.folder, {segment.name: segment for segment in self.segments})
+            known = Commit(self.manifest, self.segments, self.codebook)
+            manifest, segments, codebook = read_commit(self.folder, known)
             if manifest == self.manifest:
                 return False
             if manifest.fingerprint != self.manifest.fingerprint:
@@ -206,11 +206,8 @@ class Store:
                     f"{self.folder} was written by {describe(self.manifest.fingerprint)} and has been replaced by a "
                     f"bank of {describe(manifest.fingerprint)}; open it again, with that model"
                 )
-            codebook = self.codebook
-            if manifest.codebook != self.manifest.codebook:
-                codebook = _read_codebook(self.folder, manifest)
             check_consistency(self.folder, manifest, segments, codebook)
-        self.manifest, self.segments, self.codebook = manifest, tuple(segments), codebook
+        self.manifest, self.segments, self.codebook = manifest, segments, codebook
         return True
 
     def write(self, parts: Sequence[Part], *, rewrite: Part | None = None) -> list[Segment]:
@@ -306,7 +303,12 @@ class Store:
         for group in _groups(parts):
             first = group[0]
             if len(group) > 1 or not isinstance(first, Segment) or first is rewrite or not self._is_good(first):
-                first = write_segment(self.folder, group, keep_texts=self.manifest.keep_texts)
+                first = write_segment(
+                    self.folder,
+                    group,
+                    keep_texts=self.manifest.keep_texts,
+                    secure_delete=self.manifest.secure_delete,
+                )
                 self._written.add(first.name)
             segments.append(first)
         return segments
@@ -316,12 +318,17 @@ class Store:
         on_disk = self._written.union(info.name for info in self.manifest.segments)
         return segment.folder == self.folder and segment.name in on_disk and not segment.is_mostly_deleted
 
-    def tidy(self) -> None:
-        """Removes files that no commit needs. The next call tries again where the system refuses."""
+    def tidy(self) -> OSError | None:
+        """Removes files that no commit needs. The next call tries again where the system refuses.
+
+        Returns:
+            The first error, if some of them are still there.
+        """
         manifests = [self.manifest] if self._failed is None else [self.manifest, self._failed]
         self._written.clear()
         infos = [info for manifest in manifests for info in manifest.segments]
-        remove_unused(self.folder, {name for info in infos for name in info.files})
+        used = {name for info in infos for name in info.files}
+        return remove_unused(self.folder, used, secure_delete=self.manifest.secure_delete)
 
 
 def _groups(parts: Sequence[Part]) -> list[list[Part]]:
@@ -340,35 +347,3 @@ def _groups(parts: Sequence[Part]) -> list[list[Part]]:
 
 def _rows(parts: Sequence[Part]) -> int:
     return sum(part.count for part in parts)
-
-
-def _snapshot(folder: Path, known: Mapping[str, Segment]) -> tuple[Manifest, list[Segment]]:
-    """Reads the manifest and its segments; segments that are in `known`, by name, are not read again."""
-    while True:
-        try:
-            manifest = read_manifest(folder / MANIFEST)
-        except FileNotFoundError:
-            has_copy = (folder / MANIFEST_COPY).is_file()
-            remedy = "repair the bank" if has_copy else "nothing is left of this bank; restore a backup, or remove it"
-            raise DamageError(f"{folder / MANIFEST} is missing; {remedy}") from None
-        try:
-            return manifest, [
-                (info.name in known and known[info.name].at(info)) or read_segment(folder, info)
-                for info in manifest.segments
-            ]
-        except FileNotFoundError as error:
-            # A writer may have replaced the segments of the manifest that was just read; then it is read again.
-            if read_manifest(folder / MANIFEST) == manifest:
-                raise DamageError(f"{error.filename} is missing; repair the bank to keep what is not lost") from None
-
-
-def _read_codebook(folder: Path, manifest: Manifest) -> Tensor | None:
-    if manifest.codebook is None:
-        return None
-    path = folder / CODEBOOK
-    try:
-        return read_codebook(path, manifest.codebook)[0]
-    except FileNotFoundError:
-        raise DamageError(f"{path} is missing; repair the bank") from None
-    except MalformedError as error:
-        raise DamageError(f"{path} is damaged: {error}; repair the bank") from None
