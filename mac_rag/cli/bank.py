@@ -87,10 +87,20 @@ def delete(
 
 
 @app.command()
-def compact(bank: BankOption) -> None:
-    """Rewrite a bank, so that no byte of deleted documents remains on disk."""
+def compact(
+    bank: BankOption,
+    retriever: RetrieverOption = "none",
+    retriever_folder: FolderOption = None,
+) -> None:
+    """Rewrite a bank, so that no byte of deleted documents remains on disk. With --retriever, Chroma's folder as well.
+
+    A bank that was made with --secure-delete overwrites what it removes, also in Chroma's folder. The folders of other
+    retrievers are written anew whenever they change. A Chroma server's operator compacts it: chroma vacuum.
+    """
+    from mac_rag.sync import SyncedBank
+
     with _open(bank, write=True) as opened:
-        opened.compact()
+        SyncedBank(opened, open_retriever(retriever, retriever_folder)).compact()
         say(f"{bank} holds {len(opened)} documents and nothing else")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 import json
+import logging
+import sqlite3
 import stat
 import threading
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -20,8 +22,12 @@ from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.retrieval.base import Hit, Retriever, check_documents, check_request
+from mac_rag.retrieval.chroma_compaction import COMPACTED, copy_documents, rewrite, settle
 from mac_rag.retrieval.dense import Encoder
 from mac_rag.retrieval.embeddings import Vectors, check_finite
+from mac_rag.retrieval.gate import Gate
+
+_log = logging.getLogger(__name__)
 
 COLLECTION = "mac_rag"
 
@@ -67,8 +73,7 @@ class ChromaRetriever(Retriever):
         timeout: float = 60.0,
     ) -> None:
         try:
-            import chromadb
-            from chromadb.config import Settings
+            import chromadb  # noqa: F401
         except ImportError:
             raise ConfigError("a Chroma retriever needs chromadb: pip install 'mac-rag[chroma]'") from None
         from mac_rag.retrieval.chroma_server import ChromaServer, collection_name, request_headers
@@ -77,6 +82,7 @@ class ChromaRetriever(Retriever):
         self._batch_bytes = batch_bytes
         self._place = str(place)
         self._lock = threading.RLock()  # held during a change; Chroma itself lets others read meanwhile
+        self._gate = Gate()  # passed by each request to Chroma; closed while files are rewritten
         self._file_lock: FileLock | None = None
         self._client: Any  # chromadb's interface class lacks `close`, which every client has
         name = COLLECTION
@@ -88,13 +94,9 @@ class ChromaRetriever(Retriever):
                 raise ConfigError("headers are for a server; a folder takes none")
             else:
                 self._file_lock = _locked(Path(place))
-                self._client = chromadb.PersistentClient(place, settings=Settings(anonymized_telemetry=False))
-            self._collection = self._client.get_or_create_collection(
-                name,
-                embedding_function=None,
-                metadata={_ENCODER: encoder.fingerprint},
-                configuration={"hnsw": {"space": "ip"}},
-            )
+                self._client = _local_client(self._place)
+                settle(self._client, COLLECTION)
+            self._collection = self._made(name)
             self._batch = self._client.get_max_batch_size()
         self._hide_files()
         fingerprint = (self._collection.metadata or {}).get(_ENCODER)
@@ -106,6 +108,56 @@ class ChromaRetriever(Retriever):
                 f"{encoder.fingerprint!r}; open it with that one, or put the documents into another folder or "
                 "collection"
             )
+
+    def _made(self, name: str) -> Any:
+        """The collection of a name, which is made if there is none."""
+        return self._client.get_or_create_collection(
+            name,
+            embedding_function=None,
+            metadata={_ENCODER: self.encoder.fingerprint},
+            configuration={"hnsw": {"space": "ip"}},
+        )
+
+    def compact(self, *, secure_delete: bool = False) -> None:
+        """Writes the files of a folder anew, without deleted documents; a server's files are its operator's.
+
+        Others retrieve while the documents are copied, and wait while the database is written. A crash leaves the
+        documents as they are. The disk needs room for everything once more.
+
+        Args:
+            secure_delete: True to overwrite the old files before they are removed.
+
+        Raises:
+            BankError: when a file cannot be written or removed, or this process has the folder open twice.
+        """
+        if self._file_lock is None:
+            _log.warning("%s is a server: its operator removes what is left of deleted documents", self._place)
+            return
+        with self._lock:
+            self._check_alone(self._file_lock.lock_counter < 2)
+            with self._errors():
+                settle(self._client, COLLECTION)
+                copy = self._made(COMPACTED)
+                copy_documents(self._collection, copy)
+            with self._gate.closed(), self._errors():
+                self._client.delete_collection(COLLECTION)
+                copy.modify(name=COLLECTION)
+                self._client.close()
+                try:
+                    # Clients of one process share what is open of a folder.
+                    self._check_alone(self._place not in getattr(self._client, "_identifier_to_system", {}))
+                    rewrite(Path(self._place), secure_delete=secure_delete)
+                except (OSError, sqlite3.Error) as error:
+                    raise BankError(f"{self._place} cannot be rewritten: {error}; compact it again") from error
+                finally:
+                    self._client = _local_client(self._place)
+                    self._collection = self._made(COLLECTION)
+                    self._hide_files()
+
+    def _check_alone(self, is_alone: bool) -> None:
+        """Refuses to replace files that another retriever or client of this process has open."""
+        if not is_alone:
+            raise BankError(f"{self._place} is open twice in this process; close the other client, then compact it")
 
     def close(self) -> None:
         """Closes the client, and lets another process open the folder. The retriever cannot be used afterwards."""
@@ -272,7 +324,8 @@ class ChromaRetriever(Retriever):
         from mac_rag.retrieval.chroma_server import explained
 
         try:
-            yield
+            with self._gate.passing():
+                yield
         except HTTPError as error:
             raise explained(error, self._place) from error
         except (ChromaError, ValueError) as error:
@@ -281,6 +334,13 @@ class ChromaRetriever(Retriever):
 
 def _best(hits: Iterable[Hit], k: int) -> list[Hit]:
     return sorted(hits, key=lambda hit: (-hit.score, hit.document_id))[:k]
+
+
+def _local_client(folder: str) -> Any:
+    import chromadb
+    from chromadb.config import Settings
+
+    return chromadb.PersistentClient(folder, settings=Settings(anonymized_telemetry=False))
 
 
 def _locked(folder: Path) -> FileLock:
