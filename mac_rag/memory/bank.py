@@ -200,6 +200,8 @@ class MemoryBank(EditableContents):
     def compact(self) -> None:
         """Commits, and rewrites every segment that has deleted entries, so that no byte of them remains.
 
+        If entries were ever deleted, a codebook loses the codes that none of the others uses.
+
         Each segment is rewritten in a commit of its own, the smallest first. So a disk that is nearly full needs room
         for one of them only.
 
@@ -210,19 +212,22 @@ class MemoryBank(EditableContents):
         self.commit()
         while outdated := [part for part in self._segments if part.tombstones]:
             self._commit(None, rewrite=min(outdated, key=lambda part: part.count))
+        if self.codebook is not None:
+            self._commit(None, drop_codes=True)
         if self._store is not None and (error := self._store.tidy()) is not None:
             raise BankError(
                 f"{self.folder} is rewritten, but an old file cannot be removed from it: {error}; compact it again"
             )
 
-    def _commit(self, intent: Intent | None, *, rewrite: Part | None = None) -> None:
+    def _commit(self, intent: Intent | None, *, rewrite: Part | None = None, drop_codes: bool = False) -> None:
         if self._uncreated is not None:
             self._store = self._written(self._uncreated, [self._tail], intent)
             self.folder, self._uncreated = self._store.folder, None
         elif self._store is not None:
             parts = [*self._segments, self._tail]
-            self._store.commit(parts, self._next_sequence, rewrite=rewrite, intent=intent)
+            self._store.commit(parts, self._next_sequence, rewrite=rewrite, intent=intent, drop_codes=drop_codes)
         if self._store is not None:
+            self.codebook = self._store.codebook
             self._take_segments(self._store.segments)
         self._settle()
 

@@ -256,6 +256,11 @@ class Contents:
             )
         if self.codebook is None:
             return phi
+        if not self.codebook.any():
+            raise BankError(
+                f"the codebook of {self.folder or 'this bank'} has lost its codes with the last document; make a new "
+                "bank with a new codebook"
+            )
         nearest, _ = nearest_codes(phi.flatten(0, 1), self.codebook)
         return nearest.to(torch.int32).view(phi.shape[:2])
 

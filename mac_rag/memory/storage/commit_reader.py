@@ -9,7 +9,6 @@ from torch import Tensor
 
 from mac_rag.errors import DamageError
 from mac_rag.memory.storage.codebook_file import read_codebook
-from mac_rag.memory.storage.folder import CODEBOOK
 from mac_rag.memory.storage.manifest import MANIFEST, MANIFEST_COPY, Manifest, read_manifest
 from mac_rag.memory.storage.segment import Segment, read_segment
 from mac_rag.untrusted_files import MalformedError
@@ -70,7 +69,7 @@ def read_commit(folder: Path, known: Commit | None = None) -> Commit:
 def _read_codebook(folder: Path, manifest: Manifest) -> Tensor | None:
     if manifest.codebook is None:
         return None
-    path = folder / CODEBOOK
+    path = folder / manifest.codebook_files[0]
     try:
         return read_codebook(path, manifest.codebook)[0]
     except FileNotFoundError:

@@ -26,7 +26,7 @@ from mac_rag.memory.records import Record
 from mac_rag.memory.storage import record_lines
 from mac_rag.memory.storage.codebook_file import read_codebook
 from mac_rag.memory.storage.consistency import faults
-from mac_rag.memory.storage.folder import CODEBOOK, CODEBOOK_COPY, exists, file_errors
+from mac_rag.memory.storage.folder import exists, file_errors
 from mac_rag.memory.storage.manifest import MANIFEST, MANIFEST_COPY, Manifest, SegmentInfo, read_manifest
 from mac_rag.memory.storage.newest import older_manifest
 from mac_rag.memory.storage.record_lines import RecordLine
@@ -215,7 +215,7 @@ def _codebook(folder: Path, manifest: Manifest, damage: list[str]) -> tuple[Tens
     if manifest.codebook is None:
         return None
     undamaged = []
-    for path in (folder / CODEBOOK, folder / CODEBOOK_COPY):
+    for path in (folder / name for name in manifest.codebook_files):
         try:
             undamaged.append(read_codebook(path, manifest.codebook))
         except FileNotFoundError:

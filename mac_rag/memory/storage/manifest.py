@@ -8,7 +8,8 @@ it (`manifest.json.old`), because going back to it must not need any space.
 
 A bank without kept texts has format 2, one with texts format 3. One that overwrites what it deletes has format 4, with
 or without texts: a version that does not know of it would unlink its files as they are, and read zeros from those that
-it has mapped. So it must refuse the bank.
+it has mapped. So it must refuse the bank. A codebook that has lost codes has another name, which
+only format 4 can say.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from mac_rag.untrusted_files import MalformedError, parse_json, read_text_bytes
 
 FORMAT = 2
 FORMAT_WITH_TEXTS = 3
-FORMAT_WITH_SECURE_DELETE = 4
-_FORMATS = (FORMAT, FORMAT_WITH_TEXTS, FORMAT_WITH_SECURE_DELETE)
+LATEST_FORMAT = 4
+_FORMATS = (FORMAT, FORMAT_WITH_TEXTS, LATEST_FORMAT)
+CODEBOOK = "codebook"  # name of a bank's first codebook, without the suffix
 MANIFEST = "manifest.json"
 MANIFEST_COPY = "manifest.copy.json"
 FORMER = ".old"
@@ -143,6 +145,7 @@ class Manifest(_StrictModel):
         generation: a number that grows with every commit.
         next_sequence: sequence number of the next entry; numbers are never used again.
         codebook: sha256 of the codebook's file; None for a bank without a codebook.
+        codebook_name: name of the codebook's files, without the suffix.
         keep_texts: True if the bank keeps the texts of its documents.
         secure_delete: True if the bank's files are overwritten before they are removed.
         segments: the segments in the order of their entries.
@@ -153,6 +156,7 @@ class Manifest(_StrictModel):
     generation: _Count = 0
     next_sequence: Annotated[int, Field(ge=0, le=SEQUENCES)] = 0
     codebook: _Digest | None = None
+    codebook_name: Annotated[str, Field(pattern="^codebook(-[0-9a-f]{16})?$")] = CODEBOOK
     keep_texts: bool = False
     secure_delete: bool = False
     segments: tuple[SegmentInfo, ...] = ()
@@ -175,8 +179,8 @@ class Manifest(_StrictModel):
         """The bytes of the file."""
         # As before there was what a bank has not: it keeps its bytes, and older versions read it.
         without: dict[str, Any] = {}
-        if not self.secure_delete:
-            without["secure_delete"] = True
+        if self.format < LATEST_FORMAT:
+            without |= {"secure_delete": True, "codebook_name": True}
             if not self.keep_texts:
                 without |= {"keep_texts": True, "segments": {"__all__": {"texts"}}}
         return sealed({"format": self.format, **self.model_dump(mode="json", exclude=without)})
@@ -184,9 +188,14 @@ class Manifest(_StrictModel):
     @property
     def format(self) -> int:
         """The oldest format that can say this."""
-        if self.secure_delete:
-            return FORMAT_WITH_SECURE_DELETE
+        if self.secure_delete or self.codebook_name != CODEBOOK:
+            return LATEST_FORMAT
         return FORMAT_WITH_TEXTS if self.keep_texts else FORMAT
+
+    @property
+    def codebook_files(self) -> tuple[str, str]:
+        """Names of the codebook's file and its copy, if the bank has a codebook."""
+        return f"{self.codebook_name}.safetensors", f"{self.codebook_name}.copy.safetensors"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from mac_rag.atomic_files import copy_file, make_folder, sync_folder, write_file, write_text
 from mac_rag.errors import BankError
 from mac_rag.memory.storage.examination import Report, examine, verify
-from mac_rag.memory.storage.folder import CODEBOOK, CODEBOOK_COPY, QUARANTINE, exists, file_errors
+from mac_rag.memory.storage.folder import QUARANTINE, exists, file_errors
 from mac_rag.memory.storage.lock import HOLDER, LOCK, WriterLock
 from mac_rag.memory.storage.manifest import write_manifest
 from mac_rag.memory.storage.newest import older_manifest
@@ -63,7 +63,7 @@ def _repair(folder: Path) -> Report:
         report = replace(findings.report, repaired=True, quarantine=_new_quarantine(folder))
         _quarantine(folder, kept, report)
         if findings.codebook is not None:
-            for name in (CODEBOOK, CODEBOOK_COPY):
+            for name in findings.manifest.codebook_files:
                 write_file(folder / name, [findings.codebook[1]], secure_delete=findings.manifest.secure_delete)
             sync_folder(folder)
         write_manifest(folder, findings.manifest)

@@ -15,6 +15,7 @@ one and when the bank is closed, and what a killed process has left goes when th
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,11 +26,10 @@ from torch import Tensor
 from mac_rag.atomic_files import make_folder, remove_file, sync_folder, write_file
 from mac_rag.errors import BankError, DamageError, FingerprintError
 from mac_rag.memory.parts import Part
+from mac_rag.memory.quantizer import used_codes_only
 from mac_rag.memory.storage.commit_reader import Commit, read_commit
 from mac_rag.memory.storage.consistency import check_consistency
 from mac_rag.memory.storage.folder import (
-    CODEBOOK,
-    CODEBOOK_COPY,
     exists,
     file_errors,
     remove_unused,
@@ -37,6 +37,7 @@ from mac_rag.memory.storage.folder import (
 )
 from mac_rag.memory.storage.lock import WriterLock
 from mac_rag.memory.storage.manifest import (
+    CODEBOOK,
     MANIFEST,
     MANIFEST_COPY,
     Intent,
@@ -99,7 +100,8 @@ class Store:
         Raises:
             BankError: when the folder holds a bank, another process makes one there, or a file cannot be written.
         """
-        manifest = like.model_copy(update={"generation": 0, "codebook": None, "segments": ()})
+        nothing = {"generation": 0, "codebook": None, "codebook_name": CODEBOOK, "segments": ()}
+        manifest = like.model_copy(update=nothing)
         with file_errors(folder, "written to"):
             is_new = not folder.exists()
             make_folder(folder)
@@ -154,16 +156,14 @@ class Store:
         try:
             digest = None
             if self.codebook is not None:
-                data = tensor_bytes({"codebook": self.codebook.contiguous()})
-                for name in (CODEBOOK, CODEBOOK_COPY):
-                    digest = write_file(self.folder / name, [data], secure_delete=self.manifest.secure_delete)
+                digest = self._write_codebook(self.codebook, self.manifest)
             segments = self._segments(parts, None)
             manifest = self._next(segments, self.manifest.next_sequence).model_copy(update={"codebook": digest})
             write_manifest(self.folder, manifest)
             sync_folder(self.folder.parent)
         except BaseException:
             with suppress(OSError):
-                for name in (MANIFEST, MANIFEST_COPY, CODEBOOK, CODEBOOK_COPY):
+                for name in (MANIFEST, MANIFEST_COPY, *self.manifest.codebook_files):
                     remove_file(self.folder / name, secure_delete=self.manifest.secure_delete)
                 self.tidy()
             raise
@@ -240,6 +240,7 @@ class Store:
         *,
         rewrite: Part | None = None,
         intent: Intent | None = None,
+        drop_codes: bool = False,
     ) -> None:
         """Makes these parts the contents of the bank. After an error the last commit stands, and a retry is possible.
 
@@ -248,12 +249,18 @@ class Store:
             next_sequence: sequence number of the next entry.
             rewrite: see `write`.
             intent: the change that starts after this commit; None to leave the recorded intent as it is.
+            drop_codes: True to drop codes that no entry uses, if entries were ever deleted (see `used_codes_only`).
 
         Raises:
             BankError: when a file cannot be written, or another process has changed the bank.
         """
         segments = self.write(parts, rewrite=rewrite)
         manifest = self._next(segments, next_sequence)
+        codebook = self.codebook
+        if codebook is not None and drop_codes and sum(len(each.entries) for each in segments) < next_sequence:
+            codebook = used_codes_only(codebook, segments)
+            if codebook is not self.codebook:
+                manifest = self._with_codebook(manifest, codebook)
         if intent is not None:
             manifest = manifest.model_copy(update={"intent": intent})
         if manifest != self.manifest:
@@ -268,7 +275,27 @@ class Store:
                 raise
         # Files that are not needed any more go later: nothing may fail between the commit and the news of it.
         self.manifest, self.segments, self._failed = manifest, tuple(segments), None
+        self.codebook = codebook
         self._written.clear()
+
+    def _with_codebook(self, manifest: Manifest, codebook: Tensor) -> Manifest:
+        """The manifest with another codebook, whose files are written."""
+        named = manifest.model_copy(update={"codebook_name": f"{CODEBOOK}-{secrets.token_hex(8)}"})
+        try:
+            with file_errors(self.folder, "written to"):
+                return named.model_copy(update={"codebook": self._write_codebook(codebook, named)})
+        except BaseException:
+            self.tidy()
+            raise
+
+    def _write_codebook(self, codebook: Tensor, manifest: Manifest) -> str:
+        """Writes a codebook and its copy under the names that a manifest gives them; returns the sha256."""
+        data = tensor_bytes({"codebook": codebook.contiguous()})
+        [digest, _] = [
+            write_file(self.folder / name, [data], secure_delete=manifest.secure_delete)
+            for name in manifest.codebook_files
+        ]
+        return digest
 
     def _next(self, segments: Sequence[Segment], next_sequence: int) -> Manifest:
         infos = tuple(segment.info for segment in segments)
@@ -327,7 +354,7 @@ class Store:
         manifests = [self.manifest] if self._failed is None else [self.manifest, self._failed]
         self._written.clear()
         infos = [info for manifest in manifests for info in manifest.segments]
-        used = {name for info in infos for name in info.files}
+        used = {name for info in infos for name in info.files}.union(*(each.codebook_files for each in manifests))
         return remove_unused(self.folder, used, secure_delete=self.manifest.secure_delete)
 
 

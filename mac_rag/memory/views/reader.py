@@ -75,6 +75,8 @@ class BankReader:
         if bank.history != self.bank.history:
             self._rows, self._codes, self._recent = None, None, RecentQuestions()
             self._priors = PriorIndex(exact_rows=self.config.exact_rows)
+        if bank.codebook is not self.bank.codebook:  # it has lost codes, whose numbers new rows may get
+            self._codes = None
         self.bank = bank
         for view in (self._rows, self._codes):
             if view is not None:
