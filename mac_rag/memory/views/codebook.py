@@ -48,6 +48,7 @@ class CodebookView:
         chunk_rows: number of codes that are attended to, or of rows that are expanded, at a time.
 
     Attributes:
+        codebook: `[C, D]`, the bank's codebook when the view was made.
         row_keys: `[N]`, keys of the bank's rows (not of the codes).
 
     Raises:
@@ -70,6 +71,7 @@ class CodebookView:
         self.network = network
         self.bank = bank
         self.chunk_rows = chunk_rows
+        self.codebook = bank.codebook
         blocks = [block for block in network.blocks if isinstance(block, CrossAttentionBlock)]
         self._codebook = bank.codebook.to(device, blocks[0].to_key.weight.dtype)
         with torch.no_grad():

@@ -75,8 +75,6 @@ class BankReader:
         if bank.history != self.bank.history:
             self._rows, self._codes, self._recent = None, None, RecentQuestions()
             self._priors = PriorIndex(exact_rows=self.config.exact_rows)
-        if bank.codebook is not self.bank.codebook:  # it has lost codes, whose numbers new rows may get
-            self._codes = None
         self.bank = bank
         for view in (self._rows, self._codes):
             if view is not None:
@@ -262,7 +260,8 @@ class BankReader:
         return self.bank.codebook is not None and exact and (network.prior is None or not network.use_prior)
 
     def _coded(self) -> CodebookView:
-        if self._codes is None:
+        # A codebook that has lost codes is another one: new rows may get the numbers of those.
+        if self._codes is None or self._codes.codebook is not self.bank.codebook:
             self._codes = CodebookView(
                 self.model.aggregation,
                 self.bank,
