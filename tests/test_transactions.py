@@ -39,15 +39,18 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.fixture(scope="module")
-def before(loaded_tiny_model: MACModel) -> Iterator[Path]:
-    """A bank of six documents in two segments, one of them with a deleted entry."""
+def before(loaded_tiny_model: MACModel) -> Iterator[dict[bool, Path]]:
+    """Banks of six documents in two segments, one with a deleted entry: True for the one that overwrites what goes."""
     with fast_folder() as folder:
-        with MemoryBank.create(folder / "bank", loaded_tiny_model.fingerprint) as bank:
-            engine = MACEngine(loaded_tiny_model, bank)
-            engine.adapt(STREAM[:5])
-            engine.adapt(STREAM[5:7])
-            engine.forget(STREAM[6].id)
-        yield folder / "bank"
+        banks = {False: folder / "bank", True: folder / "overwriting"}
+        for secure_delete, place in banks.items():
+            bank = MemoryBank.create(place, loaded_tiny_model.fingerprint, secure_delete=secure_delete)
+            with bank:
+                engine = MACEngine(loaded_tiny_model, bank)
+                engine.adapt(STREAM[:5])
+                engine.adapt(STREAM[5:7])
+                engine.forget(STREAM[6].id)
+        yield banks
 
 
 def retriever(change: str) -> BM25Retriever:
@@ -71,15 +74,20 @@ def start_failing(state: Faults, how: How, number: int) -> None:
     {"once": state.at, "full": state.full, "interrupt": state.interrupt}[how](number)
 
 
-@pytest.mark.parametrize("how", ["once", "full", "interrupt"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_that_fails_at_any_call(change: str, how: How, before: Path, tiny_model: MACModel) -> None:
+@pytest.mark.parametrize(
+    ("change", "how", "secure_delete"),
+    [(change, how, False) for change in CHANGES for how in ("once", "full", "interrupt")]
+    + [("compact", "once", True), ("compact", "full", True), ("forget", "interrupt", True)],
+)
+def test_a_change_that_fails_at_any_call(
+    change: str, how: How, secure_delete: bool, before: dict[bool, Path], tiny_model: MACModel
+) -> None:
     run = CHANGES[change]
     failures = 0
     with fast_folder() as place:
         for number in range(1, 1000):
             folder = place / str(number)
-            shutil.copytree(before, folder)
+            shutil.copytree(before[secure_delete], folder)
             held = retriever(change)
             with MemoryBank.open(folder, write=True) as bank, faults(folder) as fault:
                 engine = MACEngine(tiny_model, bank, held)
@@ -96,7 +104,9 @@ def test_a_change_that_fails_at_any_call(change: str, how: How, before: Path, ti
                     if change not in ("reconcile", "compact"):  # these commit step by step
                         assert state(bank, held) == was, fault.failed
                         assert state(MemoryBank.open(folder)) == (was[0], None), fault.failed
-                        assert names(folder) == files, fault.failed
+                        left = {name for name in names(folder) - files if name.endswith((".old", ".replaced"))}
+                        assert secure_delete or not left, fault.failed  # what could not be overwritten
+                        assert names(folder) - left == files, fault.failed
                     assert state(bank)[0] == state(MemoryBank.open(folder))[0], fault.failed
                     assert state(engine.snapshot) == state(bank)
                     assert verify(folder).clean
@@ -104,8 +114,9 @@ def test_a_change_that_fails_at_any_call(change: str, how: How, before: Path, ti
                 after = state(bank, held)
                 assert not bank.intent
             assert state(MemoryBank.open(folder)) == (after[0], None)
-            assert after == expected(change, before, tiny_model), fault.failed
+            assert after == expected(change, before[False], tiny_model), fault.failed
             assert verify(folder).clean
+            assert not [name for name in names(folder) if name.endswith((".old", ".replaced", ".new"))]
             shutil.rmtree(folder)
             if fault.failed is None:
                 break

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as array_bytes
 
-from mac_rag.atomic_files import sync_folder, write_file
+from mac_rag.atomic_files import make_folder, sync_folder, write_file
 from mac_rag.errors import BankError, DocumentError
 from mac_rag.untrusted_files import MalformedError, open_file, parse_json, read_file
 
@@ -103,7 +103,7 @@ class EmbeddingCache:
         data = array_bytes({"embeddings": np.ascontiguousarray(vectors)}, metadata=header)
         path = self.folder / f"{hashlib.sha256(data).hexdigest()}.part.safetensors"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             write_file(path, [data])
             sync_folder(self.folder)
         except OSError as error:

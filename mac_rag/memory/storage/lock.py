@@ -32,7 +32,7 @@ class WriterLock:
     def __init__(self, folder: Path) -> None:
         self._path, self._holder = folder / LOCK, folder / HOLDER
         # Not bound to this thread: a bank may be opened in one thread and closed in another.
-        self._lock = FileLock(self._path, thread_local=False)
+        self._lock = FileLock(self._path, mode=0o600, thread_local=False)
         self._process = os.getpid()
         try:
             self._lock.acquire(blocking=False)
