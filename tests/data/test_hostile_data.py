@@ -14,7 +14,7 @@ from mac_rag.data.squad import read_official
 from mac_rag.data.table import read_table
 from mac_rag.errors import DataError
 from mac_rag.untrusted_files import METADATA_DEPTH, ROW
-from tests.torture.helpers import little_memory
+from tests.torture.mutations import little_memory
 
 
 def refused(path: Path, content: bytes | str, message: str) -> None:
