@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
 import pytest
 
+from tests.helpers import run_in_process
 from tests.memory.helpers import fast_folder
 from tests.torture.mutations import little_memory
 from tests.torture.part import make
@@ -20,3 +24,23 @@ def test_a_damaged_file_is_refused_or_read_as_it_was_meant(part: str, trials: in
         for seed in range(trials):
             with little_memory():
                 torture.trial(seed)
+
+
+def _try(part: str, seeds: range, report: Path) -> None:
+    try:
+        with fast_folder() as place:
+            torture = make(part, place)
+            for seed in seeds:
+                torture.trial(seed)
+    except BaseException:
+        report.write_text(traceback.format_exc())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("part", "trials"), [("kills", 16)])
+def test_processes_of_their_own(part: str, trials: int, tmp_path: Path) -> None:
+    """They are forked from a process without threads."""
+    report = tmp_path / "report"
+    code = run_in_process(_try, part, range(trials), report)
+    assert not report.exists(), report.read_text()
+    assert code == 0
