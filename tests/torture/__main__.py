@@ -21,6 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", default=PARTS, metavar="PART", help=f"from {', '.join(PARTS)}")
     parser.add_argument("--runs", type=int, help="trials of each part, at most its goal; by default its goal")
+    parser.add_argument("--fresh", action="store_true", help="start with the first trial")
     parser.add_argument("--seed", type=int, help="make this one trial of each part, and nothing else")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
@@ -30,7 +31,7 @@ def main() -> None:
             with fast_folder() as place:
                 make(name, place).trial(options.seed)
         return
-    states = [run(name, options.runs) for name in options.parts]
+    states = [run(name, options.runs, fresh=options.fresh) for name in options.parts]
     for state in states:
         if state.next < state.goal:
             print(f"{state.part}: {state.goal - state.next:,} trials are left; the same command goes on")

@@ -25,6 +25,8 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.storage.backup import backup, restore
+from mac_rag.memory.storage.lock import LOCK
+from mac_rag.memory.storage.manifest import MANIFEST, MANIFEST_COPY, read_manifest
 from mac_rag.memory.storage.repair import verify
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
@@ -138,7 +140,8 @@ def _command(folder: Path, model: MACModel) -> None:
     arguments = ["adapt", str(folder / "rows.jsonl"), "--bank", str(folder / "bank")]
     arguments += ["--retriever", "bm25", "--retriever-folder", str(folder / "texts")]
     with patch.object(MACModel, "from_pretrained", lambda *_, **__: model):
-        typer.main.get_command(app).main(arguments, standalone_mode=False)
+        if typer.main.get_command(app).main(arguments, standalone_mode=False):  # the exit code of Ctrl-C
+            raise KeyboardInterrupt
 
 
 CHANGES: dict[str, Callable[[Path, MACModel], None]] = {
@@ -165,6 +168,17 @@ def bank_state(bank: MemoryBank) -> State:
         )
         for entry in bank
     }
+
+
+def leftovers(folder: Path) -> set[str]:
+    """Files of a bank that is open nowhere, and that its manifest does not name."""
+    segments = read_manifest(folder / MANIFEST).segments
+    return {file.name for file in folder.iterdir()} - {MANIFEST, MANIFEST_COPY, LOCK}.union(*(s.files for s in segments))
+
+
+def _members(state: State) -> list[Any]:
+    """The documents of a bank. Which of them a bounded bank averages with which depends on the groups that they come in."""
+    return sorted((name, digest) for names, (digests, *_) in state.items() for name, digest in zip(names, digests))
 
 
 def _texts_state(folder: Path) -> State:
@@ -202,7 +216,6 @@ class Interrupted:
             self.run(whole)
         self._states.append(bank_state(MemoryBank.open(whole / "bank")))
         self._texts = _texts_state(self.example / "texts"), _texts_state(whole / "texts")
-        self._files = len(list((whole / "bank").iterdir()))
 
     def run(self, folder: Path) -> None:
         """Makes the change, in groups of three documents."""
@@ -230,7 +243,7 @@ class Interrupted:
         if _texts_state(folder / "texts") != after:
             raise Lost("the retriever, made again, is another")
         assert not MemoryBank.open(folder / "bank").intent
-        assert len(list((folder / "bank").iterdir())) == self._files, "files are left over"
+        assert not (left := leftovers(folder / "bank")), f"files are left over: {left}"
 
     def _check_bank(self, folder: Path, possible: Sequence[State]) -> None:
         places = [folder / "bank", folder / "saved"]
@@ -240,7 +253,8 @@ class Interrupted:
             report = verify(place)
             if not report.clean:
                 raise Lost(str(report))
-        if bank_state(MemoryBank.open(folder / "bank")) not in possible:
+        found = bank_state(MemoryBank.open(folder / "bank"))
+        if found not in possible and not (self.name == "adapt, bounded" and _members(found) == _members(possible[-1])):
             raise Lost("the bank holds what it held after no commit")
         if len(places) == 3 and bank_state(MemoryBank.open(folder / "copy")) not in possible:
             raise Lost("the backup holds what the bank held after no commit")

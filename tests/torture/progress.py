@@ -18,7 +18,7 @@ class Progress:
 
     Attributes:
         part: name of the part.
-        commit: the last commit that changed the library; with a `+` if files were changed since.
+        commits: of the library, while the trials ran, first to last; with a `+` if files were changed since.
         goal: the number of trials of a whole run.
         next: seed of the next trial.
         seconds: time that the trials have taken.
@@ -28,7 +28,7 @@ class Progress:
     """
 
     part: str
-    commit: str
+    commits: list[str]
     goal: int
     next: int = 0
     seconds: float = 0.0

@@ -27,21 +27,25 @@ _MESSAGE = 6000  # characters of a message that are kept
 _PROCESSES = multiprocessing.get_context("fork")
 
 
-def run(name: str, runs: int | None, folder: Path = FOLDER, *, seconds: float = HOUR) -> Progress:
-    """Goes on with a part: until its goal, or until the time is over. It starts anew if the library has changed.
+def run(
+    name: str, runs: int | None, folder: Path = FOLDER, *, fresh: bool = False, seconds: float = HOUR
+) -> Progress:
+    """Goes on with a part: until its goal, or until the time is over.
 
     Args:
         name: name of the part.
         runs: the number of trials; None for the part's goal.
         folder: folder of the progress.
+        fresh: starts with the first trial.
         seconds: the time.
     """
-    before = Progress.load(name, folder)
     with fast_folder() as place:
         part = make(name, place)
         goal = part.goal if runs is None else min(runs, part.goal)
-        progress = before if before is not None and before.commit == commit() else Progress(name, commit(), goal)
+        progress = (None if fresh else Progress.load(name, folder)) or Progress(name, [], goal)
         progress.goal = goal
+        if progress.next < goal and commit() not in progress.commits:
+            progress.commits.append(commit())
         until, saved = time.monotonic() + seconds, 0.0
         while progress.next < goal and time.monotonic() < until:
             with _worker(part, progress.next, goal, folder / f"{name}.hang.txt") as worker:

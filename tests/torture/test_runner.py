@@ -47,8 +47,11 @@ def _run(folder: Path) -> None:
     assert "exit code 3" in messages[6]
     assert "in trial" in messages[7]  # where it hangs
     assert Progress.load("part", folder) == second
+    assert second.commits == ["a"]
     with patch.object(runner, "make", lambda name, place: _Failing(place)), patch.object(runner, "commit", lambda: "b"):
-        assert runner.run("part", 1, folder).tried == {"even": 1}  # another library: nothing of before counts
+        assert runner.run("part", None, folder) == second  # nothing is left to do
+        again = runner.run("part", 1, folder, fresh=True)
+        assert (again.tried, again.commits) == ({"even": 1}, ["b"])
 
 
 def test_failures_are_counted_by_their_kind_and_do_not_stop_a_run(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
     manifest.json         format version, model fingerprint, the segments in order with their checksums and tombstones
     manifest.copy.json    the same bytes; only `mac_rag.memory.storage.repair` reads them
 
-The copy is written first. Renaming the manifest is the commit. Until the name lasts, the former manifest is kept beside
-it (`manifest.json.old`), because going back to it must not need any space.
+The copy is written first. Renaming the manifest is the commit. Until the name lasts, the former manifest and the former
+copy are kept beside them (`manifest.json.old`, `manifest.copy.json.old`), because going back to them must not need any
+space.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ FORMAT = 2
 FORMAT_WITH_TEXTS = 3
 MANIFEST = "manifest.json"
 MANIFEST_COPY = "manifest.copy.json"
-FORMER = ".old"
+_FORMER = ".old"
+FORMERS = (MANIFEST + _FORMER, MANIFEST_COPY + _FORMER)  # what a commit that fails goes back to
 
 # Bytes of a manifest; tombstones take most of them, and compaction removes those.
 _LARGEST = 256 << 20
@@ -168,18 +170,18 @@ class Manifest(_StrictModel):
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replaces the manifest and its copy. The files that the manifest names must be on disk already."""
     data = manifest.encoded()
-    write_file(folder / MANIFEST_COPY, [data])
-    sync_folder(folder)
-    _keep_former(folder)
-    write_file(folder / MANIFEST, [data])
-    sync_folder(folder)
-    with suppress(OSError):
-        (folder / (MANIFEST + FORMER)).unlink(missing_ok=True)
+    for name in (MANIFEST_COPY, MANIFEST):
+        _keep_former(folder / name)
+        write_file(folder / name, [data])
+        sync_folder(folder)
+    for name in (MANIFEST_COPY, MANIFEST):
+        with suppress(OSError):
+            _former(folder / name).unlink(missing_ok=True)
 
 
 def restore_manifest(folder: Path, manifest: Manifest) -> None:
     """Goes back to a manifest that `write_manifest` was replacing when it failed."""
-    former = folder / (MANIFEST + FORMER)
+    former = _former(folder / MANIFEST)
     if read_manifest(folder / MANIFEST) == manifest:
         former.unlink(missing_ok=True)
         return
@@ -190,8 +192,12 @@ def restore_manifest(folder: Path, manifest: Manifest) -> None:
         write_manifest(folder, manifest)
 
 
-def _keep_former(folder: Path) -> None:
-    path, former = folder / MANIFEST, folder / (MANIFEST + FORMER)
+def _former(path: Path) -> Path:
+    return path.with_name(path.name + _FORMER)
+
+
+def _keep_former(path: Path) -> None:
+    former = _former(path)
     if path.is_file():
         former.unlink(missing_ok=True)
         try:
@@ -201,15 +207,21 @@ def _keep_former(folder: Path) -> None:
 
 
 def renew_copy(folder: Path, manifest: Manifest) -> None:
-    """Rewrites the copy if it differs: after a crash it can be one commit ahead."""
+    """Makes the copy that of this manifest if it is not: after a crash or an error it can be one commit ahead."""
     copy, data = folder / MANIFEST_COPY, manifest.encoded()
-    try:
-        is_current = read_text_bytes(copy, _LARGEST) == data
-    except (FileNotFoundError, MalformedError):
-        is_current = False
-    if not is_current:
-        write_file(copy, [data])
+    if not _holds(copy, data):
+        if _holds(_former(copy), data):
+            _former(copy).replace(copy)
+        else:
+            write_file(copy, [data])
         sync_folder(folder)
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    try:
+        return read_text_bytes(path, _LARGEST) == data
+    except (FileNotFoundError, MalformedError):
+        return False
 
 
 def read_manifest(path: Path) -> Manifest:

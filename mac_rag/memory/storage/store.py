@@ -37,6 +37,7 @@ from mac_rag.memory.storage.folder import (
 )
 from mac_rag.memory.storage.lock import WriterLock
 from mac_rag.memory.storage.manifest import (
+    FORMERS,
     MANIFEST,
     MANIFEST_COPY,
     Intent,
@@ -294,11 +295,11 @@ class Store:
 
     def _undo(self) -> None:
         """Takes back what a failed commit has left. The error may have come after its manifest had taken its name."""
+        with suppress(OSError):
+            renew_copy(self.folder, self.manifest)  # behind a copy that is ahead, the manifest would look like an older one
         restore_manifest(self.folder, self.manifest)
         self._failed = None
         self.tidy()
-        with suppress(OSError):
-            renew_copy(self.folder, self.manifest)
 
     def _segments(self, parts: Sequence[Part], rewrite: Part | None) -> list[Segment]:
         """Segments that hold these parts; writes those that are not on the disk yet."""
@@ -320,8 +321,8 @@ class Store:
         """Removes files that no commit needs. The next call tries again where the system refuses."""
         manifests = [self.manifest] if self._failed is None else [self.manifest, self._failed]
         self._written.clear()
-        infos = [info for manifest in manifests for info in manifest.segments]
-        remove_unused(self.folder, {name for info in infos for name in info.files})
+        used = {name for manifest in manifests for info in manifest.segments for name in info.files}
+        remove_unused(self.folder, used if self._failed is None else used.union(FORMERS))
 
 
 def _groups(parts: Sequence[Part]) -> list[list[Part]]:
