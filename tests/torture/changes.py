@@ -158,6 +158,19 @@ CHANGES: dict[str, Callable[[Path, MACModel], None]] = {
 _AGREE = {"adapt", "adapt, bounded", "forget"}
 
 
+@contextmanager
+def after_commits(act: Callable[[MemoryBank], object]) -> Iterator[None]:
+    """Does something with a bank whenever it has committed."""
+    commit = MemoryBank._commit
+
+    def followed(bank: MemoryBank, *arguments: Any, **options: Any) -> None:
+        commit(bank, *arguments, **options)
+        act(bank)
+
+    with patch.object(MemoryBank, "_commit", followed):
+        yield
+
+
 def bank_state(bank: MemoryBank) -> State:
     """Everything that a bank holds."""
     return {
@@ -172,12 +185,12 @@ def bank_state(bank: MemoryBank) -> State:
 
 def leftovers(folder: Path) -> set[str]:
     """Files of a bank that is open nowhere, and that its manifest does not name."""
-    segments = read_manifest(folder / MANIFEST).segments
-    return {file.name for file in folder.iterdir()} - {MANIFEST, MANIFEST_COPY, LOCK}.union(*(s.files for s in segments))
+    named = {MANIFEST, MANIFEST_COPY, LOCK}.union(*(info.files for info in read_manifest(folder / MANIFEST).segments))
+    return {file.name for file in folder.iterdir()} - named
 
 
 def _members(state: State) -> list[Any]:
-    """The documents of a bank. Which of them a bounded bank averages with which depends on the groups that they come in."""
+    """The documents of a bank. Which of them a bounded bank averages depends on the groups that they come in."""
     return sorted((name, digest) for names, (digests, *_) in state.items() for name, digest in zip(names, digests))
 
 
@@ -196,6 +209,7 @@ class Interrupted:
 
     Attributes:
         example: the folder before the change.
+        commits: the number of commits that the change makes.
     """
 
     def __init__(self, name: str, place: Path, model: MACModel) -> None:
@@ -206,15 +220,10 @@ class Interrupted:
         shutil.copytree(self.example, whole)
         with MemoryBank.open(whole / "bank") as bank:
             self._states = [bank_state(bank)]  # at each commit
-        commit = MemoryBank._commit
-
-        def recorded(bank: MemoryBank, *arguments: Any, **options: Any) -> None:
-            commit(bank, *arguments, **options)
-            self._states.append(bank_state(bank))
-
-        with patch.object(MemoryBank, "_commit", recorded):
+        with after_commits(lambda bank: self._states.append(bank_state(bank))):
             self.run(whole)
         self._states.append(bank_state(MemoryBank.open(whole / "bank")))
+        self.commits = len(self._states) - 1
         self._texts = _texts_state(self.example / "texts"), _texts_state(whole / "texts")
 
     def run(self, folder: Path) -> None:
@@ -222,14 +231,15 @@ class Interrupted:
         with patch("mac_rag.engine._ADAPT_GROUP", 3):
             self._run(folder, self._model)
 
-    def check(self, folder: Path, *, done: bool) -> None:
+    def check(self, folder: Path, *, done: bool, commits: int = 0) -> None:
         """Checks what an interruption has left, and that the change, made again, does the rest.
 
         Args:
             folder: the folder after the interruption.
             done: True if the change was acknowledged.
+            commits: the number of its commits that were acknowledged.
         """
-        self._check_bank(folder, self._states[-1:] if done else self._states)
+        self._check_bank(folder, self._states[-1:] if done else self._states[commits:])
         before, after = self._texts
         for name, text in _texts_state(folder / "texts").items():
             if text not in ((after.get(name),) if done else (before.get(name), after.get(name))):

@@ -1,8 +1,8 @@
 """Every call of the file system fails once, in each of several ways, during every change.
 
 A change that one engine makes leaves bank and retriever as they were, in memory and on disk, or for a change of several
-commits as after one of them; the same call then succeeds. A change that is a process of its own leaves a folder where it
-can be made again.
+commits as after one of them; the same call then succeeds. A change that is a process of its own leaves a folder where
+it can be made again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ HOWS: dict[str, Callable[[Faults, int], None]] = {
     "Ctrl-C": lambda state, number: state.interrupt(number),
 }
 STOPPED = (MACError, KeyboardInterrupt)
-
 
 
 class Example:

@@ -27,9 +27,7 @@ _MESSAGE = 6000  # characters of a message that are kept
 _PROCESSES = multiprocessing.get_context("fork")
 
 
-def run(
-    name: str, runs: int | None, folder: Path = FOLDER, *, fresh: bool = False, seconds: float = HOUR
-) -> Progress:
+def run(name: str, runs: int | None, folder: Path = FOLDER, *, fresh: bool = False, seconds: float = HOUR) -> Progress:
     """Goes on with a part: until its goal, or until the time is over.
 
     Args:

@@ -296,7 +296,7 @@ class Store:
     def _undo(self) -> None:
         """Takes back what a failed commit has left. The error may have come after its manifest had taken its name."""
         with suppress(OSError):
-            renew_copy(self.folder, self.manifest)  # behind a copy that is ahead, the manifest would look like an older one
+            renew_copy(self.folder, self.manifest)  # beside a copy that is ahead, the manifest would look old
         restore_manifest(self.folder, self.manifest)
         self._failed = None
         self.tidy()

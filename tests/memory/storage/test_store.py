@@ -173,7 +173,7 @@ def test_what_the_disk_refuses_can_be_committed_later(folder: Path) -> None:
 
 
 def test_a_full_disk_leaves_a_bank_that_opens(folder: Path) -> None:
-    """Also while it is still full, and if the commit that failed needs no new segment, which would tell it from others."""
+    """Also while it is still full, and if the commit that failed needs no new segment."""
     made(folder, "a", "b").close()
     files = {file.name for file in folder.iterdir()}
     syncs = 0
