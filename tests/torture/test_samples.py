@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers import run_in_process
 from tests.memory.helpers import fast_folder
+from tests.torture import soak
 from tests.torture.mutations import little_memory
 from tests.torture.part import make
 
@@ -30,6 +31,8 @@ def _try(part: str, seeds: range, report: Path) -> None:
     try:
         with fast_folder() as place:
             torture = make(part, place)
+            if isinstance(torture, soak.Torture):
+                torture.seconds = 2.0
             for seed in seeds:
                 torture.trial(seed)
     except BaseException:
@@ -37,7 +40,7 @@ def _try(part: str, seeds: range, report: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("part", "trials"), [("kills", 16)])
+@pytest.mark.parametrize(("part", "trials"), [("kills", 8), ("soak", 1)])
 def test_processes_of_their_own(part: str, trials: int, tmp_path: Path) -> None:
     """They are forked from a process without threads."""
     report = tmp_path / "report"
