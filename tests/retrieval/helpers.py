@@ -53,6 +53,7 @@ class WordEncoder:
 
 PLAIN = Tokenizer(stemmer=None, stopwords=None)
 
+
 class UnevenEncoder(WordEncoder):
     """Vectors of random numbers, one text independent of the next, whose products are rounded."""
 

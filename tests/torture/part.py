@@ -9,7 +9,9 @@ from pathlib import Path
 from mac_rag.errors import MACError
 
 # Each is a module beside this one, with a class `Torture`.
-PARTS = ("kills", "faults", "power_loss", "tenants", "soak", "banks", "retrievers", "checkpoints", "data_files", "texts")
+PARTS = (
+    "kills", "faults", "power_loss", "tenants", "soak", "banks", "retrievers", "checkpoints", "data_files", "texts",
+)  # fmt: skip
 FAILURES = ("lost", "stale", "foreign", "hang", "wrong")
 
 

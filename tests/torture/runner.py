@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,10 @@ def run(name: str, runs: int | None, folder: Path = FOLDER, *, fresh: bool = Fal
         goal = part.goal if runs is None else min(runs, part.goal)
         progress = (None if fresh else Progress.load(name, folder)) or Progress(name, [], goal)
         progress.goal = goal
-        if progress.next < goal and commit() not in progress.commits:
-            progress.commits.append(commit())
+        if commit() not in progress.commits:
+            _retry(part, progress, folder / f"{name}.hang.txt")
+            if progress.next < goal and commit() not in progress.commits:
+                progress.commits.append(commit())
         until, saved = time.monotonic() + seconds, 0.0
         while progress.next < goal and time.monotonic() < until:
             with _worker(part, progress.next, goal, folder / f"{name}.hang.txt") as worker:
@@ -85,6 +88,19 @@ def _worker(part: Part, first: int, stop: int, trace: Path) -> Iterator[_Worker]
     finally:
         worker.kill()
         trace.unlink(missing_ok=True)
+
+
+def _retry(part: Part, progress: Progress, trace: Path) -> None:
+    """Makes trials that have failed again, after a change of the library; those that succeed are failures no more."""
+    failures, progress.failures = progress.failures, []
+    counted = asdict(progress)
+    for failure in failures:
+        progress.next = failure["seed"]
+        with _worker(part, progress.next, progress.next + 1, trace) as worker:
+            _next(worker, part, progress)
+    progress.next, progress.tried = counted["next"], counted["tried"]
+    if failures:
+        progress.commits.append(commit())
 
 
 def _next(worker: _Worker, part: Part, progress: Progress) -> bool:

@@ -2,8 +2,8 @@
 
 The writer adapts, forgets and compacts as a list says that is drawn beforehand, so that everybody knows the state after
 each step. It tells by two counters how many steps it has begun and how many it has acknowledged. Whoever reads must see
-the state after one of the steps between them. In the writer's process a thread asks questions; one reader refreshes, one
-opens the bank anew, and one makes backups. Nobody may need more and more files or memory.
+the state after one of the steps between them. In the writer's process a thread asks questions; one reader refreshes,
+one opens the bank anew, and one makes backups. Nobody may need more and more files or memory.
 """
 
 from __future__ import annotations

@@ -49,7 +49,10 @@ def _run(folder: Path) -> None:
     assert Progress.load("part", folder) == second
     assert second.commits == ["a"]
     with patch.object(runner, "make", lambda name, place: _Failing(place)), patch.object(runner, "commit", lambda: "b"):
-        assert runner.run("part", None, folder) == second  # nothing is left to do
+        with patch.dict(_ERRORS, clear=True):
+            mended = runner.run("part", None, folder)  # nothing is left to do but to try again what failed
+        assert {each["seed"]: each["failure"] for each in mended.failures} == {6: "foreign", 7: "hang"}
+        assert (mended.next, mended.tried, mended.commits) == (12, second.tried, ["a", "b"])
         again = runner.run("part", 1, folder, fresh=True)
         assert (again.tried, again.commits) == ({"even": 1}, ["b"])
 
