@@ -13,7 +13,7 @@ from tests.torture import soak
 from tests.torture.mutations import little_memory
 from tests.torture.part import make
 
-MUTATIONS = [("banks", 40), ("retrievers", 60), ("checkpoints", 12), ("data_files", 25)]
+MUTATIONS = [("banks", 30), ("retrievers", 60), ("checkpoints", 10), ("data_files", 20)]
 
 
 @pytest.mark.parametrize(("part", "trials"), MUTATIONS)
@@ -25,6 +25,20 @@ def test_a_damaged_file_is_refused_or_read_as_it_was_meant(part: str, trials: in
         for seed in range(trials):
             with little_memory():
                 torture.trial(seed)
+
+
+def test_moments_of_a_power_loss() -> None:
+    with fast_folder() as place:
+        torture = make("power_loss", place)
+        for seed in range(0, torture.goal, torture.goal // 40):
+            torture.trial(seed)
+
+
+def test_tenants() -> None:
+    with fast_folder() as place:
+        torture = make("tenants", place)
+        for seed in range(32):
+            torture.trial(seed)
 
 
 def _try(part: str, seeds: range, report: Path) -> None:
