@@ -40,7 +40,7 @@ class _Event:
     synced: str | None = None
 
 
-class _Recorder(Faults):
+class Recorder(Faults):
     """Notes everything that changes a folder. Paths are relative to it."""
 
     def __init__(self, folder: Path) -> None:
@@ -97,7 +97,7 @@ class _Loss:
 
     def __init__(self, name: str, place: Path, model: object) -> None:
         self.change = Interrupted(name, place, model)  # type: ignore[arg-type]
-        recorder = _Recorder(copy(self.change.example, place / "recorded"))
+        recorder = Recorder(copy(self.change.example, place / "recorded"))
         self._names, self._contents, self.events = recorder.names, recorder.contents, recorder.events
         self._commits: list[int] = []  # the number of events when each commit was acknowledged
         with watching(recorder), after_commits(lambda bank: self._commits.append(len(recorder.events))):
@@ -176,6 +176,7 @@ class Torture(Part):
         self._folder = place / "folder"
         losses = [_Loss(name, place / str(number), model) for number, name in enumerate(CHANGES)]
         self._moments = [(loss, moment) for loss in losses for moment in range(len(loss.events) + 1)]
+        random.Random(0).shuffle(self._moments)  # so that a part of a run says something of every change
         self.goal = STATES * len(self._moments)
 
     def kind(self, seed: int) -> str:

@@ -23,9 +23,13 @@ def table(states: Iterable[Progress]) -> str:
         several = f" ({kinds})" if len(state.tried) > 1 else ""
         cells = [f"`{state.part}`{several}", f"{state.next:,}", f"{state.goal:,}"]
         cells += [f"{failed[failure]:,}" for failure in FAILURES]
-        cells += [f"{state.slowest[0]:,.1f} s", f"{state.seconds:,.0f}", ", ".join(f"`{each}`" for each in state.commits)]
+        cells += [f"{state.slowest[0]:,.1f} s", f"{state.seconds:,.0f}", _commits(state)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _commits(state: Progress) -> str:
+    return ", ".join(f"`{name}`" for name in state.commits)
 
 
 def write(page: Path, states: Iterable[Progress]) -> None:

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from mac_rag.memory import MemoryBank
+from mac_rag.memory.storage.lock import HOLDER
+from tests.faults import watching
 from tests.helpers import run_in_process
 from tests.memory.helpers import fast_folder
 from tests.torture import soak
 from tests.torture.mutations import little_memory
 from tests.torture.part import make
+from tests.torture.power_loss import Recorder
 
 MUTATIONS = [("banks", 30), ("retrievers", 60), ("checkpoints", 10), ("data_files", 20)]
 
@@ -32,6 +36,18 @@ def test_moments_of_a_power_loss() -> None:
         torture = make("power_loss", place)
         for seed in range(0, torture.goal, torture.goal // 40):
             torture.trial(seed)
+
+
+def test_the_writers_note_lasts_before_a_commit_does() -> None:
+    """Without the note, the copy of the manifest, which may last before it, would look like the newest manifest."""
+    with fast_folder() as place:
+        MemoryBank.create(place / "bank", "f00d").close()
+        recorder = Recorder(place / "bank")
+        with watching(recorder), MemoryBank.open(place / "bank", write=True):
+            events = list(recorder.events)
+    named = [number for number, event in enumerate(events) if event.names and HOLDER in event.names]
+    assert named
+    assert any(event.synced == "." for event in events[named[0] :])
 
 
 def test_tenants() -> None:
