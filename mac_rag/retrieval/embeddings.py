@@ -111,14 +111,24 @@ class EmbeddingCache:
         self._places.update((name, (path, row)) for row, name in enumerate(hashes))
 
     def clear(self) -> None:
-        """Removes all files, once their embeddings are saved elsewhere."""
+        """Removes all files, once their embeddings are saved elsewhere.
+
+        Raises:
+            BankError: when the folder cannot be written to.
+        """
         self._places.clear()
-        for path in self._files():
-            if not path.is_dir():
-                path.unlink()
+        try:
+            for path in self._files():
+                if not path.is_dir():
+                    path.unlink()
+        except OSError as error:
+            raise BankError(f"{self.folder} cannot be written to: {error}") from error
 
     def _files(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("*.part.safetensors") if _NAME.fullmatch(path.name))
+        try:
+            return sorted(path for path in self.folder.glob("*.part.safetensors") if _NAME.fullmatch(path.name))
+        except OSError as error:
+            raise BankError(f"{self.folder} cannot be read: {error}") from error
 
     def _learn(self, path: Path) -> None:
         """Registers the embeddings of a file, unless it cannot be read or is of another encoder."""

@@ -71,8 +71,15 @@ def write(folder: Path, kind: str, body: Mapping[str, Any], arrays: Mapping[str,
 
 
 def exists(folder: Path) -> bool:
-    """True if the folder holds a retriever."""
-    return (folder / MANIFEST).exists()
+    """True if the folder holds a retriever.
+
+    Raises:
+        BankError: when the folder cannot be read.
+    """
+    try:
+        return (folder / MANIFEST).exists()
+    except OSError as error:
+        raise BankError(f"{folder} cannot be read: {error}") from error
 
 
 def read(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:

@@ -22,7 +22,7 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
-import mac_rag.engine
+import mac_rag.adapting
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.integrations.llama_index import MACVectorStore, MemoryWriter
 from mac_rag.integrations.llama_index.contents import documents_in
@@ -124,7 +124,7 @@ def test_only_the_nodes_of_the_index_are_read_from_a_shared_docstore(engine: Rec
 
 def test_an_interrupted_call_resumes(tiny_model: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = SummaryIndex.from_documents(facts())
-    monkeypatch.setattr(mac_rag.engine, "_ADAPT_GROUP", 1)
+    monkeypatch.setattr(mac_rag.adapting, "GROUP", 1)
     engine = RecordingEngine(tiny_model, MemoryBank.create(tmp_path / "bank", tiny_model.fingerprint))
     encoded: list[int] = []
 

@@ -11,14 +11,15 @@ from pathlib import Path
 from mac_rag.atomic_files import REPLACED, UNFINISHED, remove_file
 from mac_rag.errors import BankError
 from mac_rag.memory.storage.lock import HOLDER, LOCK
-from mac_rag.memory.storage.manifest import FORMER, MANIFEST
+from mac_rag.memory.storage.manifest import FORMERS, MANIFEST
 
 QUARANTINE = "quarantine"  # folder of what a repair has dropped
 _SEGMENT_FILE = re.compile(r"segment-[0-9a-f]{16}\.(safetensors|jsonl|texts\.jsonl)")
 _CODEBOOK_FILE = re.compile(r"codebook(-[0-9a-f]{16})?(\.copy)?\.safetensors")
 # All names of unfinished and replaced files; beside unused segments and codebooks they are all that is ever deleted.
 _UNFINISHED_FILE = re.compile(
-    rf"({_SEGMENT_FILE.pattern}|manifest[a-z.]*|{_CODEBOOK_FILE.pattern}|writer\.json)({UNFINISHED}|{REPLACED})|{MANIFEST}{FORMER}"
+    rf"({_SEGMENT_FILE.pattern}|manifest[a-z.]*|{_CODEBOOK_FILE.pattern}|writer\.json)({UNFINISHED}|{REPLACED})"
+    rf"|{'|'.join(FORMERS)}"
 )
 
 

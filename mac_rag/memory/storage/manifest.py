@@ -3,8 +3,9 @@
     manifest.json         format version, model fingerprint, the segments in order with their checksums and tombstones
     manifest.copy.json    the same bytes; only `mac_rag.memory.storage.repair` reads them
 
-The copy is written first. Renaming the manifest is the commit. Until the name lasts, the former manifest is kept beside
-it (`manifest.json.old`), because going back to it must not need any space.
+The copy is written first. Renaming the manifest is the commit. Until the name lasts, the former manifest and the former
+copy are kept beside them (`manifest.json.old`, `manifest.copy.json.old`), because going back to them must not need any
+space.
 
 A bank without kept texts has format 2, one with texts format 3. One that overwrites what it deletes has format 4, with
 or without texts: a version that does not know of it would unlink its files as they are, and read zeros from those that
@@ -40,7 +41,8 @@ _FORMATS = (FORMAT, FORMAT_WITH_TEXTS, LATEST_FORMAT)
 CODEBOOK = "codebook"  # name of a bank's first codebook, without the suffix
 MANIFEST = "manifest.json"
 MANIFEST_COPY = "manifest.copy.json"
-FORMER = ".old"
+_FORMER = ".old"
+FORMERS = (MANIFEST + _FORMER, MANIFEST_COPY + _FORMER)  # what a commit that fails goes back to
 
 # Bytes of a manifest; tombstones take most of them, and compaction removes those.
 _LARGEST = 256 << 20
@@ -201,18 +203,18 @@ class Manifest(_StrictModel):
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replaces the manifest and its copy. The files that the manifest names must be on disk already."""
     data = manifest.encoded()
-    write_file(folder / MANIFEST_COPY, [data], secure_delete=manifest.secure_delete)
-    sync_folder(folder)
-    _keep_former(folder, manifest.secure_delete)
-    write_file(folder / MANIFEST, [data])
-    sync_folder(folder)
-    with suppress(OSError):
-        remove_file(folder / (MANIFEST + FORMER), secure_delete=manifest.secure_delete)
+    for name in (MANIFEST_COPY, MANIFEST):
+        _keep_former(folder / name, manifest.secure_delete)
+        write_file(folder / name, [data], secure_delete=manifest.secure_delete)
+        sync_folder(folder)
+    for name in (MANIFEST_COPY, MANIFEST):
+        with suppress(OSError):
+            remove_file(_former(folder / name), secure_delete=manifest.secure_delete)
 
 
 def restore_manifest(folder: Path, manifest: Manifest) -> None:
     """Goes back to a manifest that `write_manifest` was replacing when it failed."""
-    former = folder / (MANIFEST + FORMER)
+    former = _former(folder / MANIFEST)
     if read_manifest(folder / MANIFEST) == manifest:
         remove_file(former, secure_delete=manifest.secure_delete)
         return
@@ -231,8 +233,12 @@ def _is(path: Path, manifest: Manifest) -> bool:
         return False
 
 
-def _keep_former(folder: Path, secure_delete: bool) -> None:
-    path, former = folder / MANIFEST, folder / (MANIFEST + FORMER)
+def _former(path: Path) -> Path:
+    return path.with_name(path.name + _FORMER)
+
+
+def _keep_former(path: Path, secure_delete: bool) -> None:
+    former = _former(path)
     if path.is_file():
         remove_file(former, secure_delete=secure_delete)
         try:
@@ -242,15 +248,21 @@ def _keep_former(folder: Path, secure_delete: bool) -> None:
 
 
 def renew_copy(folder: Path, manifest: Manifest) -> None:
-    """Rewrites the copy if it differs: after a crash it can be one commit ahead."""
+    """Makes the copy that of this manifest if it is not: after a crash or an error it can be one commit ahead."""
     copy, data = folder / MANIFEST_COPY, manifest.encoded()
-    try:
-        is_current = read_text_bytes(copy, _LARGEST) == data
-    except (FileNotFoundError, MalformedError):
-        is_current = False
-    if not is_current:
-        write_file(copy, [data], secure_delete=manifest.secure_delete)
+    if not _holds(copy, data):
+        if _holds(_former(copy), data):
+            replace_file(_former(copy), copy, secure_delete=manifest.secure_delete)
+        else:
+            write_file(copy, [data], secure_delete=manifest.secure_delete)
         sync_folder(folder)
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    try:
+        return read_text_bytes(path, _LARGEST) == data
+    except (FileNotFoundError, MalformedError):
+        return False
 
 
 def read_manifest(path: Path) -> Manifest:

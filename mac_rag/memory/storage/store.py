@@ -39,6 +39,7 @@ from mac_rag.memory.storage.folder import (
 from mac_rag.memory.storage.lock import WriterLock
 from mac_rag.memory.storage.manifest import (
     CODEBOOK,
+    FORMERS,
     MANIFEST,
     MANIFEST_COPY,
     Intent,
@@ -318,11 +319,11 @@ class Store:
 
     def _undo(self) -> None:
         """Takes back what a failed commit has left. The error may have come after its manifest had taken its name."""
+        with suppress(OSError):
+            renew_copy(self.folder, self.manifest)  # beside a copy that is ahead, the manifest would look old
         restore_manifest(self.folder, self.manifest)
         self._failed = None
         self.tidy()
-        with suppress(OSError):
-            renew_copy(self.folder, self.manifest)
 
     def _segments(self, parts: Sequence[Part], rewrite: Part | None) -> list[Segment]:
         """Segments that hold these parts; writes those that are not on the disk yet."""
@@ -355,6 +356,7 @@ class Store:
         self._written.clear()
         infos = [info for manifest in manifests for info in manifest.segments]
         used = {name for info in infos for name in info.files}.union(*(each.codebook_files for each in manifests))
+        used = used if self._failed is None else used.union(FORMERS)
         return remove_unused(self.folder, used, secure_delete=self.manifest.secure_delete)
 
 

@@ -17,7 +17,9 @@ from mac_rag.atomic_files import sealed
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory import MemoryBank
+from mac_rag.memory.storage.manifest import FORMERS
 from mac_rag.memory.storage.repair import repair, verify
+from tests.faults import faults
 from tests.memory.helpers import contents, memory
 
 
@@ -168,6 +170,30 @@ def test_what_the_disk_refuses_can_be_committed_later(folder: Path) -> None:
     bank.commit()
     assert contents(MemoryBank.open(folder)) == {"b": 1.0, "c": 2.0}
     assert not list(folder.glob("*.new"))
+
+
+def test_a_full_disk_leaves_a_bank_that_opens(folder: Path) -> None:
+    """Also while it is still full, and if the commit that failed needs no new segment."""
+    made(folder, "a", "b").close()
+    files = {file.name for file in folder.iterdir()}
+    syncs = 0
+    for number in range(1, 100):
+        with faults(folder) as fault, MemoryBank.open(folder, write=True) as bank:
+            bank.delete("a")
+            before = len(fault.calls)
+            fault.full(before + number)
+            try:
+                bank.commit()
+                break
+            except BankError:
+                bank.rollback()
+            syncs += fault.failed == "fsync"
+        assert verify(folder).clean, fault.failed
+        assert contents(MemoryBank.open(folder)) == {"a": 0.0, "b": 1.0}
+        assert {file.name for file in folder.iterdir()} <= files.union(FORMERS)
+        MemoryBank.open(folder, write=True).close()
+        assert {file.name for file in folder.iterdir()} == files
+    assert syncs > 4
 
 
 def test_rows_that_rot_are_not_copied(folder: Path) -> None:
