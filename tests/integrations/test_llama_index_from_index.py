@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,8 @@ def test_a_bank_is_filled_as_a_writer_would_have_filled_it(
     filled, written = ({entry.document_id: entry for entry in each.bank} for each in (engine, expected))
     assert filled.keys() == written.keys()
     for document_id, entry in filled.items():
-        assert entry.members == written[document_id].members
+        now = entry.members[0].added  # a second may have passed
+        assert entry.members == tuple(replace(member, added=now) for member in written[document_id].members)
         torch.testing.assert_close(entry.phi, written[document_id].phi)
     again = engine.adapt(documents_in(source, "source"))
     assert (again.rows, again.unchanged) == (0, len(FACTS))
