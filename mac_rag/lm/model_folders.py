@@ -21,8 +21,9 @@ MOST_LAYERS = 1024  # no LM is that deep
 _RATIO = 16
 # ... and so many more, for buffers that no file holds.
 _SPARE = 1 << 24
-_LARGEST_JSON = 16 << 20
+LARGEST_JSON = 16 << 20
 _LARGEST_HEADER = 32 << 20
+ADAPTER = "adapter_config.json"
 # Bytes of a folder's own configuration of its vocabulary; they are left to the tokenizers library.
 _VOCABULARIES = frozenset(("tokenizer.json", "vocab.json", "added_tokens.json"))
 _LAYERS = frozenset(
@@ -35,7 +36,7 @@ def check_folder(folder: Path) -> None:
 
     Raises:
         ModelLoadError: for a file that is no file, JSON beyond all bounds, code of the folder's own, a kernel from the
-            Hub, or more layers than any model has; it names the file.
+            Hub, an adapter of PEFT, or more layers than any model has; it names the file.
     """
     if folder.is_dir():
         check_files(path for path in sorted(folder.iterdir()) if not path.is_dir())
@@ -48,9 +49,14 @@ def check_files(paths: Iterable[Path]) -> None:
         ModelLoadError: as `check_folder`.
     """
     for path in paths:
+        if path.name == ADAPTER:  # transformers would load the model that it names, wherever that lies
+            raise ModelLoadError(
+                f"{path} makes this an adapter of another model; merge it into that model (merge_and_unload of PEFT) "
+                "and save the whole, or remove the file from a copy of the folder to use the model without it"
+            )
         try:
             if path.suffix == ".json" and path.name not in _VOCABULARIES:
-                _check_json(path, read_json(path, _LARGEST_JSON, follow=True))
+                _check_json(path, read_json(path, LARGEST_JSON, follow=True))
             elif path.suffix in (".json", ".safetensors", ".model", ".txt", ".jinja"):
                 open_file(path, follow=True).close()
         except MalformedError as error:
@@ -121,8 +127,8 @@ def stored_numbers(path: Path) -> int:
 
 
 def _check_json(path: Path, content: Any) -> None:
-    if path.name == "modules.json" and isinstance(content, list):
-        for module in content:
+    if path.name == "modules.json":
+        for module in content if isinstance(content, list) else [content]:
             kind = module.get("type") if isinstance(module, dict) else None
             if not isinstance(kind, str) or not kind.startswith("sentence_transformers."):
                 raise ModelLoadError(f"{path} names the module {kind!r:.80}, and code that a model brings is never run")

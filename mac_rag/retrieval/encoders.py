@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -23,10 +22,9 @@ from transformers import (
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.batching import length_buckets, pad_rows
 from mac_rag.lm.devices import default_device
-from mac_rag.lm.hub_revisions import pinned, split_revision
+from mac_rag.lm.hub_revisions import check_modules, pinned, split_revision
 from mac_rag.lm.loading import loaded
 from mac_rag.lm.minilm import minilm_folder
-from mac_rag.lm.model_folders import check_folder
 from mac_rag.retrieval.embeddings import Vectors
 
 Pooling = Literal["mean", "pooler"]
@@ -207,14 +205,14 @@ class SentenceTransformerEncoder:
         except ImportError:
             raise ModelLoadError(f"{place!r} needs sentence-transformers: pip install 'mac-rag[dense]'") from None
         name, revision = split_revision(place)
-        for folder in (path for path in Path(name).glob("*") if path.is_dir()):
-            check_folder(folder)
+        revision = pinned(name, revision)
+        check_modules(name, revision)
         self._model: Any = loaded(
             "an encoder",
             name,
             SentenceTransformer,
             device=str(default_device(device)),
-            revision=pinned(name, revision),
+            revision=revision,
             model_kwargs={"use_safetensors": True},
         )
         self.width = int(self._model.get_embedding_dimension())

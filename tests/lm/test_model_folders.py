@@ -85,6 +85,15 @@ def test_modules_of_sentence_transformers_are_its_own(tmp_path: Path) -> None:
         SentenceTransformerEncoder(str(folder))
 
 
+@pytest.mark.parametrize("use", USES)
+def test_an_adapter_does_not_put_another_model_in_its_place(llama: Path, tmp_path: Path, use: str) -> None:
+    folder = copy(llama, tmp_path / "model")
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(llama)}))
+    (folder / "config.json").unlink()  # else transformers takes the folder itself
+    with pytest.raises(ModelLoadError, match=r"adapter_config.json makes this an adapter .* merge"):
+        USES[use](str(folder))
+
+
 def test_weights_that_are_missing_are_not_made_up(llama: Path, tmp_path: Path) -> None:
     folder = copy(llama, tmp_path / "model")
     rewrite(folder / "config.json", num_hidden_layers=3)
@@ -145,6 +154,25 @@ class TestRevisions:
     def test_a_folder_and_an_unknown_name_stay_as_they_are(self, llama: Path) -> None:
         assert hub_revisions.pinned(str(llama), None) is None
         assert hub_revisions.pinned("someone/unknown", None) is None
+
+    @pytest.mark.parametrize("whole", [True, False], ids=["model and adapter", "adapter alone"])
+    def test_an_adapter_in_the_cache_is_refused(self, hub: str, tmp_path: Path, whole: bool) -> None:
+        configuration = next(tmp_path.rglob("config.json"))
+        (configuration.parent / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/other"}')
+        if not whole:
+            configuration.unlink()
+        with pytest.raises(ModelLoadError, match=r"adapter_config.json makes this an adapter"):
+            load_causal_lm(BaseLMConfig(name=hub, revision="main"), CPU)
+
+    @pytest.mark.parametrize("file", ["adapter_config.json", "config.json"])
+    def test_parts_of_a_sentence_encoder_in_the_cache_are_checked(self, hub: str, tmp_path: Path, file: str) -> None:
+        snapshot = next(tmp_path.rglob("config.json")).parent
+        module = {"idx": 0, "name": "0", "path": "0_Transformer", "type": "sentence_transformers.models.Transformer"}
+        (snapshot / "modules.json").write_text(json.dumps([module]))
+        (snapshot / "0_Transformer").mkdir()
+        (snapshot / "0_Transformer" / file).write_text('{"auto_map": {"AutoModel": "own.Own"}}')
+        with pytest.raises(ModelLoadError, match=f"0_Transformer/{file}"):
+            SentenceTransformerEncoder(f"{hub}@main")
 
     def test_code_in_the_cache_is_refused(self, hub: str, tmp_path: Path) -> None:
         rewrite(next(tmp_path.rglob("config.json")), auto_map={"AutoModel": "own.Own"})
