@@ -61,15 +61,21 @@ def _pinned(name: str, revision: str | None) -> str | None:
 
 
 def cached_path(name: str, file: str, revision: str | None) -> Path | None:
-    """Where a file of a repository on the Hub lies on disk, after it was downloaded if need be.
+    """Where a file of a model lies on disk, after it was downloaded if need be.
+
+    Args:
+        name: repository on the Hub, or a folder.
+        file: the file's path in it.
+        revision: of a repository.
 
     Returns:
-        The path; None where the repository has no such file, or the Hub and its cache know nothing.
+        The path; None where there is no such file, or the Hub and its cache know nothing.
     """
     try:
-        return Path(str(cached_file(name, file, revision=revision)))
+        path = cached_file(name, file, revision=revision)
     except (OSError, ValueError):  # whoever loads the model says what is wrong
         return None
+    return None if path is None else Path(path)
 
 
 def check_modules(name: str, revision: str | None) -> None:

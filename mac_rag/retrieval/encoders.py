@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoTokenizer,
     DPRContextEncoder,
@@ -25,6 +26,7 @@ from mac_rag.lm.devices import default_device
 from mac_rag.lm.hub_revisions import check_modules, pinned, split_revision
 from mac_rag.lm.loading import loaded
 from mac_rag.lm.minilm import minilm_folder
+from mac_rag.lm.model_sizes import check_size
 from mac_rag.retrieval.embeddings import Vectors
 
 Pooling = Literal["mean", "pooler"]
@@ -246,6 +248,10 @@ def _tower(
 ) -> Tower:
     name, revision = split_revision(place)
     revision = pinned(name, revision)
+    # The configuration of an auto class is found by AutoConfig, that of any other is its own.
+    configuration = getattr(model, "config_class", AutoConfig)
+    architecture = loaded("an encoder", name, configuration.from_pretrained, revision=revision)
+    loaded("an encoder", name, check_size, revision=revision, architecture=architecture, auto_class=model)
     network = loaded(
         "an encoder", name, model.from_pretrained, revision=revision, use_safetensors=True, dtype=torch.float32
     )
