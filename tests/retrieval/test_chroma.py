@@ -23,6 +23,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError
 from mac_rag.retrieval import DenseRetriever, make_retriever
 from mac_rag.retrieval.chroma import ChromaRetriever
+from tests.helpers import DEEP, DIGITS
 from tests.retrieval.helpers import Server, WordEncoder, documents
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
@@ -159,6 +160,31 @@ def test_another_encoder_is_refused(place: str) -> None:
     ChromaRetriever(place, WordEncoder()).add(documents("one"))
     with pytest.raises(FingerprintError, match="made by the encoder 'words', not by 'other'"):
         ChromaRetriever(place, WordEncoder("other"))
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"metadata": DEEP}, "nested more than 64 deep"),
+        ({"metadata": f'{{"a": {DIGITS}}}'}, "a number of 5,000 digits"),
+        ({"metadata": "[]"}, "no JSON object"),
+        ({"metadata": 1}, "it has no metadata"),
+    ],
+)
+def test_metadata_that_another_program_wrote_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+    retriever = ChromaRetriever(tmp_path / "chroma", WordEncoder())
+    retriever.add([Document("d", "the harbour")])
+    retriever._collection.update(ids=["d"], metadatas=[record])
+    for act in (
+        lambda: retriever.retrieve(["harbour"], 1),
+        lambda: retriever.retrieve(["harbour"], 1, allowed={"d"}),
+        lambda: retriever.documents(["d"]),
+    ):
+        with pytest.raises(BankError, match=rf"document 'd' in .*chroma was not written by mac_rag: .*{message}"):
+            act()
+    retriever.delete("d")
+    retriever.add([Document("d", "the harbour")])
+    assert retriever.documents(["d"]) == [Document("d", "the harbour")]
 
 
 def test_a_foreign_collection_is_refused(server: Server) -> None:
