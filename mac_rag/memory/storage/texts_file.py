@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+from functools import cached_property
 from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +21,7 @@ from mac_rag.errors import BankError
 from mac_rag.memory.storage.record_lines import LONGEST_LINE, sealed_lines
 from mac_rag.untrusted_files import MalformedError, lines_of, open_file, parse_json
 
+_PIECE = 1 << 20
 _FIELDS = frozenset(("id", "text", "sha256"))
 
 
@@ -41,6 +43,11 @@ class TextsFile:
         with open_file(path) as file:
             is_empty = not file.read(1)  # which cannot be mapped
             self._bytes: mmap.mmap | bytes = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    @cached_property
+    def count(self) -> int:
+        """The number of lines, which are counted and not read."""
+        return sum(self._bytes[first : first + _PIECE].count(b"\n") for first in range(0, len(self._bytes), _PIECE))
 
     def text(self, member: Member) -> str | None:
         """The text of a document; None if it was lost.
