@@ -54,6 +54,8 @@ class Adapter:
     ) -> Plan:
         """Token ids of the documents that are new to a bank or changed: for each document a row for each chunk.
 
+        A document whose kept text was lost counts as changed, so that the bank keeps the text again.
+
         Args:
             documents: documents with unique ids.
             bank: the bank, or a snapshot of it.
@@ -65,6 +67,7 @@ class Adapter:
             DocumentError: for an empty document, one of too many rows for a bank, and with `on_long="error"` one beyond
                 the limit; and as `Member.of`.
             BankError: for an id that occurs twice; and as `Member.of`.
+            DamageError: when the bank keeps texts, and their file is damaged.
         """
         members: dict[str, Member] = {}
         for document in documents:
@@ -72,7 +75,11 @@ class Adapter:
             if document.id in members:
                 raise BankError(f"document id {shown_id(document.id)} occurs twice; ids must be unique")
             members[document.id] = member
-        new = [one for one in documents if not is_held(bank, one.id, members[one.id].content_hash)]
+        new = [
+            one
+            for one in documents
+            if not is_held(bank, one.id, members[one.id].content_hash) or bank.is_textless(one.id)
+        ]
         plan: Plan = {}
         with progress_bar("split", sum(len(document.text) for document in new), disable=not progress) as bar:
             for document in new:

@@ -17,6 +17,7 @@ from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError
 from mac_rag.memory import MemoryBank
+from mac_rag.memory.storage.repair import repair
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from tests.helpers import mac_config
@@ -312,3 +313,22 @@ def test_questions_are_answered_while_a_bank_is_compacted(
         assert calls == [secure_delete]
         assert STREAM.documents[0].id.encode() not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
         assert engine.adapt(STREAM.documents[:1]).added == 1
+
+
+def test_a_kept_text_that_was_lost_comes_back_with_the_same_call(tiny_model: MACModel, tmp_path: Path) -> None:
+    documents = [Document(name, f"The bridge in {name} has opened.") for name in ("Lund", "Wun", "Berg")]
+    with MemoryBank.create(tmp_path / "bank", tiny_model.fingerprint, keep_texts=True) as bank:
+        MACEngine(tiny_model, bank).adapt(documents)
+        before = {name: bank[name].phi for name in bank.document_ids}
+    [file] = tmp_path.rglob("segment-*.texts.jsonl")
+    file.write_bytes(file.read_bytes().replace(b"in Wun", b"in Wum"))
+    assert repair(tmp_path / "bank").textless == ("Wun",)
+    with MemoryBank.open(tmp_path / "bank", write=True) as bank:
+        engine = MACEngine(tiny_model, bank)
+        report = engine.adapt(documents)
+        assert (report.added, report.updated, report.unchanged) == (0, 1, 2)
+        assert engine.adapt(documents).unchanged == 3
+    bank = MemoryBank.open(tmp_path / "bank")
+    assert {name: bank[name].texts for name in before} == {each.id: (each.text,) for each in documents}
+    for name, phi in before.items():
+        torch.testing.assert_close(bank[name].phi, phi)

@@ -142,6 +142,18 @@ class Contents:
             for placed in part.entries.values():
                 yield self._entry(part, placed)
 
+    def is_textless(self, document_id: str) -> bool:
+        """True if this bank keeps texts, has lost that of a document, and gets it back with the document.
+
+        A document that was merged with others does not count: to put it again would forget the others.
+
+        Raises:
+            BankError: when the bank does not hold the document.
+            DamageError: when the file of the texts is damaged.
+        """
+        record = self._record(document_id)
+        return self.keep_texts and len(record.members) == 1 and self._part(record.sequence).lacks_text(record)
+
     def _entry(self, part: Part, placed: PlacedRecord) -> BankEntry:
         record, start = placed
         tokens = part.tokens[start : start + record.rows]

@@ -17,15 +17,17 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from mac_rag.atomic_files import make_folder
-from mac_rag.data.characters import fault_of
+from mac_rag.data.characters import fault_of, shown_id
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.retrieval.base import Hit, Retriever, check_documents, check_request
 from mac_rag.retrieval.chroma_compaction import COMPACTED, copy_documents, rewrite, settle
+from mac_rag.retrieval.chroma_schema import check_schema
 from mac_rag.retrieval.dense import Encoder
 from mac_rag.retrieval.embeddings import Vectors, check_finite
 from mac_rag.retrieval.gate import Gate
+from mac_rag.untrusted_files import METADATA_DEPTH, MalformedError, parse_json
 
 _log = logging.getLogger(__name__)
 
@@ -117,13 +119,7 @@ class ChromaRetriever(Retriever):
             metadata={_ENCODER: self.encoder.fingerprint},
             configuration={"hnsw": {"space": "ip"}},
         )
-        # Now, before chromadb reads the schema: it builds what that names, and some of it runs the code of a model.
-        model = collection._model
-        if foreign := _embedding_functions(model.configuration_json, model.serialized_schema):
-            raise ConfigError(
-                f"the collection {name!r} in {self._place} has an embedding function ({', '.join(foreign)}), which "
-                "chromadb would build and run; use a collection that mac_rag has made"
-            )
+        check_schema(collection, self._place)  # before chromadb reads it
         return collection
 
     def compact(self, *, secure_delete: bool = False) -> None:
@@ -242,7 +238,7 @@ class ChromaRetriever(Retriever):
         for row in scores.tolist():
             ranked = zip(row, records, strict=True)
             best = heapq.nsmallest(k, ranked, key=lambda scored: (-scored[0], scored[1][0]))
-            rankings.append([Hit(name, text, score, json.loads(r[_METADATA])) for score, (name, text, r) in best])
+            rankings.append([Hit(name, text, score, self._metadata(name, r)) for score, (name, text, r) in best])
         return rankings
 
     def _query(self, vectors: Vectors, k: int) -> list[list[Hit]]:
@@ -253,7 +249,7 @@ class ChromaRetriever(Retriever):
         return [
             _best(
                 (
-                    Hit(name, text, 1.0 - distance, json.loads(record[_METADATA]))
+                    Hit(name, text, 1.0 - distance, self._metadata(name, record))
                     for name, text, distance, record in zip(*column, strict=True)
                     if record is not None  # it was deleted between Chroma's search and its look-up
                 ),
@@ -277,17 +273,40 @@ class ChromaRetriever(Retriever):
     def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
         hashes: dict[str, str] = {}
         for page in self._pages(document_ids, ["metadatas"]):
-            hashes.update((name, row[_HASH]) for name, row in zip(page["ids"], page["metadatas"], strict=True))
+            for name, row in zip(page["ids"], page["metadatas"], strict=True):
+                hashes[name] = self._stored(name, row, _HASH)
         return hashes
 
     def documents(self, document_ids: Collection[str]) -> list[Document]:
         by_id: dict[str, Document] = {}
         for page in self._pages(document_ids, ["documents", "metadatas"]):
             for name, text, row in zip(page["ids"], page["documents"], page["metadatas"], strict=True):
-                by_id[name] = Document(name, text, json.loads(row[_METADATA]))
+                by_id[name] = Document(name, text, self._metadata(name, row))
         if missing := [name for name in document_ids if name not in by_id]:
             raise BankError(f"no document {missing[0]!r} in this index of {len(self)} documents")
         return [by_id[name] for name in document_ids]
+
+    def _metadata(self, document_id: str, record: Any) -> dict[str, Any]:
+        text = self._stored(document_id, record, _METADATA)
+        try:
+            metadata = parse_json(text, depth=METADATA_DEPTH)
+            if not isinstance(metadata, dict):
+                raise MalformedError("no JSON object")
+        except MalformedError as error:
+            raise self._foreign(document_id, f"its metadata is {error}") from None
+        return metadata
+
+    def _stored(self, document_id: str, record: Any, key: str) -> str:
+        value = record.get(key) if isinstance(record, dict) else None
+        if not isinstance(value, str):
+            raise self._foreign(document_id, f"it has no {key}")
+        return value
+
+    def _foreign(self, document_id: str, fault: str) -> BankError:
+        return BankError(
+            f"document {shown_id(document_id)} in {self._place} was not written by mac_rag: {fault}; delete it there, "
+            "and add it again"
+        )
 
     def _pages(self, document_ids: Collection[str] | None, include: list[str]) -> Iterator[Any]:
         """What Chroma holds of these documents (None for all), page by page.
@@ -342,18 +361,6 @@ class ChromaRetriever(Retriever):
 
 def _best(hits: Iterable[Hit], k: int) -> list[Hit]:
     return sorted(hits, key=lambda hit: (-hit.score, hit.document_id))[:k]
-
-
-def _embedding_functions(*values: Any) -> list[str]:
-    """Names of the embedding functions in a collection's configuration and schema; mac_rag's collections have none."""
-    names, left = set(), list(values)
-    while left:
-        value = left.pop()
-        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        function = value.get("embedding_function") if isinstance(value, dict) else None
-        if function is not None and not (isinstance(function, dict) and function.get("type") in ("legacy", "unknown")):
-            names.add(str(function.get("name") if isinstance(function, dict) else function)[:40])
-    return sorted(names)
 
 
 def _local_client(folder: str) -> Any:

@@ -25,6 +25,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError
 from mac_rag.retrieval import DenseRetriever, make_retriever
 from mac_rag.retrieval.chroma import ChromaRetriever
+from tests.helpers import DEEP, DIGITS
 from tests.retrieval.helpers import Server, WordEncoder, documents
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
@@ -163,6 +164,31 @@ def test_another_encoder_is_refused(place: str) -> None:
         ChromaRetriever(place, WordEncoder("other"))
 
 
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"metadata": DEEP}, "nested more than 64 deep"),
+        ({"metadata": f'{{"a": {DIGITS}}}'}, "a number of 5,000 digits"),
+        ({"metadata": "[]"}, "no JSON object"),
+        ({"metadata": 1}, "it has no metadata"),
+    ],
+)
+def test_metadata_that_another_program_wrote_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+    retriever = ChromaRetriever(tmp_path / "chroma", WordEncoder())
+    retriever.add([Document("d", "the harbour")])
+    retriever._collection.update(ids=["d"], metadatas=[record])
+    for act in (
+        lambda: retriever.retrieve(["harbour"], 1),
+        lambda: retriever.retrieve(["harbour"], 1, allowed={"d"}),
+        lambda: retriever.documents(["d"]),
+    ):
+        with pytest.raises(BankError, match=rf"document 'd' in .*chroma was not written by mac_rag: .*{message}"):
+            act()
+    retriever.delete("d")
+    retriever.add([Document("d", "the harbour")])
+    assert retriever.documents(["d"]) == [Document("d", "the harbour")]
+
+
 def test_a_foreign_collection_is_refused(server: Server) -> None:
     server.client().create_collection("foreign", embedding_function=None)
     with pytest.raises(ConfigError, match=r"'foreign' in .* is not mac_rag's"):
@@ -275,7 +301,7 @@ def test_no_embedding_function_of_a_collection_is_built(
     with pytest.raises(ConfigError, match=r"embedding function \(sentence_transformer\), which chromadb would build"):
         ChromaRetriever(place, WordEncoder())
     assert not built
-    monkeypatch.setattr("mac_rag.retrieval.chroma._embedding_functions", lambda *_: [])
+    monkeypatch.setattr("mac_rag.retrieval.chroma.check_schema", lambda *_: None)
     with contextlib.suppress(ConfigError):  # the one of the server was not made by mac_rag
         ChromaRetriever(place, WordEncoder()).add(documents("one"))
         assert built  # what the check is for

@@ -76,7 +76,10 @@ class Report:
         if self.unnamed:
             lines.append(f"  and {self.unnamed:,} whose ids are lost too")
         if self.textless:
-            lines.append(f"only the kept text is lost: {len(self.textless):,}; to keep it again, delete and adapt:")
+            lines.append(
+                f"only the kept text is lost: {len(self.textless):,}; adapt to them again, and it is kept again "
+                "(not of documents that were merged with others):"
+            )
             lines += [f"  {printable(document_id)}" for document_id in self.textless]
         if self.quarantine is not None:
             lines.append(f"what was dropped lies in {self.quarantine}, with this report")

@@ -7,12 +7,14 @@ removes it, also if the bank overwrites what it deletes.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from mac_rag.atomic_files import copy_file, make_folder, sync_folder, write_file, write_text
+from mac_rag.errors import BankError
 from mac_rag.memory.storage.examination import Report, examine, verify
 from mac_rag.memory.storage.folder import QUARANTINE, check_exists, file_errors
 from mac_rag.memory.storage.lock import HOLDER, LOCK, WriterLock
@@ -39,7 +41,7 @@ def repair(folder: str | Path, into: str | Path | None = None) -> Report:
 
     Raises:
         BankError: when there is no bank, another process writes to it, its format is unknown, or nothing can be saved;
-            when `into` is not empty.
+            when its quarantine is a link; when `into` is not empty.
     """
     folder = Path(folder)
     with file_errors(folder, "repaired"):
@@ -81,8 +83,14 @@ def _repair_into(folder: Path, new: Path) -> Report:
 
 
 def _new_quarantine(folder: Path) -> Path:
+    quarantine = folder / QUARANTINE
+    if quarantine.is_symlink():
+        raise BankError(
+            f"{quarantine} is a symbolic link, and what is dropped would be written to the place that it names; remove "
+            "the link, or repair into a new folder (into)"
+        )
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
-    return next(place for number in range(1000) if not (place := folder / QUARANTINE / f"{now}-{number}").exists())
+    return next(place for number in range(1000) if not os.path.lexists(place := quarantine / f"{now}-{number}"))
 
 
 def _quarantine(folder: Path, kept: Collection[str], report: Report) -> None:

@@ -71,6 +71,7 @@ class Segment(Part):
         self.checksums = {record.sequence: checksum for record, checksum in zip(records, checksums, strict=True)}
         self._info = info
         self._texts_file = texts
+        self._documents = sum(len(record.members) for record in records)
         for sequence in info.tombstones:
             self.tombstone(sequence)
 
@@ -96,6 +97,16 @@ class Segment(Part):
             return tuple(map(self._texts_file.text, record.members))
         except MalformedError as error:
             raise DamageError(f"{self.folder / self._info.texts_file} is damaged: {error}{_REMEDY}") from None
+
+    def lacks_text(self, record: Record) -> bool:
+        """As `Part.lacks_text`; no text is read as long as the segment has all.
+
+        Raises:
+            DamageError: as `texts`.
+        """
+        if self._texts_file is not None and self._texts_file.count == self._documents:
+            return False
+        return super().lacks_text(record)
 
     def check_texts(self) -> None:
         """Reads all texts.

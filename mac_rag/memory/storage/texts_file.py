@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import sys
+from functools import cached_property
 from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +22,7 @@ from mac_rag.errors import BankError
 from mac_rag.memory.storage.record_lines import LONGEST_LINE, sealed_lines
 from mac_rag.untrusted_files import MalformedError, lines_of, open_file, parse_json, read_text_bytes
 
+_PIECE = 1 << 20
 _FIELDS = frozenset(("id", "text", "sha256"))
 
 
@@ -47,6 +49,11 @@ class TextsFile:
         with open_file(path) as file:
             is_empty = not file.read(1)  # which cannot be mapped
             self._bytes = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    @cached_property
+    def count(self) -> int:
+        """The number of lines, which are counted and not read."""
+        return sum(self._bytes[first : first + _PIECE].count(b"\n") for first in range(0, len(self._bytes), _PIECE))
 
     def text(self, member: Member) -> str | None:
         """The text of a document; None if it was lost.

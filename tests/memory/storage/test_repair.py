@@ -84,6 +84,24 @@ def test_what_a_repair_drops_is_kept(folder: Path) -> None:
     assert len(list((place / "quarantine").iterdir())) == 1
 
 
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_quarantine_that_is_a_link_is_not_followed(folder: Path, dangling: bool) -> None:
+    place, elsewhere = folder / "bank", folder / "elsewhere"
+    expected = filled(place)
+    (place / MANIFEST).write_bytes(b"{}")
+    if not dangling:
+        elsewhere.mkdir()
+    (place / "quarantine").symlink_to(elsewhere)
+    before = {file.name: file.read_bytes() for file in place.glob("*.*")}
+    with pytest.raises(BankError, match=r"quarantine is a symbolic link.* or repair into a new folder"):
+        repair(place)
+    assert {file.name: file.read_bytes() for file in place.glob("*.*")} == before
+    assert not list(elsewhere.glob("*"))
+    (place / "quarantine").unlink()
+    assert not repair(place).lost
+    assert contents(MemoryBank.open(place)) == expected
+
+
 def test_repair_into_a_new_bank_leaves_the_old_one(folder: Path) -> None:
     place, new = folder / "bank", folder / "new"
     with MemoryBank.create(place, "f00d", codebook=torch.eye(3)) as bank:
