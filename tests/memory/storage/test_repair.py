@@ -122,9 +122,9 @@ def test_repair_into_a_new_bank_leaves_the_old_one(folder: Path) -> None:
         repair(place, new)
 
 
-@pytest.mark.parametrize("what", ["add", "merge segments", "delete", "compact"])
-def test_a_repair_that_fails_can_be_repeated(folder: Path, what: str) -> None:
-    """Whichever call fails, the next repair keeps as much."""
+@pytest.mark.parametrize(("first", "what"), enumerate(["add", "merge segments", "delete", "compact"], 1))
+def test_a_repair_that_fails_can_be_repeated(folder: Path, first: int, what: str) -> None:
+    """Whichever call fails, the next repair keeps as much; each change tries another quarter of the calls."""
     original = folder / "original"
     filled(original)
     change(original, what)
@@ -133,7 +133,7 @@ def test_a_repair_that_fails_can_be_repeated(folder: Path, what: str) -> None:
     file.write_bytes(b"".join([*lines[:-1], lines[-1][:-3] + b"x}\n"]))
     shutil.copytree(original, folder / "expected")
     kept = repair(folder / "expected")
-    for number in range(1, 400):
+    for number in range(first, 400, 4):
         place = folder / "bank"
         shutil.copytree(original, place)
         with faults(place) as fault:
@@ -221,7 +221,7 @@ def test_a_restore_that_fails_leaves_the_bank(folder: Path) -> None:
         bank.delete("a")
         put(bank, "z", 9)
         before = contents(bank)
-    for number in range(1, 400):
+    for number in range(1, 400, 3):  # `make torture` fails every call
         place = folder / "bank"
         shutil.copytree(folder / "original", place)
         with faults(place) as fault:
