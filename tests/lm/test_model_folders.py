@@ -23,7 +23,7 @@ from mac_rag.lm.allocation import AllocationLimit
 from mac_rag.lm.loading import load_backbone, load_causal_lm, load_tokenizer
 from mac_rag.retrieval.encoders import SentenceTransformerEncoder, contriever
 from tests.helpers import save_bert, save_llama
-from tests.torture.helpers import copy
+from tests.torture.mutations import copy
 
 CPU = torch.device("cpu")
 CODE = "from pathlib import Path\nPath(__file__).with_name('was-run').touch()\n"

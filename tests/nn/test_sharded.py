@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, distributed, multiprocessing
+from torch import Tensor, distributed
 
 from mac_rag.nn.attention import Chunk, direct_attention
 from mac_rag.nn.bank_view import BankProjection
 from mac_rag.nn.sharded import ShardedAttention
+from tests.helpers import run_in_processes
 from tests.nn.helpers import network, random, random_texts
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -55,7 +56,7 @@ def attend_to_own_rows(rank: int, split: list[int], group: distributed.ProcessGr
 def results_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What each process found under each split; one start of the processes serves all, for it takes seconds."""
     folder = tmp_path_factory.mktemp("sharded")
-    multiprocessing.spawn(process, (str(folder),), nprocs=max(map(len, SPLITS)))
+    run_in_processes(process, str(folder), count=max(map(len, SPLITS)))
     return folder
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -303,3 +305,17 @@ def test_no_embedding_function_of_a_collection_is_built(
     with contextlib.suppress(ConfigError):  # the one of the server was not made by mac_rag
         ChromaRetriever(place, WordEncoder()).add(documents("one"))
         assert built  # what the check is for
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
+def test_files_in_a_folder_are_private(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        retriever = ChromaRetriever(tmp_path / "chroma", WordEncoder())
+        retriever.add(documents("one", "two"))
+        retriever.retrieve(["one"], 1)  # makes the files of the graph
+        retriever.close()
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "chroma", *(tmp_path / "chroma").rglob("*"))}
+    assert modes == {0o700, 0o600}

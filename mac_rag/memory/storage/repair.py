@@ -1,22 +1,22 @@
 """Repairs a bank on disk: keeps everything that is not damaged, and throws nothing away.
 
-What a repair drops from the bank goes to a folder in its `quarantine`, with the report.
+What a repair drops from the bank goes to a folder in its `quarantine`, with the report. It stays there until somebody
+removes it, also if the bank overwrites what it deletes.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mac_rag.atomic_files import sync_folder, write_file, write_text
+from mac_rag.atomic_files import copy_file, make_folder, sync_folder, write_file, write_text
 from mac_rag.errors import BankError
 from mac_rag.memory.storage.examination import Report, examine, verify
-from mac_rag.memory.storage.folder import CODEBOOK, CODEBOOK_COPY, QUARANTINE, check_exists, file_errors
+from mac_rag.memory.storage.folder import QUARANTINE, check_exists, file_errors
 from mac_rag.memory.storage.lock import HOLDER, LOCK, WriterLock
 from mac_rag.memory.storage.manifest import write_manifest
 from mac_rag.memory.storage.newest import older_manifest
@@ -63,8 +63,8 @@ def _repair(folder: Path) -> Report:
         report = replace(findings.report, repaired=True, quarantine=_new_quarantine(folder))
         _quarantine(folder, kept, report)
         if findings.codebook is not None:
-            for name in (CODEBOOK, CODEBOOK_COPY):
-                write_file(folder / name, [findings.codebook[1]])
+            for name in findings.manifest.codebook_files:
+                write_file(folder / name, [findings.codebook[1]], secure_delete=findings.manifest.secure_delete)
             sync_folder(folder)
         write_manifest(folder, findings.manifest)
         store = Store(folder, lock, findings.manifest, segments, None)
@@ -97,13 +97,13 @@ def _quarantine(folder: Path, kept: Collection[str], report: Report) -> None:
     """Keeps every file of a bank that a repair replaces or removes."""
     place = report.quarantine
     assert place is not None
-    place.mkdir(parents=True)
+    make_folder(place)
     for file in folder.iterdir():
         if file.is_file() and not file.is_symlink() and file.name not in {*kept, LOCK, HOLDER}:
             try:
                 (place / file.name).hardlink_to(file)  # the repair replaces files and never writes into one
             except OSError:
-                shutil.copyfile(file, place / file.name)
+                copy_file(file, place / file.name)
     write_text(place / "report.txt", f"{report}\n")
     write_text(place / "report.json", json.dumps(asdict(report), default=str))
     sync_folder(place.parent)

@@ -255,6 +255,6 @@ def test_a_bank_is_verified_in_one_pass(folder: Path, monkeypatch: pytest.Monkey
     filled(folder / "bank")
     passes = []
     read = examination.read_segment
-    monkeypatch.setattr(examination, "read_segment", lambda *arguments: passes.append(1) or read(*arguments))
+    monkeypatch.setattr(examination, "read_segment", lambda *a, **b: passes.append(1) or read(*a, **b))
     assert verify(folder / "bank").clean
     assert len(passes) == len(read_manifest(folder / "bank" / MANIFEST).segments)

@@ -7,14 +7,13 @@ is below the tolerance.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch import Tensor, distributed, multiprocessing
+from torch import distributed
 
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Document
@@ -22,24 +21,10 @@ from mac_rag.errors import BankError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.views.reader import BankReader
 from mac_rag.model import MACModel
+from tests.helpers import run_in_processes
+from tests.memory.helpers import READINGS, ROUNDING, random_rows
 
-ROUNDING = {"rtol": 1e-4, "atol": 2e-6}
 QUESTIONS = ["Who opened the bridge?", "When did the museum close?"]
-
-
-def random_rows(model: MACModel, rows: int, seed: int) -> Tensor:
-    shape = model.amortize(["text"]).shape[1:]
-    return torch.randn(rows, *shape, generator=torch.Generator().manual_seed(seed))
-
-
-READINGS: dict[str, dict[str, Any]] = {
-    "streaming": {"strategy": "streaming"},
-    "not cached": {"strategy": "streaming", "cache_bytes": 0},
-    "preselect": {"strategy": "preselect", "preselected": 2},
-    "preselect, not cached": {"strategy": "preselect", "preselected": 3, "cache_bytes": 0},
-    "hierarchical": {"strategy": "hierarchical", "subgroup": 2},
-    "hierarchical, not cached": {"strategy": "hierarchical", "subgroup": 3, "cache_bytes": 0},
-}
 
 
 @pytest.mark.parametrize("reading", READINGS)
@@ -144,7 +129,7 @@ def _shard(rank: int, checkpoint: str, folder: str) -> None:
 def test_processes_that_hold_none_of_the_allowed_documents_take_part(
     loaded_tiny_model: MACModel, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    multiprocessing.spawn(_shard, (str(tiny_checkpoint), str(tmp_path)), nprocs=len(SHARDS))
+    run_in_processes(_shard, str(tiny_checkpoint), str(tmp_path), count=len(SHARDS))
     phi = random_rows(loaded_tiny_model, 5, 0)
     for rank in range(len(SHARDS)):
         results = load_file(tmp_path / f"{rank}.safetensors")
