@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import json
 import logging
 import sqlite3
 import stat
@@ -17,24 +16,22 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from mac_rag.atomic_files import make_folder
-from mac_rag.data.characters import fault_of, shown_id
-from mac_rag.data.provenance import Member
+from mac_rag.data.characters import fault_of
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.retrieval.base import Hit, Retriever, check_documents, check_request
 from mac_rag.retrieval.chroma_compaction import COMPACTED, copy_documents, rewrite, settle
+from mac_rag.retrieval.chroma_records import hash_in, metadata_in, record_of
 from mac_rag.retrieval.chroma_schema import check_schema
 from mac_rag.retrieval.dense import Encoder
 from mac_rag.retrieval.embeddings import Vectors, check_finite
 from mac_rag.retrieval.gate import Gate
-from mac_rag.untrusted_files import METADATA_DEPTH, MalformedError, parse_json
 
 _log = logging.getLogger(__name__)
 
 COLLECTION = "mac_rag"
 
 _ENCODER = "mac_rag_encoder"  # key in the collection's metadata: fingerprint of the encoder
-_HASH, _METADATA = "content_hash", "metadata"  # keys in a document's metadata; the second is all its metadata as JSON
 _LOCK = "mac_rag.lock"
 _IDS = 4096  # ids in one request; Chroma fails on more variables than its database takes
 
@@ -188,7 +185,7 @@ class ChromaRetriever(Retriever):
 
     def put(self, documents: Sequence[Document]) -> None:
         check_documents(documents)
-        records = [_record(document) for document in documents]
+        records = [record_of(document) for document in documents]
         vectors = self.encoder.documents([document.text for document in documents])
         check_finite(vectors, [f"document {document.id!r}" for document in documents])
         with self._lock:
@@ -238,7 +235,9 @@ class ChromaRetriever(Retriever):
         for row in scores.tolist():
             ranked = zip(row, records, strict=True)
             best = heapq.nsmallest(k, ranked, key=lambda scored: (-scored[0], scored[1][0]))
-            rankings.append([Hit(name, text, score, self._metadata(name, r)) for score, (name, text, r) in best])
+            rankings.append(
+                [Hit(name, text, score, metadata_in(record, name, self._place)) for score, (name, text, record) in best]
+            )
         return rankings
 
     def _query(self, vectors: Vectors, k: int) -> list[list[Hit]]:
@@ -249,7 +248,7 @@ class ChromaRetriever(Retriever):
         return [
             _best(
                 (
-                    Hit(name, text, 1.0 - distance, self._metadata(name, record))
+                    Hit(name, text, 1.0 - distance, metadata_in(record, name, self._place))
                     for name, text, distance, record in zip(*column, strict=True)
                     if record is not None  # it was deleted between Chroma's search and its look-up
                 ),
@@ -274,39 +273,17 @@ class ChromaRetriever(Retriever):
         hashes: dict[str, str] = {}
         for page in self._pages(document_ids, ["metadatas"]):
             for name, row in zip(page["ids"], page["metadatas"], strict=True):
-                hashes[name] = self._stored(name, row, _HASH)
+                hashes[name] = hash_in(row, name, self._place)
         return hashes
 
     def documents(self, document_ids: Collection[str]) -> list[Document]:
         by_id: dict[str, Document] = {}
         for page in self._pages(document_ids, ["documents", "metadatas"]):
             for name, text, row in zip(page["ids"], page["documents"], page["metadatas"], strict=True):
-                by_id[name] = Document(name, text, self._metadata(name, row))
+                by_id[name] = Document(name, text, metadata_in(row, name, self._place))
         if missing := [name for name in document_ids if name not in by_id]:
             raise BankError(f"no document {missing[0]!r} in this index of {len(self)} documents")
         return [by_id[name] for name in document_ids]
-
-    def _metadata(self, document_id: str, record: Any) -> dict[str, Any]:
-        text = self._stored(document_id, record, _METADATA)
-        try:
-            metadata = parse_json(text, depth=METADATA_DEPTH)
-            if not isinstance(metadata, dict):
-                raise MalformedError("no JSON object")
-        except MalformedError as error:
-            raise self._foreign(document_id, f"its metadata is {error}") from None
-        return metadata
-
-    def _stored(self, document_id: str, record: Any, key: str) -> str:
-        value = record.get(key) if isinstance(record, dict) else None
-        if not isinstance(value, str):
-            raise self._foreign(document_id, f"it has no {key}")
-        return value
-
-    def _foreign(self, document_id: str, fault: str) -> BankError:
-        return BankError(
-            f"document {shown_id(document_id)} in {self._place} was not written by mac_rag: {fault}; delete it there, "
-            "and add it again"
-        )
 
     def _pages(self, document_ids: Collection[str] | None, include: list[str]) -> Iterator[Any]:
         """What Chroma holds of these documents (None for all), page by page.
@@ -385,9 +362,3 @@ def _locked(folder: Path) -> FileLock:
     except OSError as error:
         raise BankError(f"{folder} cannot be used for Chroma: {error}") from error
     return lock
-
-
-def _record(document: Document) -> dict[str, str]:
-    """What Chroma stores of a document beside text and vector."""
-    member = Member.of(document)
-    return {_HASH: member.content_hash, _METADATA: json.dumps(member.metadata)}
