@@ -184,7 +184,7 @@ def run_page(page: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return [runner.run(block) for block in read_blocks(page, text) if block.not_run is None]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_block_runs_page_after_page_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a new user reads: nothing that an earlier page leaves behind is in the way of a later one."""
     for page in PAGES:
@@ -253,7 +253,7 @@ class TestHarness:
         assert caught.traceback[-1].lineno == 4  # counted from 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_tour_runs_from_top_to_bottom(tmp_path: Path) -> None:
     """examples/tour.ipynb, and it prints what it shows."""
     import nbformat

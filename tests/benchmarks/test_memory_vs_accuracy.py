@@ -12,6 +12,7 @@ from benchmarks.memory_vs_accuracy import main
 from mac_rag.cli.run import run_command
 
 
+@pytest.mark.slow
 def test_the_command(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_batch_has_a_question_on_each_document(tiny_model: MACModel) -> None:
 
 
 @pytest.mark.usefixtures("few_stories")
+@pytest.mark.slow
 def test_command(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eval.dropout_memory.TABLE", {"tiny": {"No backprop.": (2, 1, 0.0), "MAC": (4, 2, 0.75)}})
     small = ("--steps", 1, "--documents", 4, "--k", 2, "--output", "r.json")

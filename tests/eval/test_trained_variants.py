@@ -58,6 +58,7 @@ def test_quantization_lists_4_bit_as_not_run_without_a_gpu(
         assert "Not run: 4bit" in shown
 
 
+@pytest.mark.slow
 def test_amortization(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
     assert command("eval.amortization", "--model", tiny_checkpoint, *SMALL)[0] == 0
     result = Result.read(tmp_path / "r.json")
@@ -68,6 +69,7 @@ def test_amortization(command: Command, tiny_checkpoint: Path, tmp_path: Path) -
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_designs_start_from_the_models_of_the_options(
     command: Command, tiny_checkpoint: Path, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -46,7 +46,13 @@ def build(layers: int | None = 4, sentence_encoder: bool = False) -> MACModel:
     return MACModel.from_config(config, device="cpu")
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["without sentence encoder", "with sentence encoder"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="without sentence encoder"),
+        pytest.param(True, id="with sentence encoder", marks=pytest.mark.slow),
+    ],
+)
 def started(request: pytest.FixtureRequest) -> tuple[MACModel, MACModel]:
     """A model as it is built, and the same after the start."""
     model = build(sentence_encoder=request.param)

@@ -70,6 +70,7 @@ def test_an_lm_from_text_files(tmp_path: Path) -> None:
     assert last < first
 
 
+@pytest.mark.slow
 def test_a_t5_from_newswire(tmp_path: Path) -> None:
     """The T5 that is saved says the second half of each row, behind an encoder that reads the first."""
     lm = {"kind": "t5", "hidden_size": 384, "layers": 1, "heads": 2, "intermediate_size": 16, "tokenizer": "minilm"}

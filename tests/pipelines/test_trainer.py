@@ -159,6 +159,7 @@ def test_each_example_counts_once_however_a_step_is_divided(tmp_path: Path) -> N
         assert one == pytest.approx(two, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_that_accumulates(tmp_path: Path) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     finished = command(*launch, "-m", "tests.pipelines.toy_training", str(tmp_path / "two"))

@@ -143,6 +143,7 @@ def test_everything_comes_back_as_it_was(reused: ChromaRetriever, given_document
     assert all(name in reused for name in ids)
 
 
+@pytest.mark.slow
 def test_large_batches_are_cut_to_what_chroma_takes(place: str) -> None:
     chroma = ChromaRetriever(place, WordEncoder())
     many = [Document(f"d{index}", f"w{index % 97}") for index in range(5471)]

