@@ -134,6 +134,7 @@ def test_a_bank_follows_a_retriever_that_was_changed_without_it(tiny_model: MACM
     assert agree(engine)
 
 
+@pytest.mark.slow
 def test_a_killed_server_and_the_bank_agree(tiny_model: MACModel, tmp_path: Path) -> None:
     with Server(tmp_path / "server") as server:
         bank = MemoryBank.create(tmp_path / "bank", tiny_model.fingerprint)

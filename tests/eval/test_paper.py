@@ -25,6 +25,7 @@ def on(checkpoint: Path) -> Step:
 
 
 class TestRun:
+    @pytest.mark.slow
     def test_continues_after_failures_and_repeats_no_finished_step(
         self, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

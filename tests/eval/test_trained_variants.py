@@ -27,6 +27,7 @@ SMALL = ("--steps", 2, "--documents", 5, "--output", "r.json")
 pytestmark = pytest.mark.usefixtures("few_stories")
 
 
+@pytest.mark.slow
 def test_peft(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, _ = command("eval.peft", "--model", tiny_checkpoint, *SMALL)
     assert code == 0

@@ -34,7 +34,7 @@ def test_the_whole_matrix(name: str, kind: str, dtype: str, in_table: InTable) -
     check(Cell.of(name, kind, dtype))
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
+@pytest.mark.parametrize("name", ["mistral", pytest.param("gemma3_text", marks=pytest.mark.slow)])
 def test_a_prefix_behind_a_prompt_of_2000_tokens(name: str) -> None:
     check(replace(Cell.of(name, "prefix", "fp32"), new=3), prompts(2000))
 

@@ -50,7 +50,7 @@ def strong(model: MACModel) -> MACModel:
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_every_path_of_a_model_around_a_half_precision_lm(
     model_folder: Folder, name: str, kind: Any, dtype: str
 ) -> None:

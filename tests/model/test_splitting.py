@@ -241,7 +241,16 @@ class _Counting:
         return counted
 
 
-@pytest.mark.parametrize("kind", ["prose", "no spaces", "only tabs", "spaces", "one long word"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "prose",
+        "no spaces",
+        "one long word",
+        pytest.param("only tabs", marks=pytest.mark.slow),
+        pytest.param("spaces", marks=pytest.mark.slow),
+    ],
+)
 def test_work_grows_with_the_length_of_the_text(tokenizer: TextTokenizer, kind: str) -> None:
     long = {
         "prose": _ordinary_text(5, 40_000),

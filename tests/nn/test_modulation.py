@@ -36,7 +36,8 @@ def test_batched_generation_is_generation_one_by_one(
     assert whole != lm.generate(PROMPTS, None, **options)
 
 
-@pytest.mark.parametrize(("name", "kind"), EACH)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["prefix", "lora", "film"])
 def test_generation_is_a_greedy_loop_without_a_cache(model_folder: Callable[[str], Path], name: str, kind: str) -> None:
     lm, network, phi = modulated_lm(model_folder(name), kind)
     generated = lm.generate(PROMPTS, network(phi), max_new_tokens=6)

@@ -152,7 +152,7 @@ def test_training_changes_the_networks_and_leaves_the_lm_frozen(model_folder: Fo
     assert int(task.negatives_seen) == 4 * 3
 
 
-@pytest.mark.parametrize("tune", ["frozen", "full"])
+@pytest.mark.parametrize("tune", [pytest.param("frozen", marks=pytest.mark.slow), "full"])
 def test_training_goes_on_from_a_checkpoint(model_folder: Folder, tmp_path: Path, tune: str) -> None:
     """With its weights, the base LM's among them, and to a checkpoint that stands on its own."""
     first = train_recipe(model_folder, tune_base_lm=tune)

@@ -117,7 +117,7 @@ def killed_run(file: Path, output: Path) -> None:
     run(file, output)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_model(miniature: Path, whole: Path, tmp_path: Path) -> None:
     """kill -9 in the third stage."""
     assert run_in_process(killed_run, miniature, tmp_path / "out") == -signal.SIGKILL
