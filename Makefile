@@ -32,8 +32,9 @@ test-matrix: $(VENV)/.installed-dev  ## Test every LM architecture in every dtyp
 	$(BIN) -m pytest -n 2 -m 'not lm' --junitxml build/matrix.xml tests/lm tests/pipelines/test_kv_regression.py
 	$(BIN) -m tests.lm.matrix_table build/matrix.xml docs/guides/your-lm.md
 
-torture: $(VENV)/.installed-dev  ## Damage files of every kind 10,000 times (RUNS=n), and see what they do to us.
-	$(BIN) -m tests.torture --runs $(or $(RUNS),10000)
+torture: $(VENV)/.installed-dev  ## Kills, faults, mutations, ... for hours; it goes on where it stopped (PARTS=, RUNS=).
+	OMP_NUM_THREADS=1 $(BIN) -m tests.torture $(PARTS) $(if $(RUNS),--runs $(RUNS)); \
+		status=$$?; $(BIN) -m tests.torture.table; exit $$status
 
 test-lm: $(VENV)/.installed-dev  ## Test on a real pretrained LM, which it fetches first.
 	HF_HUB_OFFLINE=$(USERS_HF_HUB_OFFLINE) $(VENV)/bin/mac-rag fetch smollm2-135m

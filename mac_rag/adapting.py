@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from typing import Literal, TypeAlias
 
 from torch import Tensor
@@ -21,13 +22,16 @@ from mac_rag.memory.parts import PART_BITS
 from mac_rag.memory.reduction import BoundedBank
 from mac_rag.model import MACModel
 from mac_rag.progress import progress_bar
-from mac_rag.sync import is_held
+from mac_rag.sync import SyncedBank, is_held
+
+# Documents encoded and committed at a time: enough to fill length-sorted batches, few enough to lose little in a crash.
+GROUP = 512
 
 Plan: TypeAlias = dict[str, list[list[int]]]  # document id -> token ids of its rows
 
 
 class Adapter:
-    """Writes documents to a bank as memory tokens, without committing.
+    """Writes documents to a bank as memory tokens.
 
     Args:
         model: makes the memory tokens.
@@ -50,6 +54,8 @@ class Adapter:
     ) -> Plan:
         """Token ids of the documents that are new to a bank or changed: for each document a row for each chunk.
 
+        A document whose kept text was lost counts as changed, so that the bank keeps the text again.
+
         Args:
             documents: documents with unique ids.
             bank: the bank, or a snapshot of it.
@@ -61,6 +67,7 @@ class Adapter:
             DocumentError: for an empty document, one of too many rows for a bank, and with `on_long="error"` one beyond
                 the limit; and as `Member.of`.
             BankError: for an id that occurs twice; and as `Member.of`.
+            DamageError: when the bank keeps texts, and their file is damaged.
         """
         members: dict[str, Member] = {}
         for document in documents:
@@ -68,7 +75,11 @@ class Adapter:
             if document.id in members:
                 raise BankError(f"document id {shown_id(document.id)} occurs twice; ids must be unique")
             members[document.id] = member
-        new = [one for one in documents if not is_held(bank, one.id, members[one.id].content_hash)]
+        new = [
+            one
+            for one in documents
+            if not is_held(bank, one.id, members[one.id].content_hash) or bank.is_textless(one.id)
+        ]
         plan: Plan = {}
         with progress_bar("split", sum(len(document.text) for document in new), disable=not progress) as bar:
             for document in new:
@@ -92,8 +103,46 @@ class Adapter:
         rows = [row for document in documents for row in plan[document.id]]
         return self.model.amortize_rows(rows) if rows else None
 
+    def write(
+        self,
+        synced: SyncedBank,
+        documents: Sequence[Document],
+        plan: Plan,
+        unfiled: Container[str],
+        *,
+        progress: bool = False,
+    ) -> tuple[int, tuple[str, ...]]:
+        """Writes the `unfiled` documents to the retriever and the planned ones to the bank, and commits, in groups.
+
+        Args:
+            synced: bank and retriever.
+            documents: the documents, each of them planned or unfiled.
+            plan: token ids of those that the bank lacks.
+            unfiled: ids of those that the retriever lacks.
+            progress: shows a progress bar.
+
+        Returns:
+            The number of rows of memory tokens that were written, and the ids of documents that the bank forgot.
+        """
+        rows = 0
+        forgotten: list[str] = []
+        with progress_bar("adapt", len(documents), disable=not progress) as bar:
+            for first in range(0, len(documents), GROUP):
+                group = documents[first : first + GROUP]
+                new = [document for document in group if document.id in plan]
+                phi = self.encode(new, plan)  # first: if it fails, nothing has changed yet
+                to_file = [document for document in group if document.id in unfiled]
+                forgotten += synced.put(to_file, partial(self.put, synced.bank, new, phi, plan))
+                rows += 0 if phi is None else len(phi)
+                bar.advance(len(group))
+        return rows, tuple(forgotten)
+
     def put(self, bank: MemoryBank, documents: Sequence[Document], phi: Tensor | None, plan: Plan) -> tuple[str, ...]:
-        """Writes documents to the bank; returns the ids of documents that it forgot to stay within its bound."""
+        """Writes documents to the bank, without committing.
+
+        Returns:
+            The ids of documents that it forgot to stay within its bound.
+        """
         if phi is None:
             return ()
         rows = [len(plan[document.id]) for document in documents]
@@ -104,7 +153,7 @@ class Adapter:
         return self._bounded.put(documents, phi, rows).forgotten
 
     def remember(self, bank: MemoryBank, documents: Sequence[Document]) -> None:
-        """All steps at once."""
+        """Plans, encodes and puts documents, without committing."""
         plan = self.plan(documents, bank)
         new = [document for document in documents if document.id in plan]
         self.put(bank, new, self.encode(new, plan), plan)

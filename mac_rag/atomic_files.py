@@ -1,4 +1,8 @@
-"""Files that are whole after a crash and known to be whole: written, renamed and synced; sealed by a checksum."""
+"""Files that are whole after a crash and known to be whole: written, renamed and synced; sealed by a checksum.
+
+They hold what documents say. So only their user can read them: a file gets the mode 0600 and a folder 0700, or less
+where the umask allows less. A folder that is there already keeps its mode.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,12 +20,20 @@ from mac_rag.untrusted_files import MalformedError, parse_json
 
 # What an unfinished file is called; it gets its name when all of it is on the disk.
 UNFINISHED = ".new"
+# What a replaced file is called until it is overwritten.
+REPLACED = ".replaced"
+_PIECE = 1 << 20
 
 
-def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
+def write_file(path: Path, pieces: Iterable[bytes | memoryview], *, secure_delete: bool = False) -> str:
     """Writes a file so that under its name there is never less than all of it. Needs `sync_folder` to last.
 
     After an error there is what was there before, and nothing of the new file.
+
+    Args:
+        path: the file.
+        pieces: its content.
+        secure_delete: True to overwrite what goes: the file that had this name, or, after an error, the new one.
 
     Returns:
         Its sha256.
@@ -28,24 +41,93 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
     digest = hashlib.sha256()
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
-        with _new_file(unfinished) as file:
+        with _new_file(unfinished, secure_delete) as file:
             for piece in pieces:
                 digest.update(piece)
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(path)
+        replace_file(unfinished, path, secure_delete=secure_delete)
     except BaseException:
         with suppress(OSError):
-            unfinished.unlink()
+            remove_file(unfinished, secure_delete=secure_delete)
         raise
     return digest.hexdigest()
 
 
-def _new_file(path: Path) -> BinaryIO:
-    """Opens a new file for writing. What has its name is removed, and never written to: it may be a link."""
+def _new_file(path: Path, secure_delete: bool) -> BinaryIO:
+    """Opens a new file for writing. What has its name is removed, and no link is followed."""
+    remove_file(path, secure_delete=secure_delete)
+    return open(path, "xb", opener=private)
+
+
+def replace_file(new: Path, path: Path, *, secure_delete: bool = False) -> None:
+    """Gives a file the name of another, which goes.
+
+    Args:
+        new: the file.
+        path: its new name.
+        secure_delete: True to overwrite the file that had this name. Until that is done, it is called `path` with the
+            ending `.replaced`; it stays under that name where the system refuses to overwrite it. On a file system
+            without hard links, it goes as it is.
+    """
+    if not secure_delete:
+        new.replace(path)
+        return
+    former = path.with_name(path.name + REPLACED)
+    remove_file(former, secure_delete=True)
+    with suppress(OSError):
+        former.hardlink_to(path)
+    new.replace(path)
+    with suppress(OSError):
+        remove_file(former, secure_delete=True)
+
+
+def remove_file(path: Path, *, secure_delete: bool = False) -> None:
+    """Removes a file, if there is one.
+
+    Args:
+        path: the file.
+        secure_delete: True to overwrite it with zeros first, on the disk. A file that has another name as well is
+            somebody's copy, and loses this name only.
+
+    Raises:
+        OSError: when the system refuses it; the file is still there then, and can be tried again.
+    """
+    if secure_delete:
+        with suppress(FileNotFoundError):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+                _overwrite(path)
     path.unlink(missing_ok=True)
-    return path.open("xb")
+
+
+def _overwrite(path: Path) -> None:
+    with open(path, "r+b", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0))) as file:
+        left = os.fstat(file.fileno()).st_size
+        while left > 0:
+            file.write(bytes(min(left, _PIECE)))
+            left -= _PIECE
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def private(path: str, flags: int) -> int:
+    """An opener for `open`: a file that it creates can be read by its user only."""
+    return os.open(path, flags, 0o600)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder that only its user can enter, and those above it that are missing; does nothing if it is there."""
+    if not path.parent.exists():
+        make_folder(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def copy_file(source: Path, path: Path, *, secure_delete: bool = False) -> None:
+    """Copies a file of any size; `path` is written as by `write_file`."""
+    with source.open("rb") as file:
+        write_file(path, iter(lambda: file.read(_PIECE), b""), secure_delete=secure_delete)
 
 
 def write_text(path: Path, text: str) -> str:

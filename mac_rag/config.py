@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from mac_rag.errors import ConfigError
 from mac_rag.prompt_format import PromptFormat as PromptFormat
 
+_FAULTS = 20  # invalid values that one message names
 # A field's new name; or what turns the old field's value into values of new fields, by name.
 Renaming: TypeAlias = str | Callable[[Any], Mapping[str, Any]]
 
@@ -59,15 +60,17 @@ class Config(BaseModel):
             where: the file, for the message.
 
         Raises:
-            ConfigError: for invalid values; it names the file, every offending key and its value.
+            ConfigError: for invalid values; it names the file, and up to 20 offending keys and their values.
         """
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            faults = (
-                f"  {'.'.join(map(str, fault['loc'])) or '(top level)'}: {fault['msg']} (got {fault['input']!r})"
+            faults = [
+                f"  {'.'.join(map(str, fault['loc'])) or '(top level)'}: {fault['msg']} (got {fault['input']!r:.200})"
                 for fault in error.errors()
-            )
+            ]
+            if len(faults) > _FAULTS:
+                faults[_FAULTS:] = [f"  and {len(faults) - _FAULTS:,} more"]
             raise ConfigError(f"{where} is not a valid {cls.__name__}:\n" + "\n".join(faults)) from None
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from mac_rag import DEFAULT_MODEL
-from mac_rag.adapting import Adapter, Plan
+from mac_rag.adapting import GROUP, Adapter
 from mac_rag.answering import Call, Retrieval, Settings, answer_calls, contexts_of, group_of
 from mac_rag.batching_queue import BatchingQueue, isolating_errors
 from mac_rag.config import AttentionConfig, BoundConfig
@@ -26,7 +26,6 @@ from mac_rag.memory.bank import MemoryBank, Snapshot
 from mac_rag.memory.shared import SharedBank
 from mac_rag.memory.views.reader import Aggregated, BankReader
 from mac_rag.model import MACModel
-from mac_rag.progress import progress_bar
 from mac_rag.sync import Reconciliation, SyncedBank
 
 if TYPE_CHECKING:
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["AdaptReport", "Answer", "MACEngine"]
 
 _log = logging.getLogger(__name__)
-
-# Documents encoded and committed at a time: enough to fill length-sorted batches, few enough to lose little in a crash.
-_ADAPT_GROUP = 512
 
 # Questions of several threads whose attention is computed together.
 _ATTENTION_BATCH = 32
@@ -167,29 +163,9 @@ class MACEngine:
             if pending:
                 self.bank.commit()  # raises for a bank that is not writable, before anything else is done
             updated = sum(document_id in self.bank for document_id in plan)
-            rows = 0
-            forgotten: list[str] = []
-            with progress_bar("adapt", len(pending), disable=not progress) as bar:
-                for first in range(0, len(pending), _ADAPT_GROUP):
-                    group = pending[first : first + _ADAPT_GROUP]
-                    group_rows, group_forgotten = self._write(group, plan, unfiled)
-                    rows += group_rows
-                    forgotten += group_forgotten
-                    bar.advance(len(group))
+            rows, forgotten = self._adapter.write(self._synced, pending, plan, unfiled, progress=progress)
             unchanged = len(documents) - len(plan)
-            return AdaptReport(len(plan) - updated, updated, unchanged, rows, tuple(forgotten), len(unfiled))
-
-    def _write(self, documents: Sequence[Document], plan: Plan, unfiled: Container[str]) -> tuple[int, tuple[str, ...]]:
-        """Writes the `unfiled` documents to the retriever, then the planned ones to the bank, and commits.
-
-        Returns:
-            The number of rows of memory tokens that were written, and the ids of documents that the bank forgot.
-        """
-        new = [document for document in documents if document.id in plan]
-        phi = self._adapter.encode(new, plan)  # first: if it fails, nothing has changed yet
-        to_file = [document for document in documents if document.id in unfiled]
-        forgotten = self._synced.put(to_file, lambda: self._adapter.put(self.bank, new, phi, plan))
-        return 0 if phi is None else len(phi), forgotten
+            return AdaptReport(len(plan) - updated, updated, unchanged, rows, forgotten, len(unfiled))
 
     def _remember(self, documents: Sequence[Document]) -> None:
         """Writes documents of the retriever to the bank."""
@@ -235,7 +211,20 @@ class MACEngine:
         with self._shared.changing():
             self.bank.check_model(self.model.fingerprint)
             self._finish()
-            return self._synced.reconcile(self._remember, group=_ADAPT_GROUP, allow_emptying=allow_emptying)
+            return self._synced.reconcile(self._remember, group=GROUP, allow_emptying=allow_emptying)
+
+    def compact(self) -> None:
+        """Removes what is left of deleted documents: from the bank's files, and from a folder of the retriever.
+
+        Files are overwritten before they are removed if the bank has `secure_delete`.
+
+        Raises:
+            BankError: when a file cannot be written or removed. Bank and retriever hold what they held; compact them
+                again.
+        """
+        with self._shared.changing():
+            self._finish()
+            self._synced.compact()
 
     def answer(
         self,

@@ -94,7 +94,7 @@ class StageRun:
     @property
     def state(self) -> str:
         from pipelines.recipe import changes_since
-        from pipelines.trainer import finished_steps
+        from pipelines.resumption import finished_steps
 
         trainer = getattr(self.recipe, "trainer", None)
         changes = changes_since(self.folder, self.recipe)

@@ -31,6 +31,7 @@ from mac_rag.config import Config
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.devices import default_device
 from mac_rag.progress import progress_bar
+from pipelines.resumption import checkpoints_in, logged_until, progress_of
 
 
 class TrainerConfig(Config):
@@ -286,7 +287,7 @@ class Trainer:
                 raise ConfigError(f"trainer.best names {self.config.best!r}; validation gives {sorted(figures)}")
             value = figures[self.config.best]
             sign = 1 if self.config.best_mode == "max" else -1
-            if self.best is None or sign * value > sign * self.best:
+            if self.best is None or math.isnan(self.best) or sign * value > sign * self.best:
                 self.best = value
                 self._export("best")
         self.accelerator.wait_for_everyone()
@@ -311,21 +312,22 @@ class Trainer:
         with write_folder(folder / f"step-{self.step:08d}") as new:
             save_file(self.task.training_state(), new / "model.safetensors")
             torch.save(self.optimizer.state_dict(), new / "optimizer.pt")
-            (new / "trainer.json").write_text(json.dumps({"step": self.step, "best": self.best}))
-        for older in _checkpoints(folder)[:-1]:
+            best = self.best if self.best is not None and math.isfinite(self.best) else None  # JSON has no others
+            (new / "trainer.json").write_text(json.dumps({"step": self.step, "best": best}))
+        for older in checkpoints_in(folder)[:-1]:
             shutil.rmtree(older)
         self.accelerator.wait_for_everyone()
 
     def _resume(self) -> None:
-        checkpoints = _checkpoints(self.output / "checkpoints")
+        checkpoints = checkpoints_in(self.output / "checkpoints")
         if not checkpoints:
             self._keep_metrics()
             return
         newest = checkpoints[-1]
-        state = json.loads((newest / "trainer.json").read_text())
+        step, best = progress_of(newest)
         self.task.load_training_state(load_file(newest / "model.safetensors"))
         self.optimizer.load_state_dict(torch.load(newest / "optimizer.pt", map_location="cpu", weights_only=True))
-        self.step, self.best = state["step"], state["best"]
+        self.step, self.best = step, best
         self._keep_metrics()
         self.accelerator.print(f"resumed {self.output} at step {self.step}")
 
@@ -334,22 +336,7 @@ class Trainer:
         log = self.output / "metrics.jsonl"
         if not self.accelerator.is_main_process or not log.exists():
             return
-        kept_lines = []
-        for line in log.read_text().splitlines(keepends=True):
-            if not line.endswith("\n") or json.loads(line)["step"] > self.step:
-                break
-            kept_lines.append(line)
-        write_text(log, "".join(kept_lines))
-
-
-def finished_steps(output: Path) -> int:
-    """Steps of the run in a folder that its newest checkpoint holds; 0 without a checkpoint."""
-    checkpoints = _checkpoints(output / "checkpoints")
-    return int(checkpoints[-1].name.removeprefix("step-")) if checkpoints else 0
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"))
+        write_text(log, logged_until(log, self.step))
 
 
 def _mix(*numbers: int) -> int:

@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 # Calls by the name under which the code finds them. `write`, `flush` and `close` of a file count as well.
-_CALLS = ("open", "fsync", "replace", "rename", "unlink", "remove", "mkdir", "rmdir", "stat", "scandir", "listdir")
+_CALLS = (
+    "open", "fsync", "replace", "rename", "link", "unlink", "remove", "mkdir", "rmdir", "stat", "scandir", "listdir",
+)  # fmt: skip
 _NEED_SPACE = {"open to write", "write", "flush", "close written", "fsync", "mkdir"}
 
 
@@ -51,6 +53,13 @@ class Faults:
             self.failed = self.failed or name
             raise error
 
+    def done(self, name: str, place: object, *others: object) -> None:
+        """Is told of each call that has succeeded, with its other arguments."""
+
+    def path(self, place: Any) -> str:
+        """The path that a call concerns, which may have named a descriptor."""
+        return self._descriptors[place] if isinstance(place, int) else os.fspath(place)
+
     def at(self, number: int, error: int = errno.EIO) -> None:
         """Lets the call of this number fail, and no other."""
         self._fails = lambda n, name: OSError(error, os.strerror(error)) if n == number else None
@@ -77,6 +86,9 @@ class Faults:
         self._fails = lambda number, name: None
 
 
+_Faults = TypeVar("_Faults", bound=Faults)
+
+
 class _File:
     """An open file whose calls count."""
 
@@ -90,12 +102,15 @@ class _File:
     def flush(self) -> None:
         self._faults.step("flush", self._path)
         self._file.flush()
+        self._faults.done("flush", self._path)
 
     def close(self) -> None:
         try:
             self._faults.step("close written" if self._writes else "close", self._path)
         finally:
             self._file.close()
+        if self._writes:
+            self._faults.done("close written", self._path)
 
     def __enter__(self) -> _File:
         return self
@@ -113,7 +128,13 @@ class _File:
 @contextmanager
 def faults(folder: Path) -> Iterator[Faults]:
     """Watches the calls that concern a folder; nothing fails until it is told to."""
-    state = Faults(folder)
+    with watching(Faults(folder)) as state:
+        yield state
+
+
+@contextmanager
+def watching(state: _Faults) -> Iterator[_Faults]:
+    """Tells `state` of the calls that concern its folder."""
     plain_open, plain_map = io.open, mmap.mmap
 
     def opened(path: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
@@ -122,8 +143,10 @@ def faults(folder: Path) -> Iterator[Faults]:
         writes = not set(mode).isdisjoint("wax+")
         state.step("open to write" if writes else "open", path)
         file = plain_open(path, mode, *arguments, **options)
-        name = state._descriptors[path] if isinstance(path, int) else os.fspath(path)
+        name = state.path(path)
         state._descriptors[file.fileno()] = name
+        if writes:
+            state.done("open to write", name)
         return _File(file, state, name, writes=writes)
 
     def mapped(descriptor: int, *arguments: Any, **options: Any) -> mmap.mmap:
@@ -137,8 +160,10 @@ def faults(folder: Path) -> Iterator[Faults]:
             writes = name == "open" and bool(arguments and arguments[0] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
             state.step("open to write" if writes else name, place)
             result = plain(place, *arguments, **options)
-            if name == "open" and state.concerns(place):
-                state._descriptors[result] = os.fspath(place)
+            if state.concerns(place):
+                if name == "open":
+                    state._descriptors[result] = os.fspath(place)
+                state.done("open to write" if writes else name, place, *arguments)
             return result
 
         return call

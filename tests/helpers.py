@@ -25,6 +25,9 @@ from transformers import (
 from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig
 from mac_rag.data.newswire.generate import generate
 
+# JSON that is beyond the bounds of `mac_rag.untrusted_files`.
+DEEP = "[" * 10_000 + "]" * 10_000
+DIGITS = "9" * 5_000
 VOCABULARY = 400
 # Widths are multiples of 64, the block that bitsandbytes quantises.
 _SMALL = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

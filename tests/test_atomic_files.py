@@ -1,12 +1,14 @@
-"""Folders that take their name when they are complete."""
+"""Folders that take their name when they are complete; modes of files and folders."""
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
-from mac_rag.atomic_files import write_folder
+from mac_rag.atomic_files import copy_file, make_folder, write_file, write_folder
 
 
 def test_a_folder_takes_the_place_of_the_older_one_when_it_is_complete(tmp_path: Path) -> None:
@@ -37,3 +39,27 @@ def test_an_error_leaves_the_older_folder_and_the_next_attempt_starts_afresh(tmp
         assert list(new.iterdir()) == []
         (new / "file").write_text("second")
     assert [file.name for file in path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
+@pytest.mark.parametrize(("umask", "allowed"), [(0o022, 0o700), (0o000, 0o700), (0o277, 0o500)])
+def test_only_their_user_can_read_new_files_and_folders(tmp_path: Path, umask: int, allowed: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_file(tmp_path / "file", [b"text"])
+        copy_file(tmp_path / "file", tmp_path / "copy")
+        make_folder(tmp_path / "folder")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert modes == {"file": 0o600 & allowed, "copy": 0o600 & allowed, "folder": 0o700 & allowed}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
+def test_missing_parents_are_as_private_and_existing_folders_keep_their_mode(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o755)
+    make_folder(tmp_path / "shared" / "a" / "b")
+    make_folder(tmp_path / "shared")
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("shared", "shared/a", "shared/a/b")]
+    assert modes == [0o755, 0o700, 0o700]

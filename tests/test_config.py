@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from mac_rag.config import Config, HashedBM25Config, MACConfig, Renaming, SentenceEncoderConfig
 from mac_rag.errors import ConfigError
 from mac_rag.model.stored_names import fingerprint_fields, stored_name
+from tests.helpers import mac_config
 
 ENCODER = {"design": "decoder-only", "name": None}
 BASE = {
@@ -92,3 +94,11 @@ def test_names_in_checkpoints_are_those_of_the_first_version() -> None:
         "aggregation.prior.key.weight": "aggregation.prior.key.weight",
     }
     assert {name: stored_name(name) for name in stored} == stored
+
+
+def test_a_message_does_not_name_a_thousand_faults() -> None:
+    values = mac_config(Path("lm")).model_dump(mode="json")
+    values["modulation"]["targets"] = [0] * 1000
+    with pytest.raises(ConfigError, match=r"targets\.0: .*\(got 0\)(.*\n)+  and 980 more") as refusal:
+        MACConfig.parse(values, "config.json")
+    assert len(str(refusal.value).splitlines()) == 22

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError
 from mac_rag.memory import MemoryBank
+from mac_rag.memory.storage.repair import repair
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from tests.helpers import mac_config
@@ -278,3 +280,55 @@ def test_answers_are_those_of_an_engine_that_never_held_what_is_not_allowed(
         )
         assert names == names_alone
         torch.testing.assert_close(mass, alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("secure_delete", [False, True])
+def test_questions_are_answered_while_a_bank_is_compacted(
+    tiny_model: MACModel, tmp_path: Path, secure_delete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with MemoryBank.create(tmp_path, tiny_model.fingerprint, secure_delete=secure_delete) as bank:
+        engine = MACEngine(tiny_model, bank, BM25Retriever(), k=2)
+        assert engine.retriever is not None
+        engine.adapt(STREAM.documents)
+        engine.forget(STREAM.documents[0].id)
+        expected = [answer.text for answer in engine.answer(QUESTIONS[:2])]
+        compacted, answered, calls = threading.Event(), threading.Event(), []
+
+        def slow(*, secure_delete: bool = False) -> None:
+            calls.append(secure_delete)
+            compacted.set()
+            assert answered.wait(60)
+
+        monkeypatch.setattr(engine.retriever, "compact", slow)
+        thread = threading.Thread(target=engine.compact)
+        thread.start()
+        assert compacted.wait(60)  # the bank's old files are gone, and the change is not over
+        try:
+            assert [answer.text for answer in engine.answer(QUESTIONS[:2])] == expected
+            new = MACEngine(tiny_model, MemoryBank.open(tmp_path), engine.retriever, k=2)
+            assert [answer.text for answer in new.answer(QUESTIONS[:2])] == expected
+        finally:
+            answered.set()
+            thread.join()
+        assert calls == [secure_delete]
+        assert STREAM.documents[0].id.encode() not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
+        assert engine.adapt(STREAM.documents[:1]).added == 1
+
+
+def test_a_kept_text_that_was_lost_comes_back_with_the_same_call(tiny_model: MACModel, tmp_path: Path) -> None:
+    documents = [Document(name, f"The bridge in {name} has opened.") for name in ("Lund", "Wun", "Berg")]
+    with MemoryBank.create(tmp_path / "bank", tiny_model.fingerprint, keep_texts=True) as bank:
+        MACEngine(tiny_model, bank).adapt(documents)
+        before = {name: bank[name].phi for name in bank.document_ids}
+    [file] = tmp_path.rglob("segment-*.texts.jsonl")
+    file.write_bytes(file.read_bytes().replace(b"in Wun", b"in Wum"))
+    assert repair(tmp_path / "bank").textless == ("Wun",)
+    with MemoryBank.open(tmp_path / "bank", write=True) as bank:
+        engine = MACEngine(tiny_model, bank)
+        report = engine.adapt(documents)
+        assert (report.added, report.updated, report.unchanged) == (0, 1, 2)
+        assert engine.adapt(documents).unchanged == 3
+    bank = MemoryBank.open(tmp_path / "bank")
+    assert {name: bank[name].texts for name in before} == {each.id: (each.text,) for each in documents}
+    for name, phi in before.items():
+        torch.testing.assert_close(bank[name].phi, phi)

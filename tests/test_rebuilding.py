@@ -204,6 +204,23 @@ class TestCommand:
         assert "was written by mac-tiny@1 and cannot be read by model" in message
         assert "use --model mac-tiny@1, or" in message
 
+    def test_a_bank_that_overwrites_what_it_deletes(self, notes: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:
+        old, new = tmp_path / "old", tmp_path / "new"
+        adapt = ("adapt", notes, "--bank", old, "--model", tiny_checkpoint)
+        assert run(*adapt, "--keep-texts").exit_code == 0
+        assert "deleted files  removed\n" in run("bank", "info", "--bank", old).stdout
+        assert f"{old} was created without --secure-delete" in refusal(*adapt, "--secure-delete")
+        command = ("bank", "rebuild", "--bank", old, "--into", new, "--model", "mac-tiny")
+        assert run(*command, "--secure-delete").exit_code == 0
+        assert "deleted files  overwritten and removed\n" in run("bank", "info", "--bank", new).stdout
+        assert "was begun to overwrite what it deletes; repeat its command" in refusal(*command)
+        assert run("adapt", notes, "--bank", new, "--model", "mac-tiny").exit_code == 0  # need not be repeated
+        again = ("bank", "rebuild", "--bank", new, "--into", tmp_path / "third", "--model", tiny_checkpoint)
+        assert run(*again).exit_code == 0
+        with MemoryBank.open(tmp_path / "third") as rebuilt:
+            assert rebuilt.secure_delete
+            assert rebuilt.keep_texts
+
     @pytest.mark.parametrize("kind", ["bm25", "chroma"])
     def test_from_a_retriever(self, notes: Path, tiny_checkpoint: Path, tmp_path: Path, kind: str) -> None:
         old, new = tmp_path / "old", tmp_path / "new"

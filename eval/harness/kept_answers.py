@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 import mac_rag
+from mac_rag.atomic_files import private
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
 
@@ -87,7 +88,7 @@ class KeptAnswers:
         keyed = {self._key(prompt, weight): answer for prompt, answer in answers.items()}
         self._answers.update(keyed)
         if self._path is not None:
-            with self._path.open("ab") as file:
+            with open(self._path, "ab", opener=private) as file:
                 file.write(b"".join(_line(key, answer) for key, answer in keyed.items()))
                 file.flush()
                 os.fsync(file.fileno())
@@ -98,7 +99,7 @@ class KeptAnswers:
     def _read(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a+b") as file:
+            with open(path, "a+b", opener=private) as file:
                 file.seek(0)
                 *lines, cut = file.read().split(b"\n")
                 for number, line in enumerate(lines, 1):

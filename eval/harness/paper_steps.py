@@ -10,8 +10,10 @@ from typing import Literal
 from mac_rag.atomic_files import write_text
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
+from mac_rag.untrusted_files import read_json
 
 RECORDS = "steps.json"
+_LARGEST = 16 << 20  # bytes
 
 
 class StepRecord(Config):
@@ -49,6 +51,6 @@ def read_records(folder: Path) -> list[StepRecord]:
     if not path.exists():
         return []
     try:
-        return [StepRecord.parse(record, path) for record in json.loads(path.read_text(encoding="utf-8"))]
+        return [StepRecord.parse(record, path) for record in read_json(path, _LARGEST, follow=True)]
     except (ValueError, TypeError, ConfigError) as error:
         raise DataError(f"{path} is damaged; delete it: {error}") from None

@@ -27,6 +27,7 @@ from mac_rag.atomic_files import write_text
 from mac_rag.cli.terminal import cell, show_table
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
+from mac_rag.untrusted_files import MalformedError, read_file, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from mac_rag.data.types import Question
 
 SCHEMA_VERSION = 3
+_LARGEST = 1 << 30  # bytes of a result, and of its samples
 PACKAGES = (
     "mac-rag",
     "torch",
@@ -261,11 +263,11 @@ class Result(Config):
             DataError: if it cannot be read, is no result, or has another schema version.
         """
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path, _LARGEST, follow=True)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise DataError(f"{path} is not JSON: {error}") from None
+        except MalformedError as error:
+            raise DataError(f"{path} is no result of an evaluation: {error}") from None
         schema_version = values.get("schema_version") if isinstance(values, dict) else None
         if schema_version is None:
             raise DataError(f"{path} is no result of an evaluation: it has no schema_version")
@@ -289,9 +291,10 @@ class Result(Config):
             return ()
         file = path.with_name(Path(self.samples.name).name)
         try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise DataError(f"the samples of {path} cannot be read: {file}: {error.strerror}") from None
+            content = read_file(file, _LARGEST, follow=True)
+        except (OSError, MalformedError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DataError(f"the samples of {path} cannot be read: {file}: {reason}") from None
         if hashlib.sha256(content).hexdigest() != self.samples.sha256:
             raise DataError(f"{file} is not the file of samples that was written with {path}: its sha256 differs")
         try:

@@ -34,6 +34,7 @@ def info(bank: BankOption) -> None:
         size = sum(file.stat().st_size for file in bank.iterdir() if file.is_file())
         say(f"on disk        {size / 2**20:,.1f} MiB")
         say(f"texts          {'kept' if opened.keep_texts else 'not kept'}")
+        say(f"deleted files  {'overwritten and removed' if opened.secure_delete else 'removed'}")
         version = version_of(opened.fingerprint)
         say(f"model          {f'{version}, ' if version else ''}{opened.fingerprint}")
 
@@ -86,10 +87,20 @@ def delete(
 
 
 @app.command()
-def compact(bank: BankOption) -> None:
-    """Rewrite a bank, so that no byte of deleted documents remains on disk."""
+def compact(
+    bank: BankOption,
+    retriever: RetrieverOption = "none",
+    retriever_folder: FolderOption = None,
+) -> None:
+    """Rewrite a bank, so that no byte of deleted documents remains on disk. With --retriever, Chroma's folder as well.
+
+    A bank that was made with --secure-delete overwrites what it removes, also in Chroma's folder. The folders of other
+    retrievers are written anew whenever they change. A Chroma server's operator compacts it: chroma vacuum.
+    """
+    from mac_rag.sync import SyncedBank
+
     with _open(bank, write=True) as opened:
-        opened.compact()
+        SyncedBank(opened, open_retriever(retriever, retriever_folder)).compact()
         say(f"{bank} holds {len(opened)} documents and nothing else")
 
 
@@ -161,17 +172,19 @@ def export(
     """
     import json
 
-    from safetensors.torch import save_file
+    from safetensors.torch import save as tensor_bytes
+
+    from mac_rag.atomic_files import make_folder, write_file, write_text
 
     if output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty; choose a new folder for --output")
     with _open(bank) as opened:
         phi = opened.phi
-        output.mkdir(parents=True, exist_ok=True)
-        save_file({"phi": phi.contiguous()}, output / "memory.safetensors")
+        make_folder(output)
+        write_file(output / "memory.safetensors", [tensor_bytes({"phi": phi.contiguous()})])
         records = _records(opened, with_texts=opened.keep_texts)
         lines = [printable(json.dumps(record, ensure_ascii=False)) for record in records]
-        (output / "documents.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_text(output / "documents.jsonl", "\n".join(lines) + "\n")
         texts = "with their texts" if opened.keep_texts else "without texts, which this bank does not keep"
         say(f"{len(lines)} entries written to {output}, {texts}")
 

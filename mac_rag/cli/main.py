@@ -83,6 +83,13 @@ def adapt(
             help="Make a bank that keeps the texts too, so that `bank rebuild` can make one for another model.",
         ),
     ] = False,
+    secure_delete: Annotated[
+        bool,
+        typer.Option(
+            "--secure-delete",
+            help="Make a bank that overwrites its files before it removes them. It is read into memory as a whole.",
+        ),
+    ] = False,
     device_map: DeviceMapOption = None,
 ) -> None:
     """Remember documents in a bank. With --retriever, store their texts in the retriever as well.
@@ -95,7 +102,8 @@ def adapt(
     A document with a known id replaces the older version; an unchanged document costs nothing. The bank is saved every
     few hundred documents. If the command is interrupted, run it again.
 
-    Whether a bank keeps texts is decided when it is created; later calls need not repeat --keep-texts.
+    Whether a bank keeps texts, and whether it overwrites what it deletes, is decided when it is created; later calls
+    need not repeat --keep-texts and --secure-delete.
     """
     from mac_rag.config import BoundConfig
     from mac_rag.data.readers import read_documents
@@ -113,9 +121,16 @@ def adapt(
             f"{bank} was created without --keep-texts and holds no texts of its documents; leave the option out, or "
             "make a new bank with it: by adapting to all documents again, or by mac-rag bank rebuild --keep-texts"
         )
+    if opened is not None and secure_delete and not opened.secure_delete:
+        raise ConfigError(
+            f"{bank} was created without --secure-delete; leave the option out, or make a new bank with it: by "
+            "adapting to all documents again, or by mac-rag bank rebuild --secure-delete"
+        )
     loaded = MACModel.from_pretrained(model, device_map=device_map)
     if opened is None:  # an empty bank is false, too
-        opened = MemoryBank.create_on_commit(bank, loaded.fingerprint, keep_texts=keep_texts)
+        opened = MemoryBank.create_on_commit(
+            bank, loaded.fingerprint, keep_texts=keep_texts, secure_delete=secure_delete
+        )
     engine = MACEngine(
         loaded,
         opened,

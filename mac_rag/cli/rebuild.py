@@ -34,6 +34,10 @@ def rebuild(
         bool,
         typer.Option("--keep-texts", help="Keep the texts in the new bank, even if the old one does not."),
     ] = False,
+    secure_delete: Annotated[
+        bool,
+        typer.Option("--secure-delete", help="Overwrite what the new bank deletes, even if the old one does not."),
+    ] = False,
     device_map: DeviceMapOption = None,
 ) -> None:
     """Make a bank for another model, from texts that the old bank or a retriever holds.
@@ -62,6 +66,12 @@ def rebuild(
     if begun is not None and begun.keep_texts != keep_texts:
         was = "with" if begun.keep_texts else "without"
         raise ConfigError(f"{into} was begun {was} kept texts; repeat its command, or choose a new folder for --into")
+    secure_delete = secure_delete or old.secure_delete
+    if begun is not None and begun.secure_delete != secure_delete:
+        raise ConfigError(
+            f"{into} was begun {'to overwrite' if begun.secure_delete else 'not to overwrite'} what it deletes; repeat "
+            "its command, or choose a new folder for --into"
+        )
     text_retriever = open_retriever(retriever, retriever_folder)
     if text_retriever is None and not old.keep_texts and len(old):
         raise ConfigError(
@@ -70,7 +80,9 @@ def rebuild(
         )
     loaded = MACModel.from_pretrained(model, device_map=device_map)
     if begun is None:
-        begun = MemoryBank.create_on_commit(into, loaded.fingerprint, keep_texts=keep_texts)
+        begun = MemoryBank.create_on_commit(
+            into, loaded.fingerprint, keep_texts=keep_texts, secure_delete=secure_delete
+        )
     engine = MACEngine(loaded, begun)
     with engine.bank:
         report = make_anew(old, engine, text_retriever, skip_missing=skip_missing, progress=True)

@@ -9,10 +9,13 @@ from pathlib import Path
 
 from transformers.utils.hub import cached_file
 
-from mac_rag.lm.model_folders import check_files
+from mac_rag.lm.model_folders import ADAPTER, LARGEST_JSON, check_files, check_folder
+from mac_rag.untrusted_files import read_json
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})/")
+
+_CHECKED = ("config.json", "tokenizer_config.json", ADAPTER)  # what can name code, or another model
 
 
 def split_revision(place: str) -> tuple[str, str | None]:
@@ -26,7 +29,8 @@ def split_revision(place: str) -> tuple[str, str | None]:
 def pinned(name: str, revision: str | None) -> str | None:
     """The commit that a name on the Hub stands for, the same one until the process ends.
 
-    Where nobody has chosen a revision, a warning tells the commit. The files that name code are checked on the way.
+    Where nobody has chosen a revision, a warning tells the commit. The files that name code, or another model, are
+    checked on the way.
 
     Args:
         name: repository on the Hub, or a folder, which has no revision.
@@ -44,17 +48,58 @@ def pinned(name: str, revision: str | None) -> str | None:
 @cache
 def _pinned(name: str, revision: str | None) -> str | None:
     commit = revision
-    for file in ("config.json", "tokenizer_config.json"):
-        try:
-            path = cached_file(name, file, revision=commit)
-        except (OSError, ValueError):  # whoever loads the model says what is wrong
+    for file in _CHECKED:
+        path = cached_path(name, file, commit)
+        if path is None:
             continue
-        check_files([Path(str(path))])
-        match = _SNAPSHOT.search(Path(str(path)).as_posix())
+        check_files([path])
+        match = _SNAPSHOT.search(path.as_posix())
         commit = match[1] if match else commit
     if revision is None and commit is not None:
         warn_unpinned(name, commit)
     return commit
+
+
+def cached_path(name: str, file: str, revision: str | None) -> Path | None:
+    """Where a file of a model lies on disk, after it was downloaded if need be.
+
+    Args:
+        name: repository on the Hub, or a folder.
+        file: the file's path in it.
+        revision: of a repository.
+
+    Returns:
+        The path; None where there is no such file, or the Hub and its cache know nothing.
+    """
+    try:
+        path = cached_file(name, file, revision=revision)
+    except (OSError, ValueError):  # whoever loads the model says what is wrong
+        return None
+    return None if path is None else Path(path)
+
+
+def check_modules(name: str, revision: str | None) -> None:
+    """Checks the folders in which sentence-transformers keeps the parts of a model.
+
+    Args:
+        name: repository on the Hub, or a folder.
+        revision: as `pinned` returned it.
+
+    Raises:
+        ModelLoadError: as `mac_rag.lm.model_folders.check_files`.
+    """
+    if Path(name).exists():
+        for folder in (path for path in sorted(Path(name).glob("*")) if path.is_dir()):
+            check_folder(folder)
+        return
+    path = cached_path(name, "modules.json", revision)
+    if path is None:
+        return
+    check_files([path])
+    for module in read_json(path, LARGEST_JSON, follow=True):
+        if module.get("path"):
+            files = (cached_path(name, f"{module['path']}/{file}", revision) for file in _CHECKED)
+            check_files(file for file in files if file is not None)
 
 
 def warn_unpinned(name: str, commit: str) -> None:

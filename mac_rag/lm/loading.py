@@ -30,7 +30,8 @@ from mac_rag.lm.fetched import local_place
 from mac_rag.lm.gguf_files import load_gguf
 from mac_rag.lm.hub_revisions import pinned
 from mac_rag.lm.int8_storage import from_int8
-from mac_rag.lm.model_folders import check_folder, check_size
+from mac_rag.lm.model_folders import check_folder
+from mac_rag.lm.model_sizes import check_size
 from mac_rag.lm.packaged import PACKAGED
 from mac_rag.lm.random_weights import NoRandomWeights
 
@@ -89,9 +90,11 @@ def load_causal_lm(
     architecture = loaded("a causal LM", place, AutoConfig.from_pretrained, revision=revision)
     if modulation is not None:
         check_modulation(architecture, modulation)
-    loaded("a causal LM", place, check_size, architecture=architecture, auto_class=AutoModelForCausalLM)
+    weights = INT8_LM if (Path(place) / INT8_LM).is_file() else None
+    described = {"architecture": architecture, "auto_class": AutoModelForCausalLM}
+    loaded("a causal LM", place, check_size, revision=revision, weights=weights, **described)
     options = _options(config.dtype, config.quantization, device)
-    if (Path(place) / INT8_LM).is_file():
+    if weights is not None:
         _require_no_map(place, "is stored as int8", device_map)
         if config.quantization != "none":
             raise ModelLoadError(f"{place} is stored as int8 and cannot be quantised again; set quantization: none")
@@ -215,7 +218,7 @@ def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
     architecture = loaded("a model", place, AutoConfig.from_pretrained, revision=revision)
     check_design(config, architecture)
     loader = _backbone_class(config, architecture)
-    loaded("a model", place, check_size, architecture=architecture, auto_class=loader)
+    loaded("a model", place, check_size, revision=revision, architecture=architecture, auto_class=loader)
     model = loaded("a model", place, loader.from_pretrained, revision=revision, **options)
     if config.quantization != "none":
         for name, parameter in model.named_parameters():

@@ -7,18 +7,15 @@ reads at once. Several documents can be merged into one entry, which then stands
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
-from mac_rag.memory.contents import BankEntry, Contents, Snapshot
-from mac_rag.memory.new_entries import NewEntry, new_entries
-from mac_rag.memory.parts import PART_BITS, Part
-from mac_rag.memory.records import Record
+from mac_rag.memory.contents import BankEntry, Snapshot
+from mac_rag.memory.editing import EditableContents, no_entries
+from mac_rag.memory.parts import Part
 from mac_rag.memory.storage.folder import exists
 from mac_rag.memory.storage.manifest import Intent, Manifest
 from mac_rag.memory.storage.segment import continues
@@ -27,7 +24,7 @@ from mac_rag.memory.storage.store import Store
 __all__ = ["BankEntry", "MemoryBank", "Snapshot"]
 
 
-class MemoryBank(Contents):
+class MemoryBank(EditableContents):
     """A growing set of documents as memory tokens, in the order of arrival.
 
     The constructor makes a bank in memory; `create` and `open` give a bank on disk. One process can write to a bank on
@@ -40,10 +37,13 @@ class MemoryBank(Contents):
         codebook: `[C, D]`; each memory token is stored as the index of its nearest code and read as that code. None
             to store memory tokens as they are.
         keep_texts: True to keep the documents' texts (`BankEntry.texts`), for a later model to adapt to.
+        secure_delete: True to overwrite the bank's files with zeros before they are removed. Whoever opens the bank
+            reads all of it into memory then, because memory-mapped files would become zeros as well.
 
     Attributes:
         fingerprint: fingerprint of the model that wrote the bank.
         codebook: `[C, D]` in float32, or None.
+        secure_delete: True if the bank's files are overwritten before they are removed.
         folder: folder of a bank on disk; None for a bank in memory.
         version: a number that grows with every change.
 
@@ -63,48 +63,60 @@ class MemoryBank(Contents):
         ['museum']
     """
 
-    def __init__(self, fingerprint: str, *, codebook: Tensor | None = None, keep_texts: bool = False) -> None:
-        super().__init__(fingerprint, None if codebook is None else codebook.detach().to("cpu", torch.float32).clone())
-        self.keep_texts = keep_texts
-        self._next_sequence = 0
+    def __init__(
+        self,
+        fingerprint: str,
+        *,
+        codebook: Tensor | None = None,
+        keep_texts: bool = False,
+        secure_delete: bool = False,
+    ) -> None:
+        super().__init__(fingerprint, codebook, keep_texts)
+        self.secure_delete = secure_delete
         self._store: Store | None = None
         self._uncreated: Path | None = None  # folder in which the first commit creates the bank
-        self._segments: list[Part] = []  # the store's segments, as copies that may have changed since the last commit
-        self._tail = _no_entries()  # entries that came since
-        self._snapshot: Snapshot | None = None
-        self._shares_sequences = False
         self._committed = self.snapshot()
 
     @classmethod
     def create(
-        cls, folder: str | Path, fingerprint: str, *, codebook: Tensor | None = None, keep_texts: bool = False
+        cls,
+        folder: str | Path,
+        fingerprint: str,
+        *,
+        codebook: Tensor | None = None,
+        keep_texts: bool = False,
+        secure_delete: bool = False,
     ) -> MemoryBank:
         """Makes a new, empty bank on disk and opens it for writing.
 
         Args:
             folder: folder of the bank; it is made if it does not exist.
-            fingerprint, codebook, keep_texts: see the class.
+            fingerprint, codebook, keep_texts, secure_delete: see the class.
 
         Raises:
             BankError: when the folder already holds a bank.
         """
-        bank = cls(fingerprint, codebook=codebook, keep_texts=keep_texts)
+        bank = cls(fingerprint, codebook=codebook, keep_texts=keep_texts, secure_delete=secure_delete)
         bank._follow(bank._written(Path(folder), ()))
         return bank
 
     @classmethod
-    def create_on_commit(cls, folder: str | Path, fingerprint: str, *, keep_texts: bool = False) -> MemoryBank:
+    def create_on_commit(
+        cls, folder: str | Path, fingerprint: str, *, keep_texts: bool = False, secure_delete: bool = False
+    ) -> MemoryBank:
         """An empty bank that is in memory until its first commit, which creates it on disk as `create` does.
 
         `commit` raises BankError when the folder holds a bank by then.
         """
-        bank = cls(fingerprint, keep_texts=keep_texts)
+        bank = cls(fingerprint, keep_texts=keep_texts, secure_delete=secure_delete)
         bank._uncreated = Path(folder)
         return bank
 
     @classmethod
     def open(cls, folder: str | Path, *, write: bool = False, fingerprint: str | None = None) -> MemoryBank:
-        """Opens a bank on disk at its last commit. Memory tokens are memory-mapped and read when they are used.
+        """Opens a bank on disk at its last commit.
+
+        Memory tokens are memory-mapped and read when they are used; those of a bank with `secure_delete` are read now.
 
         Args:
             folder: folder of the bank.
@@ -133,7 +145,8 @@ class MemoryBank(Contents):
     def _follow(self, store: Store) -> None:
         """Takes over the state of the store."""
         self._store, self.folder, self.codebook = store, store.folder, store.codebook
-        self._next_sequence, self.keep_texts = store.manifest.next_sequence, store.manifest.keep_texts
+        self.keep_texts, self.secure_delete = store.manifest.keep_texts, store.manifest.secure_delete
+        self._next_sequence = store.manifest.next_sequence
         self._shares_sequences = False
         self._sequences = {
             document_id: sequence
@@ -154,13 +167,6 @@ class MemoryBank(Contents):
     def writable(self) -> bool:
         """True if the bank can be changed."""
         return self._store is None or self._store.writable
-
-    def snapshot(self) -> Snapshot:
-        """The current contents, uncommitted changes included, as they stay whatever happens to the bank."""
-        if self._snapshot is None or self._snapshot.version != self.version:
-            self._snapshot = Snapshot(self, [part.copy() for part in self._parts], self._sequences)
-            self._shares_sequences = True
-        return self._snapshot
 
     @property
     def committed(self) -> Snapshot:
@@ -194,26 +200,34 @@ class MemoryBank(Contents):
     def compact(self) -> None:
         """Commits, and rewrites every segment that has deleted entries, so that no byte of them remains.
 
+        If entries were ever deleted, a codebook loses the codes that none of the others uses.
+
         Each segment is rewritten in a commit of its own, the smallest first. So a disk that is nearly full needs room
         for one of them only.
 
         Raises:
-            BankError: see `commit`.
+            BankError: see `commit`; also when everything is committed, but a file that is not needed any more cannot be
+                overwritten or removed. It goes with the next change of the bank, or with another `compact`.
         """
         self.commit()
         while outdated := [part for part in self._segments if part.tombstones]:
             self._commit(None, rewrite=min(outdated, key=lambda part: part.count))
-        if self._store is not None:
-            self._store.tidy()
+        if self.codebook is not None:
+            self._commit(None, drop_codes=True)
+        if self._store is not None and (error := self._store.tidy()) is not None:
+            raise BankError(
+                f"{self.folder} is rewritten, but an old file cannot be removed from it: {error}; compact it again"
+            )
 
-    def _commit(self, intent: Intent | None, *, rewrite: Part | None = None) -> None:
+    def _commit(self, intent: Intent | None, *, rewrite: Part | None = None, drop_codes: bool = False) -> None:
         if self._uncreated is not None:
             self._store = self._written(self._uncreated, [self._tail], intent)
             self.folder, self._uncreated = self._store.folder, None
         elif self._store is not None:
             parts = [*self._segments, self._tail]
-            self._store.commit(parts, self._next_sequence, rewrite=rewrite, intent=intent)
+            self._store.commit(parts, self._next_sequence, rewrite=rewrite, intent=intent, drop_codes=drop_codes)
         if self._store is not None:
+            self.codebook = self._store.codebook
             self._take_segments(self._store.segments)
         self._settle()
 
@@ -224,14 +238,14 @@ class MemoryBank(Contents):
         if self._committed is self._snapshot and self._committed.version == self.version:
             return
         parts = [part.copy() for part in self._committed._parts]
-        self._segments, self._tail = ([], parts[0]) if self._store is None and parts else (parts, _no_entries())
+        self._segments, self._tail = ([], parts[0]) if self._store is None and parts else (parts, no_entries())
         self._sequences, self._shares_sequences = self._committed._sequences, True
         self._changed()
         self._settle()
 
     def _take_segments(self, segments: Sequence[Part]) -> None:
         """Goes on with these segments, which hold all entries."""
-        self._segments, self._tail = [segment.copy() for segment in segments], _no_entries()
+        self._segments, self._tail = [segment.copy() for segment in segments], no_entries()
         self._hold([*self._segments, self._tail])
 
     def _settle(self) -> None:
@@ -269,8 +283,14 @@ class MemoryBank(Contents):
 
     def _written(self, folder: Path, parts: Sequence[Part], intent: Intent | None = None) -> Store:
         """A new bank on disk with these parts."""
-        settings = {"next_sequence": self._next_sequence, "keep_texts": self.keep_texts, "intent": intent or Intent()}
-        return Store.create(folder, Manifest(fingerprint=self.fingerprint, **settings), self.codebook, parts)
+        manifest = Manifest(
+            fingerprint=self.fingerprint,
+            next_sequence=self._next_sequence,
+            keep_texts=self.keep_texts,
+            secure_delete=self.secure_delete,
+            intent=intent or Intent(),
+        )
+        return Store.create(folder, manifest, self.codebook, parts)
 
     def close(self) -> None:
         """Releases the right to write, so that another process can write. The bank can still be read."""
@@ -286,114 +306,3 @@ class MemoryBank(Contents):
     def _check_writable(self) -> None:
         if self._store is not None and not self._store.writable:
             raise BankError(f"{self.folder} is not open for writing; open it with write=True")
-
-    def put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int] | None = None) -> tuple[str, ...]:
-        """Adds documents and replaces those with the same ids. On an error the bank does not change.
-
-        Args:
-            documents: K documents with distinct ids.
-            phi: `[N, T, D]`, the memory tokens of all documents, row after row.
-            rows: number of rows of each document; None for one row each.
-
-        Returns:
-            Ids of other documents that were removed, because they were merged with a replaced document.
-
-        Raises:
-            BankError: for an id that occurs twice, metadata that are not JSON, or memory tokens that do not fit the
-                documents or the bank.
-        """
-        self._check_writable()
-        entries = new_entries(documents, rows, len(phi), keep_texts=self.keep_texts)
-        tokens = self._encoded(phi)
-        names = dict.fromkeys(document.id for document in documents)
-        removed = [name for document_id in names if document_id in self for name in self._tombstone(document_id)]
-        self._append(tokens, entries)
-        return tuple(name for name in removed if name not in names)
-
-    def merge(self, document_ids: Iterable[str], phi: Tensor) -> None:
-        """Replaces the entries of these documents by one entry that stands for all of their documents.
-
-        Args:
-            document_ids: ids of documents, at least one of each entry to be merged.
-            phi: `[rows, T, D]`, the memory tokens of the new entry.
-
-        Raises:
-            BankError: for an id that the bank does not hold, or memory tokens that do not fit the bank.
-        """
-        self._check_writable()
-        found = {entry.sequence: entry for entry in map(self.__getitem__, document_ids)}
-        merged = [found[sequence] for sequence in sorted(found)]
-        if not merged or not 0 < len(phi) < 1 << PART_BITS:
-            raise BankError(f"{len(merged)} entries and {len(phi)} rows of memory tokens cannot become one entry")
-        members = tuple(member for entry in merged for member in entry.members)
-        texts = tuple(text for entry in merged for text in entry.texts)
-        tokens = self._encoded(phi)
-        for entry in merged:
-            self._tombstone(entry.document_id)
-        self._append(tokens, [NewEntry(len(tokens), members, texts)])
-
-    def delete(self, document_id: str) -> tuple[str, ...]:
-        """Deletes a document with all its rows.
-
-        The share of one document cannot be taken out of merged memory tokens. So the whole entry is deleted, and the
-        document has no influence afterwards.
-
-        Returns:
-            Ids of all deleted documents: this one, and those that it was merged with.
-
-        Raises:
-            BankError: for an id that the bank does not hold.
-        """
-        self._check_writable()
-        deleted = self._tombstone(document_id)
-        self._changed()
-        return deleted
-
-    def _append(self, tokens: Tensor, entries: Sequence[NewEntry]) -> None:
-        records = [Record(self._next_sequence + n, entry.rows, entry.members) for n, entry in enumerate(entries)]
-        texts = {record.sequence: entry.texts for record, entry in zip(records, entries) if self.keep_texts}
-        self._next_sequence += len(records)
-        if self._tail.count:
-            self._tail.append(tokens, records, texts)
-        else:
-            self._tail = Part(tokens.clone(), records, texts)
-        self._own_sequences()
-        self._sequences |= {document_id: record.sequence for record in records for document_id in record.document_ids}
-        self._changed()
-
-    def _tombstone(self, document_id: str) -> tuple[str, ...]:
-        """Marks the entry of a document as deleted; returns the ids of all its documents."""
-        record = self._record(document_id)
-        self._part(record.sequence).tombstone(record.sequence)
-        self._own_sequences()
-        for member_id in record.document_ids:
-            del self._sequences[member_id]
-        return record.document_ids
-
-    def _own_sequences(self) -> None:
-        """Copies the sequence numbers before they change, if a snapshot shares them."""
-        if self._shares_sequences:
-            self._sequences, self._shares_sequences = dict(self._sequences), False
-
-    def _changed(self) -> None:
-        self.version += 1
-        if self._tail.is_mostly_deleted:
-            self._tail = self._tail.compacted()
-        self._hold([*self._segments, self._tail])
-
-    def restore(self, entries: Iterable[BankEntry]) -> None:
-        """Fills an empty bank with entries of another bank.
-
-        Raises:
-            BankError: when this bank is not empty, or memory tokens do not fit it.
-        """
-        self._check_writable()
-        if len(self):
-            raise BankError(f"this bank holds {len(self)} documents already; restore entries into an empty one")
-        for entry in entries:
-            phi = self._encoded(entry.phi)
-            self._append(phi, [NewEntry(len(phi), entry.members, entry.texts)])
-
-
-def _no_entries() -> Part:
-    return Part(torch.empty(0), ())

@@ -88,6 +88,7 @@ class Contents:
     Attributes:
         folder: folder of a bank on disk; None for a bank in memory.
         keep_texts: True if the bank keeps the texts of its documents.
+        secure_delete: True if the bank's files are overwritten before they are removed.
         version: a number that grows with every change of the bank.
         history: a number that grows when the bank on disk turns out not to continue the one that was read before, as
             after the return of a backup. Only within one history does the key of a row say which row it is.
@@ -95,6 +96,7 @@ class Contents:
 
     folder: Path | None = None
     keep_texts = False
+    secure_delete = False
     version = 0
     history = 0
 
@@ -139,6 +141,18 @@ class Contents:
         for part in self._parts:
             for placed in part.entries.values():
                 yield self._entry(part, placed)
+
+    def is_textless(self, document_id: str) -> bool:
+        """True if this bank keeps texts, has lost that of a document, and gets it back with the document.
+
+        A document that was merged with others does not count: to put it again would forget the others.
+
+        Raises:
+            BankError: when the bank does not hold the document.
+            DamageError: when the file of the texts is damaged.
+        """
+        record = self._record(document_id)
+        return self.keep_texts and len(record.members) == 1 and self._part(record.sequence).lacks_text(record)
 
     def _entry(self, part: Part, placed: PlacedRecord) -> BankEntry:
         record, start = placed
@@ -254,6 +268,11 @@ class Contents:
             )
         if self.codebook is None:
             return phi
+        if not self.codebook.any():
+            raise BankError(
+                f"the codebook of {self.folder or 'this bank'} has lost its codes with the last document; make a new "
+                "bank with a new codebook"
+            )
         nearest, _ = nearest_codes(phi.flatten(0, 1), self.codebook)
         return nearest.to(torch.int32).view(phi.shape[:2])
 
@@ -287,7 +306,7 @@ class Snapshot(Contents):
     def __init__(self, bank: Contents, parts: Sequence[Part], sequences: dict[str, int]) -> None:
         super().__init__(bank.fingerprint, bank.codebook)
         self.version, self.history = bank.version, bank.history
-        self.folder, self.keep_texts = bank.folder, bank.keep_texts
+        self.folder, self.keep_texts, self.secure_delete = bank.folder, bank.keep_texts, bank.secure_delete
         self._hold(parts)
         self._sequences = sequences
 

@@ -109,6 +109,10 @@ class Part:
         """The texts of an entry of this part, one for each of its documents."""
         return self._texts.get(record.sequence, (None,) * len(record.members))
 
+    def lacks_text(self, record: Record) -> bool:
+        """True if the text of a document of an entry of this part is not kept."""
+        return None in self.texts(record)
+
     def _add(self, records: Sequence[Record], texts: Mapping[int, Texts]) -> None:
         self._own()
         self._texts.update(texts)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from mac_rag.errors import BankError
+from mac_rag.memory.parts import Part
 
 # Distances that are computed, and held in memory, at once.
 _DISTANCES = 1 << 24
@@ -28,6 +31,31 @@ def nearest_codes(tokens: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
     nearest = torch.cat([part.indices for part in parts])
     similarity = torch.cat([part.values for part in parts])
     return nearest, tokens.square().sum(1) - 2 * similarity
+
+
+def used_codes_only(codebook: Tensor, parts: Iterable[Part]) -> Tensor:
+    """A codebook without the codes that no live row uses. Codes keep their numbers.
+
+    A code that goes becomes equal to the first one in use. So no row needs to be written again, and new tokens find the
+    nearest of the codes that are left, as if there were no others. If none is in use, all become zero.
+
+    Args:
+        codebook: `[C, D]`.
+        parts: all parts of the bank, with codes `[n, T]`.
+
+    Returns:
+        The codebook `[C, D]`; the very same tensor if no code goes.
+    """
+    _, group = torch.unique(codebook, dim=0, return_inverse=True)  # equal codes stay or go together
+    used = torch.zeros(len(codebook), dtype=torch.bool)
+    for part in parts:
+        used[part.rows(slice(None)).flatten().long()] = True
+    gone = ~torch.isin(group, group[used])
+    if not gone.any():
+        return codebook
+    left = codebook.clone()
+    left[gone] = codebook[int(used.nonzero()[0])] if used.any() else 0.0
+    return codebook if torch.equal(left, codebook) else left
 
 
 def fit(phi: Tensor, codes: int, *, seed: int = 0, iterations: int = 25) -> Tensor:

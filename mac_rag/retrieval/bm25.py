@@ -124,6 +124,8 @@ class BM25Retriever(RowRetriever):
                 retriever.add(documents)
                 return retriever
             retriever._vocabulary = {word: term for term, word in enumerate(body["vocabulary"])}
+            if len(retriever._vocabulary) != len(body["vocabulary"]):
+                raise MalformedError("a word of the vocabulary comes twice")
             terms = _checked_terms(arrays, len(documents), retriever._vocabulary)
         retriever._append_terms(documents, terms)
         return retriever

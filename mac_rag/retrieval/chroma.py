@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import heapq
-import json
+import logging
+import sqlite3
+import stat
 import threading
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 
+from mac_rag.atomic_files import make_folder
 from mac_rag.data.characters import fault_of
-from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.retrieval.base import Hit, Retriever, check_documents, check_request
+from mac_rag.retrieval.chroma_compaction import COMPACTED, copy_documents, rewrite, settle
+from mac_rag.retrieval.chroma_records import hash_in, metadata_in, record_of
+from mac_rag.retrieval.chroma_schema import check_schema
 from mac_rag.retrieval.dense import Encoder
 from mac_rag.retrieval.embeddings import Vectors, check_finite
+from mac_rag.retrieval.gate import Gate
+
+_log = logging.getLogger(__name__)
 
 COLLECTION = "mac_rag"
 
 _ENCODER = "mac_rag_encoder"  # key in the collection's metadata: fingerprint of the encoder
-_HASH, _METADATA = "content_hash", "metadata"  # keys in a document's metadata; the second is all its metadata as JSON
 _LOCK = "mac_rag.lock"
 _IDS = 4096  # ids in one request; Chroma fails on more variables than its database takes
 
@@ -65,8 +72,7 @@ class ChromaRetriever(Retriever):
         timeout: float = 60.0,
     ) -> None:
         try:
-            import chromadb
-            from chromadb.config import Settings
+            import chromadb  # noqa: F401
         except ImportError:
             raise ConfigError("a Chroma retriever needs chromadb: pip install 'mac-rag[chroma]'") from None
         from mac_rag.retrieval.chroma_server import ChromaServer, collection_name, request_headers
@@ -75,6 +81,7 @@ class ChromaRetriever(Retriever):
         self._batch_bytes = batch_bytes
         self._place = str(place)
         self._lock = threading.RLock()  # held during a change; Chroma itself lets others read meanwhile
+        self._gate = Gate()  # passed by each request to Chroma; closed while files are rewritten
         self._file_lock: FileLock | None = None
         self._client: Any  # chromadb's interface class lacks `close`, which every client has
         name = COLLECTION
@@ -86,21 +93,11 @@ class ChromaRetriever(Retriever):
                 raise ConfigError("headers are for a server; a folder takes none")
             else:
                 self._file_lock = _locked(Path(place))
-                self._client = chromadb.PersistentClient(place, settings=Settings(anonymized_telemetry=False))
-            self._collection = self._client.get_or_create_collection(
-                name,
-                embedding_function=None,
-                metadata={_ENCODER: encoder.fingerprint},
-                configuration={"hnsw": {"space": "ip"}},
-            )
-            # Now, before chromadb reads the schema: it builds what that names, and some of it runs the code of a model.
-            model = self._collection._model
-            if foreign := _embedding_functions(model.configuration_json, model.serialized_schema):
-                raise ConfigError(
-                    f"the collection {name!r} in {self._place} has an embedding function ({', '.join(foreign)}), which "
-                    "chromadb would build and run; use a collection that mac_rag has made"
-                )
+                self._client = _local_client(self._place)
+                settle(self._client, COLLECTION)
+            self._collection = self._made(name)
             self._batch = self._client.get_max_batch_size()
+        self._hide_files()
         fingerprint = (self._collection.metadata or {}).get(_ENCODER)
         if fingerprint is None:
             raise ConfigError(f"the collection {name!r} in {self._place} is not mac_rag's; name another collection")
@@ -111,11 +108,74 @@ class ChromaRetriever(Retriever):
                 "collection"
             )
 
+    def _made(self, name: str) -> Any:
+        """The collection of a name, which is made if there is none."""
+        collection = self._client.get_or_create_collection(
+            name,
+            embedding_function=None,
+            metadata={_ENCODER: self.encoder.fingerprint},
+            configuration={"hnsw": {"space": "ip"}},
+        )
+        check_schema(collection, self._place)  # before chromadb reads it
+        return collection
+
+    def compact(self, *, secure_delete: bool = False) -> None:
+        """Writes the files of a folder anew, without deleted documents; a server's files are its operator's.
+
+        Others retrieve while the documents are copied, and wait while the database is written. A crash leaves the
+        documents as they are. The disk needs room for everything once more.
+
+        Args:
+            secure_delete: True to overwrite the old files before they are removed.
+
+        Raises:
+            BankError: when a file cannot be written or removed, or this process has the folder open twice.
+        """
+        if self._file_lock is None:
+            _log.warning("%s is a server: its operator removes what is left of deleted documents", self._place)
+            return
+        with self._lock:
+            self._check_alone(self._file_lock.lock_counter < 2)
+            with self._errors():
+                settle(self._client, COLLECTION)
+                copy = self._made(COMPACTED)
+                copy_documents(self._collection, copy)
+            with self._gate.closed(), self._errors():
+                self._client.delete_collection(COLLECTION)
+                copy.modify(name=COLLECTION)
+                self._client.close()
+                try:
+                    # Clients of one process share what is open of a folder.
+                    self._check_alone(self._place not in getattr(self._client, "_identifier_to_system", {}))
+                    rewrite(Path(self._place), secure_delete=secure_delete)
+                except (OSError, sqlite3.Error) as error:
+                    raise BankError(f"{self._place} cannot be rewritten: {error}; compact it again") from error
+                finally:
+                    self._client = _local_client(self._place)
+                    self._collection = self._made(COLLECTION)
+                    self._hide_files()
+
+    def _check_alone(self, is_alone: bool) -> None:
+        """Refuses to replace files that another retriever or client of this process has open."""
+        if not is_alone:
+            raise BankError(f"{self._place} is open twice in this process; close the other client, then compact it")
+
     def close(self) -> None:
         """Closes the client, and lets another process open the folder. The retriever cannot be used afterwards."""
         self._client.close()
+        self._hide_files()
         if self._file_lock is not None:
             self._file_lock.release()
+
+    def _hide_files(self) -> None:
+        """Takes from others the right to read what Chroma has written to a folder; the folder itself keeps its mode."""
+        if self._file_lock is None:
+            return
+        for path in Path(self._place).rglob("*"):
+            with suppress(OSError):  # Chroma removes files, too
+                mode = path.lstat().st_mode
+                if mode & 0o077 and (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                    path.chmod(stat.S_IMODE(mode) & 0o700)
 
     def add(self, documents: Sequence[Document]) -> None:
         with self._lock:
@@ -125,7 +185,7 @@ class ChromaRetriever(Retriever):
 
     def put(self, documents: Sequence[Document]) -> None:
         check_documents(documents)
-        records = [_record(document) for document in documents]
+        records = [record_of(document) for document in documents]
         vectors = self.encoder.documents([document.text for document in documents])
         check_finite(vectors, [f"document {document.id!r}" for document in documents])
         with self._lock:
@@ -137,6 +197,7 @@ class ChromaRetriever(Retriever):
                         documents=[document.text for document in documents[part]],
                         metadatas=list(records[part]),
                     )
+            self._hide_files()
 
     def delete(self, document_id: str) -> None:
         with self._lock:
@@ -174,7 +235,9 @@ class ChromaRetriever(Retriever):
         for row in scores.tolist():
             ranked = zip(row, records, strict=True)
             best = heapq.nsmallest(k, ranked, key=lambda scored: (-scored[0], scored[1][0]))
-            rankings.append([Hit(name, text, score, json.loads(r[_METADATA])) for score, (name, text, r) in best])
+            rankings.append(
+                [Hit(name, text, score, metadata_in(record, name, self._place)) for score, (name, text, record) in best]
+            )
         return rankings
 
     def _query(self, vectors: Vectors, k: int) -> list[list[Hit]]:
@@ -185,7 +248,7 @@ class ChromaRetriever(Retriever):
         return [
             _best(
                 (
-                    Hit(name, text, 1.0 - distance, json.loads(record[_METADATA]))
+                    Hit(name, text, 1.0 - distance, metadata_in(record, name, self._place))
                     for name, text, distance, record in zip(*column, strict=True)
                     if record is not None  # it was deleted between Chroma's search and its look-up
                 ),
@@ -209,14 +272,15 @@ class ChromaRetriever(Retriever):
     def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
         hashes: dict[str, str] = {}
         for page in self._pages(document_ids, ["metadatas"]):
-            hashes.update((name, row[_HASH]) for name, row in zip(page["ids"], page["metadatas"], strict=True))
+            for name, row in zip(page["ids"], page["metadatas"], strict=True):
+                hashes[name] = hash_in(row, name, self._place)
         return hashes
 
     def documents(self, document_ids: Collection[str]) -> list[Document]:
         by_id: dict[str, Document] = {}
         for page in self._pages(document_ids, ["documents", "metadatas"]):
             for name, text, row in zip(page["ids"], page["documents"], page["metadatas"], strict=True):
-                by_id[name] = Document(name, text, json.loads(row[_METADATA]))
+                by_id[name] = Document(name, text, metadata_in(row, name, self._place))
         if missing := [name for name in document_ids if name not in by_id]:
             raise BankError(f"no document {missing[0]!r} in this index of {len(self)} documents")
         return [by_id[name] for name in document_ids]
@@ -264,7 +328,8 @@ class ChromaRetriever(Retriever):
         from mac_rag.retrieval.chroma_server import explained
 
         try:
-            yield
+            with self._gate.passing():
+                yield
         except HTTPError as error:
             raise explained(error, self._place) from error
         except (ChromaError, ValueError) as error:
@@ -275,24 +340,19 @@ def _best(hits: Iterable[Hit], k: int) -> list[Hit]:
     return sorted(hits, key=lambda hit: (-hit.score, hit.document_id))[:k]
 
 
-def _embedding_functions(*values: Any) -> list[str]:
-    """Names of the embedding functions in a collection's configuration and schema; mac_rag's collections have none."""
-    names, left = set(), list(values)
-    while left:
-        value = left.pop()
-        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        function = value.get("embedding_function") if isinstance(value, dict) else None
-        if function is not None and not (isinstance(function, dict) and function.get("type") in ("legacy", "unknown")):
-            names.add(str(function.get("name") if isinstance(function, dict) else function)[:40])
-    return sorted(names)
+def _local_client(folder: str) -> Any:
+    import chromadb
+    from chromadb.config import Settings
+
+    return chromadb.PersistentClient(folder, settings=Settings(anonymized_telemetry=False))
 
 
 def _locked(folder: Path) -> FileLock:
     """Locks a folder against other processes until this one ends or closes it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         # One lock per process and folder, because Chroma also shares open folders within a process.
-        lock = FileLock(folder.resolve() / _LOCK, thread_local=False, is_singleton=True)
+        lock = FileLock(folder.resolve() / _LOCK, mode=0o600, thread_local=False, is_singleton=True)
         lock.acquire(blocking=False)
     except Timeout:
         raise BankError(
@@ -302,9 +362,3 @@ def _locked(folder: Path) -> FileLock:
     except OSError as error:
         raise BankError(f"{folder} cannot be used for Chroma: {error}") from error
     return lock
-
-
-def _record(document: Document) -> dict[str, str]:
-    """What Chroma stores of a document beside text and vector."""
-    member = Member.of(document)
-    return {_HASH: member.content_hash, _METADATA: json.dumps(member.metadata)}

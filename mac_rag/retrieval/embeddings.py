@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as array_bytes
 
-from mac_rag.atomic_files import sync_folder, write_file
+from mac_rag.atomic_files import make_folder, sync_folder, write_file
 from mac_rag.errors import BankError, DocumentError
 from mac_rag.untrusted_files import MalformedError, open_file, parse_json, read_file
 
@@ -103,7 +103,7 @@ class EmbeddingCache:
         data = array_bytes({"embeddings": np.ascontiguousarray(vectors)}, metadata=header)
         path = self.folder / f"{hashlib.sha256(data).hexdigest()}.part.safetensors"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             write_file(path, [data])
             sync_folder(self.folder)
         except OSError as error:
@@ -111,14 +111,24 @@ class EmbeddingCache:
         self._places.update((name, (path, row)) for row, name in enumerate(hashes))
 
     def clear(self) -> None:
-        """Removes all files, once their embeddings are saved elsewhere."""
+        """Removes all files, once their embeddings are saved elsewhere.
+
+        Raises:
+            BankError: when the folder cannot be written to.
+        """
         self._places.clear()
-        for path in self._files():
-            if not path.is_dir():
-                path.unlink()
+        try:
+            for path in self._files():
+                if not path.is_dir():
+                    path.unlink()
+        except OSError as error:
+            raise BankError(f"{self.folder} cannot be written to: {error}") from error
 
     def _files(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("*.part.safetensors") if _NAME.fullmatch(path.name))
+        try:
+            return sorted(path for path in self.folder.glob("*.part.safetensors") if _NAME.fullmatch(path.name))
+        except OSError as error:
+            raise BankError(f"{self.folder} cannot be read: {error}") from error
 
     def _learn(self, path: Path) -> None:
         """Registers the embeddings of a file, unless it cannot be read or is of another encoder."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoTokenizer,
     DPRContextEncoder,
@@ -23,10 +23,10 @@ from transformers import (
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.batching import length_buckets, pad_rows
 from mac_rag.lm.devices import default_device
-from mac_rag.lm.hub_revisions import pinned, split_revision
+from mac_rag.lm.hub_revisions import check_modules, pinned, split_revision
 from mac_rag.lm.loading import loaded
 from mac_rag.lm.minilm import minilm_folder
-from mac_rag.lm.model_folders import check_folder
+from mac_rag.lm.model_sizes import check_size
 from mac_rag.retrieval.embeddings import Vectors
 
 Pooling = Literal["mean", "pooler"]
@@ -207,14 +207,14 @@ class SentenceTransformerEncoder:
         except ImportError:
             raise ModelLoadError(f"{place!r} needs sentence-transformers: pip install 'mac-rag[dense]'") from None
         name, revision = split_revision(place)
-        for folder in (path for path in Path(name).glob("*") if path.is_dir()):
-            check_folder(folder)
+        revision = pinned(name, revision)
+        check_modules(name, revision)
         self._model: Any = loaded(
             "an encoder",
             name,
             SentenceTransformer,
             device=str(default_device(device)),
-            revision=pinned(name, revision),
+            revision=revision,
             model_kwargs={"use_safetensors": True},
         )
         self.width = int(self._model.get_embedding_dimension())
@@ -248,6 +248,10 @@ def _tower(
 ) -> Tower:
     name, revision = split_revision(place)
     revision = pinned(name, revision)
+    # The configuration of an auto class is found by AutoConfig, that of any other is its own.
+    configuration = getattr(model, "config_class", AutoConfig)
+    architecture = loaded("an encoder", name, configuration.from_pretrained, revision=revision)
+    loaded("an encoder", name, check_size, revision=revision, architecture=architecture, auto_class=model)
     network = loaded(
         "an encoder", name, model.from_pretrained, revision=revision, use_safetensors=True, dtype=torch.float32
     )

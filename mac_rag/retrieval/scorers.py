@@ -148,6 +148,8 @@ class Postings:
 
     def _column(self, term: int, corpus: _Corpus) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
         """The allowed rows that contain a term, and its contribution to the score of each."""
+        if term >= len(self._rows):  # a word that no document has yet
+            return np.zeros(0, np.int32), np.zeros(0)
         rows, counts = np.frombuffer(self._rows[term], np.int32), np.frombuffer(self._counts[term], np.int32)
         if corpus.allowed is not None:
             kept = corpus.allowed[rows]

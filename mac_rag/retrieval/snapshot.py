@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as array_bytes
 
-from mac_rag.atomic_files import sync_folder, write_file
+from mac_rag.atomic_files import make_folder, sync_folder, write_file
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.untrusted_files import MalformedError, parse_json, read_file, read_json
@@ -58,7 +58,7 @@ def write(folder: Path, kind: str, body: Mapping[str, Any], arrays: Mapping[str,
     manifest = {"format": FORMAT, "kind": kind, "arrays": digest, "sha256": _digest(kind, digest, text), "body": text}
     target = folder / f"{digest}.safetensors"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_file(target, [data])
         sync_folder(folder)
         write_file(folder / MANIFEST, [json.dumps(manifest).encode()])
@@ -71,8 +71,15 @@ def write(folder: Path, kind: str, body: Mapping[str, Any], arrays: Mapping[str,
 
 
 def exists(folder: Path) -> bool:
-    """True if the folder holds a retriever."""
-    return (folder / MANIFEST).exists()
+    """True if the folder holds a retriever.
+
+    Raises:
+        BankError: when the folder cannot be read.
+    """
+    try:
+        return (folder / MANIFEST).exists()
+    except OSError as error:
+        raise BankError(f"{folder} cannot be read: {error}") from error
 
 
 def read(folder: Path, kind: str) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:

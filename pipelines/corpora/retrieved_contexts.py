@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as array_bytes
 
-from mac_rag.atomic_files import sync_folder, write_file
+from mac_rag.atomic_files import make_folder, sync_folder, write_file
 from mac_rag.cache import cache_folder
 from mac_rag.data.types import Document, QADataset
 from mac_rag.progress import progress_bar
@@ -68,7 +68,7 @@ class Retrieved:
             self._fill(rows, texts, parts, retriever, None)
             return rows
         folder = cache_folder() / "retrieved" / self._key(fingerprint(retriever), texts)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with FileLock(folder / "lock"):
             missing = [part for part in parts if not _read(_file(folder, part), rows[part.start : part.stop])]
             if missing:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import json
 import random
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from glob import glob
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal, cast
 
 from pydantic import Field, model_validator
 
@@ -19,7 +19,18 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, Question
 from mac_rag.errors import DataError
 from mac_rag.lm.prompt import PromptEncoder
+from mac_rag.untrusted_files import (
+    METADATA_DEPTH,
+    ROW,
+    ROW_CONTAINERS,
+    MalformedError,
+    lines_of,
+    open_file,
+    parse_json,
+)
 from pipelines.corpora.qa_data import DataConfig
+
+_LARGEST_TEXT = 1 << 30  # bytes of a file that is one text
 
 
 class Shares(Config):
@@ -126,22 +137,37 @@ def file_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file, each with a `text`; a file other than jsonl is one row.
 
     Raises:
-        DataError: for a jsonl row without `text`; names the file and the row.
+        DataError: for a jsonl row without `text`, and for a file that is not UTF-8, cannot be read or is beyond
+            the bounds of `mac_rag.untrusted_files`; names the file and the row.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        if ".jsonl" not in path.name:
-            yield {"text": file.read()}
-            return
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-                known = isinstance(row["text"], str)
-            except (json.JSONDecodeError, KeyError, TypeError):
-                known = False
-            if not known:
-                raise DataError(f"{path}, row {number}: not a JSON object with a `text`")
-            yield row
+    try:
+        with open_file(path, follow=True) as raw, _unpacked(path, raw) as file:
+            if ".jsonl" not in path.name:
+                content = file.read(_LARGEST_TEXT + 1)
+                if len(content) > _LARGEST_TEXT:
+                    raise MalformedError(f"it has more than {_LARGEST_TEXT:,} bytes; divide it")
+                yield {"text": content.decode().replace("\r\n", "\n").replace("\r", "\n")}
+                return
+            for number, line in enumerate(lines_of(file, ROW), 1):
+                yield _row(line, f"{path}, row {number}")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 at byte {error.start:,}") from None
+    except (MalformedError, OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
+    return cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
+
+
+def _row(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = parse_json(line, depth=METADATA_DEPTH, containers=ROW_CONTAINERS)
+    except MalformedError as error:
+        raise DataError(f"{place}: {error}") from None
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        raise DataError(f"{place}: not a JSON object with a `text`")
+    return row
 
 
 class Sequences(ABC):

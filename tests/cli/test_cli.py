@@ -15,8 +15,12 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from mac_rag.cli.main import app, main
+from mac_rag.data.types import Document
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
+from mac_rag.retrieval.chroma import ChromaRetriever
+from mac_rag.retrieval.encoders import minilm
+from mac_rag.sync import SyncedBank
 from tests.cli.helpers import refusal, run
 
 
@@ -106,6 +110,20 @@ class TestBank:
         rows = [json.loads(line) for line in run("bank", "list", "--bank", bank).stdout.splitlines()]
         assert [row["documents"][0]["id"] for row in rows] == [notes[0], notes[1], "r[1]", "r2"]
         assert rows[2]["documents"][0]["metadata"] == {"date": "2024-05-01"}
+
+    def test_compaction_of_a_bank_with_chroma(self, tmp_path: Path) -> None:
+        documents = [Document("a", "Quizzaciously rain fell."), Document("b", "Snow fell on Tarn.")]
+        retriever = ChromaRetriever(tmp_path / "texts", minilm())
+        retriever.add(documents)
+        with MemoryBank.create(tmp_path / "bank", "f00d", secure_delete=True) as bank:
+            bank.put(documents, torch.ones(2, 2, 3))
+            SyncedBank(bank, retriever).delete(["a"])
+        retriever.close()
+        assert b"Quizzaciously" in (tmp_path / "texts" / "chroma.sqlite3").read_bytes()
+        compacted = run("bank", "compact", "--bank", bank.folder, "--retriever", f"chroma:{tmp_path / 'texts'}")
+        assert compacted.exit_code == 0, compacted.output
+        assert compacted.stdout == f"{bank.folder} holds 1 documents and nothing else\n"
+        assert b"Quizzaciously" not in b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
     def test_delete_and_compact(self, bank: Path) -> None:
         assert run("bank", "delete", "r2", "r[1]", "--bank", bank).stdout == f"2 deleted; {bank} holds 2 documents\n"

@@ -16,7 +16,7 @@ from mac_rag.data.squad import read_official
 from mac_rag.data.table import read_table
 from mac_rag.errors import DataError
 from mac_rag.untrusted_files import DOCUMENT, METADATA_DEPTH, NUMBER, ROW
-from tests.torture.helpers import little_memory
+from tests.torture.mutations import little_memory
 
 SIZE = 4 << 20
 

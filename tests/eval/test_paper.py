@@ -16,6 +16,7 @@ from eval.paper import AnswerDigests, finished, run_steps
 from mac_rag.errors import DataError
 from mac_rag.model import MACModel
 from tests.eval.helpers import Command, result, scored
+from tests.helpers import DEEP, DIGITS
 
 
 def on(checkpoint: Path) -> Step:
@@ -75,8 +76,9 @@ class TestRun:
         step.result(tmp_path).write_text("{")
         assert not finished(step, tmp_path, commit, prints)
 
-    def test_damaged_records_are_named(self, tmp_path: Path) -> None:
-        (tmp_path / "steps.json").write_text("[1]")
+    @pytest.mark.parametrize("content", ["[1]", "1", DEEP, f"[{DIGITS}]"])
+    def test_damaged_records_are_named(self, tmp_path: Path, content: str) -> None:
+        (tmp_path / "steps.json").write_text(content)
         with pytest.raises(DataError, match=r"steps\.json is damaged"):
             read_records(tmp_path)
 

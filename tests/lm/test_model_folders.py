@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mac_rag.config import BaseLMConfig, EncoderConfig
 from mac_rag.errors import ModelLoadError
@@ -22,7 +23,7 @@ from mac_rag.lm.allocation import AllocationLimit
 from mac_rag.lm.loading import load_backbone, load_causal_lm, load_tokenizer
 from mac_rag.retrieval.encoders import SentenceTransformerEncoder, contriever
 from tests.helpers import save_bert, save_llama
-from tests.torture.helpers import copy
+from tests.torture.mutations import copy
 
 CPU = torch.device("cpu")
 CODE = "from pathlib import Path\nPath(__file__).with_name('was-run').touch()\n"
@@ -70,6 +71,7 @@ def test_code_named_by_a_nested_configuration_or_a_kernel_is_refused(llama: Path
         ({"num_hidden_layers": 10**9}, "1000000000 layers"),
         ({"hidden_size": 10**12}, None),
         ({"vocab_size": 10**9}, "describes a model of"),
+        ({"transformers_weights": "../other.safetensors"}, "which is no file beside it"),
     ):
         folder = copy(llama, tmp_path / "model")
         rewrite(folder / "config.json", **values)
@@ -85,6 +87,15 @@ def test_modules_of_sentence_transformers_are_its_own(tmp_path: Path) -> None:
         SentenceTransformerEncoder(str(folder))
 
 
+@pytest.mark.parametrize("use", USES)
+def test_an_adapter_does_not_put_another_model_in_its_place(llama: Path, tmp_path: Path, use: str) -> None:
+    folder = copy(llama, tmp_path / "model")
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(llama)}))
+    (folder / "config.json").unlink()  # else transformers takes the folder itself
+    with pytest.raises(ModelLoadError, match=r"adapter_config.json makes this an adapter .* merge"):
+        USES[use](str(folder))
+
+
 def test_weights_that_are_missing_are_not_made_up(llama: Path, tmp_path: Path) -> None:
     folder = copy(llama, tmp_path / "model")
     rewrite(folder / "config.json", num_hidden_layers=3)
@@ -96,6 +107,50 @@ def test_weights_lie_beside_their_index(llama: Path, tmp_path: Path) -> None:
     folder = copy(llama, tmp_path / "model")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../../other.safetensors"}}))
     with pytest.raises(ModelLoadError, match="which is no file beside it"):
+        load_causal_lm(BaseLMConfig(name=str(folder)), CPU)
+
+
+def pretend_weights(path: Path, count: int) -> None:
+    """A file of weights of one tensor of zeros, which takes no place on the disk."""
+    header = json.dumps({"a": {"dtype": "U8", "shape": [count], "data_offsets": [0, count]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + count)
+
+
+def shard(folder: Path) -> Path:
+    """Moves the weights of a model to a shard; returns the index that names it."""
+    weights = load_file(folder / "model.safetensors")
+    file = (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, file.name)}))
+    return index
+
+
+def test_only_weights_that_are_loaded_count(llama: Path, tmp_path: Path) -> None:
+    large = 100_000_000  # numbers of weights; a 16th of it would do for the model that is described
+    for kind in ("one file", "shards", "transformers_weights"):
+        folder = copy(llama, tmp_path / "model")
+        rewrite(folder / "config.json", vocab_size=2_000_000)
+        if kind == "shards":
+            shard(folder)
+        elif kind == "transformers_weights":
+            (folder / "model.safetensors").rename(folder / "own.safetensors")
+            rewrite(folder / "config.json", transformers_weights="own.safetensors")
+            pretend_weights(folder / "model.safetensors", large)
+        pretend_weights(folder / "unused.safetensors", large)
+        with pytest.raises(ModelLoadError, match="describes a model of"):
+            load_causal_lm(BaseLMConfig(name=str(folder)), CPU)
+
+
+def test_a_shard_that_is_missing_is_named(llama: Path, tmp_path: Path) -> None:
+    folder = copy(llama, tmp_path / "model")
+    index = shard(folder)
+    load_causal_lm(BaseLMConfig(name=str(folder)), CPU)
+    rewrite(index, weight_map={"a": "model-00002-of-00002.safetensors"})
+    with pytest.raises(ModelLoadError, match=r"weights lie in 'model-00002-of-00002.safetensors', and there is no"):
+        load_causal_lm(BaseLMConfig(name=str(folder)), CPU)
+    index.write_text("{}")
+    with pytest.raises(ModelLoadError, match="names no files of weights"):
         load_causal_lm(BaseLMConfig(name=str(folder)), CPU)
 
 
@@ -145,6 +200,40 @@ class TestRevisions:
     def test_a_folder_and_an_unknown_name_stay_as_they_are(self, llama: Path) -> None:
         assert hub_revisions.pinned(str(llama), None) is None
         assert hub_revisions.pinned("someone/unknown", None) is None
+
+    @pytest.mark.parametrize("whole", [True, False], ids=["model and adapter", "adapter alone"])
+    def test_an_adapter_in_the_cache_is_refused(self, hub: str, tmp_path: Path, whole: bool) -> None:
+        configuration = next(tmp_path.rglob("config.json"))
+        (configuration.parent / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/other"}')
+        if not whole:
+            configuration.unlink()
+        with pytest.raises(ModelLoadError, match=r"adapter_config.json makes this an adapter"):
+            load_causal_lm(BaseLMConfig(name=hub, revision="main"), CPU)
+
+    @pytest.mark.parametrize("file", ["adapter_config.json", "config.json"])
+    def test_parts_of_a_sentence_encoder_in_the_cache_are_checked(self, hub: str, tmp_path: Path, file: str) -> None:
+        snapshot = next(tmp_path.rglob("config.json")).parent
+        module = {"idx": 0, "name": "0", "path": "0_Transformer", "type": "sentence_transformers.models.Transformer"}
+        (snapshot / "modules.json").write_text(json.dumps([module]))
+        (snapshot / "0_Transformer").mkdir()
+        (snapshot / "0_Transformer" / file).write_text('{"auto_map": {"AutoModel": "own.Own"}}')
+        with pytest.raises(ModelLoadError, match=f"0_Transformer/{file}"):
+            SentenceTransformerEncoder(f"{hub}@main")
+
+    @pytest.mark.parametrize("use", ["causal LM", "backbone", "retrieval encoder"])
+    @pytest.mark.parametrize("sharded", [False, True])
+    def test_what_is_described_is_held_against_the_weights(
+        self, hub: str, tmp_path: Path, use: str, sharded: bool
+    ) -> None:
+        configuration = next(tmp_path.rglob("config.json"))
+        if sharded:
+            shard(configuration.parent)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            USES[use](hub)
+            rewrite(configuration, vocab_size=10**9)
+            with pytest.raises(ModelLoadError, match=f"{hub} describes a model of"):
+                USES[use](hub)
 
     def test_code_in_the_cache_is_refused(self, hub: str, tmp_path: Path) -> None:
         rewrite(next(tmp_path.rglob("config.json")), auto_map={"AutoModel": "own.Own"})

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from mac_rag.data.types import Document
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.contents import Contents
+from mac_rag.model import MACModel
 
 TOKENS, WIDTH = 2, 3
 # A disk takes its time to sync, and what these tests ask of it is not whether it does.
@@ -27,6 +29,25 @@ _FAST = next((place for place in ("/dev/shm",) if os.access(place, os.W_OK)), No
 def fast_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=_FAST) as folder:
         yield Path(folder)
+
+
+# How far the same bank may be read differently, because a sum is rounded by its order.
+ROUNDING = {"rtol": 1e-4, "atol": 2e-6}
+
+
+def random_rows(model: MACModel, rows: int, seed: int) -> Tensor:
+    shape = model.amortize(["text"]).shape[1:]
+    return torch.randn(rows, *shape, generator=torch.Generator().manual_seed(seed))
+
+
+READINGS: dict[str, dict[str, Any]] = {
+    "streaming": {"strategy": "streaming"},
+    "not cached": {"strategy": "streaming", "cache_bytes": 0},
+    "preselect": {"strategy": "preselect", "preselected": 2},
+    "preselect, not cached": {"strategy": "preselect", "preselected": 3, "cache_bytes": 0},
+    "hierarchical": {"strategy": "hierarchical", "subgroup": 2},
+    "hierarchical, not cached": {"strategy": "hierarchical", "subgroup": 3, "cache_bytes": 0},
+}
 
 
 def memory(rows: int, value: float = 1.0) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from mac_rag.model import MACModel
 from tests.helpers import mac_config, save_instruct
-from tests.torture.helpers import copy
+from tests.torture.mutations import copy
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from mac_rag.errors import ConfigError
 from mac_rag.untrusted_files import MalformedError
 from pipelines.stages import read_stages, read_yaml
 from pipelines.strict_yaml import parse_yaml
-from tests.torture.helpers import little_memory
+from tests.torture.mutations import little_memory
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 8)}]\n" for before, name in zip("abcdefghij", "bcdefghijk")

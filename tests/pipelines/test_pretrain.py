@@ -18,6 +18,7 @@ from pipelines.initializers.minilm_embeddings import minilm_embeddings
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
 from pipelines.tasks.pretrain_t5 import PretrainT5Task
 from pipelines.trainer import Trainer
+from tests.helpers import DEEP, DIGITS
 from tests.pipelines.helpers import TRAINER, metrics
 
 
@@ -112,7 +113,15 @@ def test_what_does_not_fit_a_pretraining_is_named(lm: dict[str, Any], message: s
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("{}", r"row 1"), ('{"text": "x"}\nnot json', r"row 2"), (None, "no file matches")]
+    ("content", "message"),
+    [
+        ("{}", r"row 1"),
+        ('{"text": "x"}\nnot json', r"row 2"),
+        (None, "no file matches"),
+        (f'{{"text": "x"}}\n{{"text": "x", "more": {DEEP}}}', r"a\.jsonl, row 2: nested more than 64 deep"),
+        (f'{{"text": "x", "number": {DIGITS}}}', r"a\.jsonl, row 1: a number of 5,000 digits"),
+        ("\0", "line 1 has a NUL"),
+    ],
 )
 def test_bad_text_files(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:

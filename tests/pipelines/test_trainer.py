@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from mac_rag.errors import ConfigError, ModelLoadError
+from mac_rag.errors import ConfigError, DataError, ModelLoadError
 from pipelines.recipe import keep_recipe
 from pipelines.trainer import Task, Trainer, TrainerConfig, shuffled
-from tests.helpers import run_in_process
+from tests.helpers import DEEP, DIGITS, run_in_process
 from tests.pipelines.toy_training import ITEMS, ToyTask, train
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +68,28 @@ class TestResume:
         log.write_text(log.read_text()[:-9])
         train(tmp_path, dropout=0.2)
         assert metrics(tmp_path) == metrics(whole)
+
+    @pytest.mark.parametrize(
+        "content", [DEEP, f'{{"step": {DIGITS}, "best": null}}', '{"step": -1, "best": null}', '{"step": 1}', "[]", "{"]
+    )
+    def test_a_damaged_checkpoint_is_named(self, tmp_path: Path, content: str) -> None:
+        train(tmp_path, steps=2, save_every=2)
+        [file] = tmp_path.rglob("trainer.json")
+        file.write_text(content)
+        with pytest.raises(DataError, match=r"trainer\.json is damaged: .* remove .*step-00000002"):
+            train(tmp_path, steps=2, save_every=2)
+
+    def test_a_damaged_log_is_named(self, tmp_path: Path) -> None:
+        train(tmp_path, steps=2, save_every=2)
+        log = tmp_path / "metrics.jsonl"
+        before = log.read_text()
+        log.write_text('{"kind": "train", "step": 1, "loss": NaN}\n' + before)  # what json.dumps writes
+        train(tmp_path, steps=2, save_every=2)
+        assert log.read_text().endswith(before)
+        for line in (DEEP, f'{{"kind": "train", "step": {DIGITS}}}', "null"):
+            log.write_text(f"{before}{line}\n")
+            with pytest.raises(DataError, match=rf"metrics\.jsonl is damaged: line {len(before.splitlines()) + 1} "):
+                train(tmp_path, steps=2, save_every=2)
 
     def test_a_finished_run_trains_no_further(self, tmp_path: Path) -> None:
         train(tmp_path)

@@ -19,6 +19,7 @@ from urllib.request import urlopen
 import numpy as np
 
 from mac_rag.data.types import Document
+from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever, Tokenizer
 from mac_rag.retrieval.embeddings import Vectors
 
 
@@ -48,6 +49,33 @@ class WordEncoder:
             for word in text.split():
                 vectors[row, hashlib.sha256(word.encode()).digest()[0] % self.width] += 1
         return vectors
+
+
+PLAIN = Tokenizer(stemmer=None, stopwords=None)
+
+
+class UnevenEncoder(WordEncoder):
+    """Vectors of random numbers, one text independent of the next, whose products are rounded."""
+
+    width = 48
+
+    def questions(self, texts: Sequence[str]) -> Vectors:
+        seeds = (int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") for text in texts)
+        rows = [np.random.default_rng(seed).standard_normal(self.width, dtype=np.float32) for seed in seeds]
+        return np.stack(rows) if rows else np.zeros((0, self.width), dtype=np.float32)
+
+
+RETRIEVERS: dict[str, Callable[[], Retriever]] = {
+    "incremental": lambda: BM25Retriever(tokenizer=PLAIN),
+    "incremental okapi": lambda: BM25Retriever(tokenizer=PLAIN, idf="okapi"),
+    "bm25s": lambda: BM25Retriever("bm25s", tokenizer=PLAIN),
+    "rank_bm25": lambda: BM25Retriever("rank_bm25", tokenizer=PLAIN),
+    "rank_bm25 okapi": lambda: BM25Retriever("rank_bm25", tokenizer=PLAIN, idf="okapi"),
+    "dense": lambda: DenseRetriever(UnevenEncoder(), max_scores=24),
+    "hybrid": lambda: HybridRetriever(
+        [BM25Retriever(tokenizer=PLAIN), DenseRetriever(UnevenEncoder())], [1, 0.7], depth=3
+    ),
+}
 
 
 def documents(*texts: str) -> list[Document]:

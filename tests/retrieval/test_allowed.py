@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,38 +12,13 @@ from hypothesis import strategies as st
 
 from mac_rag.data.types import Document
 from mac_rag.errors import DocumentError
-from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever, Tokenizer
+from mac_rag.retrieval import BM25Retriever, DenseRetriever, Retriever
 from mac_rag.retrieval.chroma import ChromaRetriever
 from mac_rag.retrieval.embeddings import Vectors
-from tests.retrieval.helpers import WordEncoder
+from tests.retrieval.helpers import PLAIN, RETRIEVERS, UnevenEncoder, WordEncoder
 
-PLAIN = Tokenizer(stemmer=None, stopwords=None)
 WORDS = [f"w{number}" for number in range(7)]
 TEXTS = st.lists(st.sampled_from(WORDS), max_size=9).map(" ".join)
-
-
-class UnevenEncoder(WordEncoder):
-    """Vectors of random numbers, one text independent of the next, whose products are rounded."""
-
-    width = 48
-
-    def questions(self, texts: Sequence[str]) -> Vectors:
-        seeds = (int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") for text in texts)
-        rows = [np.random.default_rng(seed).standard_normal(self.width, dtype=np.float32) for seed in seeds]
-        return np.stack(rows) if rows else np.zeros((0, self.width), dtype=np.float32)
-
-
-RETRIEVERS: dict[str, Callable[[], Retriever]] = {
-    "incremental": lambda: BM25Retriever(tokenizer=PLAIN),
-    "incremental okapi": lambda: BM25Retriever(tokenizer=PLAIN, idf="okapi"),
-    "bm25s": lambda: BM25Retriever("bm25s", tokenizer=PLAIN),
-    "rank_bm25": lambda: BM25Retriever("rank_bm25", tokenizer=PLAIN),
-    "rank_bm25 okapi": lambda: BM25Retriever("rank_bm25", tokenizer=PLAIN, idf="okapi"),
-    "dense": lambda: DenseRetriever(UnevenEncoder(), max_scores=24),
-    "hybrid": lambda: HybridRetriever(
-        [BM25Retriever(tokenizer=PLAIN), DenseRetriever(UnevenEncoder())], [1, 0.7], depth=3
-    ),
-}
 
 
 @pytest.mark.parametrize("name", RETRIEVERS)

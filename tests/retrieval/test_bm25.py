@@ -15,7 +15,7 @@ from rank_bm25 import BM25Okapi
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.retrieval import BM25Retriever, Hit, Tokenizer, make_retriever
+from mac_rag.retrieval import BM25Retriever, Hit, Tokenizer, make_retriever, snapshot
 from mac_rag.retrieval.bm25 import Engine
 from mac_rag.retrieval.scorers import Idf
 
@@ -295,6 +295,21 @@ class TestFiles:
         arrays.unlink()
         with pytest.raises(BankError, match="is damaged"):
             BM25Retriever.load(tmp_path)
+
+    @pytest.mark.parametrize("vocabulary", [["storm", "may", "storm"], ["storm", "may", "fog"]])
+    def test_a_vocabulary_that_no_document_has(self, tmp_path: Path, vocabulary: list[str]) -> None:
+        """With checksums that fit: a word twice is refused, and a word of no document finds none."""
+        filled("incremental", ["storm in May"]).save(tmp_path)
+        body, arrays = snapshot.read(tmp_path, "bm25")
+        assert body["vocabulary"] == vocabulary[:2]
+        snapshot.write(tmp_path, "bm25", {**body, "vocabulary": vocabulary}, arrays)
+        if len(set(vocabulary)) < 3:
+            with pytest.raises(BankError, match="a word of the vocabulary comes twice; build it again"):
+                BM25Retriever.load(tmp_path)
+            return
+        again = BM25Retriever.load(tmp_path)
+        assert again.retrieve(["fog", "no fog"], 2) == [[], []]
+        assert len(again.retrieve(["storm or fog"], 2)[0]) == 1
 
     def test_metadata_that_is_no_json_is_refused(self) -> None:
         retriever = filled("incremental", ["storm"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError
 from mac_rag.retrieval import DenseRetriever, make_retriever
 from mac_rag.retrieval.chroma import ChromaRetriever
+from tests.helpers import DEEP, DIGITS
 from tests.retrieval.helpers import Server, WordEncoder, documents
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
@@ -161,6 +164,31 @@ def test_another_encoder_is_refused(place: str) -> None:
         ChromaRetriever(place, WordEncoder("other"))
 
 
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"metadata": DEEP}, "nested more than 64 deep"),
+        ({"metadata": f'{{"a": {DIGITS}}}'}, "a number of 5,000 digits"),
+        ({"metadata": "[]"}, "no JSON object"),
+        ({"metadata": 1}, "it has no metadata"),
+    ],
+)
+def test_metadata_that_another_program_wrote_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+    retriever = ChromaRetriever(tmp_path / "chroma", WordEncoder())
+    retriever.add([Document("d", "the harbour")])
+    retriever._collection.update(ids=["d"], metadatas=[record])
+    for act in (
+        lambda: retriever.retrieve(["harbour"], 1),
+        lambda: retriever.retrieve(["harbour"], 1, allowed={"d"}),
+        lambda: retriever.documents(["d"]),
+    ):
+        with pytest.raises(BankError, match=rf"document 'd' in .*chroma was not written by mac_rag: .*{message}"):
+            act()
+    retriever.delete("d")
+    retriever.add([Document("d", "the harbour")])
+    assert retriever.documents(["d"]) == [Document("d", "the harbour")]
+
+
 def test_a_foreign_collection_is_refused(server: Server) -> None:
     server.client().create_collection("foreign", embedding_function=None)
     with pytest.raises(ConfigError, match=r"'foreign' in .* is not mac_rag's"):
@@ -273,7 +301,21 @@ def test_no_embedding_function_of_a_collection_is_built(
     with pytest.raises(ConfigError, match=r"embedding function \(sentence_transformer\), which chromadb would build"):
         ChromaRetriever(place, WordEncoder())
     assert not built
-    monkeypatch.setattr("mac_rag.retrieval.chroma._embedding_functions", lambda *_: [])
+    monkeypatch.setattr("mac_rag.retrieval.chroma.check_schema", lambda *_: None)
     with contextlib.suppress(ConfigError):  # the one of the server was not made by mac_rag
         ChromaRetriever(place, WordEncoder()).add(documents("one"))
         assert built  # what the check is for
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
+def test_files_in_a_folder_are_private(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        retriever = ChromaRetriever(tmp_path / "chroma", WordEncoder())
+        retriever.add(documents("one", "two"))
+        retriever.retrieve(["one"], 1)  # makes the files of the graph
+        retriever.close()
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "chroma", *(tmp_path / "chroma").rglob("*"))}
+    assert modes == {0o700, 0o600}

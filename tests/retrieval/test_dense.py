@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
-from mac_rag.retrieval import DenseRetriever
+from mac_rag.retrieval import DenseRetriever, snapshot
+from tests.faults import faults
 from tests.retrieval.helpers import WordEncoder, documents
 
 WORDS = [f"w{i}" for i in range(40)]
@@ -158,3 +159,23 @@ def test_many_questions_are_scored_in_blocks() -> None:
     in_blocks.add(corpus(50))
     assert in_blocks.retrieve(WORDS, 4) == whole
     assert np.shape(whole) == (40, 4)
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_of_ours(tmp_path: Path) -> None:
+    """Whatever call fails: while vectors are cached, saved, and found again."""
+    documents = [Document("a", "one two"), Document("b", "three")]
+    for number in range(1, 200):
+        folder, refusal = tmp_path / str(number), None
+        with faults(folder) as fault:
+            fault.at(number)
+            try:
+                retriever = DenseRetriever(WordEncoder(), folder=folder)
+                retriever.add(documents)
+                retriever.save(folder)
+                assert snapshot.exists(folder)
+            except BankError as error:
+                refusal = str(error)
+        assert refusal is None or str(folder) in refusal
+        if fault.failed is None:
+            break
+    assert number > 20

@@ -1,46 +1,41 @@
-"""Damages files at random, many times: `python -m tests.torture banks --runs 10000 --first 0`.
+"""Tortures the library: `python -m tests.torture [PART ...] [--runs N]`.
 
-Stops at the first failure, and prints the seed and what was damaged. The default run of the tests has a sample of it.
+Each part goes on where its last run has stopped, and works for an hour at most. A failure is kept with its seed, and
+the run goes on; at the end, the exit code is 1. `--seed` makes one trial alone, in this process, which its error ends.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import importlib
-import random
-import tempfile
-import time
-from pathlib import Path
+import sys
 
-from tests.torture.helpers import copy
+import torch
 
-KINDS = ("banks", "retrievers", "checkpoints", "data_files")
+from tests.memory.helpers import fast_folder
+from tests.torture.part import PARTS, make
+from tests.torture.runner import run
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # before processes are forked
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kinds", nargs="*", default=KINDS, help=f"from {', '.join(KINDS)}")
-    parser.add_argument("--runs", type=int, default=10_000, help="damaged copies of each kind")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("parts", nargs="*", default=PARTS, metavar="PART", help=f"from {', '.join(PARTS)}")
+    parser.add_argument("--runs", type=int, help="trials of each part, at most its goal; by default its goal")
+    parser.add_argument("--fresh", action="store_true", help="start with the first trial")
+    parser.add_argument("--seed", type=int, help="make this one trial of each part, and nothing else")
     options = parser.parse_args()
-    for kind in options.kinds:
-        module, slowest = importlib.import_module(f"tests.torture.{kind}"), (0.0, "")
-        with tempfile.TemporaryDirectory() as place:
-            examples = module.make(Path(place))
-            for seed in range(options.first, options.first + options.runs):
-                folder = copy(examples[seed % len(examples)], Path(place) / "copy")
-                how = module.mutate(folder, random.Random(seed))
-                start = time.perf_counter()
-                faulthandler.dump_traceback_later(60, exit=True)  # it hangs
-                try:
-                    module.check(folder)
-                except BaseException:
-                    print(f"{kind}, seed {seed}: {how}")
-                    raise
-                faulthandler.cancel_dump_traceback_later()
-                slowest = max(slowest, (time.perf_counter() - start, f"seed {seed}: {how[:200]}"))
-        print(f"{kind}: {options.runs:,} damaged copies; the slowest took {slowest[0]:.2f} s ({slowest[1]})")
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"unknown parts {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
+    if options.seed is not None:
+        for name in options.parts:
+            with fast_folder() as place:
+                make(name, place).trial(options.seed)
+        return
+    states = [run(name, options.runs, fresh=options.fresh) for name in options.parts]
+    for state in states:
+        if state.next < state.goal:
+            print(f"{state.part}: {state.goal - state.next:,} trials are left; the same command goes on")
+    sys.exit(any(state.failures or state.next < state.goal for state in states))
 
 
 if __name__ == "__main__":

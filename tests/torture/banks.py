@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mac_rag.atomic_files import sealed
 from mac_rag.data.types import Document
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.storage.repair import repair, verify
-from tests.torture.helpers import damage_bytes, damage_kind, mutate_json, refusal
+from tests.torture.mutations import Mutations, Way, damage_bytes, damage_json, damage_kind, mutate_json, refusal
 
 MANIFESTS = ("manifest.json", "manifest.copy.json")
 TOKENS, WIDTH = 2, 3
@@ -29,6 +30,32 @@ def make(place: Path) -> list[Path]:
     return folders
 
 
+class Torture(Mutations):
+    """Banks of memory tokens and of codes."""
+
+    def make(self, place: Path) -> list[Path]:
+        return make(place)
+
+    def ways(self, folder: Path, *, sealed: bool) -> Sequence[Way]:
+        if sealed:
+            return [_manifest, _manifest, _record, _record, _numbers, _header, _lines]
+        return [damage_bytes, damage_kind, damage_json]
+
+    def check(self, folder: Path) -> None:
+        """Opens, verifies and repairs the bank; what can be read is sound, and what is repaired stays so."""
+        refused = refusal(lambda: _read(folder))
+        assert refused is None or str(folder) in refused
+        if refusal(lambda: verify(folder)) or refusal(lambda: repair(folder)):
+            return
+        assert verify(folder).clean, str(verify(folder))
+        _read(folder)
+        with MemoryBank.open(folder, write=True) as bank:
+            if bank.row_shape == (TOKENS, WIDTH):
+                bank.put([Document("new", "")], torch.zeros(1, TOKENS, WIDTH))
+                bank.compact()
+        assert verify(folder).clean
+
+
 def _make(folder: Path, has_codebook: bool) -> None:
     codebook = torch.arange(40.0)[:, None].expand(-1, WIDTH) if has_codebook else None
     with MemoryBank.create(folder, "f00d", codebook=codebook) as bank:
@@ -40,26 +67,6 @@ def _make(folder: Path, has_codebook: bool) -> None:
         bank.merge(["a", "e"], torch.full((1, TOKENS, WIDTH), 30.0))
         bank.delete("d")
         bank.commit()
-
-
-def mutate(folder: Path, rng: random.Random) -> str:
-    how = rng.choice([damage_bytes, damage_kind, _manifest, _manifest, _record, _record, _numbers, _header, _lines])
-    return f"{how.__name__}: {how(folder, rng)}"
-
-
-def check(folder: Path) -> None:
-    """Opens, verifies and repairs the bank; what can be read is sound, and what is repaired stays so."""
-    refused = refusal(lambda: _read(folder))
-    assert refused is None or str(folder) in refused
-    if refusal(lambda: verify(folder)) or refusal(lambda: repair(folder)):
-        return
-    assert verify(folder).clean, str(verify(folder))
-    _read(folder)
-    with MemoryBank.open(folder, write=True) as bank:
-        if bank.row_shape == (TOKENS, WIDTH):
-            bank.put([Document("new", "")], torch.zeros(1, TOKENS, WIDTH))
-            bank.compact()
-    assert verify(folder).clean
 
 
 def _read(folder: Path) -> None:

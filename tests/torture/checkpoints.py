@@ -4,40 +4,40 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from mac_rag.model import MACModel
 from tests.helpers import mac_config, save_llama
-from tests.torture.helpers import damage_bytes, damage_kind, mutate_json, refusal
+from tests.torture.mutations import Mutations, Way, damage_bytes, damage_kind, mutate_json, refusal
 
 # Numbers that cost memory or time where they are believed.
 _LARGE = (1 << 16, 1 << 24, 1 << 31, 1 << 40, 10**18)
 _CODE = "from pathlib import Path\nPath(__file__).with_name('was-run').touch()\n"
 
 
-def make(place: Path) -> list[Path]:
-    """A MAC around a small Llama, which the checkpoint embeds."""
-    model = MACModel.from_config(mac_config(save_llama(place / "lm")), device="cpu")
-    model.save_pretrained(place / "checkpoint")
-    return [place / "checkpoint"]
+class Torture(Mutations):
+    """A MAC around a small Llama, which the checkpoint embeds. It has no checksums."""
 
+    def make(self, place: Path) -> list[Path]:
+        model = MACModel.from_config(mac_config(save_llama(place / "lm")), device="cpu")
+        model.save_pretrained(place / "checkpoint")
+        return [place / "checkpoint"]
 
-def mutate(folder: Path, rng: random.Random) -> str:
-    how = rng.choice([damage_bytes, damage_kind, _said, _said, _large, _large, _header, _code])
-    return f"{how.__name__}: {how(folder, rng)}"
+    def ways(self, folder: Path, *, sealed: bool) -> Sequence[Way]:
+        return [] if sealed else [damage_bytes, damage_kind, _said, _said, _large, _large, _header, _code]
 
+    def check(self, folder: Path) -> None:
+        """Loads the checkpoint, and uses it where that succeeds."""
 
-def check(folder: Path) -> None:
-    """Loads the checkpoint, and uses it where that succeeds."""
+        def use() -> None:
+            model = MACModel.from_pretrained(folder, device="cpu")
+            modulation = model.aggregate(["Who?"], model.amortize(["Anna opened it."]))
+            model.generate(["Who?"], modulation=modulation, max_new_tokens=4)
 
-    def use() -> None:
-        model = MACModel.from_pretrained(folder, device="cpu")
-        modulation = model.aggregate(["Who?"], model.amortize(["Anna opened it."]))
-        model.generate(["Who?"], modulation=modulation, max_new_tokens=4)
-
-    refused = refusal(use)
-    assert refused is None or len(refused) < 20_000
-    assert not list(folder.rglob("was-run"))
+        refused = refusal(use)
+        assert refused is None or len(refused) < 20_000
+        assert not list(folder.rglob("was-run"))
 
 
 def _said(folder: Path, rng: random.Random) -> str:

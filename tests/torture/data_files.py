@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from mac_rag.data.readers import read_documents
@@ -13,7 +14,17 @@ from mac_rag.data.table import read_table
 from pipelines.recipe import load_recipe, read_recipe
 from pipelines.stages import RECIPES, read_stages
 from pipelines.tasks.train import TrainConfig
-from tests.torture.helpers import KINDS, RAW, files_of, mutate_bytes, mutate_json, refusal, replace_file
+from tests.torture.mutations import (
+    KINDS,
+    RAW,
+    Mutations,
+    Way,
+    files_of,
+    mutate_bytes,
+    mutate_json,
+    refusal,
+    replace_file,
+)
 
 _ROWS = [{"id": str(number), "text": f"text {number}", "year": 2004, "tags": ["a", {"b": 1.5}]} for number in range(4)]
 _ARTICLE = {
@@ -36,20 +47,33 @@ _TEXTS = (
 )  # fmt: skip
 
 
-def make(place: Path) -> list[Path]:
-    folder = place / "data"
-    folder.mkdir(parents=True)
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _ROWS))
-    (folder / "rows.csv").write_text("id,text,note\n" + "".join(f'{n},"text ""{n}""\nmore",\n' for n in range(4)))
-    (folder / "note.md").write_text("# A note\n\nA text.\n")
-    (folder / "squad.json").write_text(json.dumps({"data": [_ARTICLE]}))
-    (folder / "squad.json.gz").write_bytes(gzip.compress(json.dumps({"data": [_ARTICLE]}).encode()))
-    (folder / "pipeline.yaml").write_bytes((RECIPES / "mac-tiny" / "pipeline.yaml").read_bytes())
-    (folder / "train.yaml").write_text(json.dumps(read_recipe("mac-tiny/train", None).values))
-    return [folder]
+class Torture(Mutations):
+    """A file of every kind that is read. None has checksums."""
+
+    def make(self, place: Path) -> list[Path]:
+        folder = place / "data"
+        folder.mkdir(parents=True)
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _ROWS))
+        (folder / "rows.csv").write_text("id,text,note\n" + "".join(f'{n},"text ""{n}""\nmore",\n' for n in range(4)))
+        (folder / "note.md").write_text("# A note\n\nA text.\n")
+        (folder / "squad.json").write_text(json.dumps({"data": [_ARTICLE]}))
+        (folder / "squad.json.gz").write_bytes(gzip.compress(json.dumps({"data": [_ARTICLE]}).encode()))
+        (folder / "pipeline.yaml").write_bytes((RECIPES / "mac-tiny" / "pipeline.yaml").read_bytes())
+        (folder / "train.yaml").write_text(json.dumps(read_recipe("mac-tiny/train", None).values))
+        return [folder]
+
+    def ways(self, folder: Path, *, sealed: bool) -> Sequence[Way]:
+        return [] if sealed else [_any]
+
+    def check(self, folder: Path) -> None:
+        """Reads every file with its reader; a refusal names the file."""
+        for path in sorted(folder.iterdir()):
+            refused = refusal(lambda path=path: _read(path))
+            assert refused is None or path.name in refused, refused
+            assert refused is None or len(refused) < 20_000
 
 
-def mutate(folder: Path, rng: random.Random) -> str:
+def _any(folder: Path, rng: random.Random) -> str:
     path = rng.choice(files_of(folder))
     match rng.randrange(5):
         case 0:
@@ -70,14 +94,6 @@ def mutate(folder: Path, rng: random.Random) -> str:
         case _:
             path.write_bytes(mutate_bytes(path.read_bytes(), rng))
             return path.name
-
-
-def check(folder: Path) -> None:
-    """Reads every file with its reader; a refusal names the file."""
-    for path in sorted(folder.iterdir()):
-        refused = refusal(lambda path=path: _read(path))
-        assert refused is None or path.name in refused, refused
-        assert refused is None or len(refused) < 20_000
 
 
 def _read(path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.numpy import save as array_bytes
 from mac_rag.data.types import Document
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, snapshot
 from mac_rag.retrieval.embeddings import Vectors
-from tests.torture.helpers import damage_bytes, damage_kind, mutate_json, refusal
+from tests.torture.mutations import Mutations, Way, damage_bytes, damage_json, damage_kind, mutate_json, refusal
 
 _DOCUMENTS = [Document(name, f"the {name} opened a bridge", {"year": 2004, "tags": [[1.5]]}) for name in "abcdef"]
 
@@ -33,54 +33,47 @@ class _Lengths:
     questions = documents
 
 
-def make(place: Path) -> list[Path]:
-    bm25, dense, begun = place / "bm25" / "texts", place / "dense" / "texts", place / "begun" / "texts"
-    words = BM25Retriever()
-    words.add(_DOCUMENTS)
-    words.save(bm25)
-    vectors = DenseRetriever(_Lengths())
-    vectors.add(_DOCUMENTS)
-    vectors.save(dense)
-    DenseRetriever(_Lengths(), folder=begun).add(_DOCUMENTS)  # vectors that were not saved yet
-    return [bm25, dense, begun]
+class Torture(Mutations):
+    """BM25, vectors, and vectors that were not saved yet."""
+
+    def make(self, place: Path) -> list[Path]:
+        bm25, dense, begun = place / "bm25" / "texts", place / "dense" / "texts", place / "begun" / "texts"
+        words = BM25Retriever()
+        words.add(_DOCUMENTS)
+        words.save(bm25)
+        vectors = DenseRetriever(_Lengths())
+        vectors.add(_DOCUMENTS)
+        vectors.save(dense)
+        DenseRetriever(_Lengths(), folder=begun).add(_DOCUMENTS)
+        return [bm25, dense, begun]
+
+    def ways(self, folder: Path, *, sealed: bool) -> Sequence[Way]:
+        has_manifest = (folder / snapshot.MANIFEST).is_file()
+        if sealed:
+            return [_body, _body, _arrays] if has_manifest else []
+        return [damage_bytes, damage_kind, *([damage_json] if has_manifest else [])]
+
+    def check(self, folder: Path) -> None:
+        """Loads the retriever and uses it. Cached vectors that are damaged are computed again."""
+        if any(path.name.endswith(".part.safetensors") for path in folder.iterdir()):
+            retriever = DenseRetriever(_Lengths(), folder=folder)
+            if refusal(lambda: retriever.add(_DOCUMENTS)) is None:
+                expected = _Lengths().documents([document.text for document in _DOCUMENTS])
+                assert np.array_equal(retriever._matrix[: len(expected)], expected)
+        loads = [BM25Retriever.load, lambda place: DenseRetriever.load(place, _Lengths())]
+        for load in loads:
+            refused = refusal(lambda load=load: _use(folder, load))
+            assert refused is None or len(refused) < 5_000
 
 
-def mutate(folder: Path, rng: random.Random) -> str:
-    ways = [damage_bytes, damage_kind]
-    if (folder / snapshot.MANIFEST).is_file():
-        ways += [_body, _body, _body, _manifest, _arrays, _arrays]
-    how = rng.choice(ways)
-    return f"{how.__name__}: {how(folder, rng)}"
-
-
-def check(folder: Path) -> None:
-    """Loads the retriever and uses it. Cached vectors that are damaged are computed again."""
-
-    def use(load: Callable[[Path], Any]) -> None:
-        retriever = load(folder)
-        for hits in retriever.retrieve(["the bridge", ""], k=20):
-            assert all(np.isfinite(hit.score) and isinstance(hit.text, str) for hit in hits)
-        assert len(retriever.content_hashes()) == len(retriever)
-        retriever.put([_DOCUMENTS[0], Document("new", "another bridge")])
-        retriever.save(folder)
-        load(folder)
-
-    if any(path.name.endswith(".part.safetensors") for path in folder.iterdir()):
-        retriever = DenseRetriever(_Lengths(), folder=folder)
-        if refusal(lambda: retriever.add(_DOCUMENTS)) is None:
-            expected = _Lengths().documents([document.text for document in _DOCUMENTS])
-            assert np.array_equal(retriever._matrix[: len(expected)], expected)
-    loads = [BM25Retriever.load, lambda place: DenseRetriever.load(place, _Lengths())]
-    for load in loads:
-        refused = refusal(lambda load=load: use(load))
-        assert refused is None or len(refused) < 5_000
-
-
-def _manifest(folder: Path, rng: random.Random) -> str:
-    path = folder / snapshot.MANIFEST
-    text = mutate_json(json.loads(path.read_bytes()), rng)
-    path.write_text(text)
-    return text[:200]
+def _use(folder: Path, load: Callable[[Path], Any]) -> None:
+    retriever = load(folder)
+    for hits in retriever.retrieve(["the bridge", ""], k=20):
+        assert all(np.isfinite(hit.score) and isinstance(hit.text, str) for hit in hits)
+    assert len(retriever.content_hashes()) == len(retriever)
+    retriever.put([_DOCUMENTS[0], Document("new", "another bridge")])
+    retriever.save(folder)
+    load(folder)
 
 
 def _body(folder: Path, rng: random.Random) -> str:

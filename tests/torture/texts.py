@@ -6,6 +6,7 @@ import json
 import random
 import unicodedata
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +16,7 @@ from llama_index.core.schema import Document as IndexDocument
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.vector_stores import SimpleVectorStore
 from pydantic import ValidationError
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from mac_rag.cli.main import app
@@ -25,6 +27,8 @@ from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MACVe
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
+from tests.helpers import mac_config, save_llama
+from tests.torture.part import Part
 
 PIECES = [
     "A storm has hit Wunville. ", "word", " ", "\n", "\t", "\r\n", "\0", "\x1b[31m", "\x1b]0;title\x07", "\x7f", "\x85",
@@ -67,6 +71,33 @@ def readable(text: str) -> bool:
     """The oracle: True for a text that can be a document, a question or an id."""
     visible = (unicodedata.category(character) not in ("Cc", "Cf", "Zs", "Zl", "Zp") for character in text)
     return storable(text) and any(visible)
+
+
+class Torture(Part):
+    """Nasty texts in every place where a text can stand."""
+
+    limit = 300.0
+
+    def __init__(self, place: Path) -> None:
+        config = mac_config(save_llama(place / "lm"), max_new_tokens=4)
+        self._model = MACModel.from_config(config, device="cpu")
+
+    def kind(self, seed: int) -> str:
+        text = _text(seed)
+        return "readable" if readable(text) else "storable" if storable(text) else "neither"
+
+    def trial(self, seed: int) -> None:
+        with patch("typer.testing._get_command", lambda app: _command()):  # making it takes half of the time
+            check(_text(seed), self._model)
+
+
+@cache
+def _command() -> Any:
+    return get_command(app)
+
+
+def _text(seed: int) -> str:
+    return next(texts(seed, 1))
 
 
 def check(text: str, model: MACModel) -> None:

@@ -13,7 +13,8 @@ from mac_rag.shipped_models import describe
 def backup(folder: str | Path, into: str | Path) -> int:
     """Copies the last commit of a bank into a new bank. Others may read it and write to it at the same time.
 
-    Deleted entries are left out, and rows are compared with their checksums as they are copied.
+    Deleted entries are left out, and rows are compared with their checksums as they are copied. No file is shared with
+    the bank.
 
     Args:
         folder: folder of the bank.
@@ -60,6 +61,10 @@ def restore(source: str | Path, folder: str | Path, *, replace: bool = False) ->
         if theirs.keep_texts != mine.keep_texts:
             with_texts, without = (source, folder) if theirs.keep_texts else (folder, source)
             raise BankError(f"{with_texts} keeps texts and {without} does not; restore it into a new folder")
+        if theirs.secure_delete and not mine.secure_delete:
+            raise BankError(
+                f"{source} overwrites what it deletes and {folder} does not; restore it into a new folder, which will"
+            )
         next_sequence = max(mine.next_sequence, theirs.next_sequence)
         bank.commit(saved.segments, next_sequence, intent=theirs.intent)
     finally:

@@ -26,7 +26,7 @@ from mac_rag.memory.records import Record
 from mac_rag.memory.storage import record_lines
 from mac_rag.memory.storage.codebook_file import read_codebook
 from mac_rag.memory.storage.consistency import faults
-from mac_rag.memory.storage.folder import CODEBOOK, CODEBOOK_COPY, check_exists, file_errors
+from mac_rag.memory.storage.folder import check_exists, file_errors
 from mac_rag.memory.storage.manifest import MANIFEST, MANIFEST_COPY, Manifest, SegmentInfo, read_manifest
 from mac_rag.memory.storage.newest import older_manifest
 from mac_rag.memory.storage.record_lines import RecordLine
@@ -76,7 +76,10 @@ class Report:
         if self.unnamed:
             lines.append(f"  and {self.unnamed:,} whose ids are lost too")
         if self.textless:
-            lines.append(f"only the kept text is lost: {len(self.textless):,}; to keep it again, delete and adapt:")
+            lines.append(
+                f"only the kept text is lost: {len(self.textless):,}; adapt to them again, and it is kept again "
+                "(not of documents that were merged with others):"
+            )
             lines += [f"  {printable(document_id)}" for document_id in self.textless]
         if self.quarantine is not None:
             lines.append(f"what was dropped lies in {self.quarantine}, with this report")
@@ -190,7 +193,7 @@ def _findings(folder: Path, manifest: Manifest, damage: Sequence[str]) -> Findin
     """What is left of a bank that consists of what a manifest says."""
     damage = list(damage)
     codebook = _codebook(folder, manifest, damage)
-    remains = [_remains(folder, info) for info in manifest.segments]
+    remains = [_remains(folder, info, manifest.secure_delete) for info in manifest.segments]
     parts = [each.part for each in remains]
     lost = [document_id for each in remains for document_id in each.lost]
     contradictions = faults(manifest, parts, None if codebook is None else codebook[0])
@@ -214,7 +217,7 @@ def _codebook(folder: Path, manifest: Manifest, damage: list[str]) -> tuple[Tens
     if manifest.codebook is None:
         return None
     undamaged = []
-    for path in (folder / CODEBOOK, folder / CODEBOOK_COPY):
+    for path in (folder / name for name in manifest.codebook_files):
         try:
             undamaged.append(read_codebook(path, manifest.codebook))
         except FileNotFoundError:
@@ -226,10 +229,10 @@ def _codebook(folder: Path, manifest: Manifest, damage: list[str]) -> tuple[Tens
     return undamaged[0]
 
 
-def _remains(folder: Path, info: SegmentInfo) -> _Remains:
+def _remains(folder: Path, info: SegmentInfo, secure_delete: bool) -> _Remains:
     """What is left of a segment: the segment, or its undamaged entries in memory."""
     try:
-        segment = read_segment(folder, info)
+        segment = read_segment(folder, info, secure_delete=secure_delete)
         segment.check_texts()
         return _Remains(segment, [], [], 0, [])
     except (DamageError, FileNotFoundError) as error:

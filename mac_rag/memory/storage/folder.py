@@ -8,18 +8,18 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mac_rag.atomic_files import UNFINISHED
+from mac_rag.atomic_files import REPLACED, UNFINISHED, remove_file
 from mac_rag.errors import BankError
 from mac_rag.memory.storage.lock import HOLDER, LOCK
-from mac_rag.memory.storage.manifest import FORMER, MANIFEST
+from mac_rag.memory.storage.manifest import FORMERS, MANIFEST
 
-CODEBOOK = "codebook.safetensors"
-CODEBOOK_COPY = "codebook.copy.safetensors"
 QUARANTINE = "quarantine"  # folder of what a repair has dropped
 _SEGMENT_FILE = re.compile(r"segment-[0-9a-f]{16}\.(safetensors|jsonl|texts\.jsonl)")
-# All names of unfinished files; together with unused segments they are the only files that are ever deleted.
+_CODEBOOK_FILE = re.compile(r"codebook(-[0-9a-f]{16})?(\.copy)?\.safetensors")
+# All names of unfinished and replaced files; beside unused segments and codebooks they are all that is ever deleted.
 _UNFINISHED_FILE = re.compile(
-    rf"({_SEGMENT_FILE.pattern}|(manifest|codebook)[a-z.]*|writer\.json){UNFINISHED}|{MANIFEST}{FORMER}"
+    rf"({_SEGMENT_FILE.pattern}|manifest[a-z.]*|{_CODEBOOK_FILE.pattern}|writer\.json)({UNFINISHED}|{REPLACED})"
+    rf"|{'|'.join(FORMERS)}"
 )
 
 
@@ -84,13 +84,25 @@ def remove_vacant(folder: Path, is_new: bool) -> None:
                 folder.rmdir()
 
 
-def remove_unused(folder: Path, used: Collection[str]) -> None:
-    """Removes segments and unfinished files whose names are not in `used`, as far as the system lets it."""
-    with suppress(OSError):
+def remove_unused(folder: Path, used: Collection[str], *, secure_delete: bool) -> OSError | None:
+    """Removes segments, codebooks and unfinished files whose names are not in `used`, as far as the system lets it.
+
+    Returns:
+        The first error, if some are still there.
+    """
+    first: OSError | None = None
+    try:
         for file in folder.iterdir():
-            if file.name not in used and (_SEGMENT_FILE.fullmatch(file.name) or _UNFINISHED_FILE.fullmatch(file.name)):
-                with suppress(OSError):
-                    file.unlink()
+            if file.name not in used and any(
+                pattern.fullmatch(file.name) for pattern in (_SEGMENT_FILE, _CODEBOOK_FILE, _UNFINISHED_FILE)
+            ):
+                try:
+                    remove_file(file, secure_delete=secure_delete)
+                except OSError as error:
+                    first = first or error
+    except OSError as error:
+        first = first or error
+    return first
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from mac_rag.atomic_files import write_file
+from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.errors import BankError
 from mac_rag.untrusted_files import read_json
 
@@ -32,7 +32,7 @@ class WriterLock:
     def __init__(self, folder: Path) -> None:
         self._path, self._holder = folder / LOCK, folder / HOLDER
         # Not bound to this thread: a bank may be opened in one thread and closed in another.
-        self._lock = FileLock(self._path, thread_local=False)
+        self._lock = FileLock(self._path, mode=0o600, thread_local=False)
         self._process = os.getpid()
         try:
             self._lock.acquire(blocking=False)
@@ -46,6 +46,7 @@ class WriterLock:
         try:
             self._file = _identity(self._path)
             write_file(self._holder, [json.dumps(note).encode()])
+            sync_folder(folder)  # before any commit: `mac_rag.memory.storage.newest` tells a crash by the note
         except BaseException:
             self._lock.release()
             raise

@@ -3,29 +3,46 @@
     manifest.json         format version, model fingerprint, the segments in order with their checksums and tombstones
     manifest.copy.json    the same bytes; only `mac_rag.memory.storage.repair` reads them
 
-The copy is written first. Renaming the manifest is the commit. Until the name lasts, the former manifest is kept beside
-it (`manifest.json.old`), because going back to it must not need any space.
+The copy is written first. Renaming the manifest is the commit. Until the name lasts, the former manifest and the former
+copy are kept beside them (`manifest.json.old`, `manifest.copy.json.old`), because going back to them must not need any
+space.
+
+A bank without kept texts has format 2, one with texts format 3. One that overwrites what it deletes has format 4, with
+or without texts: a version that does not know of it would unlink its files as they are, and read zeros from those that
+it has mapped. So it must refuse the bank. A codebook that has lost codes has another name, which
+only format 4 can say.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mac_rag.atomic_files import sealed, sync_folder, unsealed, write_file
+from mac_rag.atomic_files import (
+    copy_file,
+    remove_file,
+    replace_file,
+    sealed,
+    sync_folder,
+    unsealed,
+    write_file,
+)
 from mac_rag.errors import BankError, DamageError
 from mac_rag.untrusted_files import MalformedError, parse_json, read_text_bytes
 
 FORMAT = 2
 FORMAT_WITH_TEXTS = 3
+LATEST_FORMAT = 4
+_FORMATS = (FORMAT, FORMAT_WITH_TEXTS, LATEST_FORMAT)
+CODEBOOK = "codebook"  # name of a bank's first codebook, without the suffix
 MANIFEST = "manifest.json"
 MANIFEST_COPY = "manifest.copy.json"
-FORMER = ".old"
+_FORMER = ".old"
+FORMERS = (MANIFEST + _FORMER, MANIFEST_COPY + _FORMER)  # what a commit that fails goes back to
 
 # Bytes of a manifest; tombstones take most of them, and compaction removes those.
 _LARGEST = 256 << 20
@@ -130,7 +147,9 @@ class Manifest(_StrictModel):
         generation: a number that grows with every commit.
         next_sequence: sequence number of the next entry; numbers are never used again.
         codebook: sha256 of the codebook's file; None for a bank without a codebook.
+        codebook_name: name of the codebook's files, without the suffix.
         keep_texts: True if the bank keeps the texts of its documents.
+        secure_delete: True if the bank's files are overwritten before they are removed.
         segments: the segments in the order of their entries.
         intent: the change that starts after this commit and is complete with the next.
     """
@@ -139,7 +158,9 @@ class Manifest(_StrictModel):
     generation: _Count = 0
     next_sequence: Annotated[int, Field(ge=0, le=SEQUENCES)] = 0
     codebook: _Digest | None = None
+    codebook_name: Annotated[str, Field(pattern="^codebook(-[0-9a-f]{16})?$")] = CODEBOOK
     keep_texts: bool = False
+    secure_delete: bool = False
     segments: tuple[SegmentInfo, ...] = ()
     intent: Intent = Intent()
 
@@ -158,58 +179,90 @@ class Manifest(_StrictModel):
 
     def encoded(self) -> bytes:
         """The bytes of the file."""
-        if self.keep_texts:
-            return sealed({"format": FORMAT_WITH_TEXTS, **self.model_dump(mode="json")})
-        # As before there were texts: banks without them keep their bytes, and older versions read them.
-        without: dict[str, Any] = {"keep_texts": True, "segments": {"__all__": {"texts"}}}
-        return sealed({"format": FORMAT, **self.model_dump(mode="json", exclude=without)})
+        # As before there was what a bank has not: it keeps its bytes, and older versions read it.
+        without: dict[str, Any] = {}
+        if self.format < LATEST_FORMAT:
+            without |= {"secure_delete": True, "codebook_name": True}
+            if not self.keep_texts:
+                without |= {"keep_texts": True, "segments": {"__all__": {"texts"}}}
+        return sealed({"format": self.format, **self.model_dump(mode="json", exclude=without)})
+
+    @property
+    def format(self) -> int:
+        """The oldest format that can say this."""
+        if self.secure_delete or self.codebook_name != CODEBOOK:
+            return LATEST_FORMAT
+        return FORMAT_WITH_TEXTS if self.keep_texts else FORMAT
+
+    @property
+    def codebook_files(self) -> tuple[str, str]:
+        """Names of the codebook's file and its copy, if the bank has a codebook."""
+        return f"{self.codebook_name}.safetensors", f"{self.codebook_name}.copy.safetensors"
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replaces the manifest and its copy. The files that the manifest names must be on disk already."""
     data = manifest.encoded()
-    write_file(folder / MANIFEST_COPY, [data])
-    sync_folder(folder)
-    _keep_former(folder)
-    write_file(folder / MANIFEST, [data])
-    sync_folder(folder)
-    with suppress(OSError):
-        (folder / (MANIFEST + FORMER)).unlink(missing_ok=True)
+    for name in (MANIFEST_COPY, MANIFEST):
+        _keep_former(folder / name, manifest.secure_delete)
+        write_file(folder / name, [data], secure_delete=manifest.secure_delete)
+        sync_folder(folder)
+    for name in (MANIFEST_COPY, MANIFEST):
+        with suppress(OSError):
+            remove_file(_former(folder / name), secure_delete=manifest.secure_delete)
 
 
 def restore_manifest(folder: Path, manifest: Manifest) -> None:
     """Goes back to a manifest that `write_manifest` was replacing when it failed."""
-    former = folder / (MANIFEST + FORMER)
+    former = _former(folder / MANIFEST)
     if read_manifest(folder / MANIFEST) == manifest:
-        former.unlink(missing_ok=True)
+        remove_file(former, secure_delete=manifest.secure_delete)
         return
-    if former.is_file() and read_manifest(former) == manifest:
-        former.replace(folder / MANIFEST)
+    if _is(former, manifest):
+        replace_file(former, folder / MANIFEST, secure_delete=manifest.secure_delete)
         sync_folder(folder)
     else:
         write_manifest(folder, manifest)
 
 
-def _keep_former(folder: Path) -> None:
-    path, former = folder / MANIFEST, folder / (MANIFEST + FORMER)
+def _is(path: Path, manifest: Manifest) -> bool:
+    """True if a file is this manifest; it may be missing, or overwritten in part."""
+    try:
+        return read_manifest(path) == manifest
+    except (FileNotFoundError, DamageError):
+        return False
+
+
+def _former(path: Path) -> Path:
+    return path.with_name(path.name + _FORMER)
+
+
+def _keep_former(path: Path, secure_delete: bool) -> None:
+    former = _former(path)
     if path.is_file():
-        former.unlink(missing_ok=True)
+        remove_file(former, secure_delete=secure_delete)
         try:
             former.hardlink_to(path)
         except OSError:  # not every file system has links
-            shutil.copyfile(path, former)
+            copy_file(path, former, secure_delete=secure_delete)
 
 
 def renew_copy(folder: Path, manifest: Manifest) -> None:
-    """Rewrites the copy if it differs: after a crash it can be one commit ahead."""
+    """Makes the copy that of this manifest if it is not: after a crash or an error it can be one commit ahead."""
     copy, data = folder / MANIFEST_COPY, manifest.encoded()
-    try:
-        is_current = read_text_bytes(copy, _LARGEST) == data
-    except (FileNotFoundError, MalformedError):
-        is_current = False
-    if not is_current:
-        write_file(copy, [data])
+    if not _holds(copy, data):
+        if _holds(_former(copy), data):
+            replace_file(_former(copy), copy, secure_delete=manifest.secure_delete)
+        else:
+            write_file(copy, [data], secure_delete=manifest.secure_delete)
         sync_folder(folder)
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    try:
+        return read_text_bytes(path, _LARGEST) == data
+    except (FileNotFoundError, MalformedError):
+        return False
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -218,8 +271,25 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         FileNotFoundError: when the file does not exist.
         DamageError: when the file is not what was written.
-        BankError: when its format is not the one that this version reads.
+        BankError: when its format is not one that this version reads.
     """
+    while True:
+        identity = _identity(path)
+        try:
+            return _read(path)
+        except DamageError:
+            # It may have been replaced, and overwritten, while it was read.
+            if _identity(path) == identity:
+                raise
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    """What differs between a file and another that takes its name."""
+    status = path.lstat()
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+def _read(path: Path) -> Manifest:
     try:
         data = read_text_bytes(path, _LARGEST)
         if _is_format_1(data):
@@ -229,14 +299,16 @@ def read_manifest(path: Path) -> Manifest:
             )
         content = unsealed(data)  # every format from 2 on is a sealed line
         version = content.pop("format", None)
-        if type(version) is not int or version not in (FORMAT, FORMAT_WITH_TEXTS):
+        if type(version) is not int or version not in _FORMATS:
             raise BankError(
-                f"{path} has format {version!r:.40}, this version reads formats {FORMAT} and {FORMAT_WITH_TEXTS}; "
+                f"{path} has format {version!r:.40}, this version reads formats {FORMAT} to {_FORMATS[-1]}; "
                 "update mac_rag"
             )
         manifest = Manifest.model_validate(content)
-        if manifest.keep_texts != (version == FORMAT_WITH_TEXTS):
-            raise MalformedError(f"format {version}, and it keeps {'texts' if manifest.keep_texts else 'no texts'}")
+        if manifest.format != version:
+            keeps = "texts" if manifest.keep_texts else "no texts"
+            overwrites = "overwrites" if manifest.secure_delete else "does not overwrite"
+            raise MalformedError(f"format {version}, and it keeps {keeps} and {overwrites} what it deletes")
         return manifest
     except ValidationError as error:
         fault = error.errors()[0]

@@ -1,20 +1,22 @@
 """Repairs a bank on disk: keeps everything that is not damaged, and throws nothing away.
 
-What a repair drops from the bank goes to a folder in its `quarantine`, with the report.
+What a repair drops from the bank goes to a folder in its `quarantine`, with the report. It stays there until somebody
+removes it, also if the bank overwrites what it deletes.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mac_rag.atomic_files import sync_folder, write_file, write_text
+from mac_rag.atomic_files import copy_file, make_folder, sync_folder, write_file, write_text
+from mac_rag.errors import BankError
 from mac_rag.memory.storage.examination import Report, examine, verify
-from mac_rag.memory.storage.folder import CODEBOOK, CODEBOOK_COPY, QUARANTINE, check_exists, file_errors
+from mac_rag.memory.storage.folder import QUARANTINE, check_exists, file_errors
 from mac_rag.memory.storage.lock import HOLDER, LOCK, WriterLock
 from mac_rag.memory.storage.manifest import write_manifest
 from mac_rag.memory.storage.newest import older_manifest
@@ -39,7 +41,7 @@ def repair(folder: str | Path, into: str | Path | None = None) -> Report:
 
     Raises:
         BankError: when there is no bank, another process writes to it, its format is unknown, or nothing can be saved;
-            when `into` is not empty.
+            when its quarantine is a link; when `into` is not empty.
     """
     folder = Path(folder)
     with file_errors(folder, "repaired"):
@@ -61,8 +63,8 @@ def _repair(folder: Path) -> Report:
         report = replace(findings.report, repaired=True, quarantine=_new_quarantine(folder))
         _quarantine(folder, kept, report)
         if findings.codebook is not None:
-            for name in (CODEBOOK, CODEBOOK_COPY):
-                write_file(folder / name, [findings.codebook[1]])
+            for name in findings.manifest.codebook_files:
+                write_file(folder / name, [findings.codebook[1]], secure_delete=findings.manifest.secure_delete)
             sync_folder(folder)
         write_manifest(folder, findings.manifest)
         store = Store(folder, lock, findings.manifest, segments, None)
@@ -81,21 +83,27 @@ def _repair_into(folder: Path, new: Path) -> Report:
 
 
 def _new_quarantine(folder: Path) -> Path:
+    quarantine = folder / QUARANTINE
+    if quarantine.is_symlink():
+        raise BankError(
+            f"{quarantine} is a symbolic link, and what is dropped would be written to the place that it names; remove "
+            "the link, or repair into a new folder (into)"
+        )
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
-    return next(place for number in range(1000) if not (place := folder / QUARANTINE / f"{now}-{number}").exists())
+    return next(place for number in range(1000) if not os.path.lexists(place := quarantine / f"{now}-{number}"))
 
 
 def _quarantine(folder: Path, kept: Collection[str], report: Report) -> None:
     """Keeps every file of a bank that a repair replaces or removes."""
     place = report.quarantine
     assert place is not None
-    place.mkdir(parents=True)
+    make_folder(place)
     for file in folder.iterdir():
         if file.is_file() and not file.is_symlink() and file.name not in {*kept, LOCK, HOLDER}:
             try:
                 (place / file.name).hardlink_to(file)  # the repair replaces files and never writes into one
             except OSError:
-                shutil.copyfile(file, place / file.name)
+                copy_file(file, place / file.name)
     write_text(place / "report.txt", f"{report}\n")
     write_text(place / "report.json", json.dumps(asdict(report), default=str))
     sync_folder(place.parent)

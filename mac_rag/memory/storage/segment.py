@@ -17,6 +17,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -41,10 +42,12 @@ _PIECE = 1 << 20
 class Segment(Part):
     """A part of a bank that is on disk, with memory-mapped rows.
 
+    In a bank that overwrites what it deletes, rows and texts are in memory: a mapped file would become zeros as well.
+
     Args:
         folder: folder of the bank.
         info: what the manifest says about the segment.
-        tokens: memory tokens `[n, T, D]` or codes `[n, T]`, memory-mapped.
+        tokens: memory tokens `[n, T, D]` or codes `[n, T]`.
         records: the records of all entries, in order.
         checksums: sha256 of the rows of each entry, in order.
         texts: the file of the texts; None in a bank without texts.
@@ -68,6 +71,7 @@ class Segment(Part):
         self.checksums = {record.sequence: checksum for record, checksum in zip(records, checksums, strict=True)}
         self._info = info
         self._texts_file = texts
+        self._documents = sum(len(record.members) for record in records)
         for sequence in info.tombstones:
             self.tombstone(sequence)
 
@@ -94,6 +98,16 @@ class Segment(Part):
         except MalformedError as error:
             raise DamageError(f"{self.folder / self._info.texts_file} is damaged: {error}{_REMEDY}") from None
 
+    def lacks_text(self, record: Record) -> bool:
+        """As `Part.lacks_text`; no text is read as long as the segment has all.
+
+        Raises:
+            DamageError: as `texts`.
+        """
+        if self._texts_file is not None and self._texts_file.count == self._documents:
+            return False
+        return super().lacks_text(record)
+
     def check_texts(self) -> None:
         """Reads all texts.
 
@@ -115,8 +129,16 @@ class Segment(Part):
         return segment
 
 
-def write_segment(folder: Path, parts: Sequence[Part], *, keep_texts: bool) -> Segment:
+def write_segment(
+    folder: Path, parts: Sequence[Part], *, keep_texts: bool = False, secure_delete: bool = False
+) -> Segment:
     """Writes the live entries of some parts as a new segment. The caller must `sync_folder` before it commits.
+
+    Args:
+        folder: folder of the bank.
+        parts: the parts.
+        keep_texts: True to write their texts as well.
+        secure_delete: True if the files will be overwritten before they are removed.
 
     Raises:
         BankError: for metadata or a text too long to be read again.
@@ -152,23 +174,34 @@ def write_segment(folder: Path, parts: Sequence[Part], *, keep_texts: bool) -> S
                 if text is not None:
                     yield text_line(member.document_id, text)
 
+    write = partial(write_file, secure_delete=secure_delete)
     digests = {
-        "tokens": write_file(folder / f"{name}.safetensors", tokens_file()),
-        "records": write_file(folder / f"{name}.jsonl", records_file()),  # which needs the checksums
+        "tokens": write(folder / f"{name}.safetensors", tokens_file()),
+        "records": write(folder / f"{name}.jsonl", records_file()),  # which needs the checksums
     }
     if keep_texts:
-        digests["texts"] = write_file(folder / f"{name}.texts.jsonl", texts_file())
+        digests["texts"] = write(folder / f"{name}.texts.jsonl", texts_file())
     info = SegmentInfo(name=name, entries=len(entries), shape=shape, offset=len(header), **digests)
     records = [entry.record for _, entry in entries]
-    return Segment(folder, info, _mapped(folder, info), records, checksums, _texts_file(folder, info))
+    try:
+        tokens = _rows(folder, info, in_memory=secure_delete)
+        texts = _texts_file(folder, info, secure_delete)
+    except MalformedError as error:
+        raise DamageError(f"{folder / name} is not what was written there just now: {error}") from None
+    return Segment(folder, info, tokens, records, checksums, texts)
 
 
-def read_segment(folder: Path, info: SegmentInfo) -> Segment:
+def read_segment(folder: Path, info: SegmentInfo, *, secure_delete: bool) -> Segment:
     """Opens a segment.
+
+    Args:
+        folder: folder of the bank.
+        info: what the manifest says about the segment.
+        secure_delete: True if its files will be overwritten before they are removed.
 
     Raises:
         FileNotFoundError: when one of its files is missing, as happens after a writer has replaced the segment.
-        DamageError: when one of its files is not what was written.
+        DamageError: when one of its files is not what was written, or with `secure_delete` after such a replacement.
     """
     path = folder / info.records_file
     digest = hashlib.sha256()
@@ -184,16 +217,16 @@ def read_segment(folder: Path, info: SegmentInfo) -> Segment:
         if not {record.sequence for record in records}.issuperset(info.tombstones):
             raise MalformedError("the manifest says that entries were deleted that it never had")
         path = folder / info.tokens_file
-        tokens = _mapped(folder, info, check=True)
+        tokens = _rows(folder, info, in_memory=secure_delete, check=True)
         path = folder / info.texts_file
-        texts = _texts_file(folder, info)
+        texts = _texts_file(folder, info, secure_delete)
     except MalformedError as error:
         raise DamageError(f"{path} is damaged: {error}{_REMEDY}") from None
     return Segment(folder, info, tokens, records, checksums, texts)
 
 
-def _texts_file(folder: Path, info: SegmentInfo) -> TextsFile | None:
-    return None if info.texts is None else TextsFile(folder / info.texts_file, info.texts)
+def _texts_file(folder: Path, info: SegmentInfo, in_memory: bool) -> TextsFile | None:
+    return None if info.texts is None else TextsFile(folder / info.texts_file, info.texts, in_memory=in_memory)
 
 
 def _hashed(file: BinaryIO, digest: hashlib._Hash) -> Iterator[bytes]:
@@ -272,37 +305,60 @@ def _header(records: Sequence[Record], shape: Sequence[int]) -> bytes:
     return len(header).to_bytes(8, "little") + header
 
 
-def _mapped(folder: Path, info: SegmentInfo, *, check: bool = False) -> Tensor:
-    """The memory-mapped rows of a segment; `check` compares the file with the manifest first.
+def _rows(folder: Path, info: SegmentInfo, *, in_memory: bool, check: bool = False) -> Tensor:
+    """The rows of a segment, memory-mapped or read.
+
+    Args:
+        folder: folder of the bank.
+        info: what the manifest says about the segment.
+        in_memory: True to read and check them, in one pass.
+        check: True to compare the file with the manifest before it is mapped.
 
     Raises:
         MalformedError: when the file is not what the manifest says.
         FileNotFoundError: when it is missing.
     """
+    content: bytearray | mmap.mmap
     with open_file(folder / info.tokens_file) as file:
-        # The check reads the file instead of mapping it, or all of it would count as memory of this process.
-        if check:
-            _check_tokens(file, info)
-        # A private mapping: torch has no read-only tensors, and the file must never change.
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    rows = torch.frombuffer(mapped, dtype=dtype_of(info.shape), count=math.prod(info.shape), offset=info.offset)
+        if in_memory:
+            content = bytearray()
+            _check_tokens(file, info, content)
+        else:
+            # The check reads the file instead of mapping it, or all of it would count as memory of this process.
+            if check:
+                _check_tokens(file, info)
+            # A private mapping: torch has no read-only tensors, and the file must never change.
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    rows = torch.frombuffer(content, dtype=dtype_of(info.shape), count=math.prod(info.shape), offset=info.offset)
     return rows.view(info.shape)
 
 
-def _check_tokens(file: BinaryIO, info: SegmentInfo) -> None:
-    """Holds size, offset, checksum and numbers of a tokens file against the manifest, in pieces."""
+def _check_tokens(file: BinaryIO, info: SegmentInfo, read: bytearray | None = None) -> None:
+    """Holds size, offset, checksum and numbers of a tokens file against the manifest, in pieces.
+
+    Args:
+        file: the file.
+        info: what the manifest says about the segment.
+        read: gets all that was read; None to keep nothing.
+    """
     size = os.fstat(file.fileno()).st_size
     if size != info.offset + info.tensor_bytes:
         raise MalformedError(f"it has {size:,} bytes, and by the manifest {info.offset + info.tensor_bytes:,}")
     digest, fault = hashlib.sha256(), None
-    left = file.read(8)
-    digest.update(left)
+
+    def more(count: int) -> bytes:
+        piece = file.read(count)
+        digest.update(piece)
+        if read is not None:
+            read.extend(piece)
+        return piece
+
+    left = more(8)
     if 8 + int.from_bytes(left, "little") != info.offset:
         fault = f"its tensor begins at byte {8 + int.from_bytes(left, 'little'):,}, and by the manifest {info.offset:,}"
     for start in range(8, info.offset, _PIECE):
-        digest.update(file.read(min(_PIECE, info.offset - start)))
-    while piece := file.read(_PIECE):  # of whole numbers, because all sizes are multiples of 4
-        digest.update(piece)
+        more(min(_PIECE, info.offset - start))
+    while piece := more(_PIECE):  # of whole numbers, because all sizes are multiples of 4
         fault = fault or fault_of(piece, dtype_of(info.shape))
     if digest.hexdigest() != info.tokens:
         raise MalformedError("its checksum differs from the manifest's")

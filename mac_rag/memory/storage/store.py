@@ -15,21 +15,21 @@ one and when the bank is closed, and what a killed process has left goes when th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 
-from mac_rag.atomic_files import sync_folder, write_file
+from mac_rag.atomic_files import make_folder, remove_file, sync_folder, write_file
 from mac_rag.errors import BankError, DamageError, FingerprintError
 from mac_rag.memory.parts import Part
-from mac_rag.memory.storage.codebook_file import read_codebook
+from mac_rag.memory.quantizer import used_codes_only
+from mac_rag.memory.storage.commit_reader import Commit, read_commit
 from mac_rag.memory.storage.consistency import check_consistency
 from mac_rag.memory.storage.folder import (
-    CODEBOOK,
-    CODEBOOK_COPY,
     check_exists,
     exists,
     file_errors,
@@ -38,6 +38,8 @@ from mac_rag.memory.storage.folder import (
 )
 from mac_rag.memory.storage.lock import WriterLock
 from mac_rag.memory.storage.manifest import (
+    CODEBOOK,
+    FORMERS,
     MANIFEST,
     MANIFEST_COPY,
     Intent,
@@ -48,9 +50,8 @@ from mac_rag.memory.storage.manifest import (
     write_manifest,
 )
 from mac_rag.memory.storage.newest import check_newest
-from mac_rag.memory.storage.segment import Segment, read_segment, write_segment
+from mac_rag.memory.storage.segment import Segment, write_segment
 from mac_rag.shipped_models import describe
-from mac_rag.untrusted_files import MalformedError
 
 # Segments are not merged beyond this many bytes, so that no commit copies much.
 _LARGE = 256 << 20
@@ -101,10 +102,11 @@ class Store:
         Raises:
             BankError: when the folder holds a bank, another process makes one there, or a file cannot be written.
         """
-        manifest = like.model_copy(update={"generation": 0, "codebook": None, "segments": ()})
+        nothing = {"generation": 0, "codebook": None, "codebook_name": CODEBOOK, "segments": ()}
+        manifest = like.model_copy(update=nothing)
         with file_errors(folder, "written to"):
             is_new = not folder.exists()
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             try:
                 store = cls(folder, WriterLock(folder), manifest, (), codebook)
             except BaseException:
@@ -138,9 +140,9 @@ class Store:
             check_newest(folder)
             lock = WriterLock(folder) if write else None
             try:
-                manifest, segments = _snapshot(folder, {})
-                store = cls(folder, lock, manifest, segments, _read_codebook(folder, manifest))
-                check_consistency(folder, manifest, segments, store.codebook)
+                manifest, segments, codebook = read_commit(folder)
+                store = cls(folder, lock, manifest, segments, codebook)
+                check_consistency(folder, manifest, segments, codebook)
                 if write:
                     renew_copy(folder, manifest)
                     store.tidy()
@@ -155,17 +157,15 @@ class Store:
         try:
             digest = None
             if self.codebook is not None:
-                data = tensor_bytes({"codebook": self.codebook.contiguous()})
-                digest = write_file(self.folder / CODEBOOK, [data])
-                write_file(self.folder / CODEBOOK_COPY, [data])
+                digest = self._write_codebook(self.codebook, self.manifest)
             segments = self._segments(parts, None)
             manifest = self._next(segments, self.manifest.next_sequence).model_copy(update={"codebook": digest})
             write_manifest(self.folder, manifest)
             sync_folder(self.folder.parent)
         except BaseException:
             with suppress(OSError):
-                for name in (MANIFEST, MANIFEST_COPY, CODEBOOK, CODEBOOK_COPY):
-                    (self.folder / name).unlink(missing_ok=True)
+                for name in (MANIFEST, MANIFEST_COPY, *self.manifest.codebook_files):
+                    remove_file(self.folder / name, secure_delete=self.manifest.secure_delete)
                 self.tidy()
             raise
         self.manifest, self.segments = manifest, tuple(segments)
@@ -198,7 +198,8 @@ class Store:
         if self._was_writable:
             return False
         with file_errors(self.folder, "read"):
-            manifest, segments = _snapshot(self.folder, {segment.name: segment for segment in self.segments})
+            known = Commit(self.manifest, self.segments, self.codebook)
+            manifest, segments, codebook = read_commit(self.folder, known)
             if manifest == self.manifest:
                 return False
             if manifest.fingerprint != self.manifest.fingerprint:
@@ -206,11 +207,8 @@ class Store:
                     f"{self.folder} was written by {describe(self.manifest.fingerprint)} and has been replaced by a "
                     f"bank of {describe(manifest.fingerprint)}; open it again, with that model"
                 )
-            codebook = self.codebook
-            if manifest.codebook != self.manifest.codebook:
-                codebook = _read_codebook(self.folder, manifest)
             check_consistency(self.folder, manifest, segments, codebook)
-        self.manifest, self.segments, self.codebook = manifest, tuple(segments), codebook
+        self.manifest, self.segments, self.codebook = manifest, segments, codebook
         return True
 
     def write(self, parts: Sequence[Part], *, rewrite: Part | None = None) -> list[Segment]:
@@ -243,6 +241,7 @@ class Store:
         *,
         rewrite: Part | None = None,
         intent: Intent | None = None,
+        drop_codes: bool = False,
     ) -> None:
         """Makes these parts the contents of the bank. After an error the last commit stands, and a retry is possible.
 
@@ -251,12 +250,18 @@ class Store:
             next_sequence: sequence number of the next entry.
             rewrite: see `write`.
             intent: the change that starts after this commit; None to leave the recorded intent as it is.
+            drop_codes: True to drop codes that no entry uses, if entries were ever deleted (see `used_codes_only`).
 
         Raises:
             BankError: when a file cannot be written, or another process has changed the bank.
         """
         segments = self.write(parts, rewrite=rewrite)
         manifest = self._next(segments, next_sequence)
+        codebook = self.codebook
+        if codebook is not None and drop_codes and sum(len(each.entries) for each in segments) < next_sequence:
+            codebook = used_codes_only(codebook, segments)
+            if codebook is not self.codebook:
+                manifest = self._with_codebook(manifest, codebook)
         if intent is not None:
             manifest = manifest.model_copy(update={"intent": intent})
         if manifest != self.manifest:
@@ -271,7 +276,27 @@ class Store:
                 raise
         # Files that are not needed any more go later: nothing may fail between the commit and the news of it.
         self.manifest, self.segments, self._failed = manifest, tuple(segments), None
+        self.codebook = codebook
         self._written.clear()
+
+    def _with_codebook(self, manifest: Manifest, codebook: Tensor) -> Manifest:
+        """The manifest with another codebook, whose files are written."""
+        named = manifest.model_copy(update={"codebook_name": f"{CODEBOOK}-{secrets.token_hex(8)}"})
+        try:
+            with file_errors(self.folder, "written to"):
+                return named.model_copy(update={"codebook": self._write_codebook(codebook, named)})
+        except BaseException:
+            self.tidy()
+            raise
+
+    def _write_codebook(self, codebook: Tensor, manifest: Manifest) -> str:
+        """Writes a codebook and its copy under the names that a manifest gives them; returns the sha256."""
+        data = tensor_bytes({"codebook": codebook.contiguous()})
+        [digest, _] = [
+            write_file(self.folder / name, [data], secure_delete=manifest.secure_delete)
+            for name in manifest.codebook_files
+        ]
+        return digest
 
     def _next(self, segments: Sequence[Segment], next_sequence: int) -> Manifest:
         infos = tuple(segment.info for segment in segments)
@@ -294,11 +319,11 @@ class Store:
 
     def _undo(self) -> None:
         """Takes back what a failed commit has left. The error may have come after its manifest had taken its name."""
+        with suppress(OSError):
+            renew_copy(self.folder, self.manifest)  # beside a copy that is ahead, the manifest would look old
         restore_manifest(self.folder, self.manifest)
         self._failed = None
         self.tidy()
-        with suppress(OSError):
-            renew_copy(self.folder, self.manifest)
 
     def _segments(self, parts: Sequence[Part], rewrite: Part | None) -> list[Segment]:
         """Segments that hold these parts; writes those that are not on the disk yet."""
@@ -306,7 +331,12 @@ class Store:
         for group in _groups(parts):
             first = group[0]
             if len(group) > 1 or not isinstance(first, Segment) or first is rewrite or not self._is_good(first):
-                first = write_segment(self.folder, group, keep_texts=self.manifest.keep_texts)
+                first = write_segment(
+                    self.folder,
+                    group,
+                    keep_texts=self.manifest.keep_texts,
+                    secure_delete=self.manifest.secure_delete,
+                )
                 self._written.add(first.name)
             segments.append(first)
         return segments
@@ -316,12 +346,18 @@ class Store:
         on_disk = self._written.union(info.name for info in self.manifest.segments)
         return segment.folder == self.folder and segment.name in on_disk and not segment.is_mostly_deleted
 
-    def tidy(self) -> None:
-        """Removes files that no commit needs. The next call tries again where the system refuses."""
+    def tidy(self) -> OSError | None:
+        """Removes files that no commit needs. The next call tries again where the system refuses.
+
+        Returns:
+            The first error, if some of them are still there.
+        """
         manifests = [self.manifest] if self._failed is None else [self.manifest, self._failed]
         self._written.clear()
         infos = [info for manifest in manifests for info in manifest.segments]
-        remove_unused(self.folder, {name for info in infos for name in info.files})
+        used = {name for info in infos for name in info.files}.union(*(each.codebook_files for each in manifests))
+        used = used if self._failed is None else used.union(FORMERS)
+        return remove_unused(self.folder, used, secure_delete=self.manifest.secure_delete)
 
 
 def _groups(parts: Sequence[Part]) -> list[list[Part]]:
@@ -340,35 +376,3 @@ def _groups(parts: Sequence[Part]) -> list[list[Part]]:
 
 def _rows(parts: Sequence[Part]) -> int:
     return sum(part.count for part in parts)
-
-
-def _snapshot(folder: Path, known: Mapping[str, Segment]) -> tuple[Manifest, list[Segment]]:
-    """Reads the manifest and its segments; segments that are in `known`, by name, are not read again."""
-    while True:
-        try:
-            manifest = read_manifest(folder / MANIFEST)
-        except FileNotFoundError:
-            has_copy = (folder / MANIFEST_COPY).is_file()
-            remedy = "repair the bank" if has_copy else "nothing is left of this bank; restore a backup, or remove it"
-            raise DamageError(f"{folder / MANIFEST} is missing; {remedy}") from None
-        try:
-            return manifest, [
-                (info.name in known and known[info.name].at(info)) or read_segment(folder, info)
-                for info in manifest.segments
-            ]
-        except FileNotFoundError as error:
-            # A writer may have replaced the segments of the manifest that was just read; then it is read again.
-            if read_manifest(folder / MANIFEST) == manifest:
-                raise DamageError(f"{error.filename} is missing; repair the bank to keep what is not lost") from None
-
-
-def _read_codebook(folder: Path, manifest: Manifest) -> Tensor | None:
-    if manifest.codebook is None:
-        return None
-    path = folder / CODEBOOK
-    try:
-        return read_codebook(path, manifest.codebook)[0]
-    except FileNotFoundError:
-        raise DamageError(f"{path} is missing; repair the bank") from None
-    except MalformedError as error:
-        raise DamageError(f"{path} is damaged: {error}; repair the bank") from None

@@ -2,14 +2,16 @@
 
     {"id": "june", "text": "The bridge was closed.", "sha256": "..."}
 
-A document whose text was lost has no line. The file is mapped when the bank is opened, and read when the first text is
-asked for. A text is believed only if it is the one that its document's content hash was made of.
+A document whose text was lost has no line. The file is mapped when the bank is opened, and checked when the first text
+is asked for. A text is believed only if it is the one that its document's content hash was made of.
 """
 
 from __future__ import annotations
 
 import hashlib
 import mmap
+import sys
+from functools import cached_property
 from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,8 +20,9 @@ from mac_rag.atomic_files import sealed
 from mac_rag.data.provenance import Member
 from mac_rag.errors import BankError
 from mac_rag.memory.storage.record_lines import LONGEST_LINE, sealed_lines
-from mac_rag.untrusted_files import MalformedError, lines_of, open_file, parse_json
+from mac_rag.untrusted_files import MalformedError, lines_of, open_file, parse_json, read_text_bytes
 
+_PIECE = 1 << 20
 _FIELDS = frozenset(("id", "text", "sha256"))
 
 
@@ -29,18 +32,28 @@ class TextsFile:
     Args:
         path: the file.
         digest: its sha256.
+        in_memory: True to read it now, because it will be overwritten before it is removed.
 
     Raises:
-        MalformedError: when it is no regular file.
+        MalformedError: when it is no regular file; with `in_memory`, when it has a NUL, as while it is overwritten.
         FileNotFoundError: when it is missing.
     """
 
-    def __init__(self, path: Path, digest: str) -> None:
+    def __init__(self, path: Path, digest: str, *, in_memory: bool = False) -> None:
         self._digest = digest
         self._lines: dict[str, slice] | None = None  # document id -> its line
+        self._bytes: mmap.mmap | bytes
+        if in_memory:
+            self._bytes = read_text_bytes(path, sys.maxsize)
+            return
         with open_file(path) as file:
             is_empty = not file.read(1)  # which cannot be mapped
-            self._bytes: mmap.mmap | bytes = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._bytes = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    @cached_property
+    def count(self) -> int:
+        """The number of lines, which are counted and not read."""
+        return sum(self._bytes[first : first + _PIECE].count(b"\n") for first in range(0, len(self._bytes), _PIECE))
 
     def text(self, member: Member) -> str | None:
         """The text of a document; None if it was lost.

@@ -28,7 +28,8 @@ from mac_rag.nn.memory_tokens import MemoryTokens, split_rows
 
 def quantize(bank: Contents, codebook: Tensor) -> MemoryBank:
     """Copies a bank into one in memory that stores memory tokens as indices of a codebook `[C, D]`."""
-    quantized = MemoryBank(bank.fingerprint, codebook=codebook, keep_texts=bank.keep_texts)
+    settings = {"keep_texts": bank.keep_texts, "secure_delete": bank.secure_delete}
+    quantized = MemoryBank(bank.fingerprint, codebook=codebook, **settings)
     quantized.restore(bank)
     return quantized
 
@@ -47,6 +48,7 @@ class CodebookView:
         chunk_rows: number of codes that are attended to, or of rows that are expanded, at a time.
 
     Attributes:
+        codebook: `[C, D]`, the bank's codebook when the view was made.
         row_keys: `[N]`, keys of the bank's rows (not of the codes).
 
     Raises:
@@ -69,6 +71,7 @@ class CodebookView:
         self.network = network
         self.bank = bank
         self.chunk_rows = chunk_rows
+        self.codebook = bank.codebook
         blocks = [block for block in network.blocks if isinstance(block, CrossAttentionBlock)]
         self._codebook = bank.codebook.to(device, blocks[0].to_key.weight.dtype)
         with torch.no_grad():

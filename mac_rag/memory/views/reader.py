@@ -260,7 +260,8 @@ class BankReader:
         return self.bank.codebook is not None and exact and (network.prior is None or not network.use_prior)
 
     def _coded(self) -> CodebookView:
-        if self._codes is None:
+        # A codebook that has lost codes is another one: new rows may get the numbers of those.
+        if self._codes is None or self._codes.codebook is not self.bank.codebook:
             self._codes = CodebookView(
                 self.model.aggregation,
                 self.bank,

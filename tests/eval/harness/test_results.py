@@ -26,6 +26,7 @@ from eval.harness.results import (
 )
 from mac_rag.data.types import Question
 from mac_rag.errors import ConfigError, DataError
+from tests.helpers import DEEP, DIGITS
 
 QUESTION = Question("q1", "Who opened the harbour of Lünd?", ("Ada Voss", "Voss"), "d1")
 VERDICT = Verdict(prediction="Ada", em=0.0, f1=2 / 3, em_prefix=0.0, retrieved=("d1", "d2"), truncated=False)
@@ -133,7 +134,9 @@ class TestFile:
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            ("{", "is not JSON"),
+            ("{", "not JSON"),
+            (DEEP, "nested more than 72 deep"),
+            (f'{{"seed": {DIGITS}}}', "a number of 5,000 digits"),
             ("[]", "no result of an evaluation"),
             ('{"rows": []}', "no result of an evaluation"),
             ('{"schema_version": 2}', f"has schema version 2, but this version reads {results.SCHEMA_VERSION}"),

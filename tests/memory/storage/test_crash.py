@@ -74,13 +74,16 @@ def test_a_killed_writer_loses_nothing_that_it_acknowledged(folder: Path) -> Non
     assert commits > KILLS
 
 
-@pytest.mark.parametrize("what", ["create", "save", "add", "merge segments", "delete", "compact"])
-def test_a_crash_before_any_step_on_the_disk(folder: Path, what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "secure_delete"),
+    [(what, False) for what in ("create", "save", "add", "merge segments", "delete", "compact")] + [("compact", True)],
+)
+def test_a_crash_before_any_step_on_the_disk(folder: Path, what: str, secure_delete: bool) -> None:
     """Every file that is opened, renamed or removed is a place to crash; what is then found is the old or the new."""
     is_new = what in ("create", "save")
     old, new = folder / "old", folder / "new"
     if not is_new:
-        with MemoryBank.create(old, "f00d", keep_texts=True) as bank:
+        with MemoryBank.create(old, "f00d", keep_texts=True, secure_delete=secure_delete) as bank:
             for name, size in (("a", 8), ("b", 3)):
                 bank.put([Document(f"{name}{index}", "") for index in range(size)], memory(size, size))
                 bank.commit()
@@ -122,9 +125,10 @@ def test_a_crash_before_any_step_on_the_disk(folder: Path, what: str) -> None:
     assert event > 8
 
 
-def test_reading_while_another_process_commits_and_compacts(folder: Path) -> None:
+@pytest.mark.parametrize("secure_delete", [False, True])
+def test_reading_while_another_process_commits_and_compacts(folder: Path, secure_delete: bool) -> None:
     names = [f"document {index}" for index in range(40)]
-    with MemoryBank.create(folder, "f00d", keep_texts=True) as bank:
+    with MemoryBank.create(folder, "f00d", keep_texts=True, secure_delete=secure_delete) as bank:
         for name in names:
             bank.put([Document(name, "0")], memory(1, 0))
             bank.commit()

@@ -25,7 +25,7 @@ from mac_rag.memory.storage.repair import repair, verify
 from mac_rag.untrusted_files import METADATA_DEPTH
 from tests.faults import faults
 from tests.torture import banks
-from tests.torture.helpers import little_memory, replace_file
+from tests.torture.mutations import little_memory, replace_file
 
 WHOLE = ["b", "c", "f", "g", "h", "a", "e", "i", "j"]
 

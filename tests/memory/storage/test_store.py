@@ -17,7 +17,9 @@ from mac_rag.atomic_files import sealed
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory import MemoryBank
+from mac_rag.memory.storage.manifest import FORMERS
 from mac_rag.memory.storage.repair import repair, verify
+from tests.faults import faults
 from tests.memory.helpers import contents, memory
 
 
@@ -170,6 +172,30 @@ def test_what_the_disk_refuses_can_be_committed_later(folder: Path) -> None:
     assert not list(folder.glob("*.new"))
 
 
+def test_a_full_disk_leaves_a_bank_that_opens(folder: Path) -> None:
+    """Also while it is still full, and if the commit that failed needs no new segment."""
+    made(folder, "a", "b").close()
+    files = {file.name for file in folder.iterdir()}
+    syncs = 0
+    for number in range(1, 100):
+        with faults(folder) as fault, MemoryBank.open(folder, write=True) as bank:
+            bank.delete("a")
+            before = len(fault.calls)
+            fault.full(before + number)
+            try:
+                bank.commit()
+                break
+            except BankError:
+                bank.rollback()
+            syncs += fault.failed == "fsync"
+        assert verify(folder).clean, fault.failed
+        assert contents(MemoryBank.open(folder)) == {"a": 0.0, "b": 1.0}
+        assert {file.name for file in folder.iterdir()} <= files.union(FORMERS)
+        MemoryBank.open(folder, write=True).close()
+        assert {file.name for file in folder.iterdir()} == files
+    assert syncs > 4
+
+
 def test_rows_that_rot_are_not_copied(folder: Path) -> None:
     """A segment is checked when it is opened, and each entry again when it is copied into another segment."""
     bank = made(folder, "a", "b")
@@ -224,11 +250,11 @@ def test_other_formats(folder: Path, copied: bool) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["sha256"]
     later, first = (
-        sealed({**manifest, "format": 4}),
+        sealed({**manifest, "format": 5}),
         {"format": 1, "fingerprint": "f00d", "sha256": "", "documents": []},
     )
     for data, message in (
-        (later, r"format 4, this version reads formats 2 and 3; update mac_rag"),
+        (later, r"format 5, this version reads formats 2 to 4; update mac_rag"),
         (json.dumps(first, indent=1).encode(), r"format 1, which this version does not read.*adapt to the documents"),
     ):
         for name in ("manifest.json", "manifest.copy.json") if copied else ("manifest.json",):

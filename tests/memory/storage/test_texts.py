@@ -184,6 +184,43 @@ def test_an_entry_that_is_lost_is_not_named_twice(folder: Path) -> None:
     assert (found.lost, found.textless) == (("c",), ("a", "b"))
 
 
+def test_a_bank_knows_whose_text_it_has_lost(folder: Path) -> None:
+    place = filled(folder)
+    with MemoryBank.open(place, write=True) as bank:
+        bank.put([Document("d", "Later."), Document("e", "Last.")], memory(2))
+        bank.commit()
+        bank.merge(["d", "e"], memory(1))
+        bank.commit()
+        bank.compact()
+    lost = {"b", "d"}
+    for file in place.glob("segment-*.texts.jsonl"):
+        lines = file.read_bytes().splitlines(keepends=True)
+        file.write_bytes(b"".join(line for line in lines if json.loads(line)["id"] not in lost))
+    assert set(repair(place).textless) == lost
+    with MemoryBank.open(place, write=True) as bank:
+        assert [name for name in "abcde" if bank.is_textless(name)] == ["b"]  # "d" is merged with "e"
+        assert [name for name in "abcde" if bank.snapshot().is_textless(name)] == ["b"]
+        bank.put([Document("b", TEXTS["b"], {"name": "b"})], memory(1))
+        assert not any(map(bank.is_textless, "abcde"))
+        bank.commit()
+    bank = MemoryBank.open(place)
+    assert not any(map(bank.is_textless, "abcde"))
+    assert texts(bank)["b"] == TEXTS["b"]
+    with pytest.raises(BankError, match="no document 'z'"):
+        bank.is_textless("z")
+    assert not MemoryBank.open(filled(folder / "plain", keep_texts=False)).is_textless("a")
+
+
+def test_no_text_is_read_to_find_that_none_is_lost(folder: Path) -> None:
+    place = filled(folder)
+    file = texts_file(place)
+    file.write_bytes(b"damage\n" * len(TEXTS))
+    bank = MemoryBank.open(place)
+    assert not any(map(bank.is_textless, TEXTS))
+    with pytest.raises(DamageError):
+        bank["a"].texts  # noqa: B018
+
+
 def test_texts_that_cannot_be_kept_are_refused_before_anything_changes(folder: Path) -> None:
     with MemoryBank.create(folder / "bank", "f00d", keep_texts=True) as bank:
         bank.put([Document("y", "y" * (64 << 20))], memory(1))

@@ -7,14 +7,13 @@ is below the tolerance.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch import Tensor, distributed
+from torch import distributed
 
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Document
@@ -23,24 +22,9 @@ from mac_rag.memory import MemoryBank
 from mac_rag.memory.views.reader import BankReader
 from mac_rag.model import MACModel
 from tests.helpers import run_in_processes
+from tests.memory.helpers import READINGS, ROUNDING, random_rows
 
-ROUNDING = {"rtol": 1e-4, "atol": 2e-6}
 QUESTIONS = ["Who opened the bridge?", "When did the museum close?"]
-
-
-def random_rows(model: MACModel, rows: int, seed: int) -> Tensor:
-    shape = model.amortize(["text"]).shape[1:]
-    return torch.randn(rows, *shape, generator=torch.Generator().manual_seed(seed))
-
-
-READINGS: dict[str, dict[str, Any]] = {
-    "streaming": {"strategy": "streaming"},
-    "not cached": {"strategy": "streaming", "cache_bytes": 0},
-    "preselect": {"strategy": "preselect", "preselected": 2},
-    "preselect, not cached": {"strategy": "preselect", "preselected": 3, "cache_bytes": 0},
-    "hierarchical": {"strategy": "hierarchical", "subgroup": 2},
-    "hierarchical, not cached": {"strategy": "hierarchical", "subgroup": 3, "cache_bytes": 0},
-}
 
 
 @pytest.mark.parametrize("reading", READINGS)

@@ -1,10 +1,7 @@
 """Mutations of files: of their bytes, of what they say, and of what kind of file they are.
 
-Each kind of folder has a module with three functions, which the default run calls a few times and a longer run often:
-
-    make(place)                 writes undamaged examples, and returns their folders
-    mutate(folder, rng)         damages a copy of one at random, and says how
-    check(folder)               uses it as a user does; anything but success or a MACError is a failure
+A sealed mutation has all checksums that fit it, as those of an attacker or of a faulty writer have; an unsealed one has
+none that does, as those of a faulty disk.
 """
 
 from __future__ import annotations
@@ -14,12 +11,14 @@ import os
 import random
 import shutil
 import tracemalloc
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from mac_rag.errors import MACError
+from tests.torture.part import Part
 
 DEEP = 100_000
 # JSON that is written as it stands, because no value of Python's is written like it.
@@ -42,6 +41,46 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 KINDS = ("nothing", "folder", "pipe", "link", "loop", "empty", "hole", "device")
 MEMORY = 100 << 20
+Way: TypeAlias = Callable[[Path, random.Random], str]  # damages a folder, and says how
+
+
+class Mutations(Part):
+    """Damages copies of folders and uses them as a user does; anything but success or a MACError is a failure."""
+
+    def __init__(self, place: Path) -> None:
+        self._examples, self._copy = self.make(place / "examples"), place / "copy"
+
+    @abstractmethod
+    def make(self, place: Path) -> list[Path]:
+        """Writes undamaged examples, and returns their folders."""
+
+    @abstractmethod
+    def ways(self, folder: Path, *, sealed: bool) -> Sequence[Way]:
+        """The ways to damage a folder; none where it has no checksums that could be made to fit."""
+
+    @abstractmethod
+    def check(self, folder: Path) -> None:
+        """Uses a folder as a user does."""
+
+    def _drawn(self, seed: int) -> tuple[Path, Sequence[Way], bool]:
+        """The folder to damage, the ways to do so, and whether they are sealed."""
+        example = self._examples[seed // 2 % len(self._examples)]
+        sealed = self.ways(example, sealed=True) if seed % 2 else ()
+        return example, sealed or self.ways(example, sealed=False), bool(sealed)
+
+    def kind(self, seed: int) -> str:
+        return "sealed" if self._drawn(seed)[2] else "unsealed"
+
+    def trial(self, seed: int) -> None:
+        example, ways, _ = self._drawn(seed)
+        folder, rng = copy(example, self._copy), random.Random(seed)
+        way = rng.choice(ways)
+        how = f"{way.__name__}: {way(folder, rng)}"
+        try:
+            self.check(folder)
+        except BaseException as error:
+            error.add_note(f"seed {seed}: {how}")
+            raise
 
 
 def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
@@ -128,6 +167,16 @@ def damage_kind(folder: Path, rng: random.Random) -> str:
     path, kind = rng.choice(files_of(folder)), rng.choice(KINDS)
     replace_file(path, kind)
     return f"{path.relative_to(folder)} became {kind}"
+
+
+def damage_json(folder: Path, rng: random.Random) -> str:
+    """Lets a JSON file, or a line of one, say something else; names the file."""
+    path = rng.choice([file for file in files_of(folder) if file.suffix in (".json", ".jsonl")])
+    lines = path.read_bytes().splitlines()
+    number = rng.randrange(len(lines))
+    lines[number] = mutate_json(json.loads(lines[number]), rng).encode()
+    path.write_bytes(b"".join(line + b"\n" for line in lines) if path.suffix == ".jsonl" else b"\n".join(lines))
+    return f"{path.relative_to(folder)}: {lines[number][:200]!r}"
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -1,0 +1,159 @@
+"""A bank's contents as they are changed in memory: documents come, are merged and go.
+
+`mac_rag.memory.bank` writes the changes to disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError
+from mac_rag.memory.contents import BankEntry, Contents, Snapshot
+from mac_rag.memory.new_entries import NewEntry, new_entries
+from mac_rag.memory.parts import PART_BITS, Part
+from mac_rag.memory.records import Record
+
+
+class EditableContents(Contents):
+    """Contents that change in memory.
+
+    Args:
+        fingerprint: fingerprint of the model that writes the contents.
+        codebook: `[C, D]` to store codes; None to store memory tokens.
+        keep_texts: True to keep the documents' texts.
+    """
+
+    def __init__(self, fingerprint: str, codebook: Tensor | None, keep_texts: bool) -> None:
+        super().__init__(fingerprint, None if codebook is None else codebook.detach().to("cpu", torch.float32).clone())
+        self.keep_texts = keep_texts
+        self._next_sequence = 0
+        self._segments: list[Part] = []  # of the last commit, as copies that may have changed since
+        self._tail = no_entries()  # entries that came since
+        self._snapshot: Snapshot | None = None
+        self._shares_sequences = False
+
+    def _check_writable(self) -> None:
+        """Raises BankError if the contents must not be changed."""
+
+    def snapshot(self) -> Snapshot:
+        """The current contents, uncommitted changes included, as they stay whatever happens to the bank."""
+        if self._snapshot is None or self._snapshot.version != self.version:
+            self._snapshot = Snapshot(self, [part.copy() for part in self._parts], self._sequences)
+            self._shares_sequences = True
+        return self._snapshot
+
+    def put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int] | None = None) -> tuple[str, ...]:
+        """Adds documents and replaces those with the same ids. On an error the bank does not change.
+
+        Args:
+            documents: K documents with distinct ids.
+            phi: `[N, T, D]`, the memory tokens of all documents, row after row.
+            rows: number of rows of each document; None for one row each.
+
+        Returns:
+            Ids of other documents that were removed, because they were merged with a replaced document.
+
+        Raises:
+            BankError: for an id that occurs twice, metadata that are not JSON, or memory tokens that do not fit the
+                documents or the bank.
+        """
+        self._check_writable()
+        entries = new_entries(documents, rows, len(phi), keep_texts=self.keep_texts)
+        tokens = self._encoded(phi)
+        names = dict.fromkeys(document.id for document in documents)
+        removed = [name for document_id in names if document_id in self for name in self._tombstone(document_id)]
+        self._append(tokens, entries)
+        return tuple(name for name in removed if name not in names)
+
+    def merge(self, document_ids: Iterable[str], phi: Tensor) -> None:
+        """Replaces the entries of these documents by one entry that stands for all of their documents.
+
+        Args:
+            document_ids: ids of documents, at least one of each entry to be merged.
+            phi: `[rows, T, D]`, the memory tokens of the new entry.
+
+        Raises:
+            BankError: for an id that the bank does not hold, or memory tokens that do not fit the bank.
+        """
+        self._check_writable()
+        found = {entry.sequence: entry for entry in map(self.__getitem__, document_ids)}
+        merged = [found[sequence] for sequence in sorted(found)]
+        if not merged or not 0 < len(phi) < 1 << PART_BITS:
+            raise BankError(f"{len(merged)} entries and {len(phi)} rows of memory tokens cannot become one entry")
+        members = tuple(member for entry in merged for member in entry.members)
+        texts = tuple(text for entry in merged for text in entry.texts)
+        tokens = self._encoded(phi)
+        for entry in merged:
+            self._tombstone(entry.document_id)
+        self._append(tokens, [NewEntry(len(tokens), members, texts)])
+
+    def delete(self, document_id: str) -> tuple[str, ...]:
+        """Deletes a document with all its rows.
+
+        The share of one document cannot be taken out of merged memory tokens. So the whole entry is deleted, and the
+        document has no influence afterwards.
+
+        Returns:
+            Ids of all deleted documents: this one, and those that it was merged with.
+
+        Raises:
+            BankError: for an id that the bank does not hold.
+        """
+        self._check_writable()
+        deleted = self._tombstone(document_id)
+        self._changed()
+        return deleted
+
+    def _append(self, tokens: Tensor, entries: Sequence[NewEntry]) -> None:
+        records = [Record(self._next_sequence + n, entry.rows, entry.members) for n, entry in enumerate(entries)]
+        texts = {record.sequence: entry.texts for record, entry in zip(records, entries) if self.keep_texts}
+        self._next_sequence += len(records)
+        if self._tail.count:
+            self._tail.append(tokens, records, texts)
+        else:
+            self._tail = Part(tokens.clone(), records, texts)
+        self._own_sequences()
+        self._sequences |= {document_id: record.sequence for record in records for document_id in record.document_ids}
+        self._changed()
+
+    def _tombstone(self, document_id: str) -> tuple[str, ...]:
+        """Marks the entry of a document as deleted; returns the ids of all its documents."""
+        record = self._record(document_id)
+        self._part(record.sequence).tombstone(record.sequence)
+        self._own_sequences()
+        for member_id in record.document_ids:
+            del self._sequences[member_id]
+        return record.document_ids
+
+    def _own_sequences(self) -> None:
+        """Copies the sequence numbers before they change, if a snapshot shares them."""
+        if self._shares_sequences:
+            self._sequences, self._shares_sequences = dict(self._sequences), False
+
+    def _changed(self) -> None:
+        self.version += 1
+        if self._tail.is_mostly_deleted:
+            self._tail = self._tail.compacted()
+        self._hold([*self._segments, self._tail])
+
+    def restore(self, entries: Iterable[BankEntry]) -> None:
+        """Fills an empty bank with entries of another bank.
+
+        Raises:
+            BankError: when this bank is not empty, or memory tokens do not fit it.
+        """
+        self._check_writable()
+        if len(self):
+            raise BankError(f"this bank holds {len(self)} documents already; restore entries into an empty one")
+        for entry in entries:
+            phi = self._encoded(entry.phi)
+            self._append(phi, [NewEntry(len(phi), entry.members, entry.texts)])
+
+
+def no_entries() -> Part:
+    """An empty part."""
+    return Part(torch.empty(0), ())
