@@ -277,8 +277,8 @@ class AttentionConfig(Config):
         preselected: N, rows preselected for each question.
         exact_rows: banks of at most so many rows are searched by an exact product, larger ones by FAISS.
         subgroup: M, modulations that algorithm 3 aggregates into one.
-        cache_bytes: memory for the bank's keys and values. Those of a larger bank are projected chunk by chunk for each
-            batch of questions.
+        cache_bytes: memory for the bank's keys and values. Those of a larger bank are projected when they are
+            needed, and the last used ones are kept.
         cache_dtype: dtype of the keys and values in memory.
     """
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from mac_rag.nn.attention import BankAttention, Chunk, streaming_attention
-from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, BankView, prior_keys
+from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, BankView, BoundedView, prior_keys
 from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.row_bounds import needed_of_all
+
+# Queries `[B, H, S, d]` of a block, and a lower bound `[B, H, S]` of their largest logits or None -> rows of the bank.
+Chunks: TypeAlias = Callable[[Tensor, Tensor | None], Iterable[Chunk]]
+
+# Rows that can matter to a batch of questions, of which keys and values are gathered at a time.
+_GATHERED = 256
 
 
 class CrossAttentionBlock(nn.Module):
@@ -56,27 +64,36 @@ class CrossAttentionBlock(nn.Module):
 
     def project(self, bank: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[H, K, T, d]` from a normalised bank `[K, T, D]`."""
-        keys, values = (
-            layer(bank).unflatten(-1, (self.heads, -1)).permute(2, 0, 1, 3).contiguous()
-            for layer in (self.to_key, self.to_value)
-        )
-        return keys, values
+        return self.project_keys(bank), self._by_heads(self.to_value(bank))
+
+    def project_keys(self, bank: Tensor) -> Tensor:
+        """Keys `[H, K, T, d]` from a normalised bank `[K, T, D]`."""
+        return self._by_heads(self.to_key(bank))
+
+    def _by_heads(self, states: Tensor) -> Tensor:
+        by_heads: Tensor = states.unflatten(-1, (self.heads, -1)).permute(2, 0, 1, 3).contiguous()
+        return by_heads
 
     def prior_bias(self, scores: Tensor) -> Tensor | None:
         """The document prior's scores `[B, k]` as this block's heads weigh them, `[B, H, k]`; None without a prior."""
-        if self.prior_scale is None:
-            return None
-        scale = self.prior_scale if self.training else self.prior_sharpness * self.prior_scale
-        return scores[:, None] * scale[:, None]
+        scale = self.prior_weights
+        return None if scale is None else scores[:, None] * scale[:, None]
+
+    @property
+    def prior_weights(self) -> Tensor | None:
+        """How each head weighs the document prior's scores, `[H]`; None without a prior."""
+        if self.prior_scale is None or self.training:
+            return self.prior_scale
+        return self.prior_sharpness * self.prior_scale
 
     def forward(
-        self, tokens: Tensor, chunks: Iterable[Chunk], best: Chunk | None, attention: BankAttention, mass: bool
+        self, tokens: Tensor, chunks: Chunks, best: Chunk | None, attention: BankAttention, mass: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the block.
 
         Args:
             tokens: `[B, T, D]`.
-            chunks: the bank.
+            chunks: the bank, or what of it can matter to these queries.
             best: the row with the highest document prior for each question; None where it is not known.
             attention: the strategy.
             mass: True computes the attention mass, too.
@@ -89,7 +106,7 @@ class CrossAttentionBlock(nn.Module):
         floor = None
         if best is not None and best.bias is not None:
             floor = (query @ best.keys[:, :, 0].mT).amax(-1) + best.bias
-        attended, shares = attention(query, chunks, floor=floor, mass=mass)
+        attended, shares = attention(query, chunks(query, floor), floor=floor, mass=mass)
         tokens = tokens + self.to_out(attended.transpose(1, 2).flatten(2))
         return tokens + self.feed_forward(tokens), shares
 
@@ -195,7 +212,7 @@ class AggregationNetwork(nn.Module):
             assert isinstance(block, CrossAttentionBlock)
             with_mass = mass and number == len(self.blocks) - 1
             best = None if with_mass else priors.best(number, block)  # no row is skipped where each has a mass
-            tokens, shares = block(tokens, priors.chunks(number, block), best, attention, with_mass)
+            tokens, shares = block(tokens, partial(priors.chunks, number, block), best, attention, with_mass)
         return tokens, shares
 
 
@@ -214,67 +231,73 @@ class _Priors:
         self.prior = network.prior if network.use_prior else None
         self.queries = None if self.prior is None or scores is not None else self.prior.queries(question)
         self.prior_keys = None if self.queries is None else prior_keys(bank)
-        self.scores = None if self.prior is None else scores
+        self.given = None if self.prior is None else scores
         self.log_counts = bank.log_counts
         self.mask = mask
         self.chunk_rows = network.chunk_rows
         self.batch, self.dtype = len(question), question.tokens.dtype
 
-    def chunks(self, number: int, block: CrossAttentionBlock) -> Iterator[Chunk]:
-        """The bank as a block sees it."""
-        longest = self.bank.longest(number) if isinstance(self.bank, BankView) else None
+    def chunks(self, number: int, block: CrossAttentionBlock, query: Tensor, floor: Tensor | None) -> Iterator[Chunk]:
+        """The bank as a block sees it; where a bound shows that most rows cannot matter, the others."""
+        needed = None if floor is None else self._needed(number, block, query, floor)
+        if needed is not None and isinstance(self.bank, BoundedView):
+            longest = self.bank.longest(number)
+            for index in needed.split(_GATHERED):
+                here = index.to(longest.device)
+                keys, values = self.bank.rows(number, index)
+                yield Chunk(keys, values, self._bias(block, here), longest[:, here])
+            return
         start = 0
         for keys, values in self.bank.chunks(number):
             rows = slice(start, start + keys.shape[-3])
             start = rows.stop
-            yield Chunk(keys, values, self._bias(block, rows), None if longest is None else longest[..., rows])
+            yield Chunk(keys, values, self._bias(block, rows))
+
+    def _needed(self, number: int, block: CrossAttentionBlock, query: Tensor, floor: Tensor) -> Tensor | None:
+        """Numbers `[n]`, on the CPU, of the rows that can matter to some question; None if these are most of them."""
+        weights = block.prior_weights
+        if weights is None or not isinstance(self.bank, BoundedView):
+            return None
+        longest, tokens = self.bank.longest(number), self.bank.row_tokens
+        needed = needed_of_all(query, longest, tokens, self._scores, weights, floor).cpu()
+        return needed if 2 * len(needed) < self.bank.documents else None
 
     def best(self, number: int, block: CrossAttentionBlock) -> Chunk | None:
         """The row with the highest document prior for each question, as a block sees it; None where it is of no use.
 
-        On a CPU this row tells early which others cannot matter. A GPU has attended to all rows before it would know.
+        It tells early which others cannot matter. A GPU has attended to all rows before it would know, unless their
+        keys and values are not there yet.
         """
-        if self.queries is None or self.queries.device.type != "cpu" or torch.is_grad_enabled():
+        if self.queries is None or torch.is_grad_enabled():
             return None
         if self.log_counts is not None or not isinstance(self.bank, BankView) or not self.bank.documents:
             return None
-        score, index = self._highest
+        if self.queries.device.type != "cpu" and not (isinstance(self.bank, BoundedView) and not self.bank.cached):
+            return None
+        score, index = self._scores.max(1)
         ((keys, values),) = self.bank.select(index[:, None]).chunks(number)
         return Chunk(keys, values, block.prior_bias(score[:, None]))
 
     @cached_property
-    def _highest(self) -> tuple[Tensor, Tensor]:
-        """The highest score of each question, and the row that has it; `[B]` both."""
+    def _scores(self) -> Tensor:
+        """The document prior's scores of all rows `[B, K]`; `-inf` for those that a question may not see."""
         assert self.prior is not None
-        assert self.queries is not None
+        if self.queries is None:
+            assert self.given is not None
+            return self.given
         assert self.prior_keys is not None
-        per_chunk: list[tuple[Tensor, Tensor]] = []
-        for start in range(0, self.prior_keys.shape[-2], self.chunk_rows):
-            rows = slice(start, start + self.chunk_rows)
-            scores = self.prior.score(self.queries, self.prior_keys[..., rows, :])
-            if self.mask is not None:
-                scores = scores.masked_fill(~self.mask[:, rows], -torch.inf)
-            score, index = scores.max(1)
-            per_chunk.append((score, index + start))
-        scores, indices = (torch.stack(parts) for parts in zip(*per_chunk))
-        score, part = scores.max(0)
-        return score, indices.gather(0, part[None])[0]
+        scores = self.prior.score(self.queries, self.prior_keys)
+        return scores if self.mask is None else scores.masked_fill(~self.mask, -torch.inf)
 
-    def _bias(self, block: CrossAttentionBlock, rows: slice) -> Tensor | None:
-        bias = None
-        if self.scores is not None:
-            bias = block.prior_bias(self.scores[:, rows])
-        elif self.prior is not None and self.queries is not None and self.prior_keys is not None:
-            bias = block.prior_bias(self.prior.score(self.queries, self.prior_keys[..., rows, :]))
+    def _bias(self, block: CrossAttentionBlock, rows: slice | Tensor) -> Tensor | None:
+        bias = None if self.prior is None else block.prior_bias(self._scores[:, rows])
         if self.log_counts is not None:
             counts = self.log_counts[..., rows].to(self.dtype)
             if counts.ndim == 2:
                 counts = counts.repeat_interleave(self.batch // len(counts), 0)[:, None]
             bias = counts.expand(self.batch, block.heads, -1) if bias is None else bias + counts
         if self.mask is not None:
-            if bias is None:
-                bias = torch.zeros((), dtype=self.dtype, device=self.mask.device).expand(
-                    self.batch, block.heads, rows.stop - rows.start
-                )
-            bias = bias.masked_fill(~self.mask[:, None, rows], -torch.inf)
+            hidden = ~self.mask[:, None, rows].expand(-1, block.heads, -1)
+            bias = torch.zeros_like(hidden, dtype=self.dtype) if bias is None else bias
+            bias = bias.masked_fill(hidden, -torch.inf)
         return bias

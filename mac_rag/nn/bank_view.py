@@ -39,11 +39,27 @@ class BankView(BankRows, Protocol):
     def documents(self) -> int:
         """K, the rows that each question sees."""
 
-    def longest(self, block: int) -> Tensor | None:
-        """The largest norm of each row's keys `[H, K]`; None where it is not kept."""
-
     def select(self, index: Tensor) -> BankView:
         """A view where each question sees N rows of its own, in the order of `index` `[B, N]`."""
+
+
+@runtime_checkable
+class BoundedView(BankView, Protocol):
+    """A bank that bounds what each row can contribute, and gives some rows without the others."""
+
+    @property
+    def cached(self) -> bool:
+        """True if the keys and values of all rows are at hand; False if they are computed when they are asked for."""
+
+    @property
+    def row_tokens(self) -> int:
+        """T, the tokens of a row."""
+
+    def longest(self, block: int) -> Tensor:
+        """The largest norm of each row's keys, `[H, K]`."""
+
+    def rows(self, block: int, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values `[H, n, T, d]` of the rows `index` `[n]`, which is on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +85,6 @@ class BankProjection:
     def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
         keys, values = (part[block].split(self.chunk_rows, -3) for part in (self.keys, self.values))
         yield from zip(keys, values, strict=True)
-
-    def longest(self, block: int) -> None:
-        """Not kept."""
 
     def select(self, index: Tensor) -> BankProjection:
         per_row = (self.prior_keys, self.log_counts)

@@ -37,3 +37,29 @@ def needed_rows(query: Tensor, longest: Tensor, tokens: int, bias: Tensor, floor
     highest = query.to(numbers).norm(dim=-1)[..., None] * longest[:, :, None] + bias[:, :, None]  # [B, H, S, k]
     nothing = math.log(torch.finfo(numbers).eps / (bias.shape[-1] * tokens))
     return torch.any((highest - floor[..., None] > nothing).flatten(1, 2), 1)
+
+
+def needed_of_all(
+    query: Tensor, longest: Tensor, tokens: int, scores: Tensor, weights: Tensor, floor: Tensor
+) -> Tensor:
+    """Tells which rows of a whole bank can matter to some question, from one score for each question and row.
+
+    The same bound as `needed_rows`, with the longest key of all rows in the place of each row's. So it costs one
+    comparison for each question, head and row.
+
+    Args:
+        query, tokens, floor: as `needed_rows` takes them.
+        longest: `[H, K]`, the largest norm of each row's keys.
+        scores: `[B, K]`, the document prior's scores.
+        weights: `[H]`, how each head weighs them; their product is the bias.
+
+    Returns:
+        Numbers of the rows `[n]`, ascending.
+    """
+    numbers = torch.promote_types(query.dtype, torch.float32)
+    beside_bias = (query.to(numbers).norm(dim=-1) * longest.amax(1)[:, None] - floor).amax(-1)  # [B, H]
+    nothing = math.log(torch.finfo(numbers).eps / (scores.shape[1] * tokens))
+    needed = torch.zeros(scores.shape[1], dtype=torch.bool, device=scores.device)
+    for head, weight in enumerate(weights):
+        needed |= (weight * scores > nothing - beside_bias[:, head, None]).any(0)
+    return needed.nonzero()[:, 0]

@@ -142,9 +142,6 @@ class CodebookView:
         for codes in self._used.split(self.chunk_rows):
             yield self._keys[block][:, codes], self._values[block][:, codes]
 
-    def longest(self, block: int) -> None:
-        """None: norms are not stored."""
-
     def select(self, index: Tensor) -> BankView:
         """A view of rows of the bank (not of codes) with all their tokens.
 
@@ -185,9 +182,6 @@ class _ExpandedRows:
         for rows in self.index.split(max(1, self.view.chunk_rows // len(self.index)), 1):
             codes = self.view._codes[rows].long()  # [B, n, T]
             yield keys[:, codes, 0].transpose(0, 1), values[:, codes, 0].transpose(0, 1)  # [B, H, n, T, d]
-
-    def longest(self, block: int) -> None:
-        """None: norms are not stored."""
 
     def select(self, index: Tensor) -> _ExpandedRows:
         return _ExpandedRows(self.view, self.index.gather(1, index))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mac_rag.errors import BankError
+from mac_rag.memory.views.row_cache import RowCache
 from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.row_bounds import longest_keys
@@ -29,13 +30,10 @@ class _Piece:
     Attributes:
         row_keys: `[k]`, keys of the rows.
         projected: for each block the keys and values `[H, k, T, d]`.
-        longest: for each block the largest norm of each row's keys `[H, k]` (see `longest_keys`); empty if no row is
-            ever skipped.
     """
 
     row_keys: Tensor
     projected: tuple[tuple[Tensor, Tensor], ...]
-    longest: tuple[Tensor, ...]
 
     def filtered(self, mask: Tensor) -> _Piece:
         """Only the rows where `mask` `[k]` is True; the same object if these are all rows."""
@@ -49,16 +47,16 @@ class _Piece:
                 (keys.index_select(1, device_index), values.index_select(1, device_index))
                 for keys, values in self.projected
             ),
-            tuple(norms.index_select(1, device_index) for norms in self.longest),
         )
 
 
 class ProjectedBank:
     """A memory bank under one aggregation network: a `BankView` whose rows are the bank's rows, in their order.
 
-    Keys and values are cached if those of the whole bank fit into a budget. Otherwise they are projected chunk by
-    chunk, once per block and batch of questions, so that working memory is one chunk whatever the bank's size. The
-    keys of the document prior are always cached.
+    Keys and values are cached if those of the whole bank fit into a budget. Otherwise they are projected when they are
+    needed. Where a document prior tells the few rows that can matter, these are all that is read, and the budget keeps
+    those that were needed last; else they are projected chunk by chunk, once per block and batch of questions. The keys
+    of the document prior, and the norms that bound what a row can contribute, are always cached.
 
     A view shows one version of the bank: after a change of the bank, call `refresh`.
 
@@ -67,11 +65,11 @@ class ProjectedBank:
         bank: the bank to follow.
         device: device of the network and of cached keys and values.
         dtype: dtype of keys and values; they are computed in the network's dtype.
-        budget_bytes: maximum bytes of all cached keys and values.
+        budget_bytes: maximum bytes of cached keys and values.
         chunk_rows: number of rows that are projected and attended to at a time.
 
     Attributes:
-        cached: True if keys and values are cached.
+        cached: True if the keys and values of all rows are cached.
     """
 
     def __init__(
@@ -93,10 +91,11 @@ class ProjectedBank:
         self.cached = True
         self._blocks = [block for block in network.blocks if isinstance(block, CrossAttentionBlock)]
         self._weights = self._blocks[0].to_key.weight.dtype
-        self._skips = network.prior is not None and self.device.type == "cpu"
         self._version: int | None = None
         self._row_keys = torch.empty(0, dtype=torch.int64)
         self._prior_keys: Tensor | None = None
+        self._longest: tuple[Tensor, ...] = ()  # for each block the largest norm of each row's keys `[H, K]`
+        self._needed: tuple[RowCache, ...] = ()  # for each block the rows that were needed last, unless all are cached
         self._pieces: list[_Piece] = []
         self.refresh()
 
@@ -105,41 +104,53 @@ class ProjectedBank:
         if self._version == self.bank.version:
             return
         version, row_keys = self.bank.version, self.bank.row_keys
-        cached = self._needed_bytes(row_keys) <= self.budget_bytes
+        cached = len(row_keys) * self._row_bytes() <= self.budget_bytes
         # New rows stand behind all others, so the rows that are known already come first. A bank with another order, or
         # one that fits into the budget again, is projected from the first unknown row on.
         is_known = torch.isin(row_keys, self._row_keys, assume_unique=True)
         first = int(is_known.long().cumprod(0).sum()) if self.cached or not cached else 0
         remains = torch.isin(self._row_keys, row_keys[:first], assume_unique=True)
-        pieces, prior_keys = [], []
+        pieces, prior_keys, longest = [], [], []
         if cached and self._pieces:
             parts = remains.split([len(piece.row_keys) for piece in self._pieces])
             pieces = [piece.filtered(part) for piece, part in zip(self._pieces, parts) if part.any()]
         if self._prior_keys is not None:
-            prior_keys.append(self._prior_keys if remains.all() else self._prior_keys[remains.to(self.device)])
+            kept = remains.to(self.device)
+            prior_keys.append(self._prior_keys if remains.all() else self._prior_keys[kept])
+            longest.append([norms if remains.all() else norms[:, kept] for norms in self._longest])
         for start in range(first, len(row_keys), self.chunk_rows):
             stop = min(start + self.chunk_rows, len(row_keys))
             if not cached and self.network.prior is None:
                 break
             phi = self._read(start, stop)
+            if cached:
+                pieces.append(_Piece(row_keys[start:stop], self._project(phi, self._blocks)))
             if self.network.prior is not None:
                 prior_keys.append(self._prior(phi))
-            if cached:
-                projected = self._project(phi, self._blocks)
-                longest = tuple(longest_keys(keys) for keys, _ in projected) if self._skips else ()
-                pieces.append(_Piece(row_keys[start:stop], projected, longest))
+                keys = (pair[0] for pair in pieces[-1].projected) if cached else self._keys(phi)
+                longest.append([longest_keys(each) for each in keys])
         # Nothing above changes this view, so an error leaves it as it was.
         self._prior_keys = torch.cat(prior_keys) if len(prior_keys) > 1 else next(iter(prior_keys), None)
+        self._longest = tuple(torch.cat(norms, 1) for norms in zip(*longest, strict=True))
+        if cached:
+            self._needed = ()
+        elif not self._needed:
+            rows = self.budget_bytes // max(1, self._row_bytes())
+            self._needed = tuple(RowCache(rows) for _ in self._blocks)
         self._pieces = _joined(pieces, self.chunk_rows)
         self._row_keys, self._version, self.cached = row_keys, version, cached
 
-    def _needed_bytes(self, row_keys: Tensor) -> int:
-        """Bytes of the keys and values of all rows and blocks."""
+    @property
+    def row_tokens(self) -> int:
+        """T, the tokens of a row that are attended to; 0 for an empty bank."""
         if self.bank.row_shape is None:
             return 0
+        return self._split(torch.empty(0, *self.bank.row_shape)).tokens.shape[1]
+
+    def _row_bytes(self) -> int:
+        """Bytes of the keys and values of a row, all blocks together."""
         width = sum(block.to_key.out_features + block.to_value.out_features for block in self._blocks)
-        no_rows = self._split(torch.empty(0, *self.bank.row_shape))
-        return len(row_keys) * no_rows.tokens.shape[1] * width * self.dtype.itemsize
+        return self.row_tokens * width * self.dtype.itemsize
 
     def _read(self, start: int, stop: int) -> MemoryTokens:
         return self._split(self.bank.read(start, stop))
@@ -154,6 +165,12 @@ class ProjectedBank:
         return self.network.prior.keys(phi)
 
     @torch.no_grad()
+    def _keys(self, phi: MemoryTokens) -> list[Tensor]:
+        """Keys `[H, k, T, d]` of k rows, for each block."""
+        normed = self.network.bank_norm(phi.tokens)
+        return [block.project_keys(normed).to(self.dtype) for block in self._blocks]
+
+    @torch.no_grad()
     def _project(self, phi: MemoryTokens, blocks: Iterable[CrossAttentionBlock]) -> tuple[tuple[Tensor, Tensor], ...]:
         """Keys and values `[H, k, T, d]` of k rows, for each of the blocks."""
         normed = self.network.bank_norm(phi.tokens)
@@ -164,9 +181,9 @@ class ProjectedBank:
     def bytes(self) -> int:
         """Bytes of the cached keys and values, their norms, and the keys of the document prior."""
         tensors = [tensor for piece in self._pieces for pair in piece.projected for tensor in pair]
-        tensors += [norms for piece in self._pieces for norms in piece.longest]
+        tensors += self._longest
         tensors += [] if self._prior_keys is None else [self._prior_keys]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.nbytes for tensor in tensors) + sum(rows.bytes for rows in self._needed)
 
     @property
     def documents(self) -> int:
@@ -207,9 +224,9 @@ class ProjectedBank:
             (projected,) = self._project(self._read(start, stop), [self._blocks[block]])
             yield projected
 
-    def longest(self, block: int) -> Tensor | None:
-        """The largest norm of each row's keys `[H, K]` in a block; None if keys are not cached or no row is skipped."""
-        return torch.cat([piece.longest[block] for piece in self._pieces], 1) if self._skips and self._pieces else None
+    def longest(self, block: int) -> Tensor:
+        """The largest norm of each row's keys in a block, `[H, K]`; only for a network with a document prior."""
+        return self._longest[block]
 
     def select(self, index: Tensor) -> SelectedRows:
         """A view in which each question sees its own rows, numbered by `index` `[B, N]`, in that order.
@@ -232,8 +249,11 @@ class ProjectedBank:
         """
         self._check()
         if not self.cached:
-            phi = self._split(self.bank.take(index))
-            return self._project(phi, [self._blocks[block]])[0]
+
+            def project(places: Tensor) -> tuple[Tensor, Tensor]:
+                return self._project(self._split(self.bank.take(index[places])), [self._blocks[block]])[0]
+
+            return self._needed[block].look_up(self._row_keys[index], project)
         ends = torch.tensor([len(piece.row_keys) for piece in self._pieces]).cumsum(0)
         owner = torch.searchsorted(ends, index, right=True)
         first_keys, first_values = self._pieces[0].projected[block]
@@ -296,9 +316,6 @@ class SelectedRows:
             inverse = inverse.to(keys.device)
             yield keys[:, inverse].transpose(0, 1), values[:, inverse].transpose(0, 1)
 
-    def longest(self, block: int) -> None:
-        """None: norms are not gathered."""
-
     def select(self, index: Tensor) -> SelectedRows:
         """A view in which each question sees some of its rows; `index` `[B, n]` counts within its N rows."""
         return SelectedRows(self._bank, self._index.gather(1, index.cpu()))
@@ -316,7 +333,6 @@ def _joined(pieces: Iterable[_Piece], limit: int) -> list[_Piece]:
                     (torch.cat([a[0], b[0]], 1), torch.cat([a[1], b[1]], 1))
                     for a, b in zip(last.projected, piece.projected)
                 ),
-                tuple(torch.cat(norms, 1) for norms in zip(last.longest, piece.longest)),
             )
             joined[-1] = piece
         else:

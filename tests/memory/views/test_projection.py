@@ -72,9 +72,8 @@ def assert_same(projected: ProjectedBank, **tolerance: float) -> None:
     for block in range(BLOCKS):
         for fast, plain in zip(whole(projected, block), (expected.keys[block], expected.values[block])):
             torch.testing.assert_close(fast.double(), plain, **tolerance)
-        norms = projected.longest(block)
-        assert (norms is not None) == (projected.cached and projected.network.prior is not None)
-        if norms is not None:
+        if projected.network.prior is not None:
+            norms = projected.longest(block)
             torch.testing.assert_close(norms.double(), whole(projected, block)[0].double().norm(dim=-1).amax(-1))
     torch.testing.assert_close(projected.prior_keys, expected.prior_keys)
 
@@ -130,13 +129,18 @@ def test_a_refresh_without_changes_does_nothing() -> None:
 
 def test_beyond_the_budget_each_pass_projects_each_row_once() -> None:
     projected = view(filled(5), NONE)
-    assert projected.bytes == projected.prior_keys.nbytes
+    assert projected.bytes == projected.prior_keys.nbytes + 5 * 8 * ROW_NORMS
     with counted(projected) as made:
         whole(projected, 0)
     assert made == [2, 2, 1]
     put(projected.bank, "another", 1, 9)
     with counted(projected) as made:
         projected.refresh()
+    assert made == [1]  # for its norms
+    unbounded = view(filled(5), NONE, prior_width=0)
+    put(unbounded.bank, "another", 1, 9)
+    with counted(unbounded) as made:
+        unbounded.refresh()
     assert not made
 
 
@@ -147,7 +151,7 @@ def test_the_switch_at_the_budget() -> None:
         put(bank, f"row {rows}", 1, rows)
         projected.refresh()
         assert projected.cached is cached
-        assert projected.bytes == (rows * (ROW_BYTES + 8 * ROW_NORMS) if cached else 0) + projected.prior_keys.nbytes
+        assert projected.bytes == rows * (ROW_BYTES * cached + 8 * ROW_NORMS) + projected.prior_keys.nbytes
         assert_same(projected)
     bank.delete("row 6")
     projected.refresh()
@@ -233,3 +237,35 @@ def test_no_gradients_are_kept() -> None:
     projected = view(filled(3))
     assert not any(tensor.requires_grad for tensor in itertools.chain(*projected.chunks(0)))
     assert not projected.prior_keys.requires_grad
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("budget", [NONE, 12 * ROW_BYTES, ALL])
+def test_of_a_sharp_prior_only_the_rows_that_can_matter_are_projected(budget: int, masked: bool) -> None:
+    bank = filled(200)
+    projected = view(bank, budget, chunk_rows=16)
+    for block in projected.network.blocks:
+        block.prior_sharpness = 40.0
+    projected.network.eval()
+    generator = torch.Generator().manual_seed(5)
+    for number in range(4):
+        question = MemoryTokens(torch.randn(2, TOKENS, WIDTH, generator=generator).double())
+        mask = torch.rand(2, bank.row_keys.numel(), generator=generator) > 0.4 if masked else None
+        with torch.no_grad(), counted(projected) as made:
+            fast, _ = projected.network(question, projected, mask=mask)
+        view_of_all = projected.network.project(MemoryTokens(bank.phi.double()))
+        expected, _ = projected.network(question, view_of_all, mask=mask, attention=direct_attention)
+        torch.testing.assert_close(fast, expected)
+        assert sum(made) <= (0 if budget == ALL else 60)  # of 200, for two questions
+        if number == 1:
+            bank.delete("document 7")
+            put(bank, "document 0", 1, 1000)
+            projected.refresh()
+
+
+def test_of_a_blunt_prior_all_rows_are() -> None:
+    projected = view(filled(30), NONE, chunk_rows=16)
+    question = MemoryTokens(torch.randn(2, TOKENS, WIDTH).double())
+    with torch.no_grad(), counted(projected) as made:
+        projected.network.eval()(question, projected)
+    assert sum(made) >= 30
