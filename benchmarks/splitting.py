@@ -5,6 +5,7 @@ python -m benchmarks.splitting --help
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -42,7 +43,7 @@ def main(
     def repeated(text: str, size: int) -> str:
         return text * (size // len(text.encode()) + 1)
 
-    kinds = {
+    kinds: dict[str, Callable[[int], str]] = {
         "English news": lambda size: repeated(news, size),
         "Chinese without spaces": lambda size: "".join(chr(draw.randrange(0x4E00, 0x9FA5)) for _ in range(size // 3)),
         "base64": lambda size: base64.b64encode(draw.randbytes(size * 3 // 4)).decode(),
