@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -82,20 +83,40 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("module", COMMANDS)
-def test_help_of_every_command_imports_nothing_heavy(module: str) -> None:
-    finished = python(
-        "import runpy, sys\n"
-        f"sys.argv = [{module!r}, '--help']\n"
-        "try:\n"
-        f"    runpy.run_module({module!r}, run_name='__main__', alter_sys=True)\n"
-        "except SystemExit as end:\n"
-        "    assert not end.code, end.code\n"
-        f"print('heavy:', [name for name in {HEAVY!r} if name in sys.modules])\n"
-    )
+# Each command in a process of its own, forked from one that has imported what all of them need.
+_HELP = """
+import io, json, os, runpy, sys, typer
+from contextlib import redirect_stdout
+for module in {modules!r}:
+    if os.fork():
+        os.wait()
+        continue
+    sys.argv, said, code = [module, "--help"], io.StringIO(), None
+    try:
+        with redirect_stdout(said):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code
+    heavy = [name for name in {heavy!r} if name in sys.modules]
+    print(json.dumps([module, code, said.getvalue(), heavy]), flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, tuple[int | None, str, list[str]]]:
+    """Of each command with --help its exit code, what it says, and the heavy modules that it has imported."""
+    finished = python(_HELP.format(modules=COMMANDS, heavy=HEAVY))
     assert finished.returncode == 0, finished.stderr
-    assert "Usage" in finished.stdout
-    assert finished.stdout.rstrip().endswith("heavy: []")
+    return {module: (code, said, heavy) for module, code, said, heavy in map(json.loads, finished.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_help_of_every_command_imports_nothing_heavy(module: str, helps: dict[str, Any]) -> None:
+    code, said, heavy = helps[module]
+    assert not code
+    assert "Usage" in said
+    assert heavy == []
 
 
 @pytest.mark.parametrize("name", recipe_names())
