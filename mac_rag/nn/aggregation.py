@@ -127,7 +127,7 @@ class AggregationNetwork(nn.Module):
         sentence_token: True if the first token of each text is a sentence encoder's, which the document prior compares.
         lexical_vectors: R, lexical vectors of each text, which the document prior alone reads; 0 for none.
         lexical_weight: weight of their product in the document prior.
-        chunk_rows: rows of a bank in memory that are scored and attended to at a time.
+        chunk_rows: rows of a bank in memory that are attended to at a time.
 
     Attributes:
         use_prior: False leaves the document prior out of attention, to measure what it contributes.
@@ -217,7 +217,7 @@ class AggregationNetwork(nn.Module):
 
 
 class _Priors:
-    """What is added to the logits: document prior, log counts of rows, and mask; computed chunk by chunk."""
+    """What is added to the logits: document prior, log counts of rows, and mask; and which rows can matter with it."""
 
     def __init__(
         self,
@@ -234,33 +234,25 @@ class _Priors:
         self.given = None if self.prior is None else scores
         self.log_counts = bank.log_counts
         self.mask = mask
-        self.chunk_rows = network.chunk_rows
         self.batch, self.dtype = len(question), question.tokens.dtype
 
     def chunks(self, number: int, block: CrossAttentionBlock, query: Tensor, floor: Tensor | None) -> Iterator[Chunk]:
         """The bank as a block sees it; where a bound shows that most rows cannot matter, the others."""
-        needed = None if floor is None else self._needed(number, block, query, floor)
-        if needed is not None and isinstance(self.bank, BoundedView):
-            longest = self.bank.longest(number)
-            for index in needed.split(_GATHERED):
-                here = index.to(longest.device)
-                keys, values = self.bank.rows(number, index)
-                yield Chunk(keys, values, self._bias(block, here), longest[:, here])
-            return
+        longest = None
+        if floor is not None and isinstance(self.bank, BoundedView):
+            longest, weights = self.bank.longest(number), block.prior_weights
+            assert weights is not None  # there is no floor without them
+            needed = needed_of_all(query, longest, self.bank.row_tokens, self._scores, weights, floor)
+            if 2 * len(needed) < self.bank.documents:
+                for index in needed.split(_GATHERED):
+                    keys, values = self.bank.rows(number, index.cpu())
+                    yield Chunk(keys, values, self._bias(block, index), longest[:, index])
+                return
         start = 0
         for keys, values in self.bank.chunks(number):
             rows = slice(start, start + keys.shape[-3])
             start = rows.stop
-            yield Chunk(keys, values, self._bias(block, rows))
-
-    def _needed(self, number: int, block: CrossAttentionBlock, query: Tensor, floor: Tensor) -> Tensor | None:
-        """Numbers `[n]`, on the CPU, of the rows that can matter to some question; None if these are most of them."""
-        weights = block.prior_weights
-        if weights is None or not isinstance(self.bank, BoundedView):
-            return None
-        longest, tokens = self.bank.longest(number), self.bank.row_tokens
-        needed = needed_of_all(query, longest, tokens, self._scores, weights, floor).cpu()
-        return needed if 2 * len(needed) < self.bank.documents else None
+            yield Chunk(keys, values, self._bias(block, rows), None if longest is None else longest[:, rows])
 
     def best(self, number: int, block: CrossAttentionBlock) -> Chunk | None:
         """The row with the highest document prior for each question, as a block sees it; None where it is of no use.
