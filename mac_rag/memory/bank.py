@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory.contents import BankEntry, Snapshot
-from mac_rag.memory.editing import EditableContents, no_entries
-from mac_rag.memory.parts import Part
+from mac_rag.memory.editing import EditableContents
+from mac_rag.memory.parts import Part, no_entries
 from mac_rag.memory.storage.folder import exists
 from mac_rag.memory.storage.manifest import Intent, Manifest
 from mac_rag.memory.storage.segment import continues
@@ -146,6 +146,7 @@ class MemoryBank(EditableContents):
         """Takes over the state of the store."""
         self._store, self.folder, self.codebook = store, store.folder, store.codebook
         self.keep_texts, self.secure_delete = store.manifest.keep_texts, store.manifest.secure_delete
+        self.layout = store.manifest.layout
         self._next_sequence = store.manifest.next_sequence
         self._shares_sequences = False
         self._sequences = {
@@ -181,7 +182,7 @@ class MemoryBank(EditableContents):
         """
         self._check_writable()
         if self._store is not None:
-            self._take_segments(self._store.write([*self._segments, self._tail]))
+            self._take_segments(self._store.write([*self._segments, self._tail], layout=self.layout))
 
     def commit(self, intent: Intent | None = None) -> None:
         """Writes all changes to disk; no crash undoes them afterwards. For a bank in memory, nothing is written.
@@ -225,7 +226,9 @@ class MemoryBank(EditableContents):
             self.folder, self._uncreated = self._store.folder, None
         elif self._store is not None:
             parts = [*self._segments, self._tail]
-            self._store.commit(parts, self._next_sequence, rewrite=rewrite, intent=intent, drop_codes=drop_codes)
+            self._store.commit(
+                parts, self._next_sequence, rewrite=rewrite, layout=self.layout, intent=intent, drop_codes=drop_codes
+            )
         if self._store is not None:
             self.codebook = self._store.codebook
             self._take_segments(self._store.segments)
@@ -240,6 +243,7 @@ class MemoryBank(EditableContents):
         parts = [part.copy() for part in self._committed._parts]
         self._segments, self._tail = ([], parts[0]) if self._store is None and parts else (parts, no_entries())
         self._sequences, self._shares_sequences = self._committed._sequences, True
+        self.layout = self._committed.layout
         self._changed()
         self._settle()
 
@@ -288,6 +292,7 @@ class MemoryBank(EditableContents):
             next_sequence=self._next_sequence,
             keep_texts=self.keep_texts,
             secure_delete=self.secure_delete,
+            layout=self.layout,
             intent=intent or Intent(),
         )
         return Store.create(folder, manifest, self.codebook, parts)

@@ -19,6 +19,7 @@ from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory.parts import Part, PlacedRecord, Texts
 from mac_rag.memory.quantizer import nearest_codes
 from mac_rag.memory.records import Record
+from mac_rag.memory.rows import RowLayout, Rows, decoded
 from mac_rag.shipped_models import describe, version_of
 
 
@@ -44,14 +45,17 @@ class BankEntry:
 
     members: tuple[Member, ...]
     sequence: int
-    _tokens: Tensor = field(repr=False, compare=False)
+    _phi: Callable[[], Tensor] = field(repr=False, compare=False)
     _texts: Callable[[], Texts] = field(repr=False, compare=False)
-    _codebook: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def phi(self) -> Tensor:
-        """Memory tokens `[rows, T, D]` of the entry, read at each access."""
-        return _decoded(self._tokens, self._codebook).clone()
+        """Memory tokens `[rows, T, D]` of the entry, read at each access.
+
+        Raises:
+            DamageError: when the bank is on disk, and they are not what was written.
+        """
+        return self._phi()
 
     @property
     def texts(self) -> Texts:
@@ -89,6 +93,7 @@ class Contents:
         folder: folder of a bank on disk; None for a bank in memory.
         keep_texts: True if the bank keeps the texts of its documents.
         secure_delete: True if the bank's files are overwritten before they are removed.
+        layout: how rows are kept.
         version: a number that grows with every change of the bank.
         history: a number that grows when the bank on disk turns out not to continue the one that was read before, as
             after the return of a backup. Only within one history does the key of a row say which row it is.
@@ -103,6 +108,7 @@ class Contents:
     def __init__(self, fingerprint: str, codebook: Tensor | None) -> None:
         self.fingerprint = fingerprint
         self.codebook = codebook
+        self.layout = RowLayout()
         self._hold(())
         self._sequences: dict[str, int] = {}  # document id -> sequence number of its entry
 
@@ -155,9 +161,12 @@ class Contents:
         return self.keep_texts and len(record.members) == 1 and self._part(record.sequence).lacks_text(record)
 
     def _entry(self, part: Part, placed: PlacedRecord) -> BankEntry:
-        record, start = placed
-        tokens = part.tokens[start : start + record.rows]
-        return BankEntry(record.members, record.sequence, tokens, partial(part.texts, record), self.codebook)
+        record, layout, codebook = placed.record, self.layout, self.codebook
+
+        def phi() -> Tensor:
+            return decoded(part.entry_rows(placed), layout, codebook).clone()
+
+        return BankEntry(record.members, record.sequence, phi, partial(part.texts, record))
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -184,8 +193,10 @@ class Contents:
         """(T, D) of a row; None for an empty bank."""
         if not self._parts:
             return None
-        shape = self._parts[0].tokens.shape
-        return shape[1], shape[2] if self.codebook is None else self.codebook.shape[1]
+        shape = self._parts[0].stored.main.shape
+        if self.codebook is not None:
+            return shape[1], self.codebook.shape[1]
+        return shape[1] + self.layout.lexical_vectors, shape[2]
 
     @property
     def phi(self) -> Tensor:
@@ -203,7 +214,7 @@ class Contents:
             BankError: for an empty bank.
             IndexError: for rows that the bank does not have.
         """
-        return _decoded(self._consecutive(start, stop), self.codebook)
+        return decoded(self._consecutive(start, stop), self.layout, self.codebook)
 
     def codes(self, start: int, stop: int) -> Tensor:
         """Codes `[stop - start, T]` of consecutive rows, int64.
@@ -214,7 +225,7 @@ class Contents:
         """
         if self.codebook is None:
             raise BankError("this bank has no codebook, so its memory tokens have no codes")
-        return self._consecutive(start, stop).long()
+        return self._consecutive(start, stop).main.long()
 
     def take(self, index: Tensor) -> Tensor:
         """Memory tokens `[n, T, D]` of some rows.
@@ -229,31 +240,40 @@ class Contents:
         rows = self._rows()
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < rows:
             raise IndexError(f"rows {int(index.min())} to {int(index.max())} of a bank with {rows} rows")
-        tokens = self._parts[0].tokens
-        taken = tokens.new_empty((len(index), *tokens.shape[1:]))
-        first = 0
+        found: list[Rows] = []
+        order, first = [index[:0]], 0
         for part in self._parts:
             here = ((index >= first) & (index < first + part.count)).nonzero()[:, 0]
-            taken[here] = part.rows(index[here] - first)
+            if len(here) or not found:
+                found.append(part.rows(index[here] - first))
+                order.append(here)
             first += part.count
-        return _decoded(taken, self.codebook)
+        return decoded(Rows.cat(found)[torch.cat(order).argsort()], self.layout, self.codebook)
 
-    def _consecutive(self, start: int, stop: int) -> Tensor:
+    def overview(self) -> list[Rows]:
+        """What is kept beside the memory tokens of all rows, part by part: summaries and lexical vectors.
+
+        Raises:
+            DamageError: when they are not what was written.
+        """
+        return [part.overview() for part in self._parts]
+
+    def _consecutive(self, start: int, stop: int) -> Rows:
         rows = self._rows()
         if not 0 <= start <= stop <= rows:
             raise IndexError(f"rows {start} to {stop} of a bank with {rows} rows")
-        pieces, first = [self._parts[0].tokens[:0]], 0
+        pieces, first = [self._parts[0].stored[:0]], 0
         for part in self._parts:
             low, high = max(start - first, 0), min(stop - first, part.count)
             if low < high:
                 pieces.append(part.rows(slice(low, high)))
             first += part.count
-        return torch.cat(pieces)
+        return Rows.cat(pieces[1:] or pieces)
 
-    def _encoded(self, phi: Tensor) -> Tensor:
-        """Memory tokens as the bank stores them: `[N, T, D]`, or with a codebook the nearest codes `[N, T]`."""
+    def _encoded(self, phi: Tensor, summaries: Tensor | None = None) -> Rows:
+        """Memory tokens as the bank keeps them; with a codebook, the nearest codes."""
         row_shape, width = self.row_shape, None if self.codebook is None else self.codebook.shape[1]
-        fits = phi.ndim == 3 and phi.shape[1:].numel() > 0
+        fits = phi.ndim == 3 and phi.shape[1] > self.layout.lexical_vectors and phi.shape[2] > 0
         if not fits or row_shape not in (None, phi.shape[1:]) or width not in (None, phi.shape[2]):
             raise BankError(
                 f"memory tokens of shape {list(phi.shape[1:])} do not fit this bank"
@@ -267,14 +287,17 @@ class Contents:
                 "the model's weights, or use dtype fp32 or bf16 in place of fp16"
             )
         if self.codebook is None:
-            return phi
+            rows = self.layout.encode(phi)
+            if summaries is not None and self.layout.summary:
+                rows.columns["summaries"].copy_(summaries)
+            return rows
         if not self.codebook.any():
             raise BankError(
                 f"the codebook of {self.folder or 'this bank'} has lost its codes with the last document; make a new "
                 "bank with a new codebook"
             )
         nearest, _ = nearest_codes(phi.flatten(0, 1), self.codebook)
-        return nearest.to(torch.int32).view(phi.shape[:2])
+        return Rows({"codes": nearest.to(torch.int32).view(phi.shape[:2])})
 
     def _rows(self) -> int:
         if not self._parts:
@@ -307,10 +330,6 @@ class Snapshot(Contents):
         super().__init__(bank.fingerprint, bank.codebook)
         self.version, self.history = bank.version, bank.history
         self.folder, self.keep_texts, self.secure_delete = bank.folder, bank.keep_texts, bank.secure_delete
+        self.layout = bank.layout
         self._hold(parts)
         self._sequences = sequences
-
-
-def _decoded(tokens: Tensor, codebook: Tensor | None) -> Tensor:
-    """Memory tokens `[n, T, D]` from what the bank stores: memory tokens, or codes `[n, T]`."""
-    return tokens if codebook is None else codebook[tokens.long()]

@@ -14,8 +14,9 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.memory.contents import BankEntry, Contents, Snapshot
 from mac_rag.memory.new_entries import NewEntry, new_entries
-from mac_rag.memory.parts import PART_BITS, Part
+from mac_rag.memory.parts import PART_BITS, Part, no_entries
 from mac_rag.memory.records import Record
+from mac_rag.memory.rows import RowLayout, Rows
 
 
 class EditableContents(Contents):
@@ -46,13 +47,27 @@ class EditableContents(Contents):
             self._shares_sequences = True
         return self._snapshot
 
-    def put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int] | None = None) -> tuple[str, ...]:
+    def keep_rows_as(self, layout: RowLayout) -> None:
+        """Chooses how rows are kept, in a bank that holds none and has no codebook; any other bank stays as it is."""
+        self._check_writable()
+        if not len(self) and self.codebook is None:
+            self.layout = layout
+
+    def put(
+        self,
+        documents: Sequence[Document],
+        phi: Tensor,
+        rows: Sequence[int] | None = None,
+        *,
+        summaries: Tensor | None = None,
+    ) -> tuple[str, ...]:
         """Adds documents and replaces those with the same ids. On an error the bank does not change.
 
         Args:
             documents: K documents with distinct ids.
             phi: `[N, T, D]`, the memory tokens of all documents, row after row.
             rows: number of rows of each document; None for one row each.
+            summaries: `[N, S]`, for a bank whose layout has summaries; None if they are not known.
 
         Returns:
             Ids of other documents that were removed, because they were merged with a replaced document.
@@ -63,10 +78,10 @@ class EditableContents(Contents):
         """
         self._check_writable()
         entries = new_entries(documents, rows, len(phi), keep_texts=self.keep_texts)
-        tokens = self._encoded(phi)
+        encoded = self._encoded(phi, summaries)
         names = dict.fromkeys(document.id for document in documents)
         removed = [name for document_id in names if document_id in self for name in self._tombstone(document_id)]
-        self._append(tokens, entries)
+        self._append(encoded, entries)
         return tuple(name for name in removed if name not in names)
 
     def merge(self, document_ids: Iterable[str], phi: Tensor) -> None:
@@ -86,10 +101,10 @@ class EditableContents(Contents):
             raise BankError(f"{len(merged)} entries and {len(phi)} rows of memory tokens cannot become one entry")
         members = tuple(member for entry in merged for member in entry.members)
         texts = tuple(text for entry in merged for text in entry.texts)
-        tokens = self._encoded(phi)
+        encoded = self._encoded(phi)
         for entry in merged:
             self._tombstone(entry.document_id)
-        self._append(tokens, [NewEntry(len(tokens), members, texts)])
+        self._append(encoded, [NewEntry(len(encoded), members, texts)])
 
     def delete(self, document_id: str) -> tuple[str, ...]:
         """Deletes a document with all its rows.
@@ -108,14 +123,14 @@ class EditableContents(Contents):
         self._changed()
         return deleted
 
-    def _append(self, tokens: Tensor, entries: Sequence[NewEntry]) -> None:
+    def _append(self, rows: Rows, entries: Sequence[NewEntry]) -> None:
         records = [Record(self._next_sequence + n, entry.rows, entry.members) for n, entry in enumerate(entries)]
         texts = {record.sequence: entry.texts for record, entry in zip(records, entries) if self.keep_texts}
         self._next_sequence += len(records)
         if self._tail.count:
-            self._tail.append(tokens, records, texts)
+            self._tail.append(rows, records, texts)
         else:
-            self._tail = Part(tokens.clone(), records, texts)
+            self._tail = Part(rows, records, texts)
         self._own_sequences()
         self._sequences |= {document_id: record.sequence for record in records for document_id in record.document_ids}
         self._changed()
@@ -150,10 +165,5 @@ class EditableContents(Contents):
         if len(self):
             raise BankError(f"this bank holds {len(self)} documents already; restore entries into an empty one")
         for entry in entries:
-            phi = self._encoded(entry.phi)
-            self._append(phi, [NewEntry(len(phi), entry.members, entry.texts)])
-
-
-def no_entries() -> Part:
-    """An empty part."""
-    return Part(torch.empty(0), ())
+            rows = self._encoded(entry.phi)
+            self._append(rows, [NewEntry(len(rows), entry.members, entry.texts)])

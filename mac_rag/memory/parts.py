@@ -1,4 +1,4 @@
-"""Consecutive entries of a bank with their rows in one tensor, some of them deleted.
+"""Consecutive entries of a bank with their rows side by side, some of them deleted.
 
 A bank is a sequence of such parts: one for each segment on disk, and one that grows in memory. Rows never change: new
 rows are appended, and deleting an entry leaves a tombstone, which only marks its rows; its text stays as long as they
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mac_rag.memory.records import Record
+from mac_rag.memory.rows import OVERVIEW, GrowingRows, Rows
 
 # The key of a row is its entry's sequence number and, in these low bits, its number within the entry.
 PART_BITS = 16
@@ -56,7 +57,7 @@ class Part:
     """Entries in the order of their sequence numbers.
 
     Args:
-        tokens: the rows of all entries: memory tokens `[n, T, D]`, or codes `[n, T]`.
+        rows: the n rows of all entries.
         records: the records of all entries, in order.
         texts: the texts of entries by sequence number.
 
@@ -66,25 +67,24 @@ class Part:
         count: number of live rows.
     """
 
-    def __init__(self, tokens: Tensor, records: Sequence[Record], texts: Mapping[int, Texts] | None = None) -> None:
+    def __init__(self, rows: Rows, records: Sequence[Record], texts: Mapping[int, Texts] | None = None) -> None:
         self.entries: dict[int, PlacedRecord] = {}
         self.tombstones: list[int] = []
         self.count = 0
-        self._tokens = Growing(tokens[:0])
+        self._rows = GrowingRows(rows)
         self._keys = Growing(torch.empty(0, dtype=torch.long))
         self._alive = Growing(torch.empty(0, dtype=torch.bool))
         self._texts: dict[int, Texts] = {}
         self._live: Tensor | None = None
         self._is_shared = False
         self._add(records, texts or {})
-        self._tokens = Growing(tokens)
 
     def copy(self) -> Self:
         """A copy that changes apart from this part; the two share their rows."""
         self._is_shared = True
         other = copy.copy(self)
         # Only this part goes on in its buffers; there, both would write their next rows to the same place.
-        other._tokens, other._keys = Growing(self.tokens), Growing(self._keys.tensor)
+        other._rows, other._keys = GrowingRows(self.stored), Growing(self._keys.tensor)
         return other
 
     def _own(self) -> None:
@@ -96,14 +96,23 @@ class Part:
             self._is_shared = False
 
     @property
-    def tokens(self) -> Tensor:
-        """All rows, deleted ones included."""
-        return self._tokens.tensor
+    def stored(self) -> Rows:
+        """All rows, deleted ones included, whether or not they were verified."""
+        return self._rows.rows
 
-    def append(self, tokens: Tensor, records: Sequence[Record], texts: Mapping[int, Texts]) -> None:
+    def append(self, rows: Rows, records: Sequence[Record], texts: Mapping[int, Texts]) -> None:
         """Appends entries with copies of their rows; `texts` has the texts of those that have any."""
         self._add(records, texts)
-        self._tokens.append(tokens)
+        self._rows.append(rows)
+
+    def entry_rows(self, placed: PlacedRecord) -> Rows:
+        """The rows of an entry, verified."""
+        record, start = placed
+        self._verify(slice(start, start + record.rows))
+        return self.stored[start : start + record.rows]
+
+    def _verify(self, index: Tensor | slice) -> None:
+        """Makes sure that some of all rows are what was written; in memory they are."""
 
     def texts(self, record: Record) -> Texts:
         """The texts of an entry of this part, one for each of its documents."""
@@ -140,12 +149,12 @@ class Part:
     def compacted(self) -> Part:
         """A new part with the live entries and their rows only."""
         texts = {sequence: self._texts[sequence] for sequence in self.entries if sequence in self._texts}
-        return Part(self.tokens[self._positions()], [placed.record for placed in self.entries.values()], texts)
+        return Part(self.stored[self._positions()], [placed.record for placed in self.entries.values()], texts)
 
     @property
     def is_mostly_deleted(self) -> bool:
         """True if it is worth compacting: more rows are deleted than live, and not just a few."""
-        deleted = len(self.tokens) - self.count
+        deleted = len(self.stored) - self.count
         return deleted > max(self.count, _FEW)
 
     @property
@@ -159,14 +168,33 @@ class Part:
             for _ in range(record.rows):
                 yield record.document_ids
 
-    def rows(self, index: Tensor | slice) -> Tensor:
-        """Live rows by their number among the live rows; a view where possible."""
-        if self.count < len(self.tokens):
+    def rows(self, index: Tensor | slice) -> Rows:
+        """Live rows by their number among the live rows, verified; views where possible.
+
+        Raises:
+            DamageError: when they are not what was written.
+        """
+        if self.count < len(self.stored):
             index = self._positions()[index]
-        return self.tokens[index]
+        self._verify(index)
+        return self.stored[index]
+
+    def overview(self) -> Rows:
+        """What is kept beside the memory tokens of all live rows: summaries and lexical vectors, verified.
+
+        Raises:
+            DamageError: when they are not what was written.
+        """
+        beside = Rows({name: column for name, column in self.stored.columns.items() if name in OVERVIEW})
+        return beside[self._positions()] if self.count < len(self.stored) else beside
 
     def _positions(self) -> Tensor:
         """The number of each live row among all rows, `[count]`."""
         if self._live is None:
             self._live = self._alive.tensor.nonzero()[:, 0]
         return self._live
+
+
+def no_entries() -> Part:
+    """An empty part."""
+    return Part(Rows({"phi": torch.empty(0)}), ())

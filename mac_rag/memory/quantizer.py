@@ -49,7 +49,7 @@ def used_codes_only(codebook: Tensor, parts: Iterable[Part]) -> Tensor:
     _, group = torch.unique(codebook, dim=0, return_inverse=True)  # equal codes stay or go together
     used = torch.zeros(len(codebook), dtype=torch.bool)
     for part in parts:
-        used[part.rows(slice(None)).flatten().long()] = True
+        used[part.rows(slice(None)).main.flatten().long()] = True
     gone = ~torch.isin(group, group[used])
     if not gone.any():
         return codebook

@@ -15,7 +15,10 @@ import torch
 from mac_rag.atomic_files import sealed
 from mac_rag.data.types import Document
 from mac_rag.memory import MemoryBank
+from mac_rag.memory.rows import OVERVIEW, RowLayout, Rows
+from mac_rag.memory.storage.manifest import SegmentInfo
 from mac_rag.memory.storage.repair import repair, verify
+from mac_rag.memory.storage.tokens_file import rows_of
 from tests.torture.mutations import Mutations, Way, damage_bytes, damage_json, damage_kind, mutate_json, refusal
 
 MANIFESTS = ("manifest.json", "manifest.copy.json")
@@ -23,15 +26,15 @@ TOKENS, WIDTH = 2, 3
 
 
 def make(place: Path) -> list[Path]:
-    """A bank of memory tokens and one of codes, each of two segments and with a deleted and a merged entry."""
-    folders = [place / "tokens" / "bank", place / "codes" / "bank"]
+    """Banks of memory tokens, of codes and of rounded rows, of two segments and with a deleted and a merged entry."""
+    folders = [place / "tokens" / "bank", place / "codes" / "bank", place / "rounded" / "bank"]
     for folder in folders:
-        _make(folder, has_codebook=folder.parent.name == "codes")
+        _make(folder, folder.parent.name)
     return folders
 
 
 class Torture(Mutations):
-    """Banks of memory tokens and of codes."""
+    """Banks of memory tokens, of codes and of rounded rows."""
 
     def make(self, place: Path) -> list[Path]:
         return make(place)
@@ -56,9 +59,11 @@ class Torture(Mutations):
         assert verify(folder).clean
 
 
-def _make(folder: Path, has_codebook: bool) -> None:
-    codebook = torch.arange(40.0)[:, None].expand(-1, WIDTH) if has_codebook else None
+def _make(folder: Path, kind: str) -> None:
+    codebook = torch.arange(40.0)[:, None].expand(-1, WIDTH) if kind == "codes" else None
     with MemoryBank.create(folder, "f00d", codebook=codebook) as bank:
+        if kind == "rounded":
+            bank.keep_rows_as(RowLayout(dtype="bf16", lexical_vectors=1, summary=2))
         for group in ("abcdefgh", "ij"):
             documents = [Document(name, name, {"year": 2004, "nested": [{"a": [1.5]}]}) for name in group]
             rows = [1 + number % 2 for number in range(len(group))]
@@ -71,10 +76,12 @@ def _make(folder: Path, has_codebook: bool) -> None:
 
 def _read(folder: Path) -> None:
     """Reads all of a bank that can be opened."""
-    bank, report = MemoryBank.open(folder), verify(folder)
-    assert report.documents == len(bank) == len(set(bank.document_ids))
+    bank = MemoryBank.open(folder)
     if len(bank):
         assert bank.phi.isfinite().all()
+        bank.overview()
+    assert verify(folder).documents == len(bank) == len(set(bank.document_ids))
+    if len(bank):
         keys = bank.row_keys.tolist()
         assert keys == sorted(set(keys))
         assert len(bank.row_members) == len(bank.phi) == sum(len(entry.phi) for entry in bank)
@@ -138,15 +145,18 @@ def _numbers(folder: Path, rng: random.Random) -> str:
 
 def write_tokens(folder: Path, manifest: dict[str, Any], segment: dict[str, Any], data: bytes) -> None:
     """Writes the tokens file of a segment, with all checksums of it."""
-    width = len(data[segment["offset"] :]) // segment["shape"][0]
+    layout = RowLayout.model_validate(manifest.get("layout", {}))
+    rows = rows_of(bytearray(data), SegmentInfo.model_validate(segment), layout)
     records = []
     for line in (folder / f"{segment['name']}.jsonl").read_bytes().splitlines():
         record = json.loads(line)
         del record["sha256"]
-        first = segment["offset"] + record["start"] * width
-        record["tokens"] = hashlib.sha256(data[first : first + record["rows"] * width]).hexdigest()
+        record["tokens"] = rows[record["start"] : record["start"] + record["rows"]].checksum()
         records.append(sealed(record) + b"\n")
     write(folder, manifest, segment, "records", b"".join(records))
+    if segment.get("overview") is not None:
+        pieces = Rows({name: column for name, column in rows.columns.items() if name in OVERVIEW}).pieces()
+        segment["overview"] = hashlib.sha256(b"".join(pieces)).hexdigest()
     write(folder, manifest, segment, "tokens", data)
 
 

@@ -51,7 +51,7 @@ def read_commit(folder: Path, known: Commit | None = None) -> Commit:
         try:
             read = tuple(
                 (info.name in segments and segments[info.name].at(info))
-                or read_segment(folder, info, secure_delete=manifest.secure_delete)
+                or read_segment(folder, info, manifest.layout, secure_delete=manifest.secure_delete)
                 for info in manifest.segments
             )
             if known is not None and known.manifest.codebook == manifest.codebook:

@@ -48,7 +48,7 @@ def _faults(manifest: Manifest, parts: Sequence[Part], codebook: Tensor | None) 
     known: set[str] = set()
     before = -1
     for part in parts:
-        unknown_codes = codebook is not None and part.count > 0 and int(part.tokens.max()) >= len(codebook)
+        unknown_codes = codebook is not None and part.count > 0 and int(part.stored.main.max()) >= len(codebook)
         last = before
         for sequence, (record, start) in part.entries.items():
             names = record.document_ids
@@ -63,7 +63,7 @@ def _faults(manifest: Manifest, parts: Sequence[Part], codebook: Tensor | None) 
                 yield Fault(part, sequence, f"document {twice[:200]!r} comes twice")
                 continue
             if unknown_codes and codebook is not None:
-                highest = int(part.tokens[start : start + record.rows].max())
+                highest = int(part.stored.main[start : start + record.rows].max())
                 if highest >= len(codebook):
                     yield Fault(
                         part, sequence, f"code {highest:,} of document {names[0][:200]!r} is not in the codebook"

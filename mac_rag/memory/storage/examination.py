@@ -7,7 +7,6 @@ documents. So damage costs only the entries that it hits, and lost documents can
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,13 +15,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
-import torch
 from torch import Tensor
 
 from mac_rag.data.provenance import Member
 from mac_rag.errors import BankError, DamageError
-from mac_rag.memory.parts import Part, Texts
+from mac_rag.memory.parts import Part, Texts, no_entries
 from mac_rag.memory.records import Record
+from mac_rag.memory.rows import RowLayout, Rows
 from mac_rag.memory.storage import record_lines
 from mac_rag.memory.storage.codebook_file import read_codebook
 from mac_rag.memory.storage.consistency import faults
@@ -30,8 +29,9 @@ from mac_rag.memory.storage.folder import check_exists, file_errors
 from mac_rag.memory.storage.manifest import MANIFEST, MANIFEST_COPY, Manifest, SegmentInfo, read_manifest
 from mac_rag.memory.storage.newest import older_manifest
 from mac_rag.memory.storage.record_lines import RecordLine
-from mac_rag.memory.storage.segment import dtype_of, entry_ids, fault_of, read_segment
+from mac_rag.memory.storage.segment import read_segment
 from mac_rag.memory.storage.texts_file import undamaged_texts
+from mac_rag.memory.storage.tokens_file import entry_ids, read_entry
 from mac_rag.printable import printable
 from mac_rag.untrusted_files import MalformedError, is_hole, open_file, read_at
 
@@ -193,7 +193,7 @@ def _findings(folder: Path, manifest: Manifest, damage: Sequence[str]) -> Findin
     """What is left of a bank that consists of what a manifest says."""
     damage = list(damage)
     codebook = _codebook(folder, manifest, damage)
-    remains = [_remains(folder, info, manifest.secure_delete) for info in manifest.segments]
+    remains = [_remains(folder, info, manifest) for info in manifest.segments]
     parts = [each.part for each in remains]
     lost = [document_id for each in remains for document_id in each.lost]
     contradictions = faults(manifest, parts, None if codebook is None else codebook[0])
@@ -229,22 +229,24 @@ def _codebook(folder: Path, manifest: Manifest, damage: list[str]) -> tuple[Tens
     return undamaged[0]
 
 
-def _remains(folder: Path, info: SegmentInfo, secure_delete: bool) -> _Remains:
+def _remains(folder: Path, info: SegmentInfo, manifest: Manifest) -> _Remains:
     """What is left of a segment: the segment, or its undamaged entries in memory."""
+    layout = manifest.layout
     try:
-        segment = read_segment(folder, info, secure_delete=secure_delete)
+        segment = read_segment(folder, info, layout, secure_delete=manifest.secure_delete)
+        segment.check_rows()
         segment.check_texts()
         return _Remains(segment, [], [], 0, [])
     except (DamageError, FileNotFoundError) as error:
         fault = str(error)
     damage: list[str] = []
-    undamaged: dict[int, tuple[Record, bytes]] = {}
+    undamaged: dict[int, tuple[Record, Rows]] = {}
     ids: dict[int, tuple[str, ...]] = {}
     with ExitStack() as opened:
         tokens, lines = (
             _unlike(folder / name, digest, size, damage, opened)
             for name, digest, size in (
-                (info.tokens_file, info.tokens, info.offset + info.tensor_bytes),
+                (info.tokens_file, info.tokens, info.offset + info.rows_bytes(layout)),
                 (info.records_file, info.records, None),
             )
         )
@@ -253,7 +255,7 @@ def _remains(folder: Path, info: SegmentInfo, secure_delete: bool) -> _Remains:
             texts = undamaged_texts(_unlike(folder / info.texts_file, info.texts, None, damage, opened))
         for line in record_lines.undamaged(lines):
             ids[line.record.sequence] = line.record.document_ids
-            rows = _rows(tokens, info, line)
+            rows = _rows(tokens, info, layout, line)
             if rows is not None:
                 undamaged[line.record.sequence] = (line.record, rows)
         if len(ids) < info.entries:
@@ -264,7 +266,7 @@ def _remains(folder: Path, info: SegmentInfo, secure_delete: bool) -> _Remains:
     entries = [undamaged[sequence] for sequence in sorted(undamaged)]
     kept = {record.sequence: tuple(_text(member, texts) for member in record.members) for record, _ in entries}
     return _Remains(
-        _part(entries, info.shape, kept),
+        _part(entries, kept),
         damage or [fault],  # files that are what was written, and say what cannot be true
         lost=[document_id for sequence in sorted(lost) for document_id in ids[sequence]],
         unnamed=max(0, info.entries - len(set(ids).union(info.tombstones))),
@@ -306,13 +308,12 @@ def _digest(file: BinaryIO, *, is_text: bool) -> str | None:
     return digest.hexdigest()
 
 
-def _rows(tokens: BinaryIO, info: SegmentInfo, line: RecordLine) -> bytes | None:
+def _rows(tokens: BinaryIO, info: SegmentInfo, layout: RowLayout, line: RecordLine) -> Rows | None:
     """The rows of an entry, if they are what was written."""
-    width = 4 * math.prod(info.shape[1:])
     if line.stop > info.shape[0]:
         return None
-    rows = read_at(tokens, info.offset + line.start * width, line.record.rows * width)
-    if hashlib.sha256(rows).hexdigest() != line.checksum or fault_of(rows, dtype_of(info.shape)) is not None:
+    rows = read_entry(tokens, info, layout, line.start, line.record.rows)
+    if rows is None or rows.checksum() != line.checksum or rows.fault(layout, info.shape[-1]) is not None:
         return None
     return rows
 
@@ -331,10 +332,8 @@ def _ids_in_header(tokens: BinaryIO, offset: int) -> dict[int, tuple[str, ...]]:
         return {}
 
 
-def _part(entries: Sequence[tuple[Record, bytes]], shape: Sequence[int], texts: Mapping[int, Texts]) -> Part:
+def _part(entries: Sequence[tuple[Record, Rows]], texts: Mapping[int, Texts]) -> Part:
     """A part in memory with these records, their rows and their texts."""
     if not entries:
-        return Part(torch.empty(0), ())
-    data = bytearray(b"".join(rows for _, rows in entries))
-    rows = torch.frombuffer(data, dtype=dtype_of(shape)).view(-1, *shape[1:])
-    return Part(rows, [record for record, _ in entries], texts)
+        return no_entries()
+    return Part(Rows.cat([rows for _, rows in entries]), [record for record, _ in entries], texts)

@@ -10,7 +10,7 @@ space.
 A bank without kept texts has format 2, one with texts format 3. One that overwrites what it deletes has format 4, with
 or without texts: a version that does not know of it would unlink its files as they are, and read zeros from those that
 it has mapped. So it must refuse the bank. A codebook that has lost codes has another name, which
-only format 4 can say.
+only format 4 can say. Format 5 says how rows are kept (`mac_rag.memory.rows.RowLayout`), where they are not float32.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ from mac_rag.atomic_files import (
     write_file,
 )
 from mac_rag.errors import BankError, DamageError
+from mac_rag.memory.rows import RowLayout
 from mac_rag.untrusted_files import MalformedError, parse_json, read_text_bytes
 
 FORMAT = 2
 FORMAT_WITH_TEXTS = 3
-LATEST_FORMAT = 4
-_FORMATS = (FORMAT, FORMAT_WITH_TEXTS, LATEST_FORMAT)
+FORMAT_OVERWRITING = 4
+LATEST_FORMAT = 5
+_FORMATS = (FORMAT, FORMAT_WITH_TEXTS, FORMAT_OVERWRITING, LATEST_FORMAT)
 CODEBOOK = "codebook"  # name of a bank's first codebook, without the suffix
 MANIFEST = "manifest.json"
 MANIFEST_COPY = "manifest.copy.json"
@@ -67,11 +69,13 @@ class SegmentInfo(_StrictModel):
     Attributes:
         name: name of its files, without the suffix.
         entries: how many entries were written, deleted ones included.
-        shape: shape of its tensor: memory tokens `[n, T, D]`, or codes `[n, T]`.
-        offset: byte offset of the tensor in its file.
+        shape: shape of its memory tokens `[n, T, D]`, or codes `[n, T]`.
+        places: W, places of lexical vectors that each row has room for.
+        offset: byte offset of the first column in the file of its rows.
         tokens: sha256 of `<name>.safetensors`.
         records: sha256 of `<name>.jsonl`.
         texts: sha256 of `<name>.texts.jsonl`; None in a bank without texts.
+        overview: sha256 of the columns that are read of all rows at once; None before format 5.
         tombstones: sequence numbers of entries that were deleted after the segment was written.
     """
 
@@ -79,16 +83,18 @@ class SegmentInfo(_StrictModel):
     name: Annotated[str, Field(pattern="^segment-[0-9a-f]{16}$")]
     entries: _Positive
     shape: Annotated[tuple[_Positive, ...], Field(min_length=2, max_length=3)]
+    places: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     offset: Annotated[int, Field(ge=16, lt=1 << 40, multiple_of=8)]
     tokens: _Digest
     records: _Digest
     texts: _Digest | None = None
+    overview: _Digest | None = None
     tombstones: tuple[_Sequence, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.tensor_bytes > _LARGEST_SEGMENT:
-            raise ValueError(f"a tensor of shape {list(self.shape)} is larger than any segment")
+        if 4 * (math.prod(self.shape) + 2 * self.shape[0] * self.places) > _LARGEST_SEGMENT:
+            raise ValueError(f"rows of shape {list(self.shape)} are larger than any segment")
         if not len(set(self.tombstones)) == len(self.tombstones) <= self.entries <= self.shape[0]:
             raise ValueError(
                 f"{len(self.tombstones):,} deleted of {self.entries:,} entries with {self.shape[0]:,} rows, each entry "
@@ -96,10 +102,10 @@ class SegmentInfo(_StrictModel):
             )
         return self
 
-    @property
-    def tensor_bytes(self) -> int:
-        """Size of the tensor; both kinds of numbers have 4 bytes."""
-        return 4 * math.prod(self.shape)
+    def rows_bytes(self, layout: RowLayout) -> int:
+        """Bytes of all its columns."""
+        columns = layout.columns(self.shape, self.places).values()
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in columns)
 
     @property
     def tokens_file(self) -> str:
@@ -150,6 +156,7 @@ class Manifest(_StrictModel):
         codebook_name: name of the codebook's files, without the suffix.
         keep_texts: True if the bank keeps the texts of its documents.
         secure_delete: True if the bank's files are overwritten before they are removed.
+        layout: how rows are kept.
         segments: the segments in the order of their entries.
         intent: the change that starts after this commit and is complete with the next.
     """
@@ -161,6 +168,7 @@ class Manifest(_StrictModel):
     codebook_name: Annotated[str, Field(pattern="^codebook(-[0-9a-f]{16})?$")] = CODEBOOK
     keep_texts: bool = False
     secure_delete: bool = False
+    layout: RowLayout = RowLayout()
     segments: tuple[SegmentInfo, ...] = ()
     intent: Intent = Intent()
 
@@ -175,6 +183,13 @@ class Manifest(_StrictModel):
             raise ValueError(f"rows are stored as {'codes' if dimensions == 3 else 'memory tokens'}, but should not be")
         if any((segment.texts is None) == self.keep_texts for segment in self.segments):
             raise ValueError(f"it keeps {'texts' if self.keep_texts else 'no texts'}, and a segment does not agree")
+        if self.codebook is not None and self.layout != RowLayout():
+            raise ValueError("it keeps codes in the layout of memory tokens")
+        overviews = {segment.overview is not None for segment in self.segments}
+        if not overviews <= {self.layout != RowLayout()} or (
+            not self.layout.lexical_vectors and any(segment.places for segment in self.segments)
+        ):
+            raise ValueError("its rows are kept in one layout, and those of a segment in another")
         return self
 
     def encoded(self) -> bytes:
@@ -182,16 +197,21 @@ class Manifest(_StrictModel):
         # As before there was what a bank has not: it keeps its bytes, and older versions read it.
         without: dict[str, Any] = {}
         if self.format < LATEST_FORMAT:
-            without |= {"secure_delete": True, "codebook_name": True}
-            if not self.keep_texts:
-                without |= {"keep_texts": True, "segments": {"__all__": {"texts"}}}
+            new_fields = {"places", "overview"}
+            without |= {"layout": True, "segments": {"__all__": new_fields}}
+            if self.format < FORMAT_OVERWRITING:
+                without |= {"secure_delete": True, "codebook_name": True}
+                if not self.keep_texts:
+                    without |= {"keep_texts": True, "segments": {"__all__": {*new_fields, "texts"}}}
         return sealed({"format": self.format, **self.model_dump(mode="json", exclude=without)})
 
     @property
     def format(self) -> int:
         """The oldest format that can say this."""
-        if self.secure_delete or self.codebook_name != CODEBOOK:
+        if self.layout != RowLayout():
             return LATEST_FORMAT
+        if self.secure_delete or self.codebook_name != CODEBOOK:
+            return FORMAT_OVERWRITING
         return FORMAT_WITH_TEXTS if self.keep_texts else FORMAT
 
     @property
@@ -308,7 +328,9 @@ def _read(path: Path) -> Manifest:
         if manifest.format != version:
             keeps = "texts" if manifest.keep_texts else "no texts"
             overwrites = "overwrites" if manifest.secure_delete else "does not overwrite"
-            raise MalformedError(f"format {version}, and it keeps {keeps} and {overwrites} what it deletes")
+            raise MalformedError(
+                f"format {version}, and it keeps {keeps}, rows as {manifest.layout!r} and {overwrites} what it deletes"
+            )
         return manifest
     except ValidationError as error:
         fault = error.errors()[0]

@@ -1,27 +1,23 @@
 """A segment: entries of a bank in files that never change.
 
-    <name>.safetensors    the tensor `phi` [n, T, D] (float32) or `codes` [n, T] (int32); all ids in its header
-    <name>.jsonl          one sealed line for each entry: its documents, its rows, the checksum of its memory tokens
+    <name>.safetensors    the columns of its rows (`mac_rag.memory.rows`), one after the other; all ids in its header
+    <name>.jsonl          one sealed line for each entry: its documents, its rows, the checksum of its rows
     <name>.texts.jsonl    in a bank that keeps texts, their lines; see `mac_rag.memory.storage.texts_file`
 
-Each entry can be verified by itself, and each file can name what the other has lost (`mac_rag.memory.storage.repair`).
+Each entry can be verified by itself, which is done when its rows are read for the first time. Each file can name what
+the other has lost (`mac_rag.memory.storage.repair`).
 Document ids are data in these files and never become part of a path.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
-import mmap
-import os
 import secrets
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,14 +25,15 @@ from mac_rag.atomic_files import write_file
 from mac_rag.errors import BankError, DamageError
 from mac_rag.memory.parts import Part, Texts
 from mac_rag.memory.records import Record
-from mac_rag.memory.storage import record_lines
+from mac_rag.memory.rows import OVERVIEW, RowLayout, Rows
+from mac_rag.memory.storage import record_lines, tokens_file
 from mac_rag.memory.storage.manifest import SegmentInfo
 from mac_rag.memory.storage.record_lines import RecordLine
 from mac_rag.memory.storage.texts_file import TextsFile, text_line
-from mac_rag.untrusted_files import MalformedError, lines_of, open_file, parse_json
+from mac_rag.untrusted_files import MalformedError, lines_of, open_file
 
 _REMEDY = "; repair the bank to keep what is not lost"
-_PIECE = 1 << 20
+_ROWS = 256  # rows of a column that are written at a time
 
 
 class Segment(Part):
@@ -47,7 +44,9 @@ class Segment(Part):
     Args:
         folder: folder of the bank.
         info: what the manifest says about the segment.
-        tokens: memory tokens `[n, T, D]` or codes `[n, T]`.
+        layout: how the bank keeps its rows.
+        rows: the rows of all entries.
+        verified: True if the rows are known to be what was written.
         records: the records of all entries, in order.
         checksums: sha256 of the rows of each entry, in order.
         texts: the file of the texts; None in a bank without texts.
@@ -61,17 +60,24 @@ class Segment(Part):
         self,
         folder: Path,
         info: SegmentInfo,
-        tokens: Tensor,
+        layout: RowLayout,
+        rows: Rows,
         records: Sequence[Record],
         checksums: Sequence[str],
         texts: TextsFile | None,
+        *,
+        verified: bool,
     ) -> None:
-        super().__init__(tokens, records)
+        super().__init__(rows, records)
         self.folder = folder
         self.checksums = {record.sequence: checksum for record, checksum in zip(records, checksums, strict=True)}
         self._info = info
+        self._layout = layout
         self._texts_file = texts
         self._documents = sum(len(record.members) for record in records)
+        self._first_rows = torch.tensor([start for _, start in self.entries.values()])
+        self._ordered = list(zip(records, checksums, strict=True))
+        self._verified = _Verified(torch.full((len(records),), verified), overview=verified or info.overview is None)
         for sequence in info.tombstones:
             self.tombstone(sequence)
 
@@ -84,6 +90,55 @@ class Segment(Part):
     def info(self) -> SegmentInfo:
         """What the next manifest has to say about the segment."""
         return self._info.model_copy(update={"tombstones": tuple(self.tombstones)})
+
+    def _verify(self, index: Tensor | slice) -> None:
+        if self._verified.all:
+            return
+        rows = torch.arange(len(self.stored))[index]
+        entries = (torch.searchsorted(self._first_rows, rows, right=True) - 1).unique()
+        for number in entries[~self._verified.entries[entries]].tolist():
+            record, checksum = self._ordered[number]
+            start = int(self._first_rows[number])
+            self._check(self.stored[start : start + record.rows], record, checksum)
+            self._verified.entries[number] = True
+        self._verified.all = bool(self._verified.entries.all())
+
+    def _check(self, rows: Rows, record: Record, checksum: str) -> None:
+        fault = describe(record.document_ids) if rows.checksum() != checksum else self._fault(rows)
+        if fault is not None:
+            raise DamageError(f"{self.folder / self._info.tokens_file} is damaged: {fault}{_REMEDY}")
+
+    def _fault(self, rows: Rows) -> str | None:
+        return rows.fault(self._layout, self._info.shape[-1])
+
+    def overview(self) -> Rows:
+        """As `Part.overview`.
+
+        Raises:
+            DamageError: when these columns are not what was written.
+        """
+        if not self._verified.overview:
+            columns = Rows({name: self.stored.columns[name] for name in OVERVIEW if name in self.stored.columns})
+            changed = _overview_digest(columns) != self._info.overview
+            fault = "its overview differs from what was written" if changed else self._fault(columns)
+            if fault is not None:
+                raise DamageError(f"{self.folder / self._info.tokens_file} is damaged: {fault}{_REMEDY}")
+            self._verified.overview = True
+        return super().overview()
+
+    def check_rows(self) -> None:
+        """Reads the whole file of the rows.
+
+        Raises:
+            DamageError: when it is not what was written.
+            FileNotFoundError: when it is missing.
+        """
+        try:
+            tokens_file.check_file(self.folder, self._info)
+        except MalformedError as error:
+            raise DamageError(f"{self.folder / self._info.tokens_file} is damaged: {error}{_REMEDY}") from None
+        self._verify(slice(None))
+        self.overview()
 
     def texts(self, record: Record) -> Texts:
         """The texts of an entry, read from the disk.
@@ -129,14 +184,35 @@ class Segment(Part):
         return segment
 
 
+class _Verified:
+    """What of a segment's rows is known to be what was written. Copies of the segment share it.
+
+    Attributes:
+        entries: bool `[m]`, for each entry.
+        all: True for all entries.
+        overview: True for what is kept beside the memory tokens of all rows.
+    """
+
+    def __init__(self, entries: Tensor, *, overview: bool) -> None:
+        self.entries = entries
+        self.all = bool(entries.all())
+        self.overview = overview
+
+
 def write_segment(
-    folder: Path, parts: Sequence[Part], *, keep_texts: bool = False, secure_delete: bool = False
+    folder: Path,
+    parts: Sequence[Part],
+    layout: RowLayout,
+    *,
+    keep_texts: bool = False,
+    secure_delete: bool = False,
 ) -> Segment:
     """Writes the live entries of some parts as a new segment. The caller must `sync_folder` before it commits.
 
     Args:
         folder: folder of the bank.
         parts: the parts.
+        layout: how the bank keeps its rows.
         keep_texts: True to write their texts as well.
         secure_delete: True if the files will be overwritten before they are removed.
 
@@ -146,18 +222,32 @@ def write_segment(
     """
     name = f"segment-{secrets.token_hex(8)}"
     entries = [(part, entry) for part in parts for entry in part.entries.values()]
-    shape = (sum(part.count for part in parts), *parts[0].tokens.shape[1:])
-    checksums: list[str] = []
-    header = _header([entry.record for _, entry in entries], shape)
+    checksums, places = [], 0
+    for part, placed in entries:
+        rows = part.entry_rows(placed)
+        checksums.append(rows.checksum())
+        places = max(places, rows.needed_places)
+        if isinstance(part, Segment) and part.checksums[placed.record.sequence] != checksums[-1]:
+            raise DamageError(
+                f"{part.folder / part.info.tokens_file} is damaged: {describe(placed.record.document_ids)}"
+            )
+    shape = (sum(part.count for part in parts), *parts[0].stored.main.shape[1:])
+    header = tokens_file.header([entry.record for _, entry in entries], layout, shape, places)
+    overview = hashlib.sha256()
 
-    def tokens_file() -> Iterator[bytes | memoryview]:
+    def column(name: str) -> Iterator[memoryview]:
+        for part in parts:
+            for start in range(0, part.count, _ROWS):
+                rows = part.rows(slice(start, min(start + _ROWS, part.count))).resized(places)
+                yield from Rows({name: rows.columns[name]}).pieces()
+
+    def rows_file() -> Iterator[bytes | memoryview]:
         yield header
-        for part, (record, start) in entries:
-            data = part.tokens[start : start + record.rows].contiguous().numpy().data.cast("B")
-            checksums.append(hashlib.sha256(data).hexdigest())
-            if isinstance(part, Segment) and part.checksums[record.sequence] != checksums[-1]:
-                raise DamageError(f"{part.folder / part.info.tokens_file} is damaged: {describe(record.document_ids)}")
-            yield data
+        for name in layout.columns(shape, places):
+            for piece in column(name):
+                if name in OVERVIEW:
+                    overview.update(piece)
+                yield piece
 
     def records_file() -> Iterator[bytes]:
         start = 0
@@ -176,28 +266,31 @@ def write_segment(
 
     write = partial(write_file, secure_delete=secure_delete)
     digests = {
-        "tokens": write(folder / f"{name}.safetensors", tokens_file()),
-        "records": write(folder / f"{name}.jsonl", records_file()),  # which needs the checksums
+        "tokens": write(folder / f"{name}.safetensors", rows_file()),
+        "records": write(folder / f"{name}.jsonl", records_file()),
     }
     if keep_texts:
         digests["texts"] = write(folder / f"{name}.texts.jsonl", texts_file())
-    info = SegmentInfo(name=name, entries=len(entries), shape=shape, offset=len(header), **digests)
+    if layout != RowLayout():
+        digests |= {"overview": overview.hexdigest()}
+    info = SegmentInfo(name=name, entries=len(entries), shape=shape, places=places, offset=len(header), **digests)
     records = [entry.record for _, entry in entries]
     try:
-        tokens = _rows(folder, info, in_memory=secure_delete)
+        kept = (tokens_file.load_rows if secure_delete else tokens_file.map_rows)(folder, info, layout)
         texts = _texts_file(folder, info, secure_delete)
     except MalformedError as error:
         raise DamageError(f"{folder / name} is not what was written there just now: {error}") from None
-    return Segment(folder, info, tokens, records, checksums, texts)
+    return Segment(folder, info, layout, kept, records, checksums, texts, verified=True)
 
 
-def read_segment(folder: Path, info: SegmentInfo, *, secure_delete: bool) -> Segment:
-    """Opens a segment.
+def read_segment(folder: Path, info: SegmentInfo, layout: RowLayout, *, secure_delete: bool) -> Segment:
+    """Opens a segment. Unless they are codes, its rows are verified when they are read for the first time.
 
     Args:
         folder: folder of the bank.
         info: what the manifest says about the segment.
-        secure_delete: True if its files will be overwritten before they are removed.
+        layout: how the bank keeps its rows.
+        secure_delete: True if its files will be overwritten before they are removed: its rows are read now.
 
     Raises:
         FileNotFoundError: when one of its files is missing, as happens after a writer has replaced the segment.
@@ -205,6 +298,7 @@ def read_segment(folder: Path, info: SegmentInfo, *, secure_delete: bool) -> Seg
     """
     path = folder / info.records_file
     digest = hashlib.sha256()
+    at_once = secure_delete or len(info.shape) == 2
     try:
         with open_file(path) as file:
             lines = record_lines.consecutive(_hashed(file, digest), info.entries, info.shape[0])
@@ -217,12 +311,19 @@ def read_segment(folder: Path, info: SegmentInfo, *, secure_delete: bool) -> Seg
         if not {record.sequence for record in records}.issuperset(info.tombstones):
             raise MalformedError("the manifest says that entries were deleted that it never had")
         path = folder / info.tokens_file
-        tokens = _rows(folder, info, in_memory=secure_delete, check=True)
+        rows = (tokens_file.load_rows if at_once else tokens_file.map_rows)(folder, info, layout)
         path = folder / info.texts_file
         texts = _texts_file(folder, info, secure_delete)
     except MalformedError as error:
         raise DamageError(f"{path} is damaged: {error}{_REMEDY}") from None
-    return Segment(folder, info, tokens, records, checksums, texts)
+    return Segment(folder, info, layout, rows, records, checksums, texts, verified=at_once)
+
+
+def _overview_digest(columns: Rows) -> str:
+    digest = hashlib.sha256()
+    for piece in columns.pieces():
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def _texts_file(folder: Path, info: SegmentInfo, in_memory: bool) -> TextsFile | None:
@@ -252,115 +353,6 @@ def continues(before: Sequence[Segment], next_sequence: int, after: Sequence[Seg
     )
 
 
-def entry_ids(header: bytes) -> dict[int, tuple[str, ...]]:
-    """The document ids of each entry by sequence number, read from the header of a tokens file.
-
-    Raises:
-        MalformedError: when it is not such a header.
-    """
-    content = parse_json(header[8:])
-    try:
-        entries = parse_json(content["__metadata__"]["entries"])
-        named = {sequence: tuple(ids) for sequence, ids in entries}
-    except (KeyError, TypeError, ValueError):
-        raise MalformedError("its header names no entries") from None
-    if not all(type(sequence) is int and all(isinstance(name, str) for name in ids) for sequence, ids in named.items()):
-        raise MalformedError("its header names entries by other types")
-    return named
-
-
-def fault_of(rows: memoryview | bytes, dtype: torch.dtype) -> str | None:
-    """What is wrong with the numbers of some rows; None if nothing is.
-
-    Args:
-        rows: bytes of whole numbers.
-        dtype: float32 for memory tokens, which are finite; int32 for codes, which are not negative.
-    """
-    if dtype == torch.float32:
-        return None if np.isfinite(np.frombuffer(rows, np.float32)).all() else "a memory token is not a finite number"
-    return None if (np.frombuffer(rows, np.int32) >= 0).all() else "a code is negative"
-
-
 def describe(document_ids: Sequence[str]) -> str:
     """Names an entry in an error message."""
     return "the memory tokens of " + ", ".join(map(repr, document_ids))
-
-
-def dtype_of(shape: Sequence[int]) -> torch.dtype:
-    """The dtype of a tensor of this shape: memory tokens `[n, T, D]` are float32, codes `[n, T]` are int32."""
-    return torch.float32 if len(shape) == 3 else torch.int32
-
-
-def _header(records: Sequence[Record], shape: Sequence[int]) -> bytes:
-    """The header of a safetensors file, padded so that the tensor behind it is aligned."""
-    name, kind = ("phi", "F32") if len(shape) == 3 else ("codes", "I32")
-    entries = [(record.sequence, record.document_ids) for record in records]
-    header = json.dumps(
-        {
-            "__metadata__": {"format": "pt", "entries": json.dumps(entries)},
-            name: {"dtype": kind, "shape": shape, "data_offsets": [0, 4 * math.prod(shape)]},
-        }
-    ).encode()
-    header += b" " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header
-
-
-def _rows(folder: Path, info: SegmentInfo, *, in_memory: bool, check: bool = False) -> Tensor:
-    """The rows of a segment, memory-mapped or read.
-
-    Args:
-        folder: folder of the bank.
-        info: what the manifest says about the segment.
-        in_memory: True to read and check them, in one pass.
-        check: True to compare the file with the manifest before it is mapped.
-
-    Raises:
-        MalformedError: when the file is not what the manifest says.
-        FileNotFoundError: when it is missing.
-    """
-    content: bytearray | mmap.mmap
-    with open_file(folder / info.tokens_file) as file:
-        if in_memory:
-            content = bytearray()
-            _check_tokens(file, info, content)
-        else:
-            # The check reads the file instead of mapping it, or all of it would count as memory of this process.
-            if check:
-                _check_tokens(file, info)
-            # A private mapping: torch has no read-only tensors, and the file must never change.
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    rows = torch.frombuffer(content, dtype=dtype_of(info.shape), count=math.prod(info.shape), offset=info.offset)
-    return rows.view(info.shape)
-
-
-def _check_tokens(file: BinaryIO, info: SegmentInfo, read: bytearray | None = None) -> None:
-    """Holds size, offset, checksum and numbers of a tokens file against the manifest, in pieces.
-
-    Args:
-        file: the file.
-        info: what the manifest says about the segment.
-        read: gets all that was read; None to keep nothing.
-    """
-    size = os.fstat(file.fileno()).st_size
-    if size != info.offset + info.tensor_bytes:
-        raise MalformedError(f"it has {size:,} bytes, and by the manifest {info.offset + info.tensor_bytes:,}")
-    digest, fault = hashlib.sha256(), None
-
-    def more(count: int) -> bytes:
-        piece = file.read(count)
-        digest.update(piece)
-        if read is not None:
-            read.extend(piece)
-        return piece
-
-    left = more(8)
-    if 8 + int.from_bytes(left, "little") != info.offset:
-        fault = f"its tensor begins at byte {8 + int.from_bytes(left, 'little'):,}, and by the manifest {info.offset:,}"
-    for start in range(8, info.offset, _PIECE):
-        more(min(_PIECE, info.offset - start))
-    while piece := more(_PIECE):  # of whole numbers, because all sizes are multiples of 4
-        fault = fault or fault_of(piece, dtype_of(info.shape))
-    if digest.hexdigest() != info.tokens:
-        raise MalformedError("its checksum differs from the manifest's")
-    if fault is not None:
-        raise MalformedError(fault)

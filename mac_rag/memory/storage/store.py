@@ -27,6 +27,7 @@ from mac_rag.atomic_files import make_folder, remove_file, sync_folder, write_fi
 from mac_rag.errors import BankError, DamageError, FingerprintError
 from mac_rag.memory.parts import Part
 from mac_rag.memory.quantizer import used_codes_only
+from mac_rag.memory.rows import RowLayout
 from mac_rag.memory.storage.commit_reader import Commit, read_commit
 from mac_rag.memory.storage.consistency import check_consistency
 from mac_rag.memory.storage.folder import (
@@ -158,7 +159,7 @@ class Store:
             digest = None
             if self.codebook is not None:
                 digest = self._write_codebook(self.codebook, self.manifest)
-            segments = self._segments(parts, None)
+            segments = self._segments(parts, self.manifest.layout, None)
             manifest = self._next(segments, self.manifest.next_sequence).model_copy(update={"codebook": digest})
             write_manifest(self.folder, manifest)
             sync_folder(self.folder.parent)
@@ -211,11 +212,14 @@ class Store:
         self.manifest, self.segments, self.codebook = manifest, segments, codebook
         return True
 
-    def write(self, parts: Sequence[Part], *, rewrite: Part | None = None) -> list[Segment]:
+    def write(
+        self, parts: Sequence[Part], *, layout: RowLayout | None = None, rewrite: Part | None = None
+    ) -> list[Segment]:
         """Writes what a commit of these parts needs beside the manifest.
 
         Args:
             parts: all entries in order; parts that are segments of this bank already are not written again.
+            layout: how the parts keep their rows; None for as before.
             rewrite: a segment of this bank that is written again nevertheless, without its deleted entries.
 
         Returns:
@@ -229,7 +233,7 @@ class Store:
             self.tidy()
         try:
             with file_errors(self.folder, "written to"):
-                return self._segments(parts, rewrite)
+                return self._segments(parts, layout or self.manifest.layout, rewrite)
         except BaseException:
             self.tidy()
             raise
@@ -240,6 +244,7 @@ class Store:
         next_sequence: int,
         *,
         rewrite: Part | None = None,
+        layout: RowLayout | None = None,
         intent: Intent | None = None,
         drop_codes: bool = False,
     ) -> None:
@@ -249,14 +254,16 @@ class Store:
             parts: see `write`.
             next_sequence: sequence number of the next entry.
             rewrite: see `write`.
+            layout: how the parts keep their rows; None for as before.
             intent: the change that starts after this commit; None to leave the recorded intent as it is.
             drop_codes: True to drop codes that no entry uses, if entries were ever deleted (see `used_codes_only`).
 
         Raises:
             BankError: when a file cannot be written, or another process has changed the bank.
         """
-        segments = self.write(parts, rewrite=rewrite)
-        manifest = self._next(segments, next_sequence)
+        layout = layout or self.manifest.layout
+        segments = self.write(parts, layout=layout, rewrite=rewrite)
+        manifest = self._next(segments, next_sequence).model_copy(update={"layout": layout})
         codebook = self.codebook
         if codebook is not None and drop_codes and sum(len(each.entries) for each in segments) < next_sequence:
             codebook = used_codes_only(codebook, segments)
@@ -325,7 +332,7 @@ class Store:
         self._failed = None
         self.tidy()
 
-    def _segments(self, parts: Sequence[Part], rewrite: Part | None) -> list[Segment]:
+    def _segments(self, parts: Sequence[Part], layout: RowLayout, rewrite: Part | None) -> list[Segment]:
         """Segments that hold these parts; writes those that are not on the disk yet."""
         segments = []
         for group in _groups(parts):
@@ -334,6 +341,7 @@ class Store:
                 first = write_segment(
                     self.folder,
                     group,
+                    layout,
                     keep_texts=self.manifest.keep_texts,
                     secure_delete=self.manifest.secure_delete,
                 )
@@ -368,7 +376,7 @@ def _groups(parts: Sequence[Part]) -> list[list[Part]]:
             continue
         groups.append([part])
         while len(groups) > 1 and _rows(groups[-2]) <= _rows(groups[-1]):
-            if _rows(groups[-2] + groups[-1]) * part.tokens[0].nbytes > _LARGE:
+            if _rows(groups[-2] + groups[-1]) * part.stored.row_bytes > _LARGE:
                 break
             groups[-2:] = [groups[-2] + groups[-1]]
     return groups

@@ -250,11 +250,11 @@ def test_other_formats(folder: Path, copied: bool) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["sha256"]
     later, first = (
-        sealed({**manifest, "format": 5}),
+        sealed({**manifest, "format": 6}),
         {"format": 1, "fingerprint": "f00d", "sha256": "", "documents": []},
     )
     for data, message in (
-        (later, r"format 5, this version reads formats 2 to 4; update mac_rag"),
+        (later, r"format 6, this version reads formats 2 to 5; update mac_rag"),
         (json.dumps(first, indent=1).encode(), r"format 1, which this version does not read.*adapt to the documents"),
     ):
         for name in ("manifest.json", "manifest.copy.json") if copied else ("manifest.json",):

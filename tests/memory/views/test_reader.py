@@ -14,6 +14,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory import MemoryBank
+from mac_rag.memory.rows import Rows
 from mac_rag.memory.quantizer import fit
 from mac_rag.memory.views.codebook import quantize
 from mac_rag.memory.views.question_cache import RecentQuestions
@@ -147,7 +148,7 @@ def test_a_codebook_that_has_lost_codes_is_read_anew(tiny_model: MACModel, tmp_p
             assert equal.sum() > 1
             # A new row may get the number of any of the codes that are equal now.
             codes = torch.arange(8, dtype=torch.int32)[equal][-1].expand(1, 2 * quantized.codes(0, 1).shape[1])
-            quantized._encoded = lambda phi: codes[:, : phi.shape[1]]  # type: ignore[method-assign]
+            quantized._encoded = lambda phi, _=None: Rows({"codes": codes[:, : phi.shape[1]]})  # type: ignore[method-assign]
             quantized.put([Document("new", "")], quantized.read(0, 1))
             found = reader.aggregate(QUESTIONS).phi
             expected = tiny_model.aggregate(QUESTIONS, quantized.phi)

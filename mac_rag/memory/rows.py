@@ -1,0 +1,259 @@
+"""Rows as a bank keeps them: memory tokens in few bits, lexical vectors as the few numbers that are not zero.
+
+A row stands for one text. It has up to five columns:
+
+    summaries   [n, S] float32       what the model wants to know of every row at once; zeros where it is not known
+    places      [n, W] int32         where the lexical vectors are not zero, ascending
+    scales      [n, T] float32       the factor of each memory token, with dtype int8
+    weights     [n, W]               the numbers at those places; zeros fill short rows up
+    phi         [n, T, D]            memory tokens; in a bank with a codebook `codes` [n, T] int32 take their place
+
+W is the largest number of places of a row here, and says nothing about the rows: each collection has its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from mac_rag.errors import BankError
+
+RowDtype: TypeAlias = Literal["fp32", "bf16", "int8"]
+
+_PHI = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+# Columns in the order of their files: each begins where its numbers are aligned, whatever stands before it.
+COLUMNS = ("summaries", "places", "codes", "scales", "weights", "phi")
+_RAGGED = ("places", "weights")
+OVERVIEW = ("summaries", *_RAGGED)  # what is read of every row before the first question
+
+
+class RowLayout(BaseModel):
+    """How a bank keeps its rows.
+
+    Examples:
+        >>> layout = RowLayout(dtype="bf16", lexical_vectors=8)
+        >>> rows = layout.encode(torch.zeros(2, 104, 384))  # 96 memory tokens and 8 lexical vectors
+        >>> rows.columns["phi"].shape, rows.columns["places"].shape  # no word of these texts is known
+        (torch.Size([2, 96, 384]), torch.Size([2, 0]))
+
+    Attributes:
+        dtype: numbers of memory tokens. `fp32` keeps them as they are, `bf16` rounds them to 8 bits of precision,
+            `int8` to whole multiples of the 127th part of each token's largest number.
+        lexical_vectors: R, vectors at the end of each row that are kept as the numbers that are not zero.
+        summary: S, numbers of a row's summary.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dtype: RowDtype = "fp32"
+    lexical_vectors: int = Field(0, ge=0, lt=1 << 31)
+    summary: int = Field(0, ge=0, lt=1 << 31)
+
+    def columns(self, shape: Sequence[int], places: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Dtype and shape of each column.
+
+        Args:
+            shape: `[n, T, D]` of memory tokens, `[n, T]` of codes.
+            places: W.
+        """
+        count, tokens = shape[:2]
+        weights = torch.float32 if self.dtype == "fp32" else torch.bfloat16
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        if self.summary:
+            found["summaries"] = torch.float32, (count, self.summary)
+        if self.lexical_vectors:
+            found |= {"places": (torch.int32, (count, places)), "weights": (weights, (count, places))}
+        if len(shape) == 2:
+            found["codes"] = torch.int32, (count, tokens)
+        else:
+            found["phi"] = _PHI[self.dtype], tuple(shape)
+            if self.dtype == "int8":
+                found["scales"] = torch.float32, (count, tokens)
+        return {name: found[name] for name in COLUMNS if name in found}
+
+    def encode(self, phi: Tensor) -> Rows:
+        """Rows of memory tokens and lexical vectors `[n, T + R, D]` in float32, without their summaries.
+
+        Raises:
+            BankError: for numbers that are finite only in float32.
+        """
+        tokens = phi[:, : phi.shape[1] - self.lexical_vectors]
+        columns = {}
+        if self.dtype == "int8":
+            scales = tokens.abs().amax(-1) / 127
+            columns["scales"] = scales
+            tokens = (tokens / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round()
+        columns["phi"] = tokens.to(_PHI[self.dtype], copy=True, memory_format=torch.contiguous_format)
+        if self.summary:
+            columns["summaries"] = phi.new_zeros(len(phi), self.summary)
+        if self.lexical_vectors:
+            columns |= self._sparse(phi[:, phi.shape[1] - self.lexical_vectors :].flatten(1))
+        rows = Rows(columns)
+        if (fault := rows.fault(self, phi.shape[2])) is not None:
+            raise BankError(f"{fault} in {self.dtype}; use dtype fp32 for the rows of this bank")
+        return rows
+
+    def _sparse(self, lexical: Tensor) -> dict[str, Tensor]:
+        """Places and weights `[n, W]` of lexical vectors `[n, R D]`."""
+        lexical = lexical.to(torch.float32 if self.dtype == "fp32" else torch.bfloat16)
+        filled = lexical != 0
+        row, place = filled.nonzero(as_tuple=True)
+        slot = (filled.long().cumsum(1) - 1)[row, place]
+        width = int(filled.sum(1).max()) if len(lexical) else 0
+        places, weights = torch.zeros(len(lexical), width, dtype=torch.int32), lexical.new_zeros(len(lexical), width)
+        places[row, slot], weights[row, slot] = place.int(), lexical[row, place]
+        return {"places": places, "weights": weights}
+
+    def decode(self, rows: Rows) -> Tensor:
+        """Memory tokens and lexical vectors `[n, T + R, D]` in float32."""
+        phi = rows.columns["phi"].float()
+        if self.dtype == "int8":
+            phi = phi * rows.columns["scales"][..., None]
+        if not self.lexical_vectors:
+            return phi
+        lexical = phi.new_zeros(len(phi), self.lexical_vectors * phi.shape[2])
+        lexical.scatter_add_(1, rows.columns["places"].long(), rows.columns["weights"].float())
+        return torch.cat([phi, lexical.view(len(phi), self.lexical_vectors, -1)], 1)
+
+
+def decoded(rows: Rows, layout: RowLayout, codebook: Tensor | None) -> Tensor:
+    """Memory tokens and lexical vectors `[n, T + R, D]` in float32; codes are looked up in the codebook `[C, D]`."""
+    return layout.decode(rows) if codebook is None else codebook[rows.main.long()]
+
+
+class Rows:
+    """n rows of a bank.
+
+    Args:
+        columns: tensors by name; see the module.
+
+    Attributes:
+        columns: the same, in a fixed order.
+    """
+
+    def __init__(self, columns: Mapping[str, Tensor]) -> None:
+        self.columns = {name: columns[name] for name in COLUMNS if name in columns}
+
+    def __len__(self) -> int:
+        """n."""
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, index: Tensor | slice) -> Rows:
+        """Some of the rows; views where possible."""
+        return Rows({name: column[index] for name, column in self.columns.items()})
+
+    @property
+    def main(self) -> Tensor:
+        """Memory tokens as they are kept `[n, T, D]`, or codes `[n, T]`."""
+        return self.columns["codes" if "codes" in self.columns else "phi"]
+
+    @property
+    def places(self) -> int:
+        """W; 0 without lexical vectors."""
+        return self.columns["places"].shape[1] if "places" in self.columns else 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return sum(column[:1].nbytes if len(column) else 0 for column in self.columns.values())
+
+    @classmethod
+    def cat(cls, parts: Sequence[Rows]) -> Rows:
+        """Rows of several parts with the same columns, one part after the other; W is the largest of them."""
+        if len(parts) == 1:
+            return parts[0]
+        width = max(part.places for part in parts)
+        wide = [part.resized(width).columns for part in parts]
+        return cls({name: torch.cat([columns[name] for columns in wide]) for name in wide[0]})
+
+    @property
+    def needed_places(self) -> int:
+        """The smallest W that these rows can have."""
+        return int((self.columns["weights"] != 0).sum(1).max()) if self.places and len(self) else 0
+
+    def resized(self, places: int) -> Rows:
+        """The same rows with W = `places`, which must not be too small for them."""
+        if "places" not in self.columns or places == self.places:
+            return self
+        more = (0, places - self.places)
+        return Rows(self.columns | {name: torch.nn.functional.pad(self.columns[name], more) for name in _RAGGED})
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The bytes of all columns, one column after the other."""
+        for column in self.columns.values():
+            if column.numel():
+                yield column.contiguous().view(torch.uint8).numpy().reshape(-1).data
+
+    def checksum(self) -> str:
+        """Sha256 of what these rows say, whatever W is."""
+        if "places" not in self.columns:
+            return _sha256(self)
+        filled = self.columns["weights"] != 0
+        ragged = {name: self.columns[name][filled] for name in _RAGGED}
+        rest = {name: column for name, column in self.columns.items() if name not in _RAGGED}
+        counts = filled.sum(1, dtype=torch.int32)
+        return _sha256(Rows(rest), counts, *ragged.values())
+
+    def fault(self, layout: RowLayout, width: int) -> str | None:
+        """What is wrong with these numbers; None if nothing is.
+
+        Args:
+            layout: how the bank keeps its rows.
+            width: D.
+        """
+        for name, column in self.columns.items():
+            if name == "codes":
+                if len(column) and int(column.min()) < 0:
+                    return "a code is negative"
+            elif name == "places":
+                if column.numel() and not 0 <= int(column.min()) <= int(column.max()) < layout.lexical_vectors * width:
+                    return "a place is outside of the lexical vectors"
+                if column[self.columns["weights"] == 0].any():
+                    return "a place has no number"
+            elif (name != "phi" or layout.dtype != "int8") and not column.isfinite().all():
+                return f"a number of {_NAMES[name]} is not finite"
+        return None
+
+
+_NAMES = {"phi": "a memory token", "scales": "a scale", "weights": "a lexical vector", "summaries": "a summary"}
+
+
+def _sha256(rows: Rows, *more: Tensor) -> str:
+    digest = hashlib.sha256()
+    for piece in rows.pieces():
+        digest.update(piece)
+    for tensor in more:
+        if tensor.numel():
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class GrowingRows:
+    """Rows to which others are appended in amortised constant time. Rows that it has given never change."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._buffer = rows
+        self._used = len(rows)
+
+    @property
+    def rows(self) -> Rows:
+        return self._buffer[: self._used]
+
+    def append(self, more: Rows) -> None:
+        width = max(self._buffer.places, more.places)
+        self._buffer, more = self._buffer.resized(width), more.resized(width)
+        need = self._used + len(more)
+        if need > len(self._buffer):
+            length = max(need, 2 * len(self._buffer))
+            larger = {name: part.new_empty((length, *part.shape[1:])) for name, part in self._buffer.columns.items()}
+            for name, part in self.rows.columns.items():
+                larger[name][: self._used] = part
+            self._buffer = Rows(larger)
+        for name, part in more.columns.items():
+            self._buffer.columns[name][self._used : need] = part
+        self._used = need
