@@ -20,6 +20,7 @@ from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.contents import Contents
 from mac_rag.memory.parts import PART_BITS
 from mac_rag.memory.reduction import BoundedBank
+from mac_rag.memory.rows import RowLayout
 from mac_rag.model import MACModel
 from mac_rag.progress import progress_bar
 from mac_rag.sync import SyncedBank, is_held
@@ -42,6 +43,11 @@ class Adapter:
         self.model = model
         self.bound = bound
         self._bounded: BoundedBank | None = None
+        self._layout = RowLayout(
+            dtype="bf16",
+            lexical_vectors=model.config.lexical_vectors,
+            summary=model.aggregation.summary_width,
+        )
 
     def plan(
         self,
@@ -146,8 +152,9 @@ class Adapter:
         if phi is None:
             return ()
         rows = [len(plan[document.id]) for document in documents]
+        bank.keep_rows_as(self._layout)
         if self.bound is None:
-            return bank.put(documents, phi, rows)
+            return bank.put(documents, phi, rows, summaries=self.model.summaries(bank.layout.rounded(phi)))
         if self._bounded is None or self._bounded.bank is not bank:
             self._bounded = BoundedBank(bank, self.bound.maximum, self.bound.method, seed=self.bound.seed)
         return self._bounded.put(documents, phi, rows).forgotten

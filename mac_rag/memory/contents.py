@@ -250,13 +250,13 @@ class Contents:
             first += part.count
         return decoded(Rows.cat(found)[torch.cat(order).argsort()], self.layout, self.codebook)
 
-    def overview(self) -> list[Rows]:
-        """What is kept beside the memory tokens of all rows, part by part: summaries and lexical vectors.
+    def overview(self) -> list[tuple[int, Rows]]:
+        """What is kept beside the memory tokens of all rows, part by part: the number of rows, and their columns.
 
         Raises:
             DamageError: when they are not what was written.
         """
-        return [part.overview() for part in self._parts]
+        return [(part.count, part.overview()) for part in self._parts]
 
     def _consecutive(self, start: int, stop: int) -> Rows:
         rows = self._rows()

@@ -182,6 +182,8 @@ class Part:
     def overview(self) -> Rows:
         """What is kept beside the memory tokens of all live rows: summaries and lexical vectors, verified.
 
+        A bank that keeps nothing there has no columns of it.
+
         Raises:
             DamageError: when they are not what was written.
         """

@@ -98,6 +98,10 @@ class RowLayout(BaseModel):
             raise BankError(f"{fault} in {self.dtype}; use dtype fp32 for the rows of this bank")
         return rows
 
+    def rounded(self, phi: Tensor) -> Tensor:
+        """Memory tokens and lexical vectors `[n, T + R, D]` as they are read again."""
+        return self.decode(self.encode(phi))
+
     def _sparse(self, lexical: Tensor) -> dict[str, Tensor]:
         """Places and weights `[n, W]` of lexical vectors `[n, R D]`."""
         lexical = lexical.to(torch.float32 if self.dtype == "fp32" else torch.bfloat16)

@@ -13,7 +13,7 @@ from mac_rag.nn.attention import BankAttention, Chunk, streaming_attention
 from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, BankView, BoundedView, prior_keys
 from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.row_bounds import needed_of_all
+from mac_rag.nn.row_bounds import longest_keys, needed_of_all
 
 # Queries `[B, H, S, d]` of a block, and a lower bound `[B, H, S]` of their largest logits or None -> rows of the bank.
 Chunks: TypeAlias = Callable[[Tensor, Tensor | None], Iterable[Chunk]]
@@ -169,6 +169,32 @@ class AggregationNetwork(nn.Module):
             prior_keys=None if self.prior is None else self.prior.keys(phi),
             chunk_rows=self.chunk_rows,
         )
+
+    @property
+    def summary_width(self) -> int:
+        """Numbers of a row's summary (`summaries`); 0 without a document prior."""
+        if self.prior is None:
+            return 0
+        heads = sum(block.heads for block in self.blocks if isinstance(block, CrossAttentionBlock))
+        return self.prior.key.out_features + heads
+
+    def summaries(self, phi: MemoryTokens, keys: Iterable[Tensor] | None = None) -> Tensor:
+        """What tells which rows can matter to a question without reading them, `[K, summary_width]`.
+
+        It is the row's key of the document prior, without its lexical part, and for each block and head the largest
+        norm of the row's keys.
+
+        Args:
+            phi: K rows.
+            keys: their keys `[H, K, T, d]` for each block, where they are known.
+        """
+        if self.prior is None:
+            return phi.tokens.new_empty(len(phi), 0)
+        if keys is None:
+            bank = self.bank_norm(phi.tokens)
+            keys = (block.project_keys(bank) for block in self.blocks if isinstance(block, CrossAttentionBlock))
+        prior_keys = self.prior.summary_keys(phi)
+        return torch.cat([prior_keys, *(longest_keys(part).T.to(prior_keys.dtype) for part in keys)], 1)
 
     def prior_scores(self, question: MemoryTokens, bank: BankRows) -> Tensor:
         """The document prior's score `s(x, d)` for every question and row, `[B, K]`.

@@ -9,6 +9,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from mac_rag.nn.prior_keys import PriorKeys
+
 CHUNK_ROWS = 8192
 
 
@@ -55,6 +57,10 @@ class BoundedView(BankView, Protocol):
     def row_tokens(self) -> int:
         """T, the tokens of a row."""
 
+    @property
+    def compact_prior_keys(self) -> PriorKeys | None:
+        """`prior_keys` without the zeros of their lexical parts."""
+
     def longest(self, block: int) -> Tensor:
         """The largest norm of each row's keys, `[H, K]`."""
 
@@ -100,12 +106,13 @@ class BankProjection:
         return BankProjection(keys, values, chosen_keys, log_counts, self.chunk_rows)
 
 
-def prior_keys(bank: BankRows) -> Tensor:
-    """The rows' keys of the document prior.
+def prior_keys(bank: BankRows) -> Tensor | PriorKeys:
+    """The rows' keys of the document prior, in the form in which they take least memory.
 
     Raises:
         ValueError: for rows without them.
     """
-    if bank.prior_keys is None:
+    keys = bank.compact_prior_keys if isinstance(bank, BoundedView) else bank.prior_keys
+    if keys is None:
         raise ValueError("this view of a bank has no prior keys, which the network's document prior needs")
-    return bank.prior_keys
+    return keys

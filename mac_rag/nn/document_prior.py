@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.prior_keys import PriorKeys
 
 
 class DocumentPrior(nn.Module):
@@ -42,9 +43,13 @@ class DocumentPrior(nn.Module):
         return texts.tokens[:, 0] if self.sentence_token else texts.tokens.mean(1)
 
     def keys(self, phi: MemoryTokens) -> Tensor:
-        """The prior's keys of K documents, `[K, d_prior]`; d_prior is the prior's width plus R D."""
-        keys = functional.normalize(self.key(self.summary(phi)), dim=-1)
+        """The prior's keys of K documents, `[K, d_prior]`; d_prior is the prior's width P plus R D."""
+        keys = self.summary_keys(phi)
         return keys if phi.lexical is None else torch.cat([keys, phi.lexical.flatten(1)], -1)
+
+    def summary_keys(self, phi: MemoryTokens) -> Tensor:
+        """The part of the keys that compares summaries, `[K, P]`."""
+        return functional.normalize(self.key(self.summary(phi)), dim=-1)
 
     def queries(self, question: MemoryTokens) -> Tensor:
         """The prior's queries of B questions, `[B, d_prior]`."""
@@ -54,14 +59,16 @@ class DocumentPrior(nn.Module):
         lexical = functional.normalize(question.lexical.flatten(1), dim=-1)
         return torch.cat([queries, self.lexical_weight * lexical], -1)
 
-    def score(self, queries: Tensor, keys: Tensor) -> Tensor:
+    def score(self, queries: Tensor, keys: Tensor | PriorKeys) -> Tensor:
         """Scores `[B, K]`.
 
         Args:
             queries: `[B, d_prior]`.
             keys: `[K, d_prior]`, or `[G, K, d_prior]` where each run of B / G questions has documents of its own.
         """
-        if keys.ndim == 3:
+        if isinstance(keys, PriorKeys):
+            products = keys.products(queries)
+        elif keys.ndim == 3:
             products = (queries.unflatten(0, (len(keys), -1)) @ keys.mT).flatten(0, 1)
         else:
             products = queries @ keys.T

@@ -103,16 +103,13 @@ def hierarchical(
 def _bank_rows(network: AggregationNetwork, question: MemoryTokens, bank: BankView) -> Iterator[_Rows]:
     """The bank's rows as the first level needs them."""
     prior = network.prior if network.use_prior else None
-    queries = None if prior is None else prior.queries(question)
+    scores = None if prior is None else prior.score(prior.queries(question), prior_keys(bank))
     start = 0
     for parts in zip(*(bank.chunks(block) for block in range(len(network.blocks))), strict=True):
         memory = tuple(part if part.ndim == 5 else part[None] for keys_values in parts for part in keys_values)
         rows = slice(start, start + memory[0].shape[-3])
         start = rows.stop
-        scores = None
-        if prior is not None and queries is not None:
-            scores = prior.score(queries, prior_keys(bank)[..., rows, :])
-        yield _Rows(memory, scores)
+        yield _Rows(memory, None if scores is None else scores[:, rows])
 
 
 def _aggregate_level(

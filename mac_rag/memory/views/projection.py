@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from mac_rag.errors import BankError
+from mac_rag.memory.views.overview import Overview, computed_overview, keeps_overview, read_overviews
 from mac_rag.memory.views.row_cache import RowCache
 from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.row_bounds import longest_keys
+from mac_rag.nn.prior_keys import PriorKeys
 
 if TYPE_CHECKING:
     from mac_rag.memory.contents import Contents
@@ -93,8 +94,8 @@ class ProjectedBank:
         self._weights = self._blocks[0].to_key.weight.dtype
         self._version: int | None = None
         self._row_keys = torch.empty(0, dtype=torch.int64)
-        self._prior_keys: Tensor | None = None
-        self._longest: tuple[Tensor, ...] = ()  # for each block the largest norm of each row's keys `[H, K]`
+        self._overview: Overview | None = None
+        self._dense_prior_keys: Tensor | None = None
         self._needed: tuple[RowCache, ...] = ()  # for each block the rows that were needed last, unless all are cached
         self._pieces: list[_Piece] = []
         self.refresh()
@@ -110,28 +111,27 @@ class ProjectedBank:
         is_known = torch.isin(row_keys, self._row_keys, assume_unique=True)
         first = int(is_known.long().cumprod(0).sum()) if self.cached or not cached else 0
         remains = torch.isin(self._row_keys, row_keys[:first], assume_unique=True)
-        pieces, prior_keys, longest = [], [], []
+        pieces: list[_Piece] = []
+        overviews = [] if self._overview is None else [self._overview.kept(remains.to(self.device))]
         if cached and self._pieces:
             parts = remains.split([len(piece.row_keys) for piece in self._pieces])
             pieces = [piece.filtered(part) for piece, part in zip(self._pieces, parts) if part.any()]
-        if self._prior_keys is not None:
-            kept = remains.to(self.device)
-            prior_keys.append(self._prior_keys if remains.all() else self._prior_keys[kept])
-            longest.append([norms if remains.all() else norms[:, kept] for norms in self._longest])
-        for start in range(first, len(row_keys), self.chunk_rows):
+        prior, is_kept = self.network.prior is not None, keeps_overview(self.network, self.bank)
+        if is_kept:
+            overviews += read_overviews(
+                self.network, self.bank, first, self._take, chunk_rows=self.chunk_rows, device=self.device
+            )
+        for start in range(first, len(row_keys), self.chunk_rows) if cached or (prior and not is_kept) else ():
             stop = min(start + self.chunk_rows, len(row_keys))
-            if not cached and self.network.prior is None:
-                break
             phi = self._read(start, stop)
             if cached:
                 pieces.append(_Piece(row_keys[start:stop], self._project(phi, self._blocks)))
-            if self.network.prior is not None:
-                prior_keys.append(self._prior(phi))
-                keys = (pair[0] for pair in pieces[-1].projected) if cached else self._keys(phi)
-                longest.append([longest_keys(each) for each in keys])
+            if prior and not is_kept:
+                keys = [keys for keys, _ in pieces[-1].projected] if cached else None
+                overviews.append(computed_overview(self.network, phi, keys))
         # Nothing above changes this view, so an error leaves it as it was.
-        self._prior_keys = torch.cat(prior_keys) if len(prior_keys) > 1 else next(iter(prior_keys), None)
-        self._longest = tuple(torch.cat(norms, 1) for norms in zip(*longest, strict=True))
+        self._overview = Overview.cat(overviews) if overviews else None
+        self._dense_prior_keys = None
         if cached:
             self._needed = ()
         elif not self._needed:
@@ -155,20 +155,12 @@ class ProjectedBank:
     def _read(self, start: int, stop: int) -> MemoryTokens:
         return self._split(self.bank.read(start, stop))
 
+    def _take(self, index: Tensor) -> MemoryTokens:
+        return self._split(self.bank.take(index))
+
     def _split(self, rows: Tensor) -> MemoryTokens:
         """The bank's rows `[k, T + R, D]` as the network takes them."""
         return MemoryTokens.split(rows.to(self.device, self._weights), self.network.lexical_vectors)
-
-    @torch.no_grad()
-    def _prior(self, phi: MemoryTokens) -> Tensor:
-        assert self.network.prior is not None
-        return self.network.prior.keys(phi)
-
-    @torch.no_grad()
-    def _keys(self, phi: MemoryTokens) -> list[Tensor]:
-        """Keys `[H, k, T, d]` of k rows, for each block."""
-        normed = self.network.bank_norm(phi.tokens)
-        return [block.project_keys(normed).to(self.dtype) for block in self._blocks]
 
     @torch.no_grad()
     def _project(self, phi: MemoryTokens, blocks: Iterable[CrossAttentionBlock]) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -181,9 +173,9 @@ class ProjectedBank:
     def bytes(self) -> int:
         """Bytes of the cached keys and values, their norms, and the keys of the document prior."""
         tensors = [tensor for piece in self._pieces for pair in piece.projected for tensor in pair]
-        tensors += self._longest
-        tensors += [] if self._prior_keys is None else [self._prior_keys]
-        return sum(tensor.nbytes for tensor in tensors) + sum(rows.bytes for rows in self._needed)
+        tensors += [] if self._dense_prior_keys is None else [self._dense_prior_keys]
+        overview = 0 if self._overview is None else self._overview.nbytes
+        return overview + sum(tensor.nbytes for tensor in tensors) + sum(rows.bytes for rows in self._needed)
 
     @property
     def documents(self) -> int:
@@ -197,10 +189,21 @@ class ProjectedBank:
 
     @property
     def prior_keys(self) -> Tensor | None:
-        """Keys of the document prior `[K, d_prior]`; None without a document prior."""
-        if self._prior_keys is None and self.network.prior is not None:
-            return torch.empty(0, 0, device=self.device)  # no rows, as one process of several may hold
-        return self._prior_keys
+        """Keys of the document prior `[K, d_prior]`; None without a document prior.
+
+        They are made at the first access. Exact attention has no need of them.
+        """
+        keys = self.compact_prior_keys
+        if keys is not None and self._dense_prior_keys is None:
+            self._dense_prior_keys = keys.take(torch.arange(len(keys), device=self.device))
+        return self._dense_prior_keys
+
+    @property
+    def compact_prior_keys(self) -> PriorKeys | None:
+        """The same without the zeros of lexical parts; None without a document prior."""
+        if self._overview is None and self.network.prior is not None:
+            return PriorKeys.of(torch.empty(0, 0, device=self.device), None)  # as one process of several may hold
+        return None if self._overview is None else self._overview.prior_keys
 
     @property
     def log_counts(self) -> None:
@@ -226,7 +229,10 @@ class ProjectedBank:
 
     def longest(self, block: int) -> Tensor:
         """The largest norm of each row's keys in a block, `[H, K]`; only for a network with a document prior."""
-        return self._longest[block]
+        assert self._overview is not None
+        heads = [each.heads for each in self._blocks]
+        longest: Tensor = self._overview.longest.split(heads, 1)[block].T
+        return longest
 
     def select(self, index: Tensor) -> SelectedRows:
         """A view in which each question sees its own rows, numbered by `index` `[B, N]`, in that order.
@@ -296,8 +302,11 @@ class SelectedRows:
     @property
     def prior_keys(self) -> Tensor | None:
         """Keys of the document prior `[B, N, d_prior]`; None without a document prior."""
-        keys = self._bank.prior_keys
-        return None if keys is None else keys[self._index.to(keys.device)]
+        keys = self._bank.compact_prior_keys
+        if keys is None:
+            return None
+        chosen: Tensor = keys.take(self._index.flatten().to(keys.dense.device)).unflatten(0, self._index.shape)
+        return chosen
 
     @property
     def log_counts(self) -> None:

@@ -14,8 +14,8 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory import MemoryBank
-from mac_rag.memory.rows import Rows
 from mac_rag.memory.quantizer import fit
+from mac_rag.memory.rows import Rows
 from mac_rag.memory.views.codebook import quantize
 from mac_rag.memory.views.question_cache import RecentQuestions
 from mac_rag.memory.views.reader import BankReader
