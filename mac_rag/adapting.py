@@ -43,11 +43,7 @@ class Adapter:
         self.model = model
         self.bound = bound
         self._bounded: BoundedBank | None = None
-        self._layout = RowLayout(
-            dtype="bf16",
-            lexical_vectors=model.config.lexical_vectors,
-            summary=model.aggregation.summary_width,
-        )
+        self._layout = row_layout(model)
 
     def plan(
         self,
@@ -164,3 +160,10 @@ class Adapter:
         plan = self.plan(documents, bank)
         new = [document for document in documents if document.id in plan]
         self.put(bank, new, self.encode(new, plan), plan)
+
+
+def row_layout(model: MACModel) -> RowLayout:
+    """How a new bank keeps the rows of a model, unless it was made for other numbers."""
+    return RowLayout(
+        dtype="bf16", lexical_vectors=model.config.lexical_vectors, summary=model.aggregation.summary_width
+    )

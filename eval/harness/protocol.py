@@ -228,7 +228,7 @@ def adapt(engine: MACEngine, documents: Sequence[Document], *, progress: bool = 
     began = time.perf_counter()
     report = engine.adapt(documents, on_long="chunk", progress=progress)
     seconds = time.perf_counter() - began
-    chunked = sum(len(entry.phi) > 1 for entry in engine.bank)
+    chunked = sum(entry.rows > 1 for entry in engine.bank)
     return Adaptation(documents=len(documents), rows=report.rows, chunked=chunked, seconds=seconds)
 
 

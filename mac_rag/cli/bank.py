@@ -31,8 +31,11 @@ def info(bank: BankOption) -> None:
             say(f"memory tokens  {rows * tokens:,} of width {width} ({tokens} for each of {rows:,} rows)")
         if opened.codebook is not None:
             say(f"codebook       {len(opened.codebook):,} codes")
+        if opened.row_shape is not None and opened.codebook is None:
+            say(f"rows           {opened.layout.dtype or 'fp32'}")
         size = sum(file.stat().st_size for file in bank.iterdir() if file.is_file())
-        say(f"on disk        {size / 2**20:,.1f} MiB")
+        each = f", {size / len(opened) / 2**10:,.1f} KiB a document" if len(opened) else ""
+        say(f"on disk        {size / 2**20:,.1f} MiB{each}")
         say(f"texts          {'kept' if opened.keep_texts else 'not kept'}")
         say(f"deleted files  {'overwritten and removed' if opened.secure_delete else 'removed'}")
         version = version_of(opened.fingerprint)
@@ -199,7 +202,7 @@ def _records(bank: MemoryBank, *, with_texts: bool = False) -> list[dict[str, ob
     """One record per entry: the number of its rows, and its document, or the documents that were merged into it."""
     return [
         {
-            "rows": len(entry.phi),
+            "rows": entry.rows,
             "documents": [
                 {
                     "id": member.document_id,

@@ -15,6 +15,7 @@ from mac_rag.cli.options import (
     FolderOption,
     ModelOption,
     RetrieverOption,
+    RowsOption,
     open_retriever,
     open_to_fill,
     warn_of_disagreement,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 bank.app.command()(rebuild.rebuild)
+bank.app.command()(rebuild.migrate)
 app.add_typer(bank.app, name="bank")
 app.command("try")(try_out.try_out)
 app.command()(fetch.fetch)
@@ -90,6 +92,7 @@ def adapt(
             help="Make a bank that overwrites its files before it removes them. It is read into memory as a whole.",
         ),
     ] = False,
+    rows: RowsOption = None,
     device_map: DeviceMapOption = None,
 ) -> None:
     """Remember documents in a bank. With --retriever, store their texts in the retriever as well.
@@ -102,8 +105,8 @@ def adapt(
     A document with a known id replaces the older version; an unchanged document costs nothing. The bank is saved every
     few hundred documents. If the command is interrupted, run it again.
 
-    Whether a bank keeps texts, and whether it overwrites what it deletes, is decided when it is created; later calls
-    need not repeat --keep-texts and --secure-delete.
+    Whether a bank keeps texts, whether it overwrites what it deletes, and in which numbers it keeps memory tokens, is
+    decided when it is created; later calls need not repeat --keep-texts, --secure-delete and --rows.
     """
     from mac_rag.config import BoundConfig
     from mac_rag.data.readers import read_documents
@@ -126,10 +129,14 @@ def adapt(
             f"{bank} was created without --secure-delete; leave the option out, or make a new bank with it: by "
             "adapting to all documents again, or by mac-rag bank rebuild --secure-delete"
         )
+    if opened is not None and rows is not None and rows != (kept := opened.layout.dtype or "fp32"):
+        raise ConfigError(
+            f"{bank} keeps its rows as {kept}; leave --rows out, or make a new bank: mac-rag bank migrate --rows {rows}"
+        )
     loaded = MACModel.from_pretrained(model, device_map=device_map)
     if opened is None:  # an empty bank is false, too
         opened = MemoryBank.create_on_commit(
-            bank, loaded.fingerprint, keep_texts=keep_texts, secure_delete=secure_delete
+            bank, loaded.fingerprint, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows
         )
     engine = MACEngine(
         loaded,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -31,6 +31,14 @@ DeviceMapOption = Annotated[
     ),
 ]
 BankOption = Annotated[Path, typer.Option("--bank", help="Folder of the memory bank.", file_okay=False)]
+RowsOption = Annotated[
+    Literal["bf16", "int8", "fp32"] | None,
+    typer.Option(
+        "--rows",
+        help="Numbers in which a new bank keeps its memory tokens: int8 in half of the bytes of bf16, fp32 in twice.",
+        show_default="bf16",
+    ),
+]
 RetrieverOption = Annotated[
     str,
     typer.Option(

@@ -1,4 +1,4 @@
-"""`mac-rag bank rebuild`: a bank for another model, from the texts of an old one."""
+"""New banks from old ones: `mac-rag bank rebuild` for another model, `mac-rag bank migrate` in other numbers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mac_rag.cli.options import (
     FolderOption,
     ModelOption,
     RetrieverOption,
+    RowsOption,
     open_retriever,
     open_to_fill,
 )
@@ -58,8 +59,7 @@ def rebuild(
     from mac_rag.model import MACModel
     from mac_rag.rebuilding import rebuild as make_anew
 
-    if bank.resolve() in (into.resolve(), *into.resolve().parents):
-        raise ConfigError(f"{into} is the old bank's folder, or in it; choose a new folder for --into")
+    _check_apart(bank, into)
     old = MemoryBank.open(bank)
     begun = open_to_fill(into, "--into")
     keep_texts = keep_texts or old.keep_texts
@@ -92,3 +92,43 @@ def rebuild(
         f"{report.adapted} adapted, {report.documents - report.adapted} were there, {len(report.skipped)} skipped; "
         f"{into} is complete and holds {report.documents} documents"
     )
+
+
+def migrate(
+    bank: BankOption,
+    into: Annotated[Path, typer.Option(help="Folder of the new bank.", file_okay=False)],
+    model: ModelOption = DEFAULT_MODEL,
+    rows: RowsOption = None,
+    device_map: DeviceMapOption = None,
+) -> None:
+    """Copy a bank of any format to a new one of the latest format, and in other numbers.
+
+    Nothing is adapted again, and no text is needed. The new bank holds the same entries in the same order. The old bank
+    does not change, and can be used meanwhile. The new bank is saved every few hundred entries. If the command is
+    interrupted, run it again.
+    """
+    from mac_rag.memory.bank import MemoryBank
+    from mac_rag.migrating import migrate as copy
+    from mac_rag.model import MACModel
+
+    _check_apart(bank, into)
+    old = MemoryBank.open(bank)
+    begun = open_to_fill(into, "--into")
+    if begun is not None and begun.layout.dtype != (rows or "bf16"):
+        raise ConfigError(
+            f"{into} was begun with rows as {begun.layout.dtype or 'fp32'}; repeat its command, or choose a new folder "
+            "for --into"
+        )
+    loaded = MACModel.from_pretrained(model, device_map=device_map)
+    old.check_model(loaded.fingerprint)
+    if begun is None:
+        settings = {"keep_texts": old.keep_texts, "secure_delete": old.secure_delete}
+        begun = MemoryBank.create_on_commit(into, loaded.fingerprint, rows=rows, **settings)
+    with begun:
+        documents = copy(old, begun, loaded, progress=True)
+    say(f"{into} is complete and holds {documents:,} documents")
+
+
+def _check_apart(bank: Path, into: Path) -> None:
+    if bank.resolve() in (into.resolve(), *into.resolve().parents):
+        raise ConfigError(f"{into} is the old bank's folder, or in it; choose a new folder for --into")

@@ -16,6 +16,7 @@ from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory.contents import BankEntry, Snapshot
 from mac_rag.memory.editing import EditableContents
 from mac_rag.memory.parts import Part, no_entries
+from mac_rag.memory.rows import RowDtype
 from mac_rag.memory.storage.folder import exists
 from mac_rag.memory.storage.manifest import Intent, Manifest
 from mac_rag.memory.storage.segment import continues
@@ -39,6 +40,8 @@ class MemoryBank(EditableContents):
         keep_texts: True to keep the documents' texts (`BankEntry.texts`), for a later model to adapt to.
         secure_delete: True to overwrite the bank's files with zeros before they are removed. Whoever opens the bank
             reads all of it into memory then, because memory-mapped files would become zeros as well.
+        rows: numbers that memory tokens are kept in: `bf16`; `int8`, in half of the bytes; or `fp32`, which keeps them
+            as they are. None for what an engine chooses, bf16, and for fp32 where something else fills the bank.
 
     Attributes:
         fingerprint: fingerprint of the model that wrote the bank.
@@ -70,8 +73,9 @@ class MemoryBank(EditableContents):
         codebook: Tensor | None = None,
         keep_texts: bool = False,
         secure_delete: bool = False,
+        rows: RowDtype | None = None,
     ) -> None:
-        super().__init__(fingerprint, codebook, keep_texts)
+        super().__init__(fingerprint, codebook, keep_texts, rows)
         self.secure_delete = secure_delete
         self._store: Store | None = None
         self._uncreated: Path | None = None  # folder in which the first commit creates the bank
@@ -86,29 +90,36 @@ class MemoryBank(EditableContents):
         codebook: Tensor | None = None,
         keep_texts: bool = False,
         secure_delete: bool = False,
+        rows: RowDtype | None = None,
     ) -> MemoryBank:
         """Makes a new, empty bank on disk and opens it for writing.
 
         Args:
             folder: folder of the bank; it is made if it does not exist.
-            fingerprint, codebook, keep_texts, secure_delete: see the class.
+            fingerprint, codebook, keep_texts, secure_delete, rows: see the class.
 
         Raises:
             BankError: when the folder already holds a bank.
         """
-        bank = cls(fingerprint, codebook=codebook, keep_texts=keep_texts, secure_delete=secure_delete)
+        bank = cls(fingerprint, codebook=codebook, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows)
         bank._follow(bank._written(Path(folder), ()))
         return bank
 
     @classmethod
     def create_on_commit(
-        cls, folder: str | Path, fingerprint: str, *, keep_texts: bool = False, secure_delete: bool = False
+        cls,
+        folder: str | Path,
+        fingerprint: str,
+        *,
+        keep_texts: bool = False,
+        secure_delete: bool = False,
+        rows: RowDtype | None = None,
     ) -> MemoryBank:
         """An empty bank that is in memory until its first commit, which creates it on disk as `create` does.
 
         `commit` raises BankError when the folder holds a bank by then.
         """
-        bank = cls(fingerprint, keep_texts=keep_texts, secure_delete=secure_delete)
+        bank = cls(fingerprint, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows)
         bank._uncreated = Path(folder)
         return bank
 

@@ -41,10 +41,12 @@ class BankEntry:
     Attributes:
         members: the documents of the entry, in the order of arrival.
         sequence: the entry's number in the order of arrival; never used for another entry.
+        rows: number of its rows.
     """
 
     members: tuple[Member, ...]
     sequence: int
+    rows: int
     _phi: Callable[[], Tensor] = field(repr=False, compare=False)
     _texts: Callable[[], Texts] = field(repr=False, compare=False)
 
@@ -166,7 +168,7 @@ class Contents:
         def phi() -> Tensor:
             return decoded(part.entry_rows(placed), layout, codebook).clone()
 
-        return BankEntry(record.members, record.sequence, phi, partial(part.texts, record))
+        return BankEntry(record.members, record.sequence, record.rows, phi, partial(part.texts, record))
 
     def __len__(self) -> int:
         return len(self._sequences)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from mac_rag.memory.contents import BankEntry, Contents, Snapshot
 from mac_rag.memory.new_entries import NewEntry, new_entries
 from mac_rag.memory.parts import PART_BITS, Part, no_entries
 from mac_rag.memory.records import Record
-from mac_rag.memory.rows import RowLayout, Rows
+from mac_rag.memory.rows import RowDtype, RowLayout, Rows
 
 
 class EditableContents(Contents):
@@ -26,11 +26,18 @@ class EditableContents(Contents):
         fingerprint: fingerprint of the model that writes the contents.
         codebook: `[C, D]` to store codes; None to store memory tokens.
         keep_texts: True to keep the documents' texts.
+        rows: numbers that memory tokens are kept in; None to leave it to the first that puts rows.
+
+    Raises:
+        BankError: for a codebook beside numbers of rows.
     """
 
-    def __init__(self, fingerprint: str, codebook: Tensor | None, keep_texts: bool) -> None:
+    def __init__(self, fingerprint: str, codebook: Tensor | None, keep_texts: bool, rows: RowDtype | None) -> None:
         super().__init__(fingerprint, None if codebook is None else codebook.detach().to("cpu", torch.float32).clone())
+        if codebook is not None and rows is not None:
+            raise BankError(f"a bank with a codebook keeps codes, so rows {rows!r} cannot be; leave one of them out")
         self.keep_texts = keep_texts
+        self.layout = RowLayout(dtype=rows)
         self._next_sequence = 0
         self._segments: list[Part] = []  # of the last commit, as copies that may have changed since
         self._tail = no_entries()  # entries that came since
@@ -48,10 +55,14 @@ class EditableContents(Contents):
         return self._snapshot
 
     def keep_rows_as(self, layout: RowLayout) -> None:
-        """Chooses how rows are kept, in a bank that holds none and has no codebook; any other bank stays as it is."""
+        """Chooses how rows are kept, in a bank that holds none and has no codebook; any other bank stays as it is.
+
+        A dtype that the bank has already been given stays.
+        """
         self._check_writable()
         if not len(self) and self.codebook is None:
-            self.layout = layout
+            chosen = self.layout.dtype
+            self.layout = layout if chosen is None else layout.model_copy(update={"dtype": chosen})
 
     def put(
         self,
@@ -155,15 +166,23 @@ class EditableContents(Contents):
             self._tail = self._tail.compacted()
         self._hold([*self._segments, self._tail])
 
-    def restore(self, entries: Iterable[BankEntry]) -> None:
-        """Fills an empty bank with entries of another bank.
+    def restore(self, entries: Iterable[BankEntry], summarize: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Appends entries of another bank.
+
+        Args:
+            entries: the entries. This bank must hold none of their documents.
+            summarize: makes summaries `[n, S]` of rows `[n, T, D]`; None if they are not known.
 
         Raises:
-            BankError: when this bank is not empty, or memory tokens do not fit it.
+            BankError: when this bank holds one of the documents, or memory tokens do not fit it. Entries that came
+                before it are there, uncommitted.
         """
         self._check_writable()
-        if len(self):
-            raise BankError(f"this bank holds {len(self)} documents already; restore entries into an empty one")
         for entry in entries:
-            rows = self._encoded(entry.phi)
+            for member in entry.members:
+                if member.document_id in self:
+                    raise BankError(f"this bank holds document {member.document_id!r} already; delete it first")
+            phi = entry.phi
+            rounded = phi if summarize is None or self.codebook is not None else self.layout.rounded(phi)
+            rows = self._encoded(phi, None if summarize is None else summarize(rounded))
             self._append(rows, [NewEntry(len(rows), entry.members, entry.texts)])

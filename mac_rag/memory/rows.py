@@ -25,7 +25,12 @@ from mac_rag.errors import BankError
 
 RowDtype: TypeAlias = Literal["fp32", "bf16", "int8"]
 
-_PHI = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+_PHI: dict[RowDtype | None, torch.dtype] = {
+    None: torch.float32,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "int8": torch.int8,
+}
 # Columns in the order of their files: each begins where its numbers are aligned, whatever stands before it.
 COLUMNS = ("summaries", "places", "codes", "scales", "weights", "phi")
 _RAGGED = ("places", "weights")
@@ -43,14 +48,15 @@ class RowLayout(BaseModel):
 
     Attributes:
         dtype: numbers of memory tokens. `fp32` keeps them as they are, `bf16` rounds them to 8 bits of precision,
-            `int8` to whole multiples of the 127th part of each token's largest number.
+            `int8` to whole multiples of the 127th part of each token's largest number. None keeps them as they are,
+            too, and leaves the choice to whoever puts the first row.
         lexical_vectors: R, vectors at the end of each row that are kept as the numbers that are not zero.
         summary: S, numbers of a row's summary.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    dtype: RowDtype = "fp32"
+    dtype: RowDtype | None = None
     lexical_vectors: int = Field(0, ge=0, lt=1 << 31)
     summary: int = Field(0, ge=0, lt=1 << 31)
 
@@ -62,12 +68,11 @@ class RowLayout(BaseModel):
             places: W.
         """
         count, tokens = shape[:2]
-        weights = torch.float32 if self.dtype == "fp32" else torch.bfloat16
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         if self.summary:
             found["summaries"] = torch.float32, (count, self.summary)
         if self.lexical_vectors:
-            found |= {"places": (torch.int32, (count, places)), "weights": (weights, (count, places))}
+            found |= {"places": (torch.int32, (count, places)), "weights": (self._weights, (count, places))}
         if len(shape) == 2:
             found["codes"] = torch.int32, (count, tokens)
         else:
@@ -75,6 +80,10 @@ class RowLayout(BaseModel):
             if self.dtype == "int8":
                 found["scales"] = torch.float32, (count, tokens)
         return {name: found[name] for name in COLUMNS if name in found}
+
+    @property
+    def _weights(self) -> torch.dtype:
+        return torch.float32 if self.dtype in (None, "fp32") else torch.bfloat16
 
     def encode(self, phi: Tensor) -> Rows:
         """Rows of memory tokens and lexical vectors `[n, T + R, D]` in float32, without their summaries.
@@ -104,7 +113,7 @@ class RowLayout(BaseModel):
 
     def _sparse(self, lexical: Tensor) -> dict[str, Tensor]:
         """Places and weights `[n, W]` of lexical vectors `[n, R D]`."""
-        lexical = lexical.to(torch.float32 if self.dtype == "fp32" else torch.bfloat16)
+        lexical = lexical.to(self._weights)
         filled = lexical != 0
         row, place = filled.nonzero(as_tuple=True)
         slot = (filled.long().cumsum(1) - 1)[row, place]
@@ -122,7 +131,7 @@ class RowLayout(BaseModel):
             return phi
         lexical = phi.new_zeros(len(phi), self.lexical_vectors * phi.shape[2])
         lexical.scatter_add_(1, rows.columns["places"].long(), rows.columns["weights"].float())
-        return torch.cat([phi, lexical.view(len(phi), self.lexical_vectors, -1)], 1)
+        return torch.cat([phi, lexical.view(len(phi), self.lexical_vectors, phi.shape[2])], 1)
 
 
 def decoded(rows: Rows, layout: RowLayout, codebook: Tensor | None) -> Tensor:

@@ -150,7 +150,7 @@ class TestBank:
         )
         assert "r[1]" in shown
 
-    def test_verify_and_repair(self, bank: Path) -> None:
+    def test_verify_and_repair(self, bank: Path, tmp_path: Path) -> None:
         assert run("bank", "verify", "--bank", bank).exit_code == 0
         tokens = next(bank.glob("*.safetensors"))
         data = bytearray(tokens.read_bytes())
@@ -159,7 +159,7 @@ class TestBank:
         found = run("bank", "verify", "--bank", bank)
         assert found.exit_code == 1
         assert tokens.name in found.stdout
-        assert tokens.name in refusal("ask", "Who?", "--bank", bank)
+        assert tokens.name in refusal("bank", "export", "--bank", bank, "--output", tmp_path / "out")
         assert "r2" in run("bank", "repair", "--bank", bank).stdout
         assert run("bank", "verify", "--bank", bank).exit_code == 0
         assert len(MemoryBank.open(bank)) == 3

@@ -124,8 +124,8 @@ def test_entries_are_restored_with_their_provenance() -> None:
     copy.restore(bank)
     assert [entry.members for entry in copy] == [entry.members for entry in bank]
     assert torch.equal(copy.phi, bank.phi)
-    with pytest.raises(BankError, match="holds 3 documents"):
-        copy.restore([])
+    with pytest.raises(BankError, match="holds document 'c' already"):
+        copy.restore(bank)
 
 
 def test_an_empty_bank_takes_any_shape() -> None:

@@ -28,8 +28,9 @@ from mac_rag.nn.memory_tokens import MemoryTokens, split_rows
 
 def quantize(bank: Contents, codebook: Tensor) -> MemoryBank:
     """Copies a bank into one in memory that stores memory tokens as indices of a codebook `[C, D]`."""
-    settings = {"keep_texts": bank.keep_texts, "secure_delete": bank.secure_delete}
-    quantized = MemoryBank(bank.fingerprint, codebook=codebook, **settings)
+    quantized = MemoryBank(
+        bank.fingerprint, codebook=codebook, keep_texts=bank.keep_texts, secure_delete=bank.secure_delete
+    )
     quantized.restore(bank)
     return quantized
 

@@ -193,7 +193,7 @@ def test_numbers_that_are_not_finite_enter_no_bank(value: float) -> None:
         bank.put([Document(name, name) for name in "abc"], torch.zeros(3, 2, 3))
         with pytest.raises(BankError, match="not finite"):
             bank.merge(["a", "b"], phi[1:2])
-        entry = BankEntry((Member.of(Document("a", "a")),), 0, lambda: phi, lambda: (None,))
+        entry = BankEntry((Member.of(Document("a", "a")),), 0, 3, lambda: phi, lambda: (None,))
         with pytest.raises(BankError, match="not finite"):
             MemoryBank("f00d", codebook=codebook).restore([entry])
         assert bank.document_ids == ["a", "b", "c"]

@@ -1,0 +1,121 @@
+"""A bank in other numbers: the same entries, also after an interruption."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mac_rag import migrating
+from mac_rag.adapting import row_layout
+from mac_rag.config import AttentionConfig
+from mac_rag.data.newswire.generate import generate
+from mac_rag.data.types import Document
+from mac_rag.engine import MACEngine
+from mac_rag.errors import BankError, FingerprintError
+from mac_rag.memory import MemoryBank
+from mac_rag.memory.contents import Contents
+from mac_rag.memory.rows import RowLayout
+from mac_rag.memory.storage.repair import verify
+from mac_rag.migrating import migrate
+from mac_rag.model import MACModel
+from tests.cli.helpers import refusal, run
+
+STREAM = generate("test", 12)
+TEXTS = [document.text for document in STREAM.documents]
+
+
+@pytest.fixture
+def old(loaded_tiny_model: MACModel, tmp_path: Path) -> MemoryBank:
+    """A bank as older versions wrote it, with texts, a document of several rows, a merged and a deleted one."""
+    model, bank = loaded_tiny_model, MemoryBank.create(tmp_path / "old", loaded_tiny_model.fingerprint, keep_texts=True)
+    phi = model.amortize([*TEXTS, TEXTS[0]])
+    bank.put([Document(each.id, each.text, {"n": 1}) for each in STREAM.documents], phi, [1] * (len(TEXTS) - 1) + [2])
+    ids = bank.document_ids
+    bank.merge(ids[1:3], phi[1:3].mean(0, keepdim=True))
+    bank.delete(ids[5])
+    bank.commit()
+    assert bank.layout == RowLayout()
+    return bank
+
+
+def described(bank: Contents) -> list[object]:
+    return [(entry.members, entry.texts, entry.rows) for entry in bank]
+
+
+@pytest.mark.parametrize("rows", [None, "int8", "fp32"])
+def test_the_same_entries(old: MemoryBank, loaded_tiny_model: MACModel, tmp_path: Path, rows: str | None) -> None:
+    model = loaded_tiny_model
+    with MemoryBank.create(tmp_path / "new", model.fingerprint, keep_texts=True, rows=rows) as new:  # type: ignore[arg-type]
+        assert migrate(old, new, model) == len(old)
+    new = MemoryBank.open(tmp_path / "new")
+    assert described(new) == described(old)
+    assert new.layout == row_layout(model).model_copy(update={"dtype": rows or "bf16"})
+    assert torch.equal(new.phi, new.layout.rounded(old.phi))
+    assert verify(tmp_path / "new").clean
+
+
+def test_what_it_knows_of_rows_is_what_a_reader_computes(
+    old: MemoryBank, loaded_tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Questions get the same answers, and the first one reads no row that cannot matter."""
+    model, questions = loaded_tiny_model, [question.question for question in STREAM.questions[:4]]
+    new = MemoryBank(model.fingerprint, keep_texts=True, rows="fp32")
+    migrate(old, new, model)
+    for attention in (AttentionConfig(), AttentionConfig(cache_bytes=0), AttentionConfig(strategy="preselect")):
+        expected, found = (MACEngine(model, bank, attention=attention).aggregate(questions) for bank in (old, new))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    read = []
+    take = Contents.take
+    monkeypatch.setattr(Contents, "take", lambda self, index: read.append(len(index)) or take(self, index))
+    MACEngine(model, new, attention=AttentionConfig(cache_bytes=0))._reader._projected()
+    assert not read
+
+
+def test_an_interrupted_migration_goes_on(
+    old: MemoryBank, loaded_tiny_model: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migrating, "_GROUP", 4)
+    model, commit = loaded_tiny_model, MemoryBank.commit
+
+    def fails(self: MemoryBank) -> None:
+        commit(self)
+        raise KeyboardInterrupt
+
+    with MemoryBank.create(tmp_path / "new", model.fingerprint, keep_texts=True) as new:
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryBank, "commit", fails)
+            with pytest.raises(KeyboardInterrupt):
+                migrate(old, new, model)
+        assert 0 < len(new) < len(old)
+    with MemoryBank.open(tmp_path / "new", write=True) as new:
+        migrate(old, new, model)
+        assert described(new) == described(old)
+        new.delete(new.document_ids[0])
+        with pytest.raises(BankError, match="not the first ones"):
+            migrate(old, new, model)
+
+
+def test_other_models_and_codes_are_refused(old: MemoryBank, loaded_tiny_model: MACModel) -> None:
+    with pytest.raises(FingerprintError):
+        migrate(old, MemoryBank("f00d"), loaded_tiny_model)
+    codes = MemoryBank(loaded_tiny_model.fingerprint, codebook=torch.eye(128))
+    with pytest.raises(BankError, match="keeps codes"):
+        migrate(codes, MemoryBank(loaded_tiny_model.fingerprint), loaded_tiny_model)
+    with pytest.raises(BankError, match="leave one of them out"):
+        MemoryBank("f00d", codebook=torch.eye(128), rows="int8")
+
+
+def test_the_command(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    documents, bank, new = tmp_path / "documents.jsonl", tmp_path / "bank", tmp_path / "new"
+    documents.write_text('{"id": "a", "text": "A storm has hit Wunville."}')
+    model = ["--model", str(tiny_checkpoint)]
+    run("adapt", documents, "--bank", bank, *model, "--rows", "fp32")
+    assert "keeps its rows as fp32" in refusal("adapt", documents, "--bank", bank, *model, "--rows", "int8")
+    assert "holds 1 documents" in run("bank", "migrate", "--bank", bank, "--into", new, *model, "--rows", "int8").output
+    info = run("bank", "info", "--bank", new).output
+    assert "rows           int8" in info
+    assert "KiB a document" in info
+    assert "begun with rows as int8" in refusal("bank", "migrate", "--bank", bank, "--into", new, *model)
+    assert "old bank's folder" in refusal("bank", "migrate", "--bank", bank, "--into", bank / "x", *model)
