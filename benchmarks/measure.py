@@ -59,10 +59,10 @@ def usage(run: Callable[[], _Result], device: torch.device, rounds: int) -> tupl
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else _memory("VmRSS")
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else memory("VmRSS")
     results: list[_Result] = []
     first = _seconds(lambda: results.append(run()))
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _memory("VmHWM")
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else memory("VmHWM")
     seconds = first if first > _LONG_SECONDS else statistics.median(_seconds(run) for _ in range(rounds))
     return Usage(seconds, peak - before), results[0]
 
@@ -103,7 +103,7 @@ def _seconds(run: Callable[[], Any]) -> float:
     return timed(run)[0]
 
 
-def _memory(field: str) -> int:
+def memory(field: str) -> int:
     """Memory of this process in bytes: `VmRSS` now, `VmHWM` at the peak; without /proc always the peak.
 
     On Linux a child process inherits the `ru_maxrss` of its parent, so it cannot be used there.

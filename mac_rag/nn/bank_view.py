@@ -51,7 +51,7 @@ class BoundedView(BankView, Protocol):
 
     @property
     def cached(self) -> bool:
-        """True if the keys and values of all rows are at hand; False if they are computed when they are asked for."""
+        """True if no key or value is computed twice; False if they are computed whenever they are asked for."""
 
     @property
     def row_tokens(self) -> int:

@@ -57,7 +57,8 @@ class ProjectedBank:
     Keys and values are cached if those of the whole bank fit into a budget. Otherwise they are projected when they are
     needed. Where a document prior tells the few rows that can matter, these are all that is read, and the budget keeps
     those that were needed last; else they are projected chunk by chunk, once per block and batch of questions. The keys
-    of the document prior, and the norms that bound what a row can contribute, are always cached.
+    of the document prior, and the norms that bound what a row can contribute, are always cached. On a CPU, and if the
+    bank keeps what the prior needs to know of its rows, even a bank that fits is projected only as far as it is needed.
 
     A view shows one version of the bank: after a change of the bank, call `refresh`.
 
@@ -70,7 +71,7 @@ class ProjectedBank:
         chunk_rows: number of rows that are projected and attended to at a time.
 
     Attributes:
-        cached: True if the keys and values of all rows are cached.
+        cached: True if the keys and values of all rows fit into the budget, so that none is projected twice.
     """
 
     def __init__(
@@ -105,40 +106,42 @@ class ProjectedBank:
         if self._version == self.bank.version:
             return
         version, row_keys = self.bank.version, self.bank.row_keys
-        cached = len(row_keys) * self._row_bytes() <= self.budget_bytes
+        fits = len(row_keys) * self._row_bytes() <= self.budget_bytes
+        prior, is_kept = self.network.prior is not None, keeps_overview(self.network, self.bank)
+        # On a CPU a prior may have few rows read, so that projecting all of them can wait until a question needs them.
+        projects = fits and (bool(self._pieces) or not (is_kept and self.device.type == "cpu"))
         # New rows stand behind all others, so the rows that are known already come first. A bank with another order, or
-        # one that fits into the budget again, is projected from the first unknown row on.
+        # one that is projected for the first time, is read from the first unknown row on.
         is_known = torch.isin(row_keys, self._row_keys, assume_unique=True)
-        first = int(is_known.long().cumprod(0).sum()) if self.cached or not cached else 0
+        first = int(is_known.long().cumprod(0).sum()) if self._pieces or not projects else 0
         remains = torch.isin(self._row_keys, row_keys[:first], assume_unique=True)
         pieces: list[_Piece] = []
         overviews = [] if self._overview is None else [self._overview.kept(remains.to(self.device))]
-        if cached and self._pieces:
+        if projects and self._pieces:
             parts = remains.split([len(piece.row_keys) for piece in self._pieces])
             pieces = [piece.filtered(part) for piece, part in zip(self._pieces, parts) if part.any()]
-        prior, is_kept = self.network.prior is not None, keeps_overview(self.network, self.bank)
         if is_kept:
             overviews += read_overviews(
                 self.network, self.bank, first, self._take, chunk_rows=self.chunk_rows, device=self.device
             )
-        for start in range(first, len(row_keys), self.chunk_rows) if cached or (prior and not is_kept) else ():
+        for start in range(first, len(row_keys), self.chunk_rows) if projects or (prior and not is_kept) else ():
             stop = min(start + self.chunk_rows, len(row_keys))
             phi = self._read(start, stop)
-            if cached:
+            if projects:
                 pieces.append(_Piece(row_keys[start:stop], self._project(phi, self._blocks)))
             if prior and not is_kept:
-                keys = [keys for keys, _ in pieces[-1].projected] if cached else None
+                keys = [keys for keys, _ in pieces[-1].projected] if projects else None
                 overviews.append(computed_overview(self.network, phi, keys))
         # Nothing above changes this view, so an error leaves it as it was.
         self._overview = Overview.cat(overviews) if overviews else None
         self._dense_prior_keys = None
-        if cached:
+        self._pieces = _joined(pieces, self.chunk_rows)
+        self._row_keys, self._version, self.cached = row_keys, version, fits
+        if self._pieces:
             self._needed = ()
         elif not self._needed:
             rows = self.budget_bytes // max(1, self._row_bytes())
             self._needed = tuple(RowCache(rows) for _ in self._blocks)
-        self._pieces = _joined(pieces, self.chunk_rows)
-        self._row_keys, self._version, self.cached = row_keys, version, cached
 
     @property
     def row_tokens(self) -> int:
@@ -218,6 +221,7 @@ class ProjectedBank:
         """
         self._check()
         if self.cached:
+            self._project_all()
             yield from (piece.projected[block] for piece in self._pieces)
             return
         for start in range(0, self.documents, self.chunk_rows):
@@ -226,6 +230,16 @@ class ProjectedBank:
             # The memory tokens have no name here, so they are freed while their keys and values are attended to.
             (projected,) = self._project(self._read(start, stop), [self._blocks[block]])
             yield projected
+
+    def _project_all(self) -> None:
+        """Projects all rows of a bank that fits into the budget, unless that is done."""
+        if self._pieces:
+            return
+        for start in range(0, self.documents, self.chunk_rows):
+            stop = min(start + self.chunk_rows, self.documents)
+            projected = self._project(self._read(start, stop), self._blocks)
+            self._pieces.append(_Piece(self._row_keys[start:stop], projected))
+        self._needed = ()
 
     def longest(self, block: int) -> Tensor:
         """The largest norm of each row's keys in a block, `[H, K]`; only for a network with a document prior."""
@@ -254,7 +268,7 @@ class ProjectedBank:
             BankError: when the bank has changed since the last `refresh`.
         """
         self._check()
-        if not self.cached:
+        if not self._pieces:
 
             def project(places: Tensor) -> tuple[Tensor, Tensor]:
                 return self._project(self._split(self.bank.take(index[places])), [self._blocks[block]])[0]

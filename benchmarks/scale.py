@@ -1,0 +1,172 @@
+"""Time of a question from banks of a hundred to a million documents, from the disk, with the defaults.
+
+python -m benchmarks.scale --help
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from eval.harness.command import OutputOption, SeedOption
+from eval.harness.streams import DataOption
+from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from mac_rag.memory import MemoryBank
+    from mac_rag.model import MACModel
+
+# Documents of a bank that are put at a time.
+_GROUP = 1024
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="Folder of the banks. A bank that is there is used again.")],
+    documents: Annotated[
+        list[int] | None, typer.Option(min=1, help="Size of a bank; may be repeated.", show_default="100, 2,000, 6,000")
+    ] = None,
+    model: Annotated[str, typer.Option(help="A MAC model: a name or a folder.")] = "mac-small",
+    data: DataOption = None,
+    adapted: Annotated[int, typer.Option(min=1, help="Documents that are adapted to; the others are copies.")] = 2000,
+    rows: Annotated[Literal["bf16", "int8", "fp32"], typer.Option(help="Numbers of the banks' rows.")] = "bf16",
+    questions: Annotated[int, typer.Option(min=2, help="Questions, each asked alone.")] = 20,
+    all_rows: Annotated[
+        int, typer.Option(min=0, help="Banks of at most so many documents are also read as a whole for each question.")
+    ] = 6000,
+    seed: SeedOption = 0,
+    output: OutputOption = None,
+) -> None:
+    """Time opening a bank, its first question, and later ones, each bank in a process of its own.
+
+    A bank has the first documents of a data set. Beyond `--adapted` it has copies of these, whose memory tokens and
+    lexical vectors are perturbed by noise of three tenths of their standard deviation. That is harder than other
+    documents would be: each document competes with all of its copies. Where it says so, the same questions are
+    also aggregated over all rows, as they were before the document prior told which rows can matter; the difference is
+    that of phi*.
+    """
+    from benchmarks.measure import in_child, write_json
+
+    measured = []
+    for count in sorted(set(documents or (100, 2000, 6000))):
+        place = folder / f"{model.replace('/', '-')}-{rows}-{count}"
+        in_child(_fill, place, count, model, data, adapted, rows, seed)
+        row = in_child(_measure, place, count, model, data, questions, seed, whole=count <= all_rows)
+        measured.append({"documents": count, **row})
+        say(" | ".join(f"{name} {value:,.4g}" for name, value in measured[-1].items()))
+    if output is not None:
+        write_json(output, {"model": model, "rows": rows, "adapted": adapted, "banks": measured})
+
+
+def _fill(place: Path, count: int, model: str, data: str | None, adapted: int, rows: Any, seed: int) -> None:
+    """Makes a bank, unless it is there; goes on with one that was begun."""
+    import torch
+
+    from eval.harness.streams import open_stream
+    from mac_rag.adapting import row_layout
+    from mac_rag.data.types import Document
+    from mac_rag.memory import MemoryBank
+    from mac_rag.model import MACModel
+    from mac_rag.progress import progress_bar
+
+    if MemoryBank.exists(place) and len(MemoryBank.open(place)) == count:
+        return
+    loaded = MACModel.from_pretrained(model, device="cpu")
+    stream, _ = open_stream(data, "test", min(count, adapted), 1, seed=seed, scale="tiny")
+    documents = stream.documents
+    real = loaded.amortize([document.text for document in documents], progress=True)
+    generator = torch.Generator().manual_seed(seed)
+    bank = (
+        MemoryBank.open(place, write=True)
+        if MemoryBank.exists(place)
+        else MemoryBank.create(place, loaded.fingerprint, rows=rows)
+    )
+    with bank, progress_bar("fill", count, done=len(bank)) as bar:
+        bank.keep_rows_as(row_layout(loaded))
+        while (first := len(bank)) < count:
+            index = torch.arange(first, min(first + _GROUP, count))
+            phi = real[index % len(real)]
+            copies = index >= len(real)
+            noise = torch.randn(phi.shape, generator=generator) * 0.3 * phi.std() * (phi != 0)
+            phi = torch.where(copies[:, None, None], phi + noise, phi)
+            group = [Document(f"{number}", documents[number % len(documents)].text) for number in index.tolist()]
+            bank.put(group, phi, summaries=loaded.summaries(bank.layout.rounded(phi)))
+            bank.commit()
+            bar.advance(len(group))
+
+
+def _measure(
+    place: Path, count: int, model: str, data: str | None, questions: int, seed: int, *, whole: bool
+) -> dict[str, float]:
+    import statistics
+    from functools import partial
+
+    from benchmarks.measure import memory, timed
+    from eval.harness.streams import open_stream
+    from mac_rag.engine import MACEngine
+    from mac_rag.memory import MemoryBank
+    from mac_rag.model import MACModel
+
+    loaded = MACModel.from_pretrained(model, device="cpu")
+    stream, _ = open_stream(data, "test", min(count, 100), questions, seed=seed, scale="tiny")
+    asked = [question.question for question in stream.questions]
+    before = memory("VmRSS")
+    opening, bank = timed(lambda: MemoryBank.open(place))
+    engine = MACEngine(loaded, bank)
+    first, _ = timed(lambda: engine.aggregate(asked[:1]))
+    later = [timed(partial(engine.aggregate, [one]))[0] for one in asked[1:]]
+    answering = [timed(partial(engine.answer, [one]))[0] for one in asked[1:]]  # phi* is remembered
+    found = {
+        "KiB a document": sum(file.stat().st_size for file in place.iterdir()) / count / 1024,
+        "opening s": opening,
+        "first s": first,
+        "later s": statistics.median(later),
+        "slowest s": max(later),
+        "generating s": statistics.median(answering),
+        "memory GiB": (memory("VmHWM") - before) / 2**30,
+    }
+    if whole:
+        found |= _whole(loaded, bank, asked)
+    return found
+
+
+def _whole(model: MACModel, bank: MemoryBank, asked: Sequence[str]) -> dict[str, float]:
+    """The same questions from all rows, without the bounds of the view."""
+    import statistics
+    from functools import partial
+    from types import SimpleNamespace
+    from typing import cast
+
+    import torch
+
+    from benchmarks.measure import timed
+    from mac_rag.memory.views.projection import ProjectedBank
+    from mac_rag.nn.bank_view import BankView
+
+    network = model.aggregation
+    view = ProjectedBank(network, bank, device="cpu")
+    names = ("documents", "prior_keys", "log_counts", "chunks", "select")
+    unbounded = cast(BankView, SimpleNamespace(**{name: getattr(view, name) for name in names}))
+    seconds, differences = [], []
+    with torch.no_grad():
+        for text in asked[1:6]:
+            question = model.input_encoder([model.input_encoder.ids(text)])
+            taken, expected = timed(partial(_phi, network, question, unbounded))
+            seconds.append(taken)
+            differences.append(float((_phi(network, question, view) - expected).norm() / expected.norm()))
+    return {"all rows s": statistics.median(seconds), "difference": max(differences)}
+
+
+def _phi(network: Any, question: Any, view: Any) -> Tensor:
+    phi: Tensor = network(question, view)[0]
+    return phi
+
+
+if __name__ == "__main__":
+    run_command(main)
