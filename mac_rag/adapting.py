@@ -15,9 +15,9 @@ from mac_rag.config import BoundConfig
 from mac_rag.data.characters import shown_id
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError, DocumentError
+from mac_rag.errors import BankError, ConfigError, DocumentError
 from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.contents import Contents
+from mac_rag.memory.interface import Bank, BankContents
 from mac_rag.memory.parts import PART_BITS
 from mac_rag.memory.reduction import BoundedBank
 from mac_rag.model import MACModel
@@ -46,7 +46,7 @@ class Adapter:
     def plan(
         self,
         documents: Sequence[Document],
-        bank: Contents,
+        bank: BankContents,
         on_long: Literal["chunk", "error"] = "chunk",
         known: Mapping[str, list[list[int]]] | None = None,
         *,
@@ -137,7 +137,7 @@ class Adapter:
                 bar.advance(len(group))
         return rows, tuple(forgotten)
 
-    def put(self, bank: MemoryBank, documents: Sequence[Document], phi: Tensor | None, plan: Plan) -> tuple[str, ...]:
+    def put(self, bank: Bank, documents: Sequence[Document], phi: Tensor | None, plan: Plan) -> tuple[str, ...]:
         """Writes documents to the bank, without committing.
 
         Returns:
@@ -148,11 +148,15 @@ class Adapter:
         rows = [len(plan[document.id]) for document in documents]
         if self.bound is None:
             return bank.put(documents, phi, rows)
+        if not isinstance(bank, MemoryBank):
+            raise ConfigError(
+                "a bank in shards cannot be bounded, because its entries cannot be merged; leave `bound` out"
+            )
         if self._bounded is None or self._bounded.bank is not bank:
             self._bounded = BoundedBank(bank, self.bound.maximum, self.bound.method, seed=self.bound.seed)
         return self._bounded.put(documents, phi, rows).forgotten
 
-    def remember(self, bank: MemoryBank, documents: Sequence[Document]) -> None:
+    def remember(self, bank: Bank, documents: Sequence[Document]) -> None:
         """Plans, encodes and puts documents, without committing."""
         plan = self.plan(documents, bank)
         new = [document for document in documents if document.id in plan]
