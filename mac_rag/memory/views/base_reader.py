@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ class Aggregated:
     unread: float = 0.0
 
 
-@runtime_checkable
 class BringsReader(BankContents, Protocol):
     """Contents of a bank that this process cannot read by itself."""
 
