@@ -71,18 +71,20 @@ def main(
     from mac_rag.atomic_files import write_text
     from mac_rag.data.newswire.generate import generate
     from mac_rag.engine import MACEngine
+    from mac_rag.memory import MemoryBank
     from mac_rag.model import MACModel
 
     loaded = MACModel.from_pretrained(model, device=device)
     stream = some_questions(generate("test", documents, seed=seed), questions, seed)
-    engine = MACEngine(loaded)
+    bank = MemoryBank(loaded.fingerprint)
+    engine = MACEngine(loaded, bank)
     adapt(engine, stream.documents, progress=True)
-    codebooks = [size for size in codebooks if size <= engine.bank.phi.flatten(0, 1).shape[0]]
+    codebooks = [size for size in codebooks if size <= bank.phi.flatten(0, 1).shape[0]]
     rows: list[Measurement] = []
     for methods in (
-        hierarchical_methods(loaded, engine.bank, sizes),
-        reduction_methods(loaded, engine.bank, stream.documents, seed),
-        codebook_methods(loaded, engine.bank, codebooks, preselected, seed),
+        hierarchical_methods(loaded, bank, sizes),
+        reduction_methods(loaded, bank, stream.documents, seed),
+        codebook_methods(loaded, bank, codebooks, preselected, seed),
     ):
         rows += [measure(loaded, method, stream.questions, batch_size)[0] for method in methods]
     report = provenance("memory_vs_accuracy") | {

@@ -69,9 +69,9 @@ def _fill(place: Path, count: int, model: str, data: str | None, adapted: int, r
     import torch
 
     from eval.harness.streams import open_stream
-    from mac_rag.adapting import row_layout
     from mac_rag.data.types import Document
     from mac_rag.memory import MemoryBank
+    from mac_rag.memory.views.overview import put_with_overview
     from mac_rag.model import MACModel
     from mac_rag.progress import progress_bar
 
@@ -88,7 +88,6 @@ def _fill(place: Path, count: int, model: str, data: str | None, adapted: int, r
         else MemoryBank.create(place, loaded.fingerprint, rows=rows)
     )
     with bank, progress_bar("fill", count, done=len(bank)) as bar:
-        bank.keep_rows_as(row_layout(loaded))
         while (first := len(bank)) < count:
             index = torch.arange(first, min(first + _GROUP, count))
             phi = real[index % len(real)]
@@ -96,7 +95,7 @@ def _fill(place: Path, count: int, model: str, data: str | None, adapted: int, r
             noise = torch.randn(phi.shape, generator=generator) * 0.3 * phi.std() * (phi != 0)
             phi = torch.where(copies[:, None, None], phi + noise, phi)
             group = [Document(f"{number}", documents[number % len(documents)].text) for number in index.tolist()]
-            bank.put(group, phi, summaries=loaded.summaries(bank.layout.rounded(phi)))
+            put_with_overview(bank, loaded.aggregation, group, phi, [1] * len(group))
             bank.commit()
             bar.advance(len(group))
 

@@ -44,6 +44,7 @@ def main(
     from eval.harness.streams import open_stream
     from mac_rag.engine import MACEngine
     from mac_rag.errors import ConfigError
+    from mac_rag.memory import MemoryBank
     from mac_rag.memory.views.projection import ProjectedBank
     from mac_rag.model import MACModel
     from mac_rag.nn.attention import streaming_attention
@@ -54,9 +55,10 @@ def main(
     if network.prior is None:
         raise ConfigError(f"{model} has no document prior, so that no row is skipped; give --model one that has")
     stream, _ = open_stream(data, "test", documents, questions, seed=seed, scale="tiny")
-    engine = MACEngine(loaded)
+    bank = MemoryBank(loaded.fingerprint)
+    engine = MACEngine(loaded, bank)
     adapt(engine, stream.documents, progress=True)
-    view = ProjectedBank(network, engine.bank, device="cpu")
+    view = ProjectedBank(network, bank, device="cpu")
     question = loaded.input_encoder([loaded.input_encoder.ids(each.question) for each in stream.questions])
 
     # Without the view's bounds, no row is left out; without the floor, none is skipped.

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mac_rag.data.types import Document, QADataset
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
+    from mac_rag.memory.interface import Bank
 
 
 def main(
@@ -135,7 +136,7 @@ def groups(questions: int, documents: int, size: int) -> Iterator[range]:
         yield range(stop - size, stop)
 
 
-def part_of(bank: MemoryBank, documents: Sequence[Document]) -> MemoryBank:
+def part_of(bank: Bank, documents: Sequence[Document]) -> MemoryBank:
     """A new bank with some documents of another bank; their memory tokens are copied, not encoded again."""
     import torch
 

@@ -15,12 +15,12 @@ from mac_rag.config import BoundConfig
 from mac_rag.data.characters import shown_id
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError, DocumentError
+from mac_rag.errors import BankError, ConfigError, DocumentError
 from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.contents import Contents
+from mac_rag.memory.interface import Bank, BankContents
 from mac_rag.memory.parts import PART_BITS
 from mac_rag.memory.reduction import BoundedBank
-from mac_rag.memory.rows import RowLayout
+from mac_rag.memory.views.overview import layout_for, put_with_overview
 from mac_rag.model import MACModel
 from mac_rag.progress import progress_bar
 from mac_rag.sync import SyncedBank, is_held
@@ -43,12 +43,11 @@ class Adapter:
         self.model = model
         self.bound = bound
         self._bounded: BoundedBank | None = None
-        self._layout = row_layout(model)
 
     def plan(
         self,
         documents: Sequence[Document],
-        bank: Contents,
+        bank: BankContents,
         on_long: Literal["chunk", "error"] = "chunk",
         known: Mapping[str, list[list[int]]] | None = None,
         *,
@@ -139,7 +138,7 @@ class Adapter:
                 bar.advance(len(group))
         return rows, tuple(forgotten)
 
-    def put(self, bank: MemoryBank, documents: Sequence[Document], phi: Tensor | None, plan: Plan) -> tuple[str, ...]:
+    def put(self, bank: Bank, documents: Sequence[Document], phi: Tensor | None, plan: Plan) -> tuple[str, ...]:
         """Writes documents to the bank, without committing.
 
         Returns:
@@ -148,22 +147,21 @@ class Adapter:
         if phi is None:
             return ()
         rows = [len(plan[document.id]) for document in documents]
-        bank.keep_rows_as(self._layout)
         if self.bound is None:
-            return bank.put(documents, phi, rows, summaries=self.model.summaries(bank.layout.rounded(phi)))
+            if isinstance(bank, MemoryBank):
+                return put_with_overview(bank, self.model.aggregation, documents, phi, rows)
+            return bank.put(documents, phi, rows)
+        if not isinstance(bank, MemoryBank):
+            raise ConfigError(
+                "a bank in shards cannot be bounded, because its entries cannot be merged; leave `bound` out"
+            )
+        bank.keep_rows_as(layout_for(self.model.aggregation))
         if self._bounded is None or self._bounded.bank is not bank:
             self._bounded = BoundedBank(bank, self.bound.maximum, self.bound.method, seed=self.bound.seed)
         return self._bounded.put(documents, phi, rows).forgotten
 
-    def remember(self, bank: MemoryBank, documents: Sequence[Document]) -> None:
+    def remember(self, bank: Bank, documents: Sequence[Document]) -> None:
         """Plans, encodes and puts documents, without committing."""
         plan = self.plan(documents, bank)
         new = [document for document in documents if document.id in plan]
         self.put(bank, new, self.encode(new, plan), plan)
-
-
-def row_layout(model: MACModel) -> RowLayout:
-    """How a new bank keeps the rows of a model, unless it was made for other numbers."""
-    return RowLayout(
-        dtype="bf16", lexical_vectors=model.config.lexical_vectors, summary=model.aggregation.summary_width
-    )

@@ -14,7 +14,7 @@ from mac_rag.data.characters import check_text
 from mac_rag.data.types import Answer
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import Sampling
-from mac_rag.memory.views.reader import Aggregated
+from mac_rag.memory.views.base_reader import Aggregated
 from mac_rag.model import MACModel
 from mac_rag.progress import progress_bar
 
@@ -188,7 +188,8 @@ def _answered(batch: Sequence[_Prepared], settings: Settings, model: MACModel, a
         sampling=settings.sampling,
     )
     discarded = [0.0] * len(batch) if memory is None else memory.discarded.tolist()
+    unread = 0.0 if memory is None else memory.unread
     return [
-        Answer(text, one.prompt.contexts, one.document_ids, one.prompt.truncated, share)
+        Answer(text, one.prompt.contexts, one.document_ids, one.prompt.truncated, share, unread)
         for one, text, share in zip(batch, texts, discarded, strict=True)
     ]

@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError
-from mac_rag.memory.bank import Snapshot
+from mac_rag.memory.interface import BankContents
 from mac_rag.memory.shared import SharedBank
 from mac_rag.retrieval.base import Hit, Retriever
 from mac_rag.sync import is_held
@@ -27,7 +27,7 @@ class ConsistentRetrieval:
         changes: `bank.changes` before the snapshot was taken.
     """
 
-    def __init__(self, retriever: Retriever, bank: SharedBank, snapshot: Snapshot, changes: int) -> None:
+    def __init__(self, retriever: Retriever, bank: SharedBank, snapshot: BankContents, changes: int) -> None:
         self._retriever = retriever
         self._bank = bank
         self._snapshot = snapshot

@@ -22,9 +22,11 @@ from mac_rag.consistent_retrieval import ConsistentRetrieval
 from mac_rag.data.types import AdaptReport, Answer, Document
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
-from mac_rag.memory.bank import MemoryBank, Snapshot
+from mac_rag.memory.bank import MemoryBank
+from mac_rag.memory.interface import Bank, BankContents
 from mac_rag.memory.shared import SharedBank
-from mac_rag.memory.views.reader import Aggregated, BankReader
+from mac_rag.memory.views.base_reader import Aggregated
+from mac_rag.memory.views.reader import reader_of
 from mac_rag.model import MACModel
 from mac_rag.sync import Reconciliation, SyncedBank
 
@@ -70,7 +72,7 @@ class MACEngine:
     def __init__(
         self,
         model: MACModel | str = DEFAULT_MODEL,
-        bank: MemoryBank | None = None,
+        bank: Bank | None = None,
         retriever: Retriever | None = None,
         *,
         k: int = 5,
@@ -88,22 +90,22 @@ class MACEngine:
         self._adapter = Adapter(self.model, bound)
         self._queue = BatchingQueue()
         self._seen = self._shared.latest()  # by the question whose turn it is
-        self._reader = BankReader(self.model, self._seen, self.attention)
+        self._reader = reader_of(self.model, self._seen, self.attention)
         if self.bank.writable:
             with self._shared.changing():
                 self._finish()
 
     @property
-    def bank(self) -> MemoryBank:
+    def bank(self) -> Bank:
         """The bank. Change it through the engine, or while no other thread uses the engine."""
         return self._shared.bank
 
     @bank.setter
-    def bank(self, bank: MemoryBank) -> None:
+    def bank(self, bank: Bank) -> None:
         self._shared.bank = bank
 
     @property
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> BankContents:
         """The contents of the bank that questions are answered from.
 
         These are its contents now, or, while the engine changes it, those of the last commit. During a question it is

@@ -48,5 +48,9 @@ class DamageError(BankError):
     """A file of a bank that is not what was written."""
 
 
+class ShardLostError(BankError):
+    """A shard of a bank that cannot be reached now; it restarts from its folder."""
+
+
 class DataError(MACError):
     """A data file with a missing column or a malformed row; names the file, the row and the column."""

@@ -19,8 +19,7 @@ from typing import TypeVar
 from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.contents import Contents
+from mac_rag.memory.interface import Bank, BankContents
 from mac_rag.memory.storage.manifest import Intent
 from mac_rag.retrieval.base import Retriever
 
@@ -75,7 +74,7 @@ class Deletion:
     from_retriever: tuple[str, ...]
 
 
-def difference(bank: MemoryBank, retriever: Retriever) -> Difference:
+def difference(bank: Bank, retriever: Retriever) -> Difference:
     """Compares the documents of both by id and content hash.
 
     Raises:
@@ -90,7 +89,7 @@ def difference(bank: MemoryBank, retriever: Retriever) -> Difference:
     )
 
 
-def disagreement(bank: MemoryBank, retriever: Retriever) -> str | None:
+def disagreement(bank: Bank, retriever: Retriever) -> str | None:
     """How a bank differs from its retriever, in a few words; None if no difference is seen.
 
     It is cheap enough to run whenever both are opened: large banks are compared by their number of documents only. It
@@ -115,6 +114,7 @@ class SyncedBank:
 
     Examples:
         >>> import torch
+        >>> from mac_rag import MemoryBank
         >>> from mac_rag.retrieval import BM25Retriever
         >>> synced = SyncedBank(MemoryBank("fingerprint of the model"), BM25Retriever())
         >>> documents = [Document("bridge", "The bridge opened."), Document("museum", "The museum closed.")]
@@ -129,7 +129,7 @@ class SyncedBank:
         retriever: None for a bank alone.
     """
 
-    def __init__(self, bank: MemoryBank, retriever: Retriever | None) -> None:
+    def __init__(self, bank: Bank, retriever: Retriever | None) -> None:
         self.bank = bank
         self.retriever = retriever
 
@@ -341,7 +341,7 @@ def held_documents(retriever: Retriever, document_ids: Sequence[str]) -> list[Do
     return retriever.documents(held) if held else []
 
 
-def is_held(bank: Contents, document_id: str, content: str) -> bool:
+def is_held(bank: BankContents, document_id: str, content: str) -> bool:
     """True if the bank holds a document with this content hash."""
     if document_id not in bank:
         return False

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mac_rag import migrating
-from mac_rag.adapting import row_layout
 from mac_rag.config import AttentionConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
@@ -18,6 +17,7 @@ from mac_rag.memory import MemoryBank
 from mac_rag.memory.contents import Contents
 from mac_rag.memory.rows import RowLayout
 from mac_rag.memory.storage.repair import verify
+from mac_rag.memory.views.overview import layout_for
 from mac_rag.migrating import migrate
 from mac_rag.model import MACModel
 from tests.cli.helpers import refusal, run
@@ -51,7 +51,7 @@ def test_the_same_entries(old: MemoryBank, loaded_tiny_model: MACModel, tmp_path
         assert migrate(old, new, model) == len(old)
     new = MemoryBank.open(tmp_path / "new")
     assert described(new) == described(old)
-    assert new.layout == row_layout(model).model_copy(update={"dtype": rows or "bf16"})
+    assert new.layout == layout_for(model.aggregation).model_copy(update={"dtype": rows or "bf16"})
     assert torch.equal(new.phi, new.layout.rounded(old.phi))
     assert verify(tmp_path / "new").clean
 

@@ -50,13 +50,15 @@ def measure_methods(
     from eval.harness.aggregation_methods import measure
     from eval.harness.protocol import adapt, samples
     from mac_rag.engine import MACEngine
+    from mac_rag.memory import MemoryBank
 
-    engine = MACEngine(model)
+    bank = MemoryBank(model.fingerprint)
+    engine = MACEngine(model, bank)
     adaptation = adapt(engine, dataset.documents, progress=True)
     rows: list[Row] = []
     verdicts = {}
     whole: Measurement | None = None
-    for method in make_methods(model, engine.bank, dataset):
+    for method in make_methods(model, bank, dataset):
         measurement, verdicts[method.name] = measure(model, method, dataset.questions, batch_size)
         if whole is None:
             whole = measurement

@@ -12,6 +12,7 @@ from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from mac_rag.memory.bank import MemoryBank
+    from mac_rag.memory.interface import Bank
     from mac_rag.retrieval.base import Retriever
 
 ModelOption = Annotated[
@@ -82,7 +83,7 @@ def open_to_fill(folder: Path, option: str) -> MemoryBank | None:
     return None
 
 
-def warn_of_disagreement(bank: MemoryBank, retriever: Retriever | None, spec: str, folder: Path | None) -> None:
+def warn_of_disagreement(bank: Bank, retriever: Retriever | None, spec: str, folder: Path | None) -> None:
     """If a bank and its retriever disagree, prints one line with the remedy on standard error."""
     from mac_rag.sync import disagreement
 

@@ -118,6 +118,8 @@ class Answer:
         document_ids: ids of the documents that the retriever found, the best first.
         truncated: True if documents were shortened or left out to fit the LM's window.
         discarded_prior: share of the document prior on documents that preselection left out; 0 without preselection.
+        unread: share of the documents that had no influence because their shards were lost; 0 unless a bank in shards
+            has `partial_answers`.
     """
 
     text: str
@@ -125,3 +127,4 @@ class Answer:
     document_ids: tuple[str, ...]
     truncated: bool
     discarded_prior: float = 0.0
+    unread: float = 0.0

@@ -166,12 +166,12 @@ class EditableContents(Contents):
             self._tail = self._tail.compacted()
         self._hold([*self._segments, self._tail])
 
-    def restore(self, entries: Iterable[BankEntry], summarize: Callable[[Tensor], Tensor] | None = None) -> None:
+    def restore(self, entries: Iterable[BankEntry], summarise: Callable[[Tensor], Tensor] | None = None) -> None:
         """Appends entries of another bank.
 
         Args:
             entries: the entries. This bank must hold none of their documents.
-            summarize: makes summaries `[n, S]` of rows `[n, T, D]`; None if they are not known.
+            summarise: makes summaries `[n, S]` of rows `[n, T, D]`; None if they are not known.
 
         Raises:
             BankError: when this bank holds one of the documents, or memory tokens do not fit it. Entries that came
@@ -183,6 +183,6 @@ class EditableContents(Contents):
                 if member.document_id in self:
                     raise BankError(f"this bank holds document {member.document_id!r} already; delete it first")
             phi = entry.phi
-            rounded = phi if summarize is None or self.codebook is not None else self.layout.rounded(phi)
-            rows = self._encoded(phi, None if summarize is None else summarize(rounded))
+            rounded = phi if summarise is None or self.codebook is not None else self.layout.rounded(phi)
+            rows = self._encoded(phi, None if summarise is None else summarise(rounded))
             self._append(rows, [NewEntry(len(rows), entry.members, entry.texts)])

@@ -6,13 +6,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mac_rag.memory.bank import MemoryBank, Snapshot
+from mac_rag.memory.interface import Bank, BankContents
 
 
 class SharedBank:
     """A bank, and the right to change it, which one thread has at a time. Nobody waits to read.
 
     Examples:
+        >>> from mac_rag import MemoryBank
         >>> shared = SharedBank(MemoryBank("fingerprint of the model"))
         >>> with shared.changing():
         ...     shared.bank.commit()  # whatever happens here, `latest` gives a commit
@@ -26,14 +27,14 @@ class SharedBank:
         changes: the number of changes that have begun or ended. It is odd while one is under way.
     """
 
-    def __init__(self, bank: MemoryBank) -> None:
+    def __init__(self, bank: Bank) -> None:
         self.bank = bank
         self.changes = 0
         self._right = threading.RLock()
         self._look = threading.Lock()  # held for an instant
-        self._seen = (bank, bank.snapshot())
+        self._seen: tuple[Bank, BankContents] = (bank, bank.snapshot())
 
-    def latest(self) -> Snapshot:
+    def latest(self) -> BankContents:
         """The contents of the bank; while a thread changes it, those of its last commit."""
         with self._look:
             bank, (seen_bank, seen) = self.bank, self._seen

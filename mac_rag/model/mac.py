@@ -36,8 +36,6 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import PrefixTuning
 from mac_rag.progress import progress_bar
 
-_SUMMARISED = 256  # rows that are summarised at a time
-
 
 class MACModel(GenerationMixin, nn.Module):
     """A frozen LM with a memory of amortized contexts.
@@ -286,20 +284,6 @@ class MACModel(GenerationMixin, nn.Module):
         """As `amortize`, for documents that are already token ids (`TextEncoder.plan`)."""
         with progress_bar("adapt", len(rows), disable=not progress) as bar:
             return self.amortization.encode(rows, batch_tokens, bar.advance).stacked()
-
-    @torch.no_grad()
-    def summaries(self, phi: Tensor) -> Tensor:
-        """What tells which rows can matter to a question without reading them (`AggregationNetwork.summaries`).
-
-        Args:
-            phi: `[K, T + R, D]`, as a bank keeps it.
-
-        Returns:
-            `[K, S]` in float32 on the CPU.
-        """
-        parts = phi.split(_SUMMARISED)
-        split = (MemoryTokens.split(part.to(self.device), self.config.lexical_vectors) for part in parts)
-        return torch.cat([self.aggregation.summaries(part).float().cpu() for part in split])
 
     @property
     def row_shape(self) -> tuple[int, int]:

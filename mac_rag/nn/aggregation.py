@@ -15,8 +15,9 @@ from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.row_bounds import longest_keys, needed_of_all
 
-# Queries `[B, H, S, d]` of a block, and a lower bound `[B, H, S]` of their largest logits or None -> rows of the bank.
-Chunks: TypeAlias = Callable[[Tensor, Tensor | None], Iterable[Chunk]]
+# Number of a block, whether the attention mass is wanted, and the block's queries `[B, H, S, d]` -> what they attend to
+# and the mass, as `BankAttention` returns them.
+Attend: TypeAlias = Callable[[int, bool, Tensor], tuple[Tensor, Tensor | None]]
 
 # Rows that can matter to a batch of questions, of which keys and values are gathered at a time.
 _GATHERED = 256
@@ -87,26 +88,19 @@ class CrossAttentionBlock(nn.Module):
         return self.prior_sharpness * self.prior_scale
 
     def forward(
-        self, tokens: Tensor, chunks: Chunks, best: Chunk | None, attention: BankAttention, mass: bool
+        self, tokens: Tensor, attend: Callable[[Tensor], tuple[Tensor, Tensor | None]]
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the block.
 
         Args:
             tokens: `[B, T, D]`.
-            chunks: the bank, or what of it can matter to these queries.
-            best: the row with the highest document prior for each question; None where it is not known.
-            attention: the strategy.
-            mass: True computes the attention mass, too.
+            attend: from the block's queries `[B, H, T, d]` to what they attend to in the bank.
 
         Returns:
-            The new tokens `[B, T, D]`; and the attention mass `[B, K]`, or None without `mass`.
+            The new tokens `[B, T, D]`; and the attention mass `[B, K]`, or None where `attend` gives none.
         """
         query = self.to_query(self.norm(tokens)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        query = query * query.shape[-1] ** -0.5
-        floor = None
-        if best is not None and best.bias is not None:
-            floor = (query @ best.keys[:, :, 0].mT).amax(-1) + best.bias
-        attended, shares = attention(query, chunks(query, floor), floor=floor, mass=mass)
+        attended, shares = attend(query * query.shape[-1] ** -0.5)
         tokens = tokens + self.to_out(attended.transpose(1, 2).flatten(2))
         return tokens + self.feed_forward(tokens), shares
 
@@ -232,37 +226,78 @@ class AggregationNetwork(nn.Module):
         Raises:
             ValueError: when the document prior is in use, and the view has neither prior keys nor scores.
         """
-        priors = _Priors(self, question, bank, mask, scores)
+        queries = None if scores is not None else self.prior_queries(question)
+        attended_bank = AttendedBank(self, bank, queries, mask=mask, scores=scores, dtype=question.tokens.dtype)
+
+        def attend(number: int, mass: bool, query: Tensor) -> tuple[Tensor, Tensor | None]:
+            chunks, floor = attended_bank.chunks(number, query, mass=mass)
+            return attention(query, chunks, floor=floor, mass=mass)
+
+        return self.aggregate(question, attend, mass=mass)
+
+    def prior_queries(self, question: MemoryTokens) -> Tensor | None:
+        """What the document prior compares with its keys, `[B, d_prior]`; None if it is not in use."""
+        return None if self.prior is None or not self.use_prior else self.prior.queries(question)
+
+    def aggregate(self, question: MemoryTokens, attend: Attend, *, mass: bool = False) -> tuple[Tensor, Tensor | None]:
+        """As `forward`, for a bank that only `attend` reaches."""
         tokens, shares = question.tokens, None
         for number, block in enumerate(self.blocks):
-            assert isinstance(block, CrossAttentionBlock)
             with_mass = mass and number == len(self.blocks) - 1
-            best = None if with_mass else priors.best(number, block)  # no row is skipped where each has a mass
-            tokens, shares = block(tokens, partial(priors.chunks, number, block), best, attention, with_mass)
+            tokens, shares = block(tokens, partial(attend, number, with_mass))
         return tokens, shares
 
 
-class _Priors:
-    """What is added to the logits: document prior, log counts of rows, and mask; and which rows can matter with it."""
+class AttendedBank:
+    """A bank as the blocks attend to it for B questions.
+
+    It knows what is added to the logits, which is document prior, log counts of rows, and mask; and which rows can
+    matter with it.
+
+    Args:
+        network: the aggregation network.
+        bank: K rows.
+        queries: `[B, d_prior]`, see `AggregationNetwork.prior_queries`; None without a prior, or with `scores`.
+        mask, scores: as `AggregationNetwork.forward` takes them.
+        dtype: dtype of what is added to the logits.
+
+    Raises:
+        ValueError: for rows without prior keys where there are queries.
+    """
 
     def __init__(
         self,
         network: AggregationNetwork,
-        question: MemoryTokens,
         bank: BankRows,
-        mask: Tensor | None,
-        scores: Tensor | None,
+        queries: Tensor | None,
+        *,
+        mask: Tensor | None = None,
+        scores: Tensor | None = None,
+        dtype: torch.dtype,
     ) -> None:
         self.bank = bank
+        self.blocks = [block for block in network.blocks if isinstance(block, CrossAttentionBlock)]
         self.prior = network.prior if network.use_prior else None
-        self.queries = None if self.prior is None or scores is not None else self.prior.queries(question)
+        self.queries = queries
         self.prior_keys = None if self.queries is None else prior_keys(bank)
         self.given = None if self.prior is None else scores
         self.log_counts = bank.log_counts
         self.mask = mask
-        self.batch, self.dtype = len(question), question.tokens.dtype
+        self.dtype = dtype
 
-    def chunks(self, number: int, block: CrossAttentionBlock, query: Tensor, floor: Tensor | None) -> Iterator[Chunk]:
+    def chunks(self, number: int, query: Tensor, *, mass: bool) -> tuple[Iterator[Chunk], Tensor | None]:
+        """What the queries `[B, H, S, d]` of a block attend to, and a lower bound `[B, H, S]` of their largest logits.
+
+        With `mass`, these are all rows, and no bound, because no row is skipped where each has a mass.
+        """
+        block = self.blocks[number]
+        best = None if mass else self._best(number, block)
+        floor = None
+        if best is not None and best.bias is not None:
+            floor = (query @ best.keys[:, :, 0].mT).amax(-1) + best.bias
+        return self._chunks(number, block, query, floor), floor
+
+    def _chunks(self, number: int, block: CrossAttentionBlock, query: Tensor, floor: Tensor | None) -> Iterator[Chunk]:
         """The bank as a block sees it; where a bound shows that most rows cannot matter, the others."""
         longest = None
         if floor is not None and isinstance(self.bank, BoundedView):
@@ -272,15 +307,15 @@ class _Priors:
             if 2 * len(needed) < self.bank.documents:
                 for index in needed.split(_GATHERED):
                     keys, values = self.bank.rows(number, index.cpu())
-                    yield Chunk(keys, values, self._bias(block, index), longest[:, index])
+                    yield Chunk(keys, values, self._bias(block, query, index), longest[:, index])
                 return
         start = 0
         for keys, values in self.bank.chunks(number):
             rows = slice(start, start + keys.shape[-3])
             start = rows.stop
-            yield Chunk(keys, values, self._bias(block, rows), None if longest is None else longest[:, rows])
+            yield Chunk(keys, values, self._bias(block, query, rows), None if longest is None else longest[:, rows])
 
-    def best(self, number: int, block: CrossAttentionBlock) -> Chunk | None:
+    def _best(self, number: int, block: CrossAttentionBlock) -> Chunk | None:
         """The row with the highest document prior for each question, as a block sees it; None where it is of no use.
 
         It tells early which others cannot matter. A GPU has attended to all rows before it would know, unless their
@@ -307,13 +342,13 @@ class _Priors:
         scores = self.prior.score(self.queries, self.prior_keys)
         return scores if self.mask is None else scores.masked_fill(~self.mask, -torch.inf)
 
-    def _bias(self, block: CrossAttentionBlock, rows: slice | Tensor) -> Tensor | None:
+    def _bias(self, block: CrossAttentionBlock, query: Tensor, rows: slice | Tensor) -> Tensor | None:
         bias = None if self.prior is None else block.prior_bias(self._scores[:, rows])
         if self.log_counts is not None:
             counts = self.log_counts[..., rows].to(self.dtype)
             if counts.ndim == 2:
-                counts = counts.repeat_interleave(self.batch // len(counts), 0)[:, None]
-            bias = counts.expand(self.batch, block.heads, -1) if bias is None else bias + counts
+                counts = counts.repeat_interleave(len(query) // len(counts), 0)[:, None]
+            bias = counts.expand(len(query), block.heads, -1) if bias is None else bias + counts
         if self.mask is not None:
             hidden = ~self.mask[:, None, rows].expand(-1, block.heads, -1)
             bias = torch.zeros_like(hidden, dtype=self.dtype) if bias is None else bias

@@ -93,6 +93,16 @@ class Partial:
         """Log-sum-exp of all logits `[B, H, S, 1]`; `-inf` where no row is seen."""
         return self.maximum + self.total.log()
 
+    @property
+    def packed(self) -> Tensor:
+        """All but `row_lse` in one tensor `[B, H, S, d + 2]`, to be sent to another process."""
+        return torch.cat([self.weighted, self.total, self.maximum], -1)
+
+    @classmethod
+    def unpacked(cls, packed: Tensor) -> Partial:
+        """The partial that was `packed`; it merges, but has no mass."""
+        return cls(packed[..., -1:], packed[..., -2:-1], packed[..., :-2], None)
+
     def merged(self, other: Partial) -> Partial:
         """Attention over both parts; the other's rows stand behind this one's."""
         maximum = torch.maximum(self.maximum, other.maximum)

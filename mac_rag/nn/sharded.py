@@ -31,9 +31,7 @@ class ShardedAttention:
     ) -> tuple[Tensor, Tensor | None]:
         """As `BankAttention`. The mass covers the rows of all processes, in the order of their ranks."""
         own = partial_attention(query, chunks, floor=floor, mass=mass)
-        packed = torch.cat([own.weighted, own.total, own.maximum], -1)
-        parts = [Partial(part[..., -1:], part[..., -2:-1], part[..., :-2], None) for part in self._gathered(packed)]
-        whole = reduce(Partial.merged, parts)
+        whole = reduce(Partial.merged, map(Partial.unpacked, self._gathered(own.packed)))
         return whole.attended.to(query.dtype), self._mass(own.mass(whole.lse)).to(query.dtype) if mass else None
 
     def total(self, count: int, device: torch.device) -> int:

@@ -12,7 +12,7 @@ from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.integrations.llama_index.component import EngineComponent
-from mac_rag.memory.bank import BankEntry, Snapshot
+from mac_rag.memory.interface import BankContents, Entry
 
 
 class FilteredDocuments(Container[str]):
@@ -44,7 +44,7 @@ class FilteredDocuments(Container[str]):
     def __init__(self, engine: MACEngine, filters: MetadataFilters) -> None:
         self._engine = engine
         self.filters = filters
-        self._passing: tuple[Snapshot, frozenset[str]] | None = None
+        self._passing: tuple[BankContents, frozenset[str]] | None = None
 
     def __contains__(self, document_id: object) -> bool:
         return document_id in self._current()
@@ -69,7 +69,7 @@ class FilteredDocuments(Container[str]):
             self._passing = passing = (snapshot, frozenset(names))
         return passing[1]
 
-    def _passing_members(self, entry: BankEntry) -> Iterator[str]:
+    def _passing_members(self, entry: Entry) -> Iterator[str]:
         return (member.document_id for member in entry.members if self._passes(member.document_id, member.metadata))
 
     def _passes(self, document_id: str, stored: Mapping[str, Any]) -> bool:

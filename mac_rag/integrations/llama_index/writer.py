@@ -17,7 +17,7 @@ from mac_rag.integrations.llama_index.component import EngineComponent
 from mac_rag.integrations.llama_index.contents import Source, documents_in
 from mac_rag.integrations.llama_index.spans import listen, running_docstore
 from mac_rag.integrations.llama_index.threads import in_thread
-from mac_rag.memory.bank import MemoryBank
+from mac_rag.memory.interface import Bank
 from mac_rag.retrieval.llama_index import FiledBy, document_id
 
 # What is said of an empty bank beside documents; it ends a sentence.
@@ -27,7 +27,7 @@ LOST = (
 )
 
 # Names of banks that are unique beyond this process.
-_names: WeakKeyDictionary[MemoryBank, str] = WeakKeyDictionary()
+_names: WeakKeyDictionary[Bank, str] = WeakKeyDictionary()
 
 
 class MemoryWriter(EngineComponent, TransformComponent):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mac_rag.memory.rows import Rows
+from mac_rag.memory.rows import RowLayout, Rows
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.prior_keys import PriorKeys
 
 if TYPE_CHECKING:
+    from mac_rag.data.types import Document
+    from mac_rag.memory.bank import MemoryBank
     from mac_rag.memory.contents import Contents
+
+_SUMMARISED = 256  # rows that are summarised at a time
 
 
 class Overview(NamedTuple):
@@ -42,6 +46,30 @@ class Overview(NamedTuple):
     def nbytes(self) -> int:
         """Bytes in memory."""
         return self.prior_keys.nbytes + self.longest.nbytes
+
+
+def layout_for(network: AggregationNetwork) -> RowLayout:
+    """How a new bank keeps rows for a network, unless the bank was made for other numbers."""
+    return RowLayout(dtype="bf16", lexical_vectors=network.lexical_vectors, summary=network.summary_width)
+
+
+@torch.no_grad()
+def summarise(network: AggregationNetwork, phi: Tensor) -> Tensor:
+    """Summaries `[n, S]` of a bank's rows `[n, T + R, D]` (`AggregationNetwork.summaries`), in float32 on the CPU."""
+    weight = network.bank_norm.weight
+    parts = (
+        MemoryTokens.split(part.to(weight.device, weight.dtype), network.lexical_vectors)
+        for part in phi.split(_SUMMARISED)
+    )
+    return torch.cat([network.summaries(part).float().cpu() for part in parts])
+
+
+def put_with_overview(
+    bank: MemoryBank, network: AggregationNetwork, documents: Sequence[Document], phi: Tensor, rows: Sequence[int]
+) -> tuple[str, ...]:
+    """Puts documents as `MemoryBank.put` does, with what the network wants to know of every row at once."""
+    bank.keep_rows_as(layout_for(network))
+    return bank.put(documents, phi, rows, summaries=summarise(network, bank.layout.rounded(phi)))
 
 
 def keeps_overview(network: AggregationNetwork, bank: Contents) -> bool:

@@ -1,0 +1,110 @@
+"""What the process that asks knows of the documents in the shards: everything but their memory tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from mac_rag.data.provenance import Member
+from mac_rag.distributed.shard import ShardChange, ShardContents, Version
+from mac_rag.memory.parts import Texts
+from mac_rag.memory.records import Record
+
+
+class ShardDirectory:
+    """The entries of one shard at one state. A copy shares them until one of the two changes.
+
+    Args:
+        contents: what the shard has told.
+
+    Attributes:
+        version: the state of the shard.
+        records: the entries by sequence number, in the order of their rows.
+        sequences: sequence number of each document's entry.
+        rows: number of rows.
+        row_shape: (T, D) of a row; None until the shard has one.
+    """
+
+    def __init__(self, contents: ShardContents) -> None:
+        self.version: Version = contents.version
+        self.row_shape = contents.row_shape
+        self.records: dict[int, Record] = {}
+        self.sequences: dict[str, int] = {}
+        self.rows = 0
+        self._is_shared = False
+        self._add(contents.records)
+
+    def copy(self) -> ShardDirectory:
+        """A copy that changes apart from this one."""
+        self._is_shared = True
+        other = object.__new__(ShardDirectory)
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def changed(self, change: ShardChange, row_shape: tuple[int, int] | None = None) -> None:
+        """Follows a change of the shard.
+
+        Args:
+            change: the change.
+            row_shape: shape of the rows that came.
+        """
+        if self._is_shared:
+            self.records, self.sequences, self._is_shared = dict(self.records), dict(self.sequences), False
+        self.version = change.version
+        self.row_shape = self.row_shape or row_shape
+        for name in change.removed:
+            record = self.records.pop(self.sequences.pop(name), None)
+            self.rows -= 0 if record is None else record.rows
+        self._add(change.added)
+        if not self.records:
+            self.row_shape = None
+
+    def _add(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self.records[record.sequence] = record
+            self.sequences |= dict.fromkeys(record.document_ids, record.sequence)
+            self.rows += record.rows
+
+
+@dataclass(frozen=True)
+class ShardedEntry:
+    """An entry of a bank in shards; see `mac_rag.memory.contents.BankEntry`.
+
+    Attributes:
+        members: the documents of the entry.
+        sequence: the entry's number in the order of arrival in its shard.
+        rows: number of its rows.
+    """
+
+    members: tuple[Member, ...]
+    sequence: int
+    rows: int
+    _phi: Callable[[str], Tensor] = field(repr=False, compare=False)
+
+    @property
+    def phi(self) -> Tensor:
+        """Memory tokens `[rows, T, D]`, fetched from the shard at each access, as they are now."""
+        return self._phi(self.document_id)
+
+    @property
+    def texts(self) -> Texts:
+        """None for each member: shards keep no texts."""
+        return (None,) * len(self.members)
+
+    @property
+    def document_id(self) -> str:
+        """Id of the first document."""
+        return self.members[0].document_id
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Metadata of the first document."""
+        return self.members[0].metadata
+
+    @property
+    def content_hash(self) -> str:
+        """Content hash of the first document."""
+        return self.members[0].content_hash

@@ -1,0 +1,171 @@
+"""How a model reads a bank in shards: one round trip to all shards for each block, and an exact merge."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mac_rag.distributed.shard import ShardQuestion, to_array, to_tensor
+from mac_rag.distributed.transport import Request
+from mac_rag.errors import ConfigError, ShardLostError
+from mac_rag.memory.views.base_reader import Aggregated, Reader
+from mac_rag.nn.attention import Partial
+
+if TYPE_CHECKING:
+    from mac_rag.config import AttentionConfig
+    from mac_rag.distributed.sharded_contents import ShardedContents
+    from mac_rag.memory.interface import BankContents
+    from mac_rag.model import MACModel
+    from mac_rag.nn.memory_tokens import MemoryTokens
+
+
+class ShardedReader(Reader):
+    """Reads a bank in shards with one model.
+
+    Args:
+        model: the model that reads; its weights must not change while the reader is in use.
+        bank: a snapshot of a bank that this model wrote.
+        config: attention strategy, and the cache of keys and values of each shard.
+
+    Raises:
+        ConfigError: for another strategy than streaming.
+    """
+
+    bank: ShardedContents
+
+    def __init__(self, model: MACModel, bank: ShardedContents, config: AttentionConfig) -> None:
+        if config.strategy != "streaming":
+            raise ConfigError(f"a bank in shards cannot be read by strategy {config.strategy!r}; choose 'streaming'")
+        super().__init__(model, bank, config)
+
+    def follow(self, bank: BankContents) -> None:
+        self.bank = bank  # type: ignore[assignment]  # the engine's bank makes all of its snapshots
+
+    def aggregate(
+        self,
+        questions: Sequence[str],
+        allowed: Container[str] | None = None,
+        *,
+        ids: Sequence[Sequence[int]] | None = None,
+    ) -> Aggregated:
+        """As `Reader.aggregate`.
+
+        Raises:
+            ShardLostError: when a shard is lost, unless the bank has `partial_answers`, or all shards are.
+        """
+        try:
+            return super().aggregate(questions, allowed, ids=ids)
+        except ShardLostError:
+            if not self.bank.partial_answers:
+                raise
+        # What is known of the others is not kept: the next question may find them all.
+        known_ids = {} if ids is None else dict(zip(questions, ids, strict=True))
+        while True:
+            lost = self.bank.shards.lost
+            try:
+                return self._aggregate_without(lost, questions, allowed, known_ids)
+            except ShardLostError:
+                if self.bank.shards.lost <= lost:
+                    raise
+
+    def _aggregate(
+        self, questions: Sequence[str], allowed: Container[str] | None, ids: Mapping[str, Sequence[int]]
+    ) -> Aggregated:
+        return self._aggregate_without(frozenset(), questions, allowed, ids)
+
+    @torch.no_grad()
+    def _aggregate_without(
+        self,
+        lost: frozenset[int],
+        questions: Sequence[str],
+        allowed: Container[str] | None,
+        ids: Mapping[str, Sequence[int]],
+    ) -> Aggregated:
+        """Aggregates the shards that are not lost."""
+        question, visible = self._encoded(questions, ids), self._visible(allowed)
+        seen = self._seen_rows(visible)
+        documents = {number: self._documents(number, rows) for number, rows in seen.items()}
+        without = sum(count for number, count in documents.items() if number in lost)
+        there = {number: rows for number, rows in seen.items() if number not in lost}
+        if not there:
+            raise self.bank.shards.error_of(min(seen))
+        attention = _ShardsAttention(self, question, there)
+        phi, _ = self.model.aggregation.aggregate(question, attention)
+        return Aggregated(phi, torch.zeros(len(questions), device=phi.device), without / sum(documents.values()))
+
+    @torch.no_grad()
+    def _mass(self, questions: Sequence[str], visible: Tensor | None) -> Tensor:
+        question = self._encoded(questions, {})
+        attention = _ShardsAttention(self, question, self._seen_rows(visible))
+        _, mass = self.model.aggregation.aggregate(question, attention, mass=True)
+        assert mass is not None
+        return mass
+
+    def _seen_rows(self, visible: Tensor | None) -> dict[int, Tensor | None]:
+        """The shards of which rows are seen, and which of their rows, bool `[k]`, where it is not all of them."""
+        rows = [directory.rows for directory in self.bank.directories]
+        if visible is None:
+            return {number: None for number, count in enumerate(rows) if count}
+        return {number: part for number, part in enumerate(visible.split(rows)) if part.any()}
+
+    def _documents(self, number: int, rows: Tensor | None) -> int:
+        """How many documents of a shard are seen."""
+        directory = self.bank.directories[number]
+        if rows is None:
+            return len(directory.sequences)
+        records = directory.records.values()
+        first = torch.tensor([0, *(record.rows for record in records)]).cumsum(0)[:-1]
+        return sum(len(record.members) for record, is_seen in zip(records, rows[first].tolist()) if is_seen)
+
+
+class _ShardsAttention:
+    """Attention of B questions to the rows of some shards, block by block; see `mac_rag.nn.aggregation.Attend`.
+
+    Args:
+        reader: the reader.
+        question: the encoded questions.
+        seen: the shards to ask, and which of their rows, bool `[k]`; None for all.
+    """
+
+    def __init__(self, reader: ShardedReader, question: MemoryTokens, seen: Mapping[int, Tensor | None]) -> None:
+        network, config = reader.model.aggregation, reader.config
+        queries = network.prior_queries(question)
+        self.bank = reader.bank
+        self.questions = {
+            number: ShardQuestion(
+                version=self.bank.states[number],
+                prior_queries=None if queries is None else to_array(queries),
+                use_prior=network.use_prior,
+                visible=None if rows is None else np.packbits(rows.numpy()),
+                cache_dtype=config.cache_dtype,
+                cache_bytes=config.cache_bytes,
+            )
+            for number, rows in seen.items()
+        }
+
+    def __call__(self, block: int, mass: bool, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        queries = to_array(query)
+        requests = {
+            number: Request("attend", (block, queries), {"mass": mass, "question": None if block else question})
+            for number, question in self.questions.items()
+        }
+        packed = self.bank.shards.done(requests)
+        parts = (Partial.unpacked(to_tensor(packed[number], query.device)) for number in sorted(packed))
+        whole = reduce(Partial.merged, parts)
+        return whole.attended.to(query.dtype), self._mass(whole.lse).to(query.dtype) if mass else None
+
+    def _mass(self, lse: Tensor) -> Tensor:
+        """The attention mass on the rows of all shards `[B, K]`; 0 on those of shards that are not asked."""
+        masses = self.bank.shards.done({number: Request("mass", (to_array(lse),)) for number in self.questions})
+        return torch.cat(
+            [
+                to_tensor(masses[number], lse.device) if number in masses else lse.new_zeros(len(lse), directory.rows)
+                for number, directory in enumerate(self.bank.directories)
+            ],
+            1,
+        )

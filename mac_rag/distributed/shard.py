@@ -1,0 +1,297 @@
+"""One shard: an ordinary bank on disk, and what its rows contribute to a question about all shards. It knows no Ray.
+
+A question is asked block by block, because the queries of a block depend on what the block before has found in all
+shards. What crosses the network is numpy arrays, which Ray sends without a copy.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mac_rag.config import Dtype
+from mac_rag.data.types import Document
+from mac_rag.distributed.shard_files import MARK, ShardMark, read_mark, shard_of
+from mac_rag.errors import BankError, ShardLostError
+from mac_rag.lm.devices import DTYPES
+from mac_rag.memory.bank import MemoryBank
+from mac_rag.memory.contents import Snapshot
+from mac_rag.memory.parts import PART_BITS
+from mac_rag.memory.records import Record
+from mac_rag.memory.views.overview import put_with_overview
+from mac_rag.memory.views.projection import ProjectedBank
+from mac_rag.nn.aggregation import AggregationNetwork, AttendedBank
+from mac_rag.nn.attention import Partial, partial_attention
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+# A state of a shard: which opening of its folder, and the version of the bank since.
+Version: TypeAlias = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class ShardContents:
+    """All that is to know of a shard's documents.
+
+    Attributes:
+        version: the state.
+        records: the entries, in the order of their rows.
+        row_shape: (T, D) of a row; None for an empty shard.
+    """
+
+    version: Version
+    records: tuple[Record, ...]
+    row_shape: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class ShardChange:
+    """What a change did to a shard.
+
+    Attributes:
+        version: the new state.
+        added: entries that came, in the order of their rows.
+        removed: ids of the documents that went; some of them may have come again.
+        returned: what the bank's method returned.
+    """
+
+    version: Version
+    added: tuple[Record, ...] = ()
+    removed: tuple[str, ...] = ()
+    returned: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ShardQuestion:
+    """What a shard is told of B questions once, before their first block.
+
+    Attributes:
+        version: the state of the shard that they see.
+        prior_queries: `[B, d_prior]`; None without a document prior.
+        use_prior: False leaves the document prior out.
+        visible: which of the shard's rows may be seen, as packed bits; None for all.
+        cache_dtype, cache_bytes: see `AttentionConfig`.
+    """
+
+    version: Version
+    prior_queries: Array | None
+    use_prior: bool
+    visible: Array | None
+    cache_dtype: Dtype
+    cache_bytes: int
+
+
+def to_array(tensor: Tensor) -> Array:
+    """A tensor as it is sent. numpy has no bfloat16, so half precision travels as float32."""
+    exact = tensor if tensor.dtype == torch.float64 or not tensor.is_floating_point() else tensor.float()
+    array: Array = exact.detach().cpu().contiguous().numpy()
+    return array
+
+
+def to_tensor(array: Array, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of its own from what was sent, which is read-only."""
+    return torch.tensor(array, device=device, dtype=dtype)
+
+
+class Shard:
+    """A shard in this process.
+
+    Args:
+        mark: which shard of which bank it is.
+        folder: folder of its bank.
+        fingerprint: fingerprint of the model.
+        network: the model's aggregation network, on the CPU.
+        device: device that attends.
+        write: True to change the shard.
+    """
+
+    def __init__(
+        self, mark: ShardMark, folder: Path, fingerprint: str, network: AggregationNetwork, device: str, write: bool
+    ) -> None:
+        self.mark = mark
+        self.folder = folder
+        self.fingerprint = fingerprint
+        self.network = network
+        self.device = torch.device(device)
+        self.write = write
+        self._opening = secrets.token_hex(8)
+        self._snapshots: dict[int, Snapshot] = {}  # former states that somebody may still ask about
+        self._view: ProjectedBank | None = None
+        self._question: ShardQuestion | None = None
+        self._attended: AttendedBank | None = None
+        self._last: Partial | None = None
+
+    def open(self, *, create: bool = False) -> ShardContents:
+        """Opens the bank at its last commit.
+
+        Args:
+            create: True to make it first.
+
+        Raises:
+            BankError: when the folder holds no bank, a damaged one, or another shard; when another process writes to
+                it; with `create`, when it holds a bank already.
+        """
+        if create:
+            MemoryBank.create(self.folder, self.fingerprint).close()
+            self.mark.write(self.folder / MARK)
+        read_mark(self.folder).check(self.mark, self.folder)
+        self.network.to(self.device).eval()
+        self.bank = MemoryBank.open(self.folder, write=self.write, fingerprint=self.fingerprint)
+        foreign = next((name for name in self.bank.document_ids if self._owner(name) != self.mark.number), None)
+        if foreign is not None:
+            self.bank.close()
+            raise BankError(
+                f"{self.folder} is shard {self.mark.number}, but document {foreign!r} belongs to shard "
+                f"{self._owner(foreign)}; put the folder of the right shard there"
+            )
+        return self.contents()
+
+    def _owner(self, document_id: str) -> int:
+        return shard_of(document_id, self.mark.shards)
+
+    def contents(self) -> ShardContents:
+        """The current documents, uncommitted changes included."""
+        sequences, rows = torch.unique_consecutive(self.bank.row_keys >> PART_BITS, return_counts=True)
+        members = {entry.sequence: entry.members for entry in self.bank}
+        records = tuple(Record(one, n, members[one]) for one, n in zip(sequences.tolist(), rows.tolist(), strict=True))
+        return ShardContents(self._version, records, self.bank.row_shape)
+
+    @property
+    def _version(self) -> Version:
+        return self._opening, self.bank.version
+
+    @torch.no_grad()
+    def attend(self, block: int, query: Array, *, mass: bool = False, question: ShardQuestion | None = None) -> Array:
+        """Attention of one block to the shard's rows.
+
+        Args:
+            block: number of the block.
+            query: `[B, H, S, d]`, already scaled.
+            mass: True if `mass` will be asked next.
+            question: the questions, with their first block.
+
+        Returns:
+            `[B, H, S, d + 2]`, see `Partial.packed`.
+
+        Raises:
+            ShardLostError: when this shard was opened after the question began.
+        """
+        if question is not None:
+            self._begin(question, len(query))
+        attended = self._attended
+        if attended is None:
+            raise self._restarted()
+        queries = to_tensor(query, self.device, attended.dtype)
+        chunks, floor = attended.chunks(block, queries, mass=mass)
+        self._last = partial_attention(queries, chunks, floor=floor, mass=mass)
+        return to_array(self._last.packed)
+
+    def _begin(self, question: ShardQuestion, batch: int) -> None:
+        self._attended, self._last = None, None
+        view = self._refreshed_view(question)
+        self.network.use_prior = question.use_prior
+        dtype = next(self.network.parameters()).dtype
+        queries = question.prior_queries
+        prior_queries = None if queries is None else to_tensor(queries, self.device, dtype)
+        mask = None
+        if question.visible is not None:
+            bits = np.unpackbits(question.visible, count=view.documents)
+            mask = torch.tensor(bits, device=self.device).bool().expand(batch, -1)
+        self._attended = AttendedBank(self.network, view, prior_queries, mask=mask, dtype=dtype)
+
+    def _refreshed_view(self, question: ShardQuestion) -> ProjectedBank:
+        opening, version = question.version
+        known = version == self.bank.version or version in self._snapshots
+        if opening != self._opening or not known:
+            raise self._restarted()
+        seen = self.bank.snapshot() if version == self.bank.version else self._snapshots[version]
+        dtype = DTYPES[question.cache_dtype]
+        view = self._view
+        settings = (seen.history, dtype, question.cache_bytes)
+        if view is None or (view.bank.history, view.dtype, view.budget_bytes) != settings:
+            view = ProjectedBank(self.network, seen, device=self.device, dtype=dtype, budget_bytes=question.cache_bytes)
+        view.bank = seen
+        view.refresh()
+        self._view = view
+        return view
+
+    def _restarted(self) -> ShardLostError:
+        return ShardLostError(f"shard {self.mark.number} ({self.folder}) was restarted during the question; ask again")
+
+    def mass(self, lse: Array) -> Array:
+        """The attention mass `[B, k]` of the shard's rows in the block that was attended to last.
+
+        Args:
+            lse: `[B, H, S, 1]`, the log-sum-exp over all shards.
+
+        Raises:
+            ShardLostError: when this shard was opened after the question began.
+        """
+        if self._last is None:
+            raise self._restarted()
+        return to_array(self._last.mass(to_tensor(lse, self.device)))
+
+    def put(self, kept: Collection[int], documents: Sequence[Document], phi: Array, rows: Sequence[int]) -> ShardChange:
+        """See `MemoryBank.put`; `kept` are the versions of this opening that somebody may still ask about."""
+        self._keep(kept)
+        replaced = [
+            member.document_id
+            for document in documents
+            if document.id in self.bank
+            for member in self.bank[document.id].members
+        ]
+        returned = put_with_overview(self.bank, self.network, documents, to_tensor(phi, "cpu"), rows)
+        entries = [self.bank[document.id] for document in documents]
+        added = tuple(Record(entry.sequence, n, entry.members) for entry, n in zip(entries, rows, strict=True))
+        return ShardChange(self._version, added, tuple(replaced), returned)
+
+    def delete(self, kept: Collection[int], document_id: str) -> ShardChange:
+        """See `MemoryBank.delete`."""
+        self._keep(kept)
+        deleted = self.bank.delete(document_id)
+        return ShardChange(self._version, (), deleted, deleted)
+
+    def rollback(self, kept: Collection[int]) -> ShardChange:
+        """See `MemoryBank.rollback`."""
+        self._keep(kept)
+        self.bank.rollback()
+        return ShardChange(self._version)
+
+    def prepare(self) -> None:
+        """See `MemoryBank.prepare`."""
+        self.bank.prepare()
+
+    def commit(self) -> None:
+        """See `MemoryBank.commit`."""
+        self.bank.commit()
+
+    def compact(self) -> None:
+        """See `MemoryBank.compact`."""
+        self.bank.compact()
+
+    def refresh(self, kept: Collection[int]) -> ShardContents | None:
+        """See `MemoryBank.refresh`; None if there was no other commit."""
+        self._keep(kept)
+        return self.contents() if self.bank.refresh() else None
+
+    def memory_tokens(self, document_id: str | None) -> Array | None:
+        """Memory tokens `[rows, T, D]` of the entry of a document, or of the whole shard; None for an empty one."""
+        if document_id is not None:
+            return to_array(self.bank[document_id].phi)
+        return to_array(self.bank.phi) if len(self.bank) else None
+
+    def close(self) -> None:
+        """See `MemoryBank.close`."""
+        self.bank.close()
+
+    def _keep(self, versions: Collection[int]) -> None:
+        """Before a change: keeps the states that somebody may still ask about, and no others."""
+        self._snapshots = {version: one for version, one in self._snapshots.items() if version in versions}
+        if self.bank.version in versions:
+            self._snapshots[self.bank.version] = self.bank.snapshot()

@@ -1,0 +1,158 @@
+"""What lies beside the shards' banks: which bank they are shards of, and which documents belong to which.
+
+    shards.json          in the bank's folder: number of shards, fingerprint, intent
+    shard-<n>/           an ordinary bank
+    shard-<n>/shard.json which shard of which bank it is
+
+Both files are sealed by a checksum. `shards.json` is written last, so a folder has it only if all shards were made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mac_rag.atomic_files import sealed, sync_folder, unsealed, write_file
+from mac_rag.errors import BankError, DamageError, FingerprintError
+from mac_rag.memory.storage.folder import file_errors
+from mac_rag.memory.storage.manifest import Intent
+from mac_rag.shipped_models import describe
+from mac_rag.untrusted_files import MalformedError, read_text_bytes
+
+SHARDS = "shards.json"
+MARK = "shard.json"
+MOST_SHARDS = 4096
+_LARGEST = 256 << 20
+
+_BankName = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+_Count = Annotated[int, Field(ge=1, le=MOST_SHARDS)]
+
+
+def shard_of(document_id: str, shards: int) -> int:
+    """The number of the shard that a document belongs to. It is part of the format: the same in all versions."""
+    digest = hashlib.blake2b(document_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest) % shards
+
+
+class _SealedFile(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def write(self, path: Path) -> None:
+        """Writes the file, so that a crash leaves the old or the new one.
+
+        Raises:
+            BankError: when the disk refuses it.
+        """
+        with file_errors(path.parent, "written"):
+            write_file(path, [sealed(self.model_dump(mode="json"))])
+            sync_folder(path.parent)
+
+    @classmethod
+    def read(cls, path: Path, missing: str) -> Self:
+        """Reads the file.
+
+        Args:
+            path: the file.
+            missing: what to say where there is no such file.
+
+        Raises:
+            BankError: without the file, or where it cannot be read.
+            DamageError: when it is not what was written.
+        """
+        try:
+            with file_errors(path.parent, "read"):
+                if not path.exists():
+                    raise BankError(missing)
+                return cls.model_validate(unsealed(read_text_bytes(path, _LARGEST)))
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise DamageError(f"{path} is damaged or of a later version: {place}: {first['msg']}") from None
+        except MalformedError as error:
+            raise DamageError(f"{path} is damaged: {error}; restore the bank from a backup") from None
+
+
+class ShardsManifest(_SealedFile):
+    """What a bank in shards is.
+
+    Attributes:
+        format: version of this file.
+        name: random name of the bank, which its shards carry as well.
+        fingerprint: fingerprint of the model.
+        shards: number of shards.
+        routing: how documents are assigned to shards, see `shard_of`.
+        intent: the change of bank and retriever that has begun and is not complete.
+    """
+
+    format: Literal[1] = 1
+    name: _BankName
+    fingerprint: str
+    shards: _Count
+    routing: Literal["blake2b-64"] = "blake2b-64"
+    intent: Intent = Intent()
+
+
+class ShardMark(_SealedFile):
+    """Which shard of which bank a folder holds.
+
+    Attributes:
+        format: version of this file.
+        bank: name of the bank.
+        number: number of the shard, from 0 on.
+        shards: number of shards of the bank.
+    """
+
+    format: Literal[1] = 1
+    bank: _BankName
+    number: Annotated[int, Field(ge=0, lt=MOST_SHARDS)]
+    shards: _Count
+
+    def check(self, expected: ShardMark, folder: Path) -> None:
+        """Refuses a folder that holds another shard.
+
+        Raises:
+            BankError: says which one.
+        """
+        if self == expected:
+            return
+        if self.bank != expected.bank:
+            found = "a shard of another bank"
+        elif self.shards != expected.shards:
+            found = f"shard {self.number} of {self.shards} shards, not of {expected.shards}"
+        else:
+            found = f"shard {self.number}"
+        raise BankError(
+            f"{folder} holds {found} in the place of shard {expected.number}; put the folder of the right shard there"
+        )
+
+
+def read_mark(folder: Path) -> ShardMark:
+    """The mark of a shard's folder.
+
+    Raises:
+        BankError: when the folder holds no shard, or a damaged mark.
+    """
+    return ShardMark.read(
+        folder / MARK, f"{folder} holds no shard: it is lost or was moved; put it back, or restore it from a backup"
+    )
+
+
+def shard_folder(folder: Path, number: int) -> Path:
+    """The folder of a shard's bank."""
+    return folder / f"shard-{number}"
+
+
+def check_fingerprint(folder: Path, writer: str, reader: str) -> None:
+    """Refuses a model that did not write a bank.
+
+    Raises:
+        FingerprintError: when the fingerprints differ; names both.
+    """
+    if writer != reader:
+        raise FingerprintError(
+            f"{folder} was written by {describe(writer)} and cannot be read by {describe(reader)}; use the model that "
+            "wrote it, or adapt a new bank with this one"
+        )

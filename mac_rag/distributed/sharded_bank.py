@@ -1,0 +1,389 @@
+"""A memory bank whose documents lie in several shards: processes on this machine, or on several machines."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from mac_rag.data.types import Document
+from mac_rag.distributed.directory import ShardDirectory
+from mac_rag.distributed.ray_shards import ActorOptions, RayShards
+from mac_rag.distributed.shard import ShardChange, ShardContents, to_array
+from mac_rag.distributed.shard_files import SHARDS
+from mac_rag.distributed.sharded_contents import ShardedContents
+from mac_rag.distributed.snapshot import ShardedSnapshot
+from mac_rag.distributed.transport import Request, ShardSettings, StartShards
+from mac_rag.distributed.watched_shards import WatchedShards
+from mac_rag.errors import BankError, ShardLostError
+from mac_rag.memory.bank import MemoryBank
+from mac_rag.memory.storage.manifest import Intent
+
+if TYPE_CHECKING:
+    from mac_rag.model import MACModel
+
+
+class ShardedBank(ShardedContents):
+    """A bank in N shards. A document's id says which shard holds it, and a question attends to all of them.
+
+    Each shard is an ordinary bank in a process of its own, with one folder under the bank's folder. A question costs
+    one round trip to all shards for each block of the aggregation network, and gives what one bank with all documents
+    gives, up to rounding. This process keeps ids, hashes and metadata of all documents; memory tokens stay in the
+    shards. Documents are in the order of the shards, and in each shard in the order of arrival.
+
+    Each shard commits by itself. So after an error or a crash during `commit`, some shards may have committed and
+    others not: repeat the call that failed, such as `MACEngine.adapt`, and it does the rest.
+
+    A shard that is lost restarts from its folder, at its last commit. Meanwhile, a question raises `ShardLostError`;
+    or, with `partial_answers`, it is answered from the other shards, and `Answer.unread` says what share of the
+    documents they lack.
+
+    Args:
+        settings: how the shards are opened.
+        start: makes the shards.
+        partial_answers: True to answer while shards are lost.
+        create: True for a new bank.
+
+    Attributes:
+        partial_answers: True to answer while shards are lost.
+
+    Raises:
+        BankError, FingerprintError: as `open`.
+    """
+
+    def __init__(
+        self, settings: ShardSettings, start: StartShards, *, partial_answers: bool = False, create: bool = False
+    ) -> None:
+        shards = WatchedShards(settings, start, create=create)
+        found = [ShardDirectory(contents) for contents in shards.opened]
+        super().__init__(shards, settings.manifest.fingerprint, found, 0, partial_answers)
+        if create:
+            settings.manifest.write(settings.folder / SHARDS)
+        self._settings = settings
+        self._intent = settings.manifest.intent
+        self._look = threading.RLock()  # held for an instant, never during a call to a shard
+        self._dirty: set[int] = set()  # shards with changes that are not committed
+        self._undone: set[int] = set()  # shards whose changes are gone, so that all must be rolled back
+        self._must_finish = False  # if a change of bank and retriever was committed by some shards only
+        self._snapshots: WeakSet[ShardedSnapshot] = WeakSet()
+        self._on_disk = [directory.copy() for directory in found]
+        self._committed = self.snapshot()
+
+    @classmethod
+    def create(
+        cls,
+        folder: str | Path,
+        model: MACModel,
+        *,
+        shards: int,
+        partial_answers: bool = False,
+        actor_options: ActorOptions | None = None,
+    ) -> Self:
+        """Makes a new, empty bank and opens it for writing.
+
+        Args:
+            folder: folder of the bank, which all machines reach under this path; it is made if it does not exist.
+            model: the model that writes and reads the bank.
+            shards: number of shards. It stays what it is, because it decides where documents lie.
+            partial_answers, actor_options: as `open`.
+
+        Raises:
+            BankError: when the folder already holds a bank or shards.
+            ConfigError: for a number of shards that is none; and without Ray.
+        """
+        settings = ShardSettings.of_new(Path(folder).absolute(), model, shards)
+        return cls(settings, partial(RayShards, options=actor_options), partial_answers=partial_answers, create=True)
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | Path,
+        model: MACModel,
+        *,
+        write: bool = False,
+        partial_answers: bool = False,
+        actor_options: ActorOptions | None = None,
+    ) -> Self:
+        """Opens a bank at the last commits of its shards.
+
+        Args:
+            folder: folder of the bank.
+            model: the model that wrote the bank.
+            write: True to change the bank. Only one process can write to it at a time.
+            partial_answers: True to answer while shards are lost.
+            actor_options: from the number of a shard to options of its Ray actor, such as `num_gpus` or `resources`.
+
+        Raises:
+            BankError: when there is no bank, or a shard is missing, damaged, in another's place, or open for writing in
+                another process; names the shard's folder.
+            ConfigError: without Ray.
+            FingerprintError: when another model wrote it.
+        """
+        settings = ShardSettings.of(Path(folder).absolute(), model, write=write)
+        return cls(settings, partial(RayShards, options=actor_options), partial_answers=partial_answers)
+
+    @property
+    def writable(self) -> bool:
+        """True if the bank can be changed."""
+        return self._settings.write
+
+    @property
+    def intent(self) -> Intent:
+        """The change of bank and retriever that the last commit announced; empty when none is under way."""
+        return self._intent
+
+    @property
+    def committed(self) -> ShardedSnapshot:
+        """The contents after the last commit."""
+        self._take_restarted()
+        return self._committed
+
+    def snapshot(self) -> ShardedSnapshot:
+        """The current contents, uncommitted changes included, as they stay whatever happens to the bank."""
+        self._take_restarted()
+        return self._snapshot_of(self.directories)
+
+    def _snapshot_of(self, directories: Sequence[ShardDirectory]) -> ShardedSnapshot:
+        with self._look:
+            states = [directory.version for directory in directories]
+            for snapshot in self._snapshots:
+                if snapshot.states == states:
+                    return snapshot
+            self.version += 1
+            snapshot = ShardedSnapshot(
+                self.shards,
+                self.fingerprint,
+                [directory.copy() for directory in directories],
+                self.version,
+                self.partial_answers,
+            )
+            self._snapshots.add(snapshot)
+            return snapshot
+
+    def put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int] | None = None) -> tuple[str, ...]:
+        """Adds documents and replaces those with the same ids; see `MemoryBank.put`.
+
+        Raises:
+            BankError: as `MemoryBank.put`; the bank has not changed.
+            ShardLostError: when a shard is lost on the way; `rollback` before anything else.
+        """
+        self._check_changeable()
+        counts = [1] * len(documents) if rows is None else list(rows)
+        MemoryBank(self.fingerprint).put(documents, phi, counts)  # finds what is wrong before a shard changes
+        shape = tuple(phi.shape[1:])
+        held = next((one.row_shape for one in self.directories if one.row_shape is not None), shape)
+        if shape != held:
+            raise BankError(
+                f"memory tokens of shape {list(shape)} do not fit this bank, whose rows have shape {list(held)}"
+            )
+        places: dict[int, list[int]] = {}
+        for place, document in enumerate(documents):
+            places.setdefault(self._number(document.id), []).append(place)
+        parts = phi.split(counts)
+        changes = self._changed(
+            {
+                number: Request(
+                    "put",
+                    (
+                        self._kept(number),
+                        [documents[place] for place in own],
+                        to_array(torch.cat([parts[place] for place in own])),
+                        [counts[place] for place in own],
+                    ),
+                )
+                for number, own in places.items()
+            },
+            (shape[0], shape[1]),
+        )
+        return tuple(name for number in sorted(changes) for name in changes[number].returned)
+
+    def delete(self, document_id: str) -> tuple[str, ...]:
+        """Deletes a document with all its rows; see `MemoryBank.delete`.
+
+        Raises:
+            BankError: for an id that the bank does not hold.
+            ShardLostError: when its shard is lost; `rollback` before anything else.
+        """
+        self._check_changeable()
+        if document_id not in self:
+            raise BankError(f"the bank holds no document {document_id!r}")
+        number = self._number(document_id)
+        return self._changed({number: Request("delete", (self._kept(number), document_id))})[number].returned
+
+    def _changed(
+        self, requests: Mapping[int, Request], row_shape: tuple[int, int] | None = None
+    ) -> dict[int, ShardChange]:
+        """Changes shards; on an error of one, all must be rolled back."""
+        self._dirty |= requests.keys()
+        outcomes = self.shards.ask(requests)
+        errors = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
+        with self._look:
+            for number, outcome in outcomes.items():
+                if isinstance(outcome, ShardChange):
+                    self.directories[number].changed(outcome, row_shape)
+            if errors:
+                self._undone |= requests.keys()
+        if errors:
+            raise errors[0]
+        return outcomes
+
+    def prepare(self) -> None:
+        """Writes to disk what the next commit needs; see `MemoryBank.prepare`.
+
+        Raises:
+            BankError: see `commit`.
+        """
+        self._check_changeable()
+        self.shards.done({number: Request("prepare") for number in sorted(self._dirty)})
+
+    def commit(self, intent: Intent | None = None) -> None:
+        """Writes all changes to disk, shard by shard.
+
+        Args:
+            intent: as `MemoryBank.commit`. It is written before the shards commit, and cleared when all have.
+
+        Raises:
+            BankError: when the bank is not open for writing, or a shard or the disk refuses the write. Other shards may
+                have committed: commit the rest later, or `rollback` it and repeat the change.
+            ShardLostError: when a shard is lost. `rollback`, and repeat the change.
+        """
+        self._check_changeable()
+        announced = self.intent if intent is None else _both(self.intent, intent)
+        if self._dirty and announced != self.intent:
+            self._announce(announced)
+        if self._must_finish and intent is not None and intent != self.intent:
+            raise BankError(f"{self.folder} has committed a part of a change; call adapt or reconcile to finish it")
+        failed = self._commit_shards()
+        if failed is not None:
+            raise failed
+        self._must_finish = False
+        if intent is not None and intent != self.intent:
+            self._announce(intent)
+
+    def _commit_shards(self) -> Exception | None:
+        """Commits the shards that have changed; returns the first error."""
+        outcomes = self.shards.ask({number: Request("commit") for number in sorted(self._dirty)})
+        errors = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
+        with self._look:
+            for number, outcome in outcomes.items():
+                if not isinstance(outcome, Exception):
+                    self._dirty.discard(number)
+                    self._on_disk[number] = self.directories[number].copy()
+            self._committed = self._snapshot_of(self._on_disk)
+        if errors and self.intent and len(errors) < len(outcomes):
+            # Whichever way the retriever goes, the bank has to follow it: forwards, or back.
+            names = tuple(dict.fromkeys((*self.intent.puts, *self.intent.deletes)))
+            self._must_finish = True
+            self._announce(Intent(puts=names, deletes=names))
+        return errors[0] if errors else None
+
+    def _announce(self, intent: Intent) -> None:
+        self._settings.manifest.model_copy(update={"intent": intent}).write(self._settings.folder / SHARDS)
+        self._intent = intent
+
+    def rollback(self) -> None:
+        """Drops all changes since the last commit of each shard. A lost shard has dropped its own."""
+        numbers = sorted(self._dirty)
+        outcomes = self.shards.ask({number: Request("rollback", (self._kept(number),)) for number in numbers})
+        with self._look:
+            for number in numbers:
+                directory = self._on_disk[number].copy()
+                if isinstance(outcomes.get(number), ShardChange):
+                    directory.version = outcomes[number].version
+                    self._on_disk[number] = directory.copy()
+                self.directories[number] = directory
+            self._dirty.clear()
+            self._undone.clear()
+            self._committed = self._snapshot_of(self._on_disk)
+        for outcome in outcomes.values():
+            if isinstance(outcome, Exception) and not isinstance(outcome, ShardLostError):
+                raise outcome
+
+    def compact(self) -> None:
+        """Commits, and rewrites what has deleted entries, in each shard; see `MemoryBank.compact`.
+
+        Raises:
+            BankError: see `MemoryBank.compact`; other shards may be compacted.
+        """
+        self.commit()
+        self.shards.done({number: Request("compact") for number in self.shards.numbers})
+
+    def refresh(self) -> bool:
+        """Moves a bank that is open for reading to the last commits of its shards.
+
+        Returns:
+            True if there was another commit.
+
+        Raises:
+            BankError: when a shard on disk is damaged, or lost; the others may have moved.
+        """
+        if self.writable:
+            return False
+        requests = {number: Request("refresh", (self._kept(number),)) for number in self.shards.numbers}
+        outcomes = self.shards.ask(requests)
+        with self._look:
+            for number, outcome in outcomes.items():
+                if isinstance(outcome, ShardContents):
+                    self._take(number, outcome)
+        for outcome in outcomes.values():
+            if isinstance(outcome, Exception):
+                raise outcome
+        return any(outcome is not None for outcome in outcomes.values())
+
+    def close(self) -> None:
+        """Ends the shards; changes that were not committed are dropped. The bank cannot be read any more."""
+        self.shards.close()
+
+    def _take_restarted(self, *, wait: bool = False) -> None:
+        """Goes on with the shards that have restarted.
+
+        Args:
+            wait: True to wait for those that are about to.
+        """
+        for number, contents in self.shards.restarted(wait=wait):
+            with self._look:
+                self._take(number, contents)
+                if number in self._dirty:
+                    self._undone.add(number)
+
+    def _take(self, number: int, contents: ShardContents) -> None:
+        """Goes on with what a shard holds on disk."""
+        self.directories[number] = ShardDirectory(contents)
+        self._on_disk[number] = self.directories[number].copy()
+        self._committed = self._snapshot_of(self._on_disk)
+
+    def _kept(self, number: int) -> set[int]:
+        """Versions of a shard that somebody may still ask about."""
+        opening, _ = self.directories[number].version
+        with self._look:
+            states = [snapshot.states[number] for snapshot in self._snapshots]
+        return {version for name, version in states if name == opening}
+
+    def _check_changeable(self) -> None:
+        if not self.writable:
+            raise BankError(f"{self.folder} is not open for writing; open it with write=True")
+        self._take_restarted(wait=True)
+        if self._undone:
+            raise BankError(
+                f"a change of {self.folder} has failed in shard {', '.join(map(str, sorted(self._undone)))}; "
+                "call rollback() and repeat the change"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _both(first: Intent, second: Intent) -> Intent:
+    return Intent(
+        puts=tuple(dict.fromkeys((*first.puts, *second.puts))),
+        deletes=tuple(dict.fromkeys((*first.deletes, *second.deletes))),
+    )

@@ -1,0 +1,128 @@
+"""The documents of all shards together, as the process that asks knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mac_rag.distributed.directory import ShardDirectory, ShardedEntry
+from mac_rag.distributed.shard import Version
+from mac_rag.distributed.shard_files import check_fingerprint, shard_of
+from mac_rag.distributed.transport import Request
+from mac_rag.distributed.watched_shards import WatchedShards
+from mac_rag.errors import BankError
+from mac_rag.memory.records import Record
+
+
+class ShardedContents:
+    """The documents of all shards, in the order of the shards, and in each in the order of arrival.
+
+    Args:
+        shards: the shards.
+        fingerprint: fingerprint of the model that wrote them.
+        directories: what is known of each shard.
+        version: see below.
+        partial_answers: see below.
+
+    Attributes:
+        shards: the shards.
+        directories: what is known of each shard.
+        partial_answers: True to answer while shards are lost.
+        version: a number that grows with every change of the bank.
+    """
+
+    keep_texts = False
+    secure_delete = False
+
+    def __init__(
+        self,
+        shards: WatchedShards,
+        fingerprint: str,
+        directories: Sequence[ShardDirectory],
+        version: int,
+        partial_answers: bool,
+    ) -> None:
+        self.shards = shards
+        self.folder: Path = shards.folder
+        self.fingerprint = fingerprint
+        self.directories = list(directories)
+        self.version = version
+        self.partial_answers = partial_answers
+
+    @property
+    def states(self) -> list[Version]:
+        """The state of each shard."""
+        return [directory.version for directory in self.directories]
+
+    @property
+    def phi(self) -> Tensor:
+        """Memory tokens of all rows `[N, T, D]`, fetched from the shards, as they are now.
+
+        Raises:
+            BankError: for an empty bank.
+        """
+        if not len(self):
+            raise BankError("the memory bank is empty; adapt to some documents first")
+        found = self.shards.done({number: Request("memory_tokens", (None,)) for number in self.shards.numbers})
+        return torch.cat([torch.tensor(found[number]) for number in self.shards.numbers if found[number] is not None])
+
+    def memory_tokens(self, document_id: str) -> Tensor:
+        """Memory tokens `[rows, T, D]` of the entry of a document, fetched from its shard, as they are now."""
+        number = self._number(document_id)
+        return torch.tensor(self.shards.done({number: Request("memory_tokens", (document_id,))})[number])
+
+    def check_model(self, fingerprint: str) -> None:
+        """Refuses a model that did not write this bank.
+
+        Raises:
+            FingerprintError: when the fingerprints differ; names both.
+        """
+        check_fingerprint(self.folder, self.fingerprint, fingerprint)
+
+    @property
+    def document_ids(self) -> list[str]:
+        """Ids of all documents, shard by shard, in the order of their entries."""
+        return [name for directory in self.directories for name in directory.sequences]
+
+    @property
+    def row_members(self) -> list[tuple[str, ...]]:
+        """For each row the ids of the documents that it stands for, shard by shard."""
+        return [
+            members
+            for directory in self.directories
+            for record in directory.records.values()
+            for members in [record.document_ids] * record.rows
+        ]
+
+    def is_textless(self, document_id: str) -> bool:
+        """False: shards keep no texts, so they have lost none."""
+        return False
+
+    def __getitem__(self, document_id: str) -> ShardedEntry:
+        directory = self._directory(document_id)
+        if document_id not in directory.sequences:
+            raise BankError(f"the bank holds no document {document_id!r}")
+        return self._entry(directory.records[directory.sequences[document_id]])
+
+    def __iter__(self) -> Iterator[ShardedEntry]:
+        for directory in self.directories:
+            for record in directory.records.values():
+                yield self._entry(record)
+
+    def _entry(self, record: Record) -> ShardedEntry:
+        return ShardedEntry(record.members, record.sequence, record.rows, self.memory_tokens)
+
+    def __len__(self) -> int:
+        return sum(len(directory.sequences) for directory in self.directories)
+
+    def __contains__(self, document_id: object) -> bool:
+        return isinstance(document_id, str) and document_id in self._directory(document_id).sequences
+
+    def _directory(self, document_id: str) -> ShardDirectory:
+        return self.directories[self._number(document_id)]
+
+    def _number(self, document_id: str) -> int:
+        return shard_of(document_id, len(self.directories))

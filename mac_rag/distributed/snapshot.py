@@ -1,0 +1,23 @@
+"""A bank in shards as it was at one moment."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mac_rag.distributed.reader import ShardedReader
+from mac_rag.distributed.sharded_contents import ShardedContents
+
+if TYPE_CHECKING:
+    from mac_rag.config import AttentionConfig
+    from mac_rag.model import MACModel
+
+
+class ShardedSnapshot(ShardedContents):
+    """The contents of a bank in shards as they were at one moment; later changes of the bank do not reach it.
+
+    The shards keep what it refers to as long as it is in use.
+    """
+
+    def reader(self, model: MACModel, config: AttentionConfig) -> ShardedReader:
+        """See `mac_rag.memory.views.base_reader.BringsReader`."""
+        return ShardedReader(model, self, config)

@@ -1,0 +1,187 @@
+"""What all readers of a bank have in common: encoded questions, allowed rows, recent answers, mass by document."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from mac_rag.config import AttentionConfig
+from mac_rag.errors import BankError, ConfigError
+from mac_rag.memory.interface import BankContents
+from mac_rag.memory.views.question_cache import RecentQuestions
+from mac_rag.nn.memory_tokens import MemoryTokens
+
+if TYPE_CHECKING:
+    from mac_rag.model import MACModel
+
+
+# Number of questions whose attention mass is computed together.
+_MASS_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Aggregated:
+    """The bank aggregated for B questions.
+
+    Attributes:
+        phi: `[B, T, D]`, phi* of each question.
+        discarded: `[B]`, the share of the document prior on rows that were not attended to; zero if all rows were.
+            `PriorIndex.search` tells when it is exact.
+        unread: the share of the documents that could not be read; zero if the bank is one.
+    """
+
+    phi: Tensor
+    discarded: Tensor
+    unread: float = 0.0
+
+
+class BringsReader(BankContents, Protocol):
+    """Contents of a bank that this process cannot read by itself."""
+
+    def reader(self, model: MACModel, config: AttentionConfig) -> Reader:
+        """A reader of these contents."""
+
+
+class Reader(ABC):
+    """Reads a bank with one model.
+
+    Args:
+        model: the model that reads; its weights must not change while the reader is in use.
+        bank: a bank that this model wrote, or a snapshot of one.
+        config: attention strategy and cache of keys and values.
+    """
+
+    def __init__(self, model: MACModel, bank: BankContents, config: AttentionConfig) -> None:
+        self.model = model
+        self.bank = bank
+        self.config = config
+        self._recent = RecentQuestions()
+
+    @abstractmethod
+    def follow(self, bank: BankContents) -> None:
+        """Reads another state of the bank from now on. What is known of rows that both have is kept."""
+
+    @abstractmethod
+    def _aggregate(
+        self, questions: Sequence[str], allowed: Container[str] | None, ids: Mapping[str, Sequence[int]]
+    ) -> Aggregated:
+        """Aggregates the bank for each question."""
+
+    @abstractmethod
+    def _mass(self, questions: Sequence[str], visible: Tensor | None) -> Tensor:
+        """Attention mass `[B, K]` of a few questions; `visible` `[K]` says which rows may be seen, None for all."""
+
+    @property
+    def _remembers(self) -> bool:
+        """True if the results of recent questions are kept."""
+        return True
+
+    def _total(self, count: int) -> int:
+        """The sum of a count over all that read the bank together."""
+        return count
+
+    def aggregate(
+        self,
+        questions: Sequence[str],
+        allowed: Container[str] | None = None,
+        *,
+        ids: Sequence[Sequence[int]] | None = None,
+    ) -> Aggregated:
+        """Aggregates the bank for each question (equation 1).
+
+        Results of recent questions are cached until the bank changes.
+
+        Args:
+            questions: B texts.
+            allowed: ids of the documents that may have any influence; None for all.
+            ids: token ids of each question for the input encoder, where they are known.
+
+        Raises:
+            BankError: when the bank is empty or none of its documents is allowed.
+        """
+        known_ids = {} if ids is None else dict(zip(questions, ids, strict=True))
+        if allowed is not None or not self._remembers:
+            return self._aggregate(questions, allowed, known_ids)
+        network = self.model.aggregation
+        state = (self.bank.version, network.use_prior, network.training)
+
+        def compute(new: Sequence[str]) -> tuple[Tensor, Tensor]:
+            aggregated = self._aggregate(new, None, known_ids)
+            return aggregated.phi, aggregated.discarded
+
+        return Aggregated(*self._recent.look_up(questions, state, compute))
+
+    @torch.no_grad()
+    def attention_mass(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor:
+        """The share of each question's attention that goes to each row of the bank, in the last block.
+
+        Args:
+            questions: B texts.
+            allowed: ids of the documents that may have any influence; None for all.
+
+        Returns:
+            `[B, K]`; each question's shares sum to 1. Rows that are not attended to have 0.
+
+        Raises:
+            BankError: see `aggregate`.
+            ConfigError: for the strategies hierarchical (algorithm 3) and sharded, under which no attention of one
+                question reaches all documents.
+        """
+        if self.config.strategy in ("hierarchical", "sharded"):
+            raise ConfigError(
+                f"under strategy {self.config.strategy!r} there is no attention of one question to all documents of "
+                "this bank; choose 'streaming' or 'preselect'"
+            )
+        visible = self._visible(allowed)
+        # A few questions at a time, because a pass over the bank needs one number per row and query token.
+        parts = [
+            self._mass(questions[first : first + _MASS_BATCH], visible)
+            for first in range(0, len(questions), _MASS_BATCH)
+        ]
+        return torch.cat(parts)
+
+    def document_mass(
+        self, questions: Sequence[str], allowed: Container[str] | None = None
+    ) -> tuple[list[str], Tensor]:
+        """As `attention_mass`, for each document that may be seen; merged documents share their entry's mass equally.
+
+        Returns:
+            The document ids, and the mass `[B, documents]` on the CPU; each row sums to 1. A document that was merged
+            with one that is not allowed is not among them.
+        """
+        mass = self.attention_mass(questions, allowed).cpu()
+        visible = self._visible(allowed)
+        members = [
+            (row, row_ids)
+            for row, row_ids in enumerate(self.bank.row_members)
+            if visible is None or visible[row].item()
+        ]
+        seen = {document_id for _, row_ids in members for document_id in row_ids}
+        ids = [document_id for document_id in self.bank.document_ids if document_id in seen]
+        place = {document_id: index for index, document_id in enumerate(ids)}
+        owners = [(row, place[document_id], len(row_ids)) for row, row_ids in members for document_id in row_ids]
+        rows, documents, shared = (torch.tensor(column) for column in zip(*owners, strict=True))
+        return ids, mass.new_zeros(len(questions), len(ids)).index_add_(1, documents, mass[:, rows] / shared)
+
+    def _encoded(self, questions: Sequence[str], ids: Mapping[str, Sequence[int]]) -> MemoryTokens:
+        encoder = self.model.input_encoder
+        encoded: MemoryTokens = encoder([ids.get(question) or encoder.ids(question) for question in questions])
+        return encoded
+
+    def _visible(self, allowed: Container[str] | None) -> Tensor | None:
+        """Which rows may be seen, bool `[K]`; a row of several documents only if all are allowed. None for all rows."""
+        if not self._total(len(self.bank)):
+            raise BankError("the memory bank is empty; adapt to some documents first")
+        if allowed is None:
+            return None
+        visible = torch.tensor(
+            [all(member in allowed for member in members) for members in self.bank.row_members], dtype=torch.bool
+        )
+        if not self._total(int(visible.sum())):
+            raise BankError("none of the documents in the memory bank is among those allowed")
+        return visible

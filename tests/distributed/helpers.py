@@ -1,0 +1,121 @@
+"""Shards in this process, which die when a test wants them to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mac_rag.config import AttentionConfig
+from mac_rag.data.types import Document
+from mac_rag.distributed.shard import Shard, ShardContents
+from mac_rag.distributed.sharded_bank import ShardedBank
+from mac_rag.distributed.transport import LostShard, Request, ShardSettings
+from mac_rag.errors import MACError
+from mac_rag.memory import MemoryBank
+from mac_rag.memory.views.base_reader import Reader
+from mac_rag.memory.views.reader import reader_of
+from mac_rag.model import MACModel
+
+
+class LocalShards:
+    """Shards without processes.
+
+    Attributes:
+        asked: all requests, in order.
+        dies: (number, method, "before" or "after"): this shard dies once, at its next such request.
+        held: shards that are slow to restart.
+        is_gone: True if this process is dead, so that nothing reaches the shards.
+    """
+
+    def __init__(self, settings: ShardSettings) -> None:
+        self.settings = settings
+        self.shards: dict[int, Shard] = {}
+        self.asked: list[tuple[int, Request]] = []
+        self.dies: tuple[int, str, str] | None = None
+        self.held: set[int] = set()
+        self.is_gone = False
+        self._outcomes: dict[int, ShardContents | Exception] = {}
+
+    def start(self, number: int, *, create: bool = False) -> None:
+        self.kill(number)
+        shard = Shard(*self.settings.arguments(number, self.settings.network, "cpu"))
+        try:
+            self._outcomes[number] = shard.open(create=create)
+            self.shards[number] = shard
+        except MACError as error:
+            self._outcomes[number] = error
+
+    def started(self, number: int, *, wait: bool) -> ShardContents | Exception | None:
+        return None if number in self.held and not wait else self._outcomes[number]
+
+    def ask(self, requests: Mapping[int, Request]) -> dict[int, Any]:
+        return {number: self._answer(number, request) for number, request in sorted(requests.items())}
+
+    def _answer(self, number: int, request: Request) -> Any:
+        if self.is_gone:
+            raise SystemExit
+        dies = None
+        if self.dies is not None and self.dies[:2] == (number, request.method):
+            dies, self.dies = self.dies[2], None
+        if dies == "before":
+            self.kill(number)
+        if number not in self.shards:
+            return LostShard("it was killed")
+        self.asked.append((number, request))
+        try:
+            outcome = getattr(self.shards[number], request.method)(*request.args, **request.kwargs)
+        except MACError as error:
+            outcome = error
+        if dies == "after":
+            self.kill(number)
+            return LostShard("it was killed")
+        return outcome
+
+    def kill(self, number: int) -> None:
+        """What was not committed is lost, and the system releases the lock."""
+        shard = self.shards.pop(number, None)
+        if shard is not None:
+            shard.close()
+
+    def close(self) -> None:
+        for number in list(self.shards):
+            self.kill(number)
+
+
+def made(folder: Path, model: MACModel, shards: int, **options: Any) -> ShardedBank:
+    """A new bank with shards in this process."""
+    return ShardedBank(ShardSettings.of_new(folder, model, shards), LocalShards, create=True, **options)
+
+
+def opened(folder: Path, model: MACModel, *, write: bool = True, **options: Any) -> ShardedBank:
+    return ShardedBank(ShardSettings.of(folder, model, write=write), LocalShards, **options)
+
+
+def local(bank: ShardedBank) -> LocalShards:
+    shards = bank.shards._shards
+    assert isinstance(shards, LocalShards)
+    return shards
+
+
+def documents(count: int) -> list[Document]:
+    """Documents that spread over 3 and over 4 shards."""
+    return [Document(f"text {number}", f"text {number}", {"number": number}) for number in range(count)]
+
+
+def reader(model: MACModel, bank: ShardedBank | MemoryBank, **config: Any) -> Reader:
+    return reader_of(model, bank.snapshot(), AttentionConfig.model_validate(config))
+
+
+def assert_read_alike(found: Reader, expected: Reader, questions: list[str], allowed: set[str] | None = None) -> None:
+    """Two banks give the same phi* and the same attention to each document, up to rounding."""
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(
+        found.aggregate(questions, allowed).phi, expected.aggregate(questions, allowed).phi, **close
+    )
+    ids, mass = found.document_mass(questions, allowed)
+    ids_expected, mass_expected = expected.document_mass(questions, allowed)
+    assert sorted(ids) == sorted(ids_expected)
+    torch.testing.assert_close(mass[:, [ids.index(name) for name in ids_expected]], mass_expected, **close)

@@ -1,0 +1,85 @@
+"""Shards as Ray actors: real processes, one of which is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mac_rag.data.types import Document
+from mac_rag.distributed import ShardedBank
+from mac_rag.distributed.ray_shards import RayShards
+from mac_rag.engine import MACEngine
+from mac_rag.errors import BankError, ShardLostError
+from mac_rag.model import MACModel
+from tests.distributed.helpers import assert_read_alike
+from tests.helpers import wait_until
+
+pytest.importorskip("ray")
+
+TEXTS = [Document(f"text {n}", f"Ada Voss has opened bridge number {n} of the town.", {"n": n}) for n in range(12)]
+QUESTIONS = ["Who opened the bridge?", "Where is the museum?"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray() -> Iterator[None]:
+    import ray
+
+    yield
+    ray.shutdown()
+
+
+def process_of(bank: ShardedBank, number: int) -> int:
+    import ray
+
+    shards = bank.shards._shards
+    assert isinstance(shards, RayShards)
+    process: int = ray.get(shards._actors[number].__ray_call__.remote(lambda shard: os.getpid()))
+    return process
+
+
+def engine_of_one_bank(model: MACModel) -> MACEngine:
+    engine = MACEngine(model)
+    engine.adapt(TEXTS)
+    return engine
+
+
+@pytest.mark.long
+def test_shards_in_processes_agree_with_one_bank_and_survive_a_kill(
+    loaded_tiny_model: MACModel, tmp_path: Path
+) -> None:
+    one = engine_of_one_bank(loaded_tiny_model)
+    with ShardedBank.create(tmp_path / "bank", loaded_tiny_model, shards=2) as bank:
+        engine = MACEngine(loaded_tiny_model, bank)
+        assert engine.adapt(TEXTS[:8]).added == 8
+        killed = process_of(bank, 1)
+        os.kill(killed, signal.SIGKILL)
+        with pytest.raises(ShardLostError, match=r"shard 1 of 2 .*shard-1\) was lost.*try again"):
+            engine.answer(QUESTIONS)
+        report = engine.adapt(TEXTS)  # waits for the restart
+        assert (report.added, report.unchanged) == (4, 8)
+        assert process_of(bank, 1) != killed
+        assert [each.text for each in engine.answer(QUESTIONS)] == [each.text for each in one.answer(QUESTIONS)]
+        for allowed in (None, {"text 3", "text 4", "text 9"}):
+            assert_read_alike(engine._reader, one._reader, QUESTIONS, allowed)
+    with pytest.raises(BankError, match="was closed"):
+        engine.answer(["Another question?"])
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_four_processes_answer_with_what_is_left_of_them(loaded_tiny_model: MACModel, tmp_path: Path) -> None:
+    one = engine_of_one_bank(loaded_tiny_model)
+    one.answer(QUESTIONS)
+    with ShardedBank.create(tmp_path / "bank", loaded_tiny_model, shards=4) as bank:
+        MACEngine(loaded_tiny_model, bank).adapt(TEXTS)
+    with ShardedBank.open(tmp_path / "bank", loaded_tiny_model, partial_answers=True) as bank:
+        engine = MACEngine(loaded_tiny_model, bank)
+        os.kill(process_of(bank, 0), signal.SIGKILL)
+        assert engine.answer(QUESTIONS)[0].unread == len(bank.directories[0].sequences) / len(TEXTS) > 0
+        wait_until(lambda: bank.snapshot() is not None and not bank.shards.lost)
+        assert {answer.unread for answer in engine.answer(QUESTIONS)} == {0.0}
+        assert_read_alike(engine._reader, one._reader, QUESTIONS)

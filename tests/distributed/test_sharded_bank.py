@@ -1,0 +1,349 @@
+"""A bank in shards gives what one bank with all documents gives, and says what it cannot."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mac_rag.atomic_files import sealed, unsealed
+from mac_rag.config import AttentionConfig
+from mac_rag.data.types import Document
+from mac_rag.distributed.shard_files import shard_folder, shard_of
+from mac_rag.distributed.sharded_bank import ShardedBank
+from mac_rag.engine import MACEngine
+from mac_rag.errors import BankError, ConfigError, DamageError, FingerprintError, ShardLostError
+from mac_rag.lm.devices import DTYPES
+from mac_rag.memory import MemoryBank
+from mac_rag.memory.views.reader import reader_of
+from mac_rag.model import MACModel
+from mac_rag.nn.attention import direct_attention
+from mac_rag.nn.memory_tokens import MemoryTokens
+from tests.distributed.helpers import assert_read_alike, documents, local, made, opened, reader
+from tests.memory.helpers import fast_folder, random_rows
+from tests.nn.helpers import TOKENS, WIDTH, network, random, random_texts
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+QUESTIONS = ["Who opened the bridge?", "Where is the museum?", "What was sold?"]
+
+
+@pytest.fixture
+def folder() -> Any:
+    with fast_folder() as place:
+        yield place / "bank"
+
+
+def one_bank(model: MACModel, bank: ShardedBank) -> MemoryBank:
+    """One bank with all entries of a bank in shards."""
+    one = MemoryBank(model.fingerprint)
+    for entry in bank:
+        one.put([Document(entry.document_id, "", entry.metadata)], entry.phi, [len(entry.phi)])
+    return one
+
+
+def test_the_shard_of_a_document_never_changes() -> None:
+    assert [shard_of(name, 4) for name in ("bridge", "museum", "día", "\ud800")] == [2, 1, 0, 0]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    shards=st.integers(1, 4),
+    rows=st.lists(st.integers(1, 3), min_size=1, max_size=9),
+    deleted=st.sets(st.integers(0, 8)),
+    allowed=st.none() | st.sets(st.integers(0, 9)),
+    read_before=st.booleans(),
+    cached=st.booleans(),
+    use_prior=st.booleans(),
+)
+def test_shards_are_read_as_one_bank(
+    loaded_tiny_model: MACModel,
+    shards: int,
+    rows: list[int],
+    deleted: set[int],
+    allowed: set[int] | None,
+    read_before: bool,
+    cached: bool,
+    use_prior: bool,
+) -> None:
+    model, names = loaded_tiny_model, None if allowed is None else {f"text {number}" for number in allowed}
+    phi = random_rows(model, sum(rows), 0)
+    one = MemoryBank(model.fingerprint)
+    with fast_folder() as place, made(place / "bank", model, shards) as bank:
+        for each in (one, bank):
+            each.put(documents(len(rows)), phi, rows)
+            each.commit()
+        config = {"cache_bytes": 2 << 20 if cached else 0}
+        found = reader(model, bank, **config)
+        model.aggregation.use_prior = use_prior
+        try:
+            if read_before:
+                found.aggregate(QUESTIONS)
+            for number in deleted & set(range(len(rows))):
+                assert bank.delete(f"text {number}") == one.delete(f"text {number}") == (f"text {number}",)
+            assert sorted(bank.document_ids) == sorted(one.document_ids)
+            assert len(bank) == len(one)
+            found.follow(bank.snapshot())
+            if not any(names is None or name in names for name in one.document_ids):
+                with pytest.raises(BankError, match=r"none of the documents|is empty"):
+                    found.aggregate(QUESTIONS, names)
+                return
+            assert_read_alike(found, reader(model, one, **config), QUESTIONS, names)
+        finally:
+            model.aggregation.use_prior = True
+
+
+@pytest.mark.parametrize("prior_width", [0, 8])
+def test_in_double_precision_shards_agree_with_direct_attention(
+    folder: Path, prior_width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DTYPES, "fp32", torch.float64)  # of cached keys and values
+    built, question = network(prior_width), random_texts(3)
+    texts = random(20, TOKENS, WIDTH, seed=1).float()
+    encoder = lambda ids: question  # noqa: E731
+    encoder.ids = lambda text: [1]  # type: ignore[attr-defined]
+    model: Any = SimpleNamespace(aggregation=built, fingerprint="f00d", input_encoder=encoder, device="cpu")
+    with made(folder, model, 4) as bank:
+        bank.put(documents(20), texts)
+        order = [int(name[5:]) for name in bank.document_ids]
+        with torch.no_grad():
+            rows = built.project(MemoryTokens(texts[order].double()))
+            expected = built(question, rows, attention=direct_attention, mass=True)
+        found = reader(model, bank)
+        torch.testing.assert_close(found.aggregate(QUESTIONS).phi, expected[0], **CLOSE)
+        torch.testing.assert_close(found.attention_mass(QUESTIONS), expected[1], **CLOSE)
+
+
+def test_documents_are_in_the_order_of_shards_and_then_of_arrival(loaded_tiny_model: MACModel, folder: Path) -> None:
+    names = [f"text {number}" for number in range(9)]
+    with made(folder, loaded_tiny_model, 3) as bank:
+        bank.put(documents(9), random_rows(loaded_tiny_model, 9, 0))
+        bank.put([Document("text 4", "again")], random_rows(loaded_tiny_model, 1, 1))
+        arrived = [*names[:4], *names[5:], "text 4"]
+        assert bank.document_ids == sorted(arrived, key=lambda name: shard_of(name, 3))
+        assert [entry.document_id for entry in bank] == bank.document_ids
+        assert [members for (members,) in bank.row_members] == bank.document_ids
+        bank.commit()
+    with opened(folder, loaded_tiny_model, write=False) as again:
+        assert again.document_ids == sorted(arrived, key=lambda name: shard_of(name, 3))
+        assert again["text 4"].metadata == {}
+        assert again["text 5"].metadata == {"number": 5}
+        assert again["text 4"].phi.equal(random_rows(loaded_tiny_model, 1, 1))
+        torch.testing.assert_close(again.phi, torch.cat([entry.phi for entry in again]))
+        with pytest.raises(BankError, match="write=True"):
+            again.delete("text 4")
+
+
+def test_a_shard_of_which_nothing_is_allowed_is_not_asked(loaded_tiny_model: MACModel, folder: Path) -> None:
+    with made(folder, loaded_tiny_model, 4) as bank:
+        bank.put(documents(12), random_rows(loaded_tiny_model, 12, 0))
+        allowed = {name for name in bank.document_ids if shard_of(name, 4) in (0, 2)}
+        expected = reader(loaded_tiny_model, one_bank(loaded_tiny_model, bank))
+        local(bank).asked.clear()
+        assert_read_alike(reader(loaded_tiny_model, bank), expected, QUESTIONS, allowed)
+        assert {number for number, request in local(bank).asked if request.method == "attend"} == {0, 2}
+
+
+def test_errors_of_a_put_change_no_shard(loaded_tiny_model: MACModel, folder: Path) -> None:
+    phi = random_rows(loaded_tiny_model, 4, 0)
+    with made(folder, loaded_tiny_model, 3) as bank:
+        bank.put(documents(4), phi)
+        before = bank.snapshot()
+        for wrong, tokens in (
+            ([*documents(3), Document("text 0", "twice")], phi),
+            ([*documents(3), Document("text 3", "", {"a": float("nan")})], phi),
+            (documents(4), phi[:3]),
+            (documents(4), phi[:, :1]),
+            (documents(4), phi.where(phi > 0, torch.inf)),
+        ):
+            with pytest.raises(BankError):
+                bank.put(wrong, tokens)
+        with pytest.raises(BankError, match="holds no document 'nobody'"):
+            bank.delete("nobody")
+        assert bank.snapshot() is before
+
+
+def test_an_engine_answers_from_shards_as_from_one_bank(loaded_tiny_model: MACModel, folder: Path) -> None:
+    texts = [Document(f"text {n}", f"Ada Voss has opened bridge number {n} of the town.", {"n": n}) for n in range(10)]
+    one = MACEngine(loaded_tiny_model)
+    with made(folder, loaded_tiny_model, 3) as bank:
+        engine = MACEngine(loaded_tiny_model, bank)
+        for each in (one, engine):
+            report = each.adapt(texts)
+            assert (report.added, report.updated, report.unchanged) == (10, 0, 0)
+            report = each.adapt([Document("text 3", "It was closed."), *texts[:3]])
+            assert (report.added, report.updated, report.unchanged) == (0, 1, 3)
+            assert each.forget("text 5") == ("text 5",)
+        found, expected = engine.answer(QUESTIONS), one.answer(QUESTIONS)
+        assert [each.text for each in found] == [each.text for each in expected]
+        assert {each.unread for each in found} == {0.0}
+        assert_read_alike(engine._reader, one._reader, QUESTIONS, {"text 1", "text 2", "text 8"})
+        engine.compact()
+        assert_read_alike(engine._reader, one._reader, QUESTIONS)
+        with pytest.raises(ConfigError, match="'preselect'"):
+            MACEngine(loaded_tiny_model, bank, attention=AttentionConfig(strategy="preselect"))
+
+
+def test_a_question_sees_its_snapshot_while_the_shards_change(loaded_tiny_model: MACModel, folder: Path) -> None:
+    model = loaded_tiny_model
+    with made(folder, model, 2) as bank:
+        bank.put(documents(6), random_rows(model, 6, 0))
+        bank.commit()
+        before, expected = bank.committed, reader(model, one_bank(model, bank))
+        bank.put([*documents(2), Document("new", "")], random_rows(model, 3, 1))
+        bank.delete("text 5")
+        assert bank.committed is before
+        assert_read_alike(reader_of(model, before, AttentionConfig()), expected, QUESTIONS)
+        bank.commit()
+        assert bank.committed is bank.snapshot()
+        assert bank.committed.version > before.version
+        assert_read_alike(reader_of(model, before, AttentionConfig()), expected, QUESTIONS)
+        assert_read_alike(reader(model, bank), reader(model, one_bank(model, bank)), QUESTIONS)
+        bank.delete("new")
+        bank.rollback()
+        assert "new" in bank
+        assert_read_alike(reader(model, bank), reader(model, one_bank(model, bank)), QUESTIONS)
+        del before
+        bank.delete("new")
+        assert all(len(shard._snapshots) <= 2 for shard in local(bank).shards.values())
+
+
+def test_a_reader_follows_the_writer(loaded_tiny_model: MACModel, folder: Path) -> None:
+    model = loaded_tiny_model
+    with made(folder, model, 2) as bank, opened(folder, model, write=False) as reading:
+        bank.put(documents(6), random_rows(model, 6, 0))
+        assert not reading.refresh()
+        bank.commit()
+        assert len(reading) == 0
+        assert reading.refresh()
+        assert_read_alike(reader(model, reading), reader(model, one_bank(model, bank)), QUESTIONS)
+        with pytest.raises(BankError, match="is open for writing"):
+            opened(folder, model)
+
+
+def test_a_lost_shard_is_named_and_restarts(loaded_tiny_model: MACModel, folder: Path) -> None:
+    model = loaded_tiny_model
+    with made(folder, model, 3) as bank:
+        bank.put(documents(9), random_rows(model, 9, 0))
+        bank.commit()
+        engine, expected = MACEngine(model, bank), reader(model, one_bank(model, bank))
+        local(bank).dies = (1, "attend", "before")
+        local(bank).held = {1}
+        for _ in range(2):
+            with pytest.raises(ShardLostError, match=rf"shard 1 of 3 \({shard_folder(folder, 1)}\).*try again"):
+                engine.answer(QUESTIONS)
+        local(bank).held = set()
+        engine.answer(QUESTIONS)
+        assert_read_alike(engine._reader, expected, QUESTIONS)
+        # The folder is gone: the shard cannot restart until it is back.
+        folder_of_shard = shard_folder(folder, 2)
+        folder_of_shard.rename(folder / "elsewhere")
+        local(bank).dies = (2, "mass", "before")
+        with pytest.raises(ShardLostError, match="shard 2 of 3"):
+            engine.document_attention(QUESTIONS)
+        with pytest.raises(ShardLostError, match=r"cannot restart.*holds no shard.*backup"):
+            engine.document_attention(QUESTIONS)
+        (folder / "elsewhere").rename(folder_of_shard)
+        with pytest.raises(ShardLostError, match="shard 2 of 3"):
+            engine.document_attention(QUESTIONS)
+        engine.document_attention(QUESTIONS)
+        assert_read_alike(engine._reader, expected, QUESTIONS)
+
+
+def test_partial_answers_say_what_share_of_the_documents_they_lack(loaded_tiny_model: MACModel, folder: Path) -> None:
+    model = loaded_tiny_model
+    with made(folder, model, 3, partial_answers=True) as bank:
+        bank.put(documents(9), random_rows(model, 9, 0))
+        bank.commit()
+        engine = MACEngine(model, bank)
+        whole = engine.answer(QUESTIONS[:1])
+        one = one_bank(model, bank)
+        lost = [name for name in bank.document_ids if shard_of(name, 3) == 1]
+        for name in lost:
+            one.delete(name)
+        local(bank).dies = (1, "attend", "after")
+        local(bank).held = {1}
+        answers = engine.answer(QUESTIONS[1:])
+        assert {answer.unread for answer in answers} == {len(lost) / 9}
+        torch.testing.assert_close(engine.aggregate(QUESTIONS[1:]), reader(model, one).aggregate(QUESTIONS[1:]).phi)
+        allowed = {lost[0], *one.document_ids[:3]}
+        assert engine.answer(QUESTIONS[:1], allowed=allowed)[0].unread == 1 / 4
+        with pytest.raises(ShardLostError):
+            engine.answer(QUESTIONS[:1], allowed=set(lost))
+        with pytest.raises(ShardLostError):  # it has no place to say so
+            engine.document_attention(QUESTIONS)
+        local(bank).held = set()
+        assert engine.answer(QUESTIONS[:1]) == whole
+        assert {answer.unread for answer in engine.answer(QUESTIONS)} == {0.0}
+
+
+class TestOpening:
+    @pytest.fixture
+    def bank(self, loaded_tiny_model: MACModel, folder: Path) -> Path:
+        for place in (folder, folder.with_name("other")):
+            with made(place, loaded_tiny_model, 3) as bank:
+                bank.put(documents(9), random_rows(loaded_tiny_model, 9, 0))
+                bank.commit()
+        return folder
+
+    def refused(self, model: MACModel, folder: Path, match: str, error: type[BankError] = BankError) -> None:
+        with pytest.raises(error, match=match):
+            opened(folder, model)
+
+    def test_folders_of_shards_are_told_apart(self, loaded_tiny_model: MACModel, bank: Path) -> None:
+        first, second = shard_folder(bank, 0), shard_folder(bank, 1)
+        first.rename(bank / "kept")
+        self.refused(loaded_tiny_model, bank, rf"{first} holds no shard.*put it back")
+        second.rename(first)
+        (bank / "kept").rename(second)
+        self.refused(loaded_tiny_model, bank, rf"{first} holds shard 1 in the place of shard 0")
+        shutil.rmtree(first)
+        shutil.copytree(shard_folder(bank.with_name("other"), 0), first)
+        self.refused(loaded_tiny_model, bank, "a shard of another bank")
+
+    def test_documents_of_another_shard_are_refused(self, loaded_tiny_model: MACModel, bank: Path) -> None:
+        first, second = shard_folder(bank, 0), shard_folder(bank, 1)
+        (first / "shard.json").replace(bank / "mark")
+        shutil.rmtree(first)
+        shutil.copytree(second, first)
+        (bank / "mark").replace(first / "shard.json")
+        self.refused(loaded_tiny_model, bank, r"is shard 0, but document 'text \d' belongs to shard 1")
+
+    def test_another_number_of_shards_is_refused(self, loaded_tiny_model: MACModel, bank: Path) -> None:
+        four = bank.with_name("four")
+        made(four, loaded_tiny_model, 4).close()
+        manifest = (four / "shards.json").read_text()
+        name = unsealed((bank / "shards.json").read_bytes())["name"]
+        (bank / "shards.json").write_bytes(sealed({**unsealed(manifest.encode()), "name": name}))
+        self.refused(loaded_tiny_model, bank, "shard 0 of 3 shards, not of 4")
+
+    def test_damaged_and_missing_files_are_named(self, loaded_tiny_model: MACModel, bank: Path) -> None:
+        manifest = bank / "shards.json"
+        content = manifest.read_bytes()
+        manifest.write_bytes(content.replace(b'"shards":3', b'"shards":2'))
+        self.refused(loaded_tiny_model, bank, rf"{manifest} is damaged", DamageError)
+        manifest.unlink()
+        self.refused(loaded_tiny_model, bank, "no bank in shards")
+        manifest.write_bytes(content)
+        (shard_folder(bank, 2) / "manifest.json").write_bytes(b"{}")
+        self.refused(loaded_tiny_model, bank, "shard-2")
+
+    def test_a_folder_that_holds_a_bank_is_not_made_again(self, loaded_tiny_model: MACModel, bank: Path) -> None:
+        with pytest.raises(BankError, match="already holds a bank"):
+            made(bank, loaded_tiny_model, 3)
+        (bank / "shards.json").unlink()
+        with pytest.raises(BankError, match=r"shard-0.*already holds"):
+            made(bank, loaded_tiny_model, 3)
+        with pytest.raises(ConfigError, match="shards is 0"):
+            made(bank.with_name("none"), loaded_tiny_model, 0)
+
+    def test_another_model_is_refused(self, tiny_model: MACModel, bank: Path) -> None:
+        with torch.no_grad():
+            tiny_model.aggregation.blocks[0].to_out.bias += 1
+        tiny_model.train().eval()
+        self.refused(tiny_model, bank, "cannot be read by", FingerprintError)
