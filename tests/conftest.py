@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -88,9 +88,17 @@ def loaded_tiny_model(tiny_checkpoint: Path):  # type: ignore[no-untyped-def]
 @pytest.fixture
 def tiny_model(loaded_tiny_model):  # type: ignore[no-untyped-def]
     """A tiny MAC model of the test's own."""
-    return copy.deepcopy(loaded_tiny_model)
+    from tests.helpers import copy_of
+
+    return copy_of(loaded_tiny_model)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs the longest tests first, so that no worker waits for one that another has begun last."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Takes what importing has made out of all later garbage collections. Accelerate makes one at each training's end."""
+    gc.collect()
+    gc.freeze()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import struct
 from collections.abc import Callable
@@ -40,7 +39,7 @@ from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines import add_lexical as add_lexical_command
 from pipelines.tasks.add_lexical import add_hashed_bm25
-from tests.helpers import mac_config
+from tests.helpers import copy_of, mac_config
 
 TEXTS = ["William of Normandy won at Hastings, in 1066.", "Rain fell on the town for eleven days.", "It was cold."]
 QUESTIONS = ["Who won at Hastings?", "How long did it rain?"]
@@ -63,7 +62,7 @@ def built() -> MACModel:
 @pytest.fixture
 def model(built: MACModel) -> MACModel:
     torch.manual_seed(1)
-    return copy.deepcopy(built)
+    return copy_of(built)
 
 
 def test_the_first_token_is_the_encoders_mean_state_of_the_text(model: MACModel) -> None:

@@ -74,7 +74,7 @@ def values(bank: MemoryBank) -> dict[str, float]:
     return {member.document_id: float(entry.phi.sum()) for entry in bank for member in entry.members}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), has_codebook=st.booleans(), how=st.sampled_from(["cut", "bit", "byte", "removed"]))
 def test_damage_to_one_file(data: st.DataObject, has_codebook: bool, how: str) -> None:
     whole = example(has_codebook)
