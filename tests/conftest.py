@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# The same examples at each run, so that a change is what makes a test fail; HYPOTHESIS_PROFILE=default draws new ones.
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+# The same examples at each run, so that a change is what makes a test fail; HYPOTHESIS_PROFILE=default draws new ones,
+# and where a test does not say how many, twice as many.
+settings.register_profile("short", settings.get_profile("ci"), max_examples=50)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on models this small, threads only wait for each other
 
@@ -99,6 +101,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Takes what importing has made out of all later garbage collections. Accelerate makes one at each training's end."""
+    """Spares what importing has made later garbage collections, of which Accelerate makes one after each training."""
     gc.collect()
     gc.freeze()

@@ -121,7 +121,11 @@ def _save(model: Any, folder: Path, template: str) -> Path:
 def mac_config(lm: Path, encoder: Path | None = None, design: Any = "decoder-only", **values: Any) -> MACConfig:
     """A small MAC around the LM in `lm`; without `encoder` its encoders start from the LM itself."""
     part = EncoderConfig(design=design, name=None if encoder is None else str(encoder))
-    defaults = {"tokens": 4, "aggregation": AggregationConfig(blocks=2, heads=2, head_width=8, prior_width=16)}
+    defaults = {
+        "tokens": 4,
+        "max_new_tokens": 6,
+        "aggregation": AggregationConfig(blocks=2, heads=2, head_width=8, prior_width=16),
+    }
     return MACConfig(
         base_lm=BaseLMConfig(name=str(lm)), amortization=part, input_encoder=part, **{**defaults, **values}
     )

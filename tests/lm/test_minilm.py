@@ -86,8 +86,8 @@ def shared(name: str, lm: Path, **values: Any) -> MACConfig:
     part = EncoderConfig(design="encoder-only", name=name, embeddings="base-lm")
     sizes = AggregationConfig(blocks=1, heads=2, head_width=8, prior_width=16)
     return MACConfig(
-        base_lm=BaseLMConfig(name=str(lm), **values), amortization=part, input_encoder=part, tokens=3, mlp_width=16,
-        aggregation=sizes,
+        base_lm=BaseLMConfig(name=str(lm), **values), amortization=part, input_encoder=part, tokens=3, max_new_tokens=4,
+        mlp_width=16, aggregation=sizes,
     )  # fmt: skip
 
 

@@ -158,7 +158,7 @@ def _chunks(text: str, tokenizer: TextTokenizer, limit: int) -> list[str]:
 # -- tests --
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(seed=st.integers(0, 2**32), words=st.integers(1, 1500), limit=st.integers(48, 100), window=st.integers(4, 32))
 def test_chunks_are_those_of_the_text_read_as_a_whole(
     tokenizer: TextTokenizer, seed: int, words: int, limit: int, window: int
@@ -178,7 +178,7 @@ _CHARACTERS = [
 ]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     parts=st.lists(st.tuples(st.sampled_from([*_CHARACTERS, "\t", " "]), st.integers(1, 60)), min_size=1, max_size=60),
     limit=st.integers(40, 80),
