@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# The same examples at each run, so that a change is what makes a test fail; HYPOTHESIS_PROFILE=default draws new ones.
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+# The same examples at each run, so that a change is what makes a test fail; HYPOTHESIS_PROFILE=default draws new ones,
+# and where a test does not say how many, twice as many.
+settings.register_profile("short", settings.get_profile("ci"), max_examples=50)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # on models this small, threads only wait for each other
 
@@ -88,9 +90,17 @@ def loaded_tiny_model(tiny_checkpoint: Path):  # type: ignore[no-untyped-def]
 @pytest.fixture
 def tiny_model(loaded_tiny_model):  # type: ignore[no-untyped-def]
     """A tiny MAC model of the test's own."""
-    return copy.deepcopy(loaded_tiny_model)
+    from tests.helpers import copy_of
+
+    return copy_of(loaded_tiny_model)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs the longest tests first, so that no worker waits for one that another has begun last."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Spares what importing has made later garbage collections, of which Accelerate makes one after each training."""
+    gc.collect()
+    gc.freeze()

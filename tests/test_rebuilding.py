@@ -221,7 +221,7 @@ class TestCommand:
             assert rebuilt.secure_delete
             assert rebuilt.keep_texts
 
-    @pytest.mark.parametrize("kind", ["bm25", "chroma"])
+    @pytest.mark.parametrize("kind", ["bm25", pytest.param("chroma", marks=pytest.mark.slow)])
     def test_from_a_retriever(self, notes: Path, tiny_checkpoint: Path, tmp_path: Path, kind: str) -> None:
         old, new = tmp_path / "old", tmp_path / "new"
         holder: tuple[object, ...] = ("--retriever", f"chroma:{tmp_path / 'texts'}")

@@ -25,5 +25,5 @@ def test_a_change_that_fails_at_a_call(torture: Torture, example: str) -> None:
     calls = len(seeds) // len(HOWS)
     assert calls > 25
     # Each way of failing, and other calls for each; less often where a trial opens everything.
-    for seed in seeds[:: calls * 13 // 10 if example.startswith("process") else calls * 5 // 10]:
+    for seed in seeds[:: calls * (13 if example.startswith("process") else 9) // 10]:
         torture.trial(seed)

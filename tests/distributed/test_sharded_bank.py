@@ -21,6 +21,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DamageError, FingerprintError, ShardLostError
 from mac_rag.lm.devices import DTYPES
 from mac_rag.memory import MemoryBank
+from mac_rag.memory.views.overview import layout_for
 from mac_rag.memory.views.reader import reader_of
 from mac_rag.model import MACModel
 from mac_rag.nn.attention import direct_attention
@@ -42,6 +43,7 @@ def folder() -> Any:
 def one_bank(model: MACModel, bank: ShardedBank) -> MemoryBank:
     """One bank with all entries of a bank in shards."""
     one = MemoryBank(model.fingerprint)
+    one.keep_rows_as(layout_for(model.aggregation))  # as shards do
     for entry in bank:
         one.put([Document(entry.document_id, "", entry.metadata)], entry.phi, [len(entry.phi)])
     return one
@@ -74,6 +76,7 @@ def test_shards_are_read_as_one_bank(
     model, names = loaded_tiny_model, None if allowed is None else {f"text {number}" for number in allowed}
     phi = random_rows(model, sum(rows), 0)
     one = MemoryBank(model.fingerprint)
+    one.keep_rows_as(layout_for(model.aggregation))  # as shards do
     with fast_folder() as place, made(place / "bank", model, shards) as bank:
         for each in (one, bank):
             each.put(documents(len(rows)), phi, rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,6 +13,7 @@ from mac_rag.data.types import Document as MACDocument
 from mac_rag.integrations.llama_index import MACLLM
 from mac_rag.integrations.llama_index.once import forget_warnings
 from mac_rag.model import MACModel
+from tests.helpers import copy_of
 from tests.integrations.helpers import FACTS, EventLog, HashEmbedding, RecordingEngine
 
 
@@ -32,7 +32,7 @@ def engine(tiny_model: MACModel) -> RecordingEngine:
 @pytest.fixture
 def other_model(tiny_model: MACModel) -> MACModel:
     """A model that cannot share a bank with the tiny one."""
-    model = copy.deepcopy(tiny_model)
+    model = copy_of(tiny_model)
     with torch.no_grad():
         next(iter(model.aggregation.parameters())).add_(1.0)
     return model

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from llama_index.core import Document, KeywordTableIndex, TreeIndex, VectorStoreIndex
+from llama_index.core import Document, KeywordTableIndex, Settings, TreeIndex, VectorStoreIndex
 from llama_index.core.agent.workflow import AgentWorkflow, CodeActAgent, ReActAgent
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.evaluation import (
@@ -47,9 +47,11 @@ from llama_index.core.selectors import LLMSingleSelector
 from llama_index.core.tools import FunctionTool, QueryEngineTool
 from pydantic import BaseModel
 
+from mac_rag.data.types import Document as MACDocument
 from mac_rag.errors import InstructionError, MACError
 from mac_rag.integrations.llama_index import MACLLM
-from tests.integrations.helpers import FACTS, QUESTION, RecordingEngine
+from mac_rag.model import MACModel
+from tests.integrations.helpers import FACTS, QUESTION, HashEmbedding, RecordingEngine
 
 
 class Person(BaseModel):
@@ -208,11 +210,23 @@ NEEDS_INSTRUCTIONS: dict[str, Case] = {
 }
 
 
+@pytest.fixture(scope="module")
+def refusing(loaded_tiny_model: MACModel) -> MACLLM:
+    """An LLM that is asked for nothing but what it refuses."""
+    engine = RecordingEngine(loaded_tiny_model)
+    engine.adapt(MACDocument(name, text) for name, text in FACTS.items())
+    return MACLLM(engine=engine)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:inspect", "ignore::DeprecationWarning:llama_index")
 @pytest.mark.parametrize("name", NEEDS_INSTRUCTIONS)
-def test_a_component_that_needs_another_llm_says_so(index: VectorStoreIndex, llm: MACLLM, name: str) -> None:
+def test_a_component_that_needs_another_llm_says_so(
+    index: VectorStoreIndex, refusing: MACLLM, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(Settings, "_llm", refusing)  # some components resolve it, whatever they are given
+    monkeypatch.setattr(Settings, "_embed_model", HashEmbedding())
     with pytest.raises(InstructionError, match=r"llm=\.\.\..*prompt format is chat"):
-        NEEDS_INSTRUCTIONS[name](index, llm)
+        NEEDS_INSTRUCTIONS[name](index, refusing)
 
 
 def test_no_refusal_costs_an_answer(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine) -> None:

@@ -19,9 +19,16 @@ from tests.lm.helpers import ARCHITECTURES, DTYPES, HYBRIDS, KINDS, Cell, check,
 MATRIX = [(name, kind, dtype) for name in ARCHITECTURES for kind in KINDS for dtype in DTYPES]
 
 
+# LMs that mac_rag handles as it handles another one of the list.
+ALIKE = {"llama", "qwen2", "qwen3", "qwen2_moe", "mistral", "phi", "gemma2", "olmo2", "stablelm"}
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "dtype"),
-    [(name, KINDS[i % 3], list(DTYPES)[i // 3 % 3]) for i, name in enumerate(ARCHITECTURES)],
+    [
+        pytest.param(name, KINDS[i % 3], list(DTYPES)[i // 3 % 3], marks=[pytest.mark.slow] if name in ALIKE else [])
+        for i, name in enumerate(ARCHITECTURES)
+    ],
 )
 def test_each_architecture_once(name: str, kind: str, dtype: str) -> None:
     check(Cell.of(name, kind, dtype))
@@ -34,13 +41,22 @@ def test_the_whole_matrix(name: str, kind: str, dtype: str, in_table: InTable) -
     check(Cell.of(name, kind, dtype))
 
 
-@pytest.mark.parametrize("name", ["mistral", pytest.param("gemma3_text", marks=pytest.mark.slow)])
-def test_a_prefix_behind_a_prompt_of_2000_tokens(name: str) -> None:
-    check(replace(Cell.of(name, "prefix", "fp32"), new=3), prompts(2000))
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [("mistral", 500), *(pytest.param(name, 2000, marks=pytest.mark.slow) for name in ("mistral", "gemma3_text"))],
+)
+def test_a_prefix_behind_a_long_prompt(name: str, length: int) -> None:
+    check(replace(Cell.of(name, "prefix", "fp32"), new=3), prompts(length))
 
 
-@pytest.mark.parametrize("kind", ["lora", "film"])
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[] if i % 2 == j else [pytest.mark.slow])
+        for i, name in enumerate(HYBRIDS)
+        for j, kind in enumerate(["lora", "film"])
+    ],
+)
 def test_hybrids_carry_what_needs_no_keys_and_values(name: str, kind: str, in_table: InTable) -> None:
     in_table(name, kind, "fp32")
     check(Cell.of(name, kind, "fp32"))

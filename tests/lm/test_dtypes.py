@@ -48,9 +48,15 @@ def strong(model: MACModel) -> MACModel:
     return model
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"),
+    [
+        pytest.param(name, kind, dtype, marks=[] if (name, dtype) == ("llama", usual) else [pytest.mark.slow])
+        for name in ("gpt2", "llama")
+        for kind, usual in zip(KINDS, ["bf16", "fp16", "bf16"])
+        for dtype in HALF
+    ],
+)
 def test_every_path_of_a_model_around_a_half_precision_lm(
     model_folder: Folder, name: str, kind: Any, dtype: str
 ) -> None:
@@ -88,8 +94,14 @@ def test_every_path_of_a_model_around_a_half_precision_lm(
     assert isinstance(str(MACLLM(engine=engine).complete(QUESTIONS[0])), str)
 
 
-@pytest.mark.parametrize("quantization", ["nf4", "int8"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [
+        pytest.param(kind, quantization, marks=[] if quantization == usual else [pytest.mark.slow])
+        for kind, usual in zip(KINDS, ["nf4", "int8", "nf4"])
+        for quantization in ("nf4", "int8")
+    ],
+)
 def test_a_quantised_lm_in_bf16_carries_a_memory(model_folder: Folder, kind: Any, quantization: Any) -> None:
     config = BaseLMConfig(name=str(model_folder("llama")), dtype="bf16", quantization=quantization)
     encoder = EncoderConfig(name=str(model_folder("t5")))
@@ -111,8 +123,14 @@ def test_a_quantised_lm_in_bf16_carries_a_memory(model_folder: Folder, kind: Any
     assert model.base_lm.answer_loss([[1, 30]], [[60, 2]], model.modulation(phi[:1])).isfinite().all()
 
 
-@pytest.mark.parametrize("init", ["pretrained", "kv_regression"])
-@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    ("dtype", "init"),
+    [
+        pytest.param(dtype, init, marks=[] if init == usual else [pytest.mark.slow])
+        for dtype, usual in zip(HALF, ["kv_regression", "pretrained"])
+        for init in ("pretrained", "kv_regression")
+    ],
+)
 def test_a_training_around_a_half_precision_lm_from_its_start_to_its_checkpoint(
     model_folder: Folder, tmp_path: Path, dtype: str, init: str
 ) -> None:
@@ -124,6 +142,7 @@ def test_a_training_around_a_half_precision_lm_from_its_start_to_its_checkpoint(
                 "amortization": encoder,
                 "input_encoder": encoder,
                 "tokens": 3,
+                "max_new_tokens": 4,
                 "aggregation": {"blocks": 2, "heads": 2, "head_width": 8, "prior_width": 8},
             },
             "init": init,
@@ -172,7 +191,9 @@ class TestMasterWeights:
         use_master_weights(module)
         assert [module[i].weight.dtype for i in range(2)] == [torch.bfloat16, torch.float32]
 
-    @pytest.mark.parametrize("design", ["encoder-decoder", "encoder-only", "encoder-pooling"])
+    @pytest.mark.parametrize(
+        "design", ["encoder-decoder", "encoder-pooling", pytest.param("encoder-only", marks=pytest.mark.slow)]
+    )
     def test_a_small_step_changes_the_weights_of_a_bf16_backbone(self, model_folder: Folder, design: Any) -> None:
         config = in_dtype(mac_config(model_folder("llama"), model_folder("t5"), design), "bf16", dtype="bf16")
         changed = {}

@@ -51,12 +51,15 @@ def test_the_tokenizer_gives_back_how_english_is_written(text: str) -> None:
 
 
 def test_the_encoder_has_the_states_that_minilm_has() -> None:
-    ids = torch.tensor([minilm_tokenizer()(TEXTS[0]).input_ids])
+    tokenizer, encoder = minilm_tokenizer(), minilm_encoder(1100)
+    ids = torch.tensor([tokenizer(TEXTS[0]).input_ids])
     theirs = AutoModel.from_pretrained(str(minilm_folder())).eval()
     with torch.no_grad():
         expected = theirs(ids).last_hidden_state
-        states = minilm_encoder(600)(ids).last_hidden_state
+        states = encoder(ids).last_hidden_state
     assert torch.allclose(states, expected, atol=1e-5)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        assert getattr(encoder.config, name) == getattr(tokenizer, name)
 
 
 def test_positions_beyond_those_of_minilm_repeat_them() -> None:
@@ -83,8 +86,8 @@ def shared(name: str, lm: Path, **values: Any) -> MACConfig:
     part = EncoderConfig(design="encoder-only", name=name, embeddings="base-lm")
     sizes = AggregationConfig(blocks=1, heads=2, head_width=8, prior_width=16)
     return MACConfig(
-        base_lm=BaseLMConfig(name=str(lm), **values), amortization=part, input_encoder=part, tokens=3, mlp_width=16,
-        aggregation=sizes,
+        base_lm=BaseLMConfig(name=str(lm), **values), amortization=part, input_encoder=part, tokens=3, max_new_tokens=4,
+        mlp_width=16, aggregation=sizes,
     )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def test_generation_is_what_the_losses_say(lm: BaseLM, beams: int) -> None:
         assert ["".join(lm.stream(p, None, max_new_tokens=5)) for p in PROMPTS] == together
         # What greedy generation chose is the most likely first token of all, token by token.
         first = lm.model(torch.tensor([PROMPTS[0]]), segment_ids=torch.ones(1, 3)).logits[0, -1]
-        losses = torch.cat([lm.answer_loss([PROMPTS[0]], [[token]], None) for token in range(VOCABULARY)])
+        losses = lm.answer_loss([PROMPTS[0]] * VOCABULARY, [[token] for token in range(VOCABULARY)], None)
         assert int(losses.argmin()) == int(first.argmax())
 
 

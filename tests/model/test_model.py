@@ -17,7 +17,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError, ModelLoadError
 from mac_rag.model import MACModel
 from mac_rag.model.presets import PRESETS, preset
-from tests.helpers import mac_config
+from tests.helpers import copy_of, mac_config
 
 Folder = Callable[[str], Path]
 DOCUMENTS = [document.text for document in generate("val", 12).documents]
@@ -34,8 +34,9 @@ DESIGNS = [
 ]
 
 
-@pytest.fixture(params=DESIGNS, ids=lambda p: "-".join(p))
+@pytest.fixture(scope="module", params=DESIGNS, ids=lambda p: "-".join(p))
 def designed(request: pytest.FixtureRequest, model_folder: Folder) -> MACModel:
+    """A model that no test changes."""
     design, backbone = request.param
     torch.manual_seed(0)
     return MACModel.from_config(mac_config(model_folder("gpt2"), model_folder(backbone), design), device="cpu")
@@ -77,16 +78,26 @@ def test_gradients_reach_every_trained_weight(designed: MACModel) -> None:
 
     weights = LossWeights(direct=1, reconstruction=1, contrastive=1)
     batch = Batch(DOCUMENTS[:3], QUESTIONS[:3], ["an answer", "b", "c d"], [0, 1, 2])
-    designed.train()
-    mac_loss(designed, batch, weights)[0]["loss"].backward()
-    idle = {name for name, p in designed.mac_state().items() if p.grad is None}
+    model = copy_of(designed).train()
+    mac_loss(model, batch, weights)[0]["loss"].backward()
+    idle = {name for name, p in model.mac_state().items() if p.grad is None}
     # Given embeddings in place of ids, BERT's pooler is the one part that nothing reads.
     assert all("pooler" in name for name in idle), idle
-    assert all(p.grad is None for p in designed.base_lm.parameters())
+    assert all(p.grad is None for p in model.base_lm.parameters())
 
 
-@pytest.mark.parametrize("lm", ["llama", "gpt2"])
-@pytest.mark.parametrize("kind", ["prefix", "lora", "film"])
+@pytest.mark.parametrize(
+    ("lm", "kind"),
+    [
+        ("llama", "prefix"),
+        ("gpt2", "lora"),
+        ("llama", "film"),
+        *(
+            pytest.param(*other, marks=pytest.mark.slow)
+            for other in (("gpt2", "prefix"), ("llama", "lora"), ("gpt2", "film"))
+        ),
+    ],
+)
 def test_checkpoints_come_back_whole(model_folder: Folder, tmp_path: Path, lm: str, kind: str) -> None:
     torch.manual_seed(0)
     config = mac_config(model_folder(lm), model_folder("t5"), "encoder-decoder", modulation=ModulationConfig(kind=kind))
@@ -272,8 +283,15 @@ def _copied(checkpoint: Path, place: Path, **values: object) -> Path:
     return place / "copy"
 
 
-@pytest.mark.parametrize("kind", ["prefix", "lora", "film"])
-@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "beams"),
+    [
+        ("prefix", 1),
+        ("lora", 2),
+        ("film", 1),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("prefix", 2), ("lora", 1), ("film", 2))),
+    ],
+)
 def test_answers_are_those_of_any_grouping_of_the_prompts(kind: Any, beams: int, model_folder: Folder) -> None:
     config = mac_config(model_folder("gpt2"), model_folder("bert"), "encoder-only")
     torch.manual_seed(0)

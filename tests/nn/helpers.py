@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -20,7 +21,10 @@ WIDTH, TOKENS = 16, 3  # of the aggregation network
 LM_TOKENS = 4  # memory tokens that modulate an LM
 PROMPTS = [[1, 30, 31], [1, 40, 41, 42, 43, 44, 45, 46], [1, 50, 51, 52, 53]]
 ANSWERS = [[60, 61, 2], [62, 2], [63, 64, 65, 66, 2]]
-EACH = [(lm, kind) for lm in ("llama", "gpt2") for kind in ("prefix", "lora", "film")]
+EACH = [
+    *[("llama", "prefix"), ("llama", "film"), ("gpt2", "prefix"), ("gpt2", "lora")],
+    *(pytest.param(*other, marks=pytest.mark.slow) for other in (("llama", "lora"), ("gpt2", "film"))),
+]
 
 
 def network(prior_width: int = 8, **options: Any) -> AggregationNetwork:

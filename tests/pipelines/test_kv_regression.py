@@ -169,7 +169,7 @@ def divergences(model: MACModel) -> tuple[float, float, float]:
     return divergence(model.modulation(phi[own])), divergence(model.modulation(phi[others])), divergence(None)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_a_memory_brings_an_lm_closer_to_reading_the_document(name: str, tmp_path: Path) -> None:
     model = around(name, tmp_path / "lm")
     assert max(len(model.amortization.ids(document.text)) for document in DATA.documents) > 40  # mistral's window

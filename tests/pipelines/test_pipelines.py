@@ -35,6 +35,7 @@ def train_recipe(model_folder: Folder, **values: Any) -> TrainConfig:
             "amortization": {"design": "encoder-decoder", "name": str(model_folder("t5"))},
             "input_encoder": {"design": "decoder-only", "name": None},
             "tokens": 3,
+            "max_new_tokens": 4,
             "aggregation": {"blocks": 2, "heads": 2, "head_width": 8, "prior_width": 8},
         },
         "data": DATA,
@@ -175,7 +176,7 @@ def test_training_starts_in_one_way(model_folder: Folder) -> None:
             train_recipe(model_folder, **values)
 
 
-@pytest.mark.parametrize("tune", ["lora", "full"])
+@pytest.mark.parametrize("tune", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_the_lm_and_mac_are_learned_jointly(model_folder: Folder, tmp_path: Path, tune: str) -> None:
     recipe = train_recipe(model_folder, tune_base_lm=tune)
     Trainer(TrainTask(recipe), recipe.trainer, tmp_path).run()

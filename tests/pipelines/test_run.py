@@ -44,6 +44,7 @@ stages:
       amortization: {design: decoder-only, name: null}
       input_encoder: {design: decoder-only, name: null}
       tokens: 3
+      max_new_tokens: 4
       aggregation: {blocks: 1, heads: 2, head_width: 8}
     data: *data
     trainer: &mac_trainer {<<: *trainer, best: loss, best_mode: min}

@@ -180,7 +180,7 @@ class Proxy:
         self.url = f"{'http' if tls is None else 'https'}://localhost:{self._http.server_address[1]}"
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:

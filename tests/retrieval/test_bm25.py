@@ -78,10 +78,10 @@ def test_engines_rank_and_score_as_the_formula_says(engine: Engine) -> None:
         check_against_oracle(texts, questions, rng.randint(1, 12), Tokenizer(), [engine])
 
 
-def test_rankings_of_a_thousand_corpora_equal_those_of_the_libraries() -> None:
+def test_rankings_of_hundreds_of_corpora_equal_those_of_the_libraries() -> None:
     rng = random.Random(4)
     plain = Tokenizer(stemmer=None, stopwords=None)
-    for _ in range(1000):
+    for _ in range(300):
         texts, questions = random_corpus(rng)
         ours = ids(filled("incremental", texts, plain).retrieve(questions, 50))
         assert ours == ids(filled("bm25s", texts, plain).retrieve(questions, 50))

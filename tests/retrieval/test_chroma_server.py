@@ -8,7 +8,6 @@ import socket
 import ssl
 import threading
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,6 @@ from tests.retrieval.helpers import Proxy, Server, WordEncoder, documents
 SECRET = "s3cr3t-of-the-proxy"
 BEARER = {"Authorization": f"Bearer {SECRET}"}
 VARIABLE = "MAC_RAG_CHROMA_TOKEN"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.torture.mutations import little_memory
 from tests.torture.part import make
 from tests.torture.power_loss import Recorder
 
-MUTATIONS = [("banks", 30), ("retrievers", 60), ("checkpoints", 10), ("data_files", 20)]
+MUTATIONS = [("banks", 12), ("retrievers", 24), ("checkpoints", 4), ("data_files", 8)]
 
 
 @pytest.mark.parametrize(("part", "trials"), MUTATIONS)
@@ -34,7 +34,7 @@ def test_a_damaged_file_is_refused_or_read_as_it_was_meant(part: str, trials: in
 def test_moments_of_a_power_loss() -> None:
     with fast_folder() as place:
         torture = make("power_loss", place)
-        for seed in range(0, torture.goal, torture.goal // 40):
+        for seed in range(0, torture.goal, torture.goal // 16):
             torture.trial(seed)
 
 
@@ -53,7 +53,7 @@ def test_the_writers_note_lasts_before_a_commit_does() -> None:
 def test_tenants() -> None:
     with fast_folder() as place:
         torture = make("tenants", place)
-        for seed in range(32):
+        for seed in range(12):
             torture.trial(seed)
 
 

@@ -27,7 +27,7 @@ def test_a_text_is_kept_exactly_or_refused_with_its_place(model: MACModel, text:
     check(text, model)
 
 
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=2)
 @given(text=st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=6).map("".join))
 def test_mixtures(model: MACModel, text: str) -> None:
     check(text, model)

@@ -27,14 +27,14 @@ def test_zero_shot_is_the_lm_alone(tiny_model: MACModel) -> None:
 def test_few_shot_puts_closed_examples_in_front(tiny_model: MACModel) -> None:
     examples = TRAINING[:2]
     system = FewShot(tiny_model, examples)
-    prompts = tiny_model.base_lm.prompts
+    prompts, limit = tiny_model.base_lm.prompts, tiny_model.config.max_new_tokens
     shown = [
         token
         for example in examples
         for token in prompts.question(example.question) + prompts.answer(example.answers[0])
     ]
     expected = [
-        tiny_model.base_lm.generate([prompts.start + shown + prompts.question(q)], None, max_new_tokens=16)[0]
+        tiny_model.base_lm.generate([prompts.start + shown + prompts.question(q)], None, max_new_tokens=limit)[0]
         for q in ASKED
     ]
     assert system.name == "2-shot"

@@ -96,13 +96,14 @@ def test_a_code_goes_with_what_had_become_equal_to_it(folder: Path) -> None:
     assert verify(bank).clean
 
 
-@pytest.mark.parametrize("how", ["full", "interrupt"])
-def test_a_failure_at_any_call_leaves_a_bank_with_a_codebook(folder: Path, how: str) -> None:
+@pytest.mark.parametrize(("first", "how"), [(1, "full"), (2, "interrupt")])
+def test_a_failure_at_any_call_leaves_a_bank_with_a_codebook(folder: Path, first: int, how: str) -> None:
+    """Each way of failing tries every other call."""
     filled(folder / "old")
     with MemoryBank.open(folder / "old", write=True) as opened:
         opened.delete("a")
         opened.commit()
-    for number in range(1, 400):
+    for number in range(first, 400, 2):
         place = folder / str(number)
         shutil.copytree(folder / "old", place)
         with MemoryBank.open(place, write=True) as opened, faults(place) as fault:

@@ -90,7 +90,7 @@ def values(bank: MemoryBank) -> dict[str, float]:
     return {member.document_id: float(entry.phi.sum()) for entry in bank for member in entry.members}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(sorted(LAYOUTS)), how=st.sampled_from(["cut", "bit", "byte", "removed"]))
 def test_damage_to_one_file(data: st.DataObject, kind: str, how: str) -> None:
     whole = example(kind)

@@ -244,4 +244,4 @@ class Banks(RuleBasedStateMachine):
 
 
 TestBanks = Banks.TestCase
-TestBanks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestBanks.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)

@@ -28,7 +28,7 @@ QUESTIONS = ["Who opened the bridge?", "When did the museum close?"]
 
 
 @pytest.mark.parametrize("reading", READINGS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=10),
     coded=st.booleans(),
