@@ -25,7 +25,7 @@ from mac_rag.memory.views.reader import reader_of
 from mac_rag.model import MACModel
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
-from tests.distributed.helpers import assert_read_alike, documents, local, made, opened, reader
+from tests.distributed.local_shards import assert_read_alike, documents, local, made, opened, reader
 from tests.memory.helpers import fast_folder, random_rows
 from tests.nn.helpers import TOKENS, WIDTH, network, random, random_texts
 
