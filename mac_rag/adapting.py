@@ -15,7 +15,7 @@ from mac_rag.config import BoundConfig
 from mac_rag.data.characters import shown_id
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError, ConfigError, DocumentError
+from mac_rag.errors import BankError, DocumentError
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.interface import Bank, BankContents
 from mac_rag.memory.parts import PART_BITS
@@ -148,10 +148,7 @@ class Adapter:
         rows = [len(plan[document.id]) for document in documents]
         if self.bound is None:
             return bank.put(documents, phi, rows)
-        if not isinstance(bank, MemoryBank):
-            raise ConfigError(
-                "a bank in shards cannot be bounded, because its entries cannot be merged; leave `bound` out"
-            )
+        assert isinstance(bank, MemoryBank)  # see `MACEngine`
         if self._bounded is None or self._bounded.bank is not bank:
             self._bounded = BoundedBank(bank, self.bound.maximum, self.bound.method, seed=self.bound.seed)
         return self._bounded.put(documents, phi, rows).forgotten

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mac_rag.atomic_files import sealed, unsealed
-from mac_rag.config import AttentionConfig
+from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.types import Document
 from mac_rag.distributed.shard_files import shard_folder, shard_of
 from mac_rag.distributed.sharded_bank import ShardedBank
@@ -187,6 +187,8 @@ def test_an_engine_answers_from_shards_as_from_one_bank(loaded_tiny_model: MACMo
         assert_read_alike(engine._reader, one._reader, QUESTIONS)
         with pytest.raises(ConfigError, match="'preselect'"):
             MACEngine(loaded_tiny_model, bank, attention=AttentionConfig(strategy="preselect"))
+        with pytest.raises(ConfigError, match="cannot be bounded"):
+            MACEngine(loaded_tiny_model, bank, bound=BoundConfig(maximum=3))
 
 
 def test_a_question_sees_its_snapshot_while_the_shards_change(loaded_tiny_model: MACModel, folder: Path) -> None:
