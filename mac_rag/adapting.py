@@ -15,7 +15,7 @@ from mac_rag.config import BoundConfig
 from mac_rag.data.characters import shown_id
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError, ConfigError, DocumentError
+from mac_rag.errors import BankError, DocumentError
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.interface import Bank, BankContents
 from mac_rag.memory.parts import PART_BITS
@@ -151,10 +151,7 @@ class Adapter:
             if isinstance(bank, MemoryBank):
                 return put_with_overview(bank, self.model.aggregation, documents, phi, rows)
             return bank.put(documents, phi, rows)
-        if not isinstance(bank, MemoryBank):
-            raise ConfigError(
-                "a bank in shards cannot be bounded, because its entries cannot be merged; leave `bound` out"
-            )
+        assert isinstance(bank, MemoryBank)  # see `MACEngine`
         bank.keep_rows_as(layout_for(self.model.aggregation))
         if self._bounded is None or self._bounded.bank is not bank:
             self._bounded = BoundedBank(bank, self.bound.maximum, self.bound.method, seed=self.bound.seed)

@@ -20,6 +20,7 @@ from mac_rag.batching_queue import BatchingQueue, isolating_errors
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.consistent_retrieval import ConsistentRetrieval
 from mac_rag.data.types import AdaptReport, Answer, Document
+from mac_rag.errors import ConfigError
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.memory.bank import MemoryBank
@@ -65,7 +66,7 @@ class MACEngine:
             `mac_rag.lm.max_rule`); None for the model's configured weight.
 
     Raises:
-        ConfigError: for an `attention` that the model does not support.
+        ConfigError: for an `attention` that the model or the bank does not support; for a `bound` of a bank in shards.
         FingerprintError: when another model wrote the bank.
     """
 
@@ -83,6 +84,8 @@ class MACEngine:
         self.model = MACModel.from_pretrained(model) if isinstance(model, str) else model
         self._shared = SharedBank(MemoryBank(self.model.fingerprint) if bank is None else bank)
         self.bank.check_model(self.model.fingerprint)
+        if bound is not None and not isinstance(self.bank, MemoryBank):
+            raise ConfigError("a bank in shards cannot be bounded, because it merges no entries; leave out `bound`")
         self.retriever = retriever
         self.k = k
         self.attention = attention or AttentionConfig()

@@ -36,7 +36,9 @@ class RayShards:
 
     def start(self, number: int, *, create: bool = False) -> None:
         """See `Shards.start`."""
-        self._kill(number)
+        former = self._actors.get(number)
+        if former is not None:
+            self._ray.kill(former)
         # Ray does not restart it: only this object knows what a shard that comes back has forgotten.
         options = {"num_cpus": 0, "max_restarts": 0, **({} if self._options is None else self._options(number))}
         device = "cuda" if options.get("num_gpus") else "cpu"
@@ -74,10 +76,5 @@ class RayShards:
 
     def close(self) -> None:
         """See `Shards.close`."""
-        for number in list(self._actors):
-            self._kill(number)
-
-    def _kill(self, number: int) -> None:
-        actor = self._actors.pop(number, None)
-        if actor is not None:
+        for actor in self._actors.values():
             self._ray.kill(actor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Container, Mapping, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -136,8 +137,10 @@ class _ShardsAttention:
         network, config = reader.model.aggregation, reader.config
         queries = network.prior_queries(question)
         self.bank = reader.bank
+        self.name = secrets.token_hex(8)
         self.questions = {
             number: ShardQuestion(
+                name=self.name,
                 version=self.bank.states[number],
                 prior_queries=None if queries is None else to_array(queries),
                 use_prior=network.use_prior,
@@ -151,7 +154,9 @@ class _ShardsAttention:
     def __call__(self, block: int, mass: bool, query: Tensor) -> tuple[Tensor, Tensor | None]:
         queries = to_array(query)
         requests = {
-            number: Request("attend", (block, queries), {"mass": mass, "question": None if block else question})
+            number: Request(
+                "attend", (self.name, block, queries), {"mass": mass, "question": None if block else question}
+            )
             for number, question in self.questions.items()
         }
         packed = self.bank.shards.done(requests)
@@ -161,7 +166,8 @@ class _ShardsAttention:
 
     def _mass(self, lse: Tensor) -> Tensor:
         """The attention mass on the rows of all shards `[B, K]`; 0 on those of shards that are not asked."""
-        masses = self.bank.shards.done({number: Request("mass", (to_array(lse),)) for number in self.questions})
+        request = Request("mass", (self.name, to_array(lse)))
+        masses = self.bank.shards.done(dict.fromkeys(self.questions, request))
         return torch.cat(
             [
                 to_tensor(masses[number], lse.device) if number in masses else lse.new_zeros(len(lse), directory.rows)

@@ -7,6 +7,7 @@ shards. What crosses the network is numpy arrays, which Ray sends without a copy
 from __future__ import annotations
 
 import secrets
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ from mac_rag.nn.attention import Partial, partial_attention
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 # A state of a shard: which opening of its folder, and the version of the bank since.
 Version: TypeAlias = tuple[str, int]
+# Questions that engines may be asking at the same time.
+_QUESTIONS = 8
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class ShardQuestion:
     """What a shard is told of B questions once, before their first block.
 
     Attributes:
+        name: a name that no other questions have.
         version: the state of the shard that they see.
         prior_queries: `[B, d_prior]`; None without a document prior.
         use_prior: False leaves the document prior out.
@@ -79,6 +83,7 @@ class ShardQuestion:
         cache_dtype, cache_bytes: see `AttentionConfig`.
     """
 
+    name: str
     version: Version
     prior_queries: Array | None
     use_prior: bool
@@ -123,9 +128,8 @@ class Shard:
         self._opening = secrets.token_hex(8)
         self._snapshots: dict[int, Snapshot] = {}  # former states that somebody may still ask about
         self._view: ProjectedBank | None = None
-        self._question: ShardQuestion | None = None
-        self._attended: AttendedBank | None = None
-        self._last: Partial | None = None
+        self._asked: OrderedDict[str, AttendedBank] = OrderedDict()  # by name of the questions, of one state
+        self._last: dict[str, Partial] = {}  # what they attended to last
 
     def open(self, *, create: bool = False) -> ShardContents:
         """Opens the bank at its last commit.
@@ -167,10 +171,13 @@ class Shard:
         return self._opening, self.bank.version
 
     @torch.no_grad()
-    def attend(self, block: int, query: Array, *, mass: bool = False, question: ShardQuestion | None = None) -> Array:
+    def attend(
+        self, name: str, block: int, query: Array, *, mass: bool = False, question: ShardQuestion | None = None
+    ) -> Array:
         """Attention of one block to the shard's rows.
 
         Args:
+            name: name of the questions.
             block: number of the block.
             query: `[B, H, S, d]`, already scaled.
             mass: True if `mass` will be asked next.
@@ -180,20 +187,21 @@ class Shard:
             `[B, H, S, d + 2]`, see `Partial.packed`.
 
         Raises:
-            ShardLostError: when this shard was opened after the question began.
+            ShardLostError: when this shard was opened, or asked about another state, since the question began.
         """
         if question is not None:
             self._begin(question, len(query))
-        attended = self._attended
-        if attended is None:
-            raise self._restarted()
+        if name not in self._asked:
+            raise self._forgotten()
+        attended = self._asked[name]
         queries = to_tensor(query, self.device, attended.dtype)
         chunks, floor = attended.chunks(block, queries, mass=mass)
-        self._last = partial_attention(queries, chunks, floor=floor, mass=mass)
-        return to_array(self._last.packed)
+        partial = partial_attention(queries, chunks, floor=floor, mass=mass)
+        if mass:
+            self._last[name] = partial
+        return to_array(partial.packed)
 
     def _begin(self, question: ShardQuestion, batch: int) -> None:
-        self._attended, self._last = None, None
         view = self._refreshed_view(question)
         self.network.use_prior = question.use_prior
         dtype = next(self.network.parameters()).dtype
@@ -203,39 +211,47 @@ class Shard:
         if question.visible is not None:
             bits = np.unpackbits(question.visible, count=view.documents)
             mask = torch.tensor(bits, device=self.device).bool().expand(batch, -1)
-        self._attended = AttendedBank(self.network, view, prior_queries, mask=mask, dtype=dtype)
+        self._asked[question.name] = AttendedBank(self.network, view, prior_queries, mask=mask, dtype=dtype)
+        while len(self._asked) > _QUESTIONS:
+            self._last.pop(self._asked.popitem(last=False)[0], None)
 
     def _refreshed_view(self, question: ShardQuestion) -> ProjectedBank:
         opening, version = question.version
         known = version == self.bank.version or version in self._snapshots
         if opening != self._opening or not known:
-            raise self._restarted()
+            raise self._forgotten()
         seen = self.bank.snapshot() if version == self.bank.version else self._snapshots[version]
         dtype = DTYPES[question.cache_dtype]
         view = self._view
         settings = (seen.history, dtype, question.cache_bytes)
         if view is None or (view.bank.history, view.dtype, view.budget_bytes) != settings:
             view = ProjectedBank(self.network, seen, device=self.device, dtype=dtype, budget_bytes=question.cache_bytes)
+        if view is not self._view or view.bank.version != seen.version:
+            self._asked.clear()  # they would go on with other rows than they began with
+            self._last.clear()
         view.bank = seen
         view.refresh()
         self._view = view
         return view
 
-    def _restarted(self) -> ShardLostError:
-        return ShardLostError(f"shard {self.mark.number} ({self.folder}) was restarted during the question; ask again")
+    def _forgotten(self) -> ShardLostError:
+        return ShardLostError(
+            f"shard {self.mark.number} ({self.folder}) was restarted or has moved on during the question; ask again"
+        )
 
-    def mass(self, lse: Array) -> Array:
-        """The attention mass `[B, k]` of the shard's rows in the block that was attended to last.
+    def mass(self, name: str, lse: Array) -> Array:
+        """The attention mass `[B, k]` of the shard's rows in the block that was attended to with `mass`.
 
         Args:
+            name: name of the questions.
             lse: `[B, H, S, 1]`, the log-sum-exp over all shards.
 
         Raises:
-            ShardLostError: when this shard was opened after the question began.
+            ShardLostError: as `attend`.
         """
-        if self._last is None:
-            raise self._restarted()
-        return to_array(self._last.mass(to_tensor(lse, self.device)))
+        if name not in self._last:
+            raise self._forgotten()
+        return to_array(self._last.pop(name).mass(to_tensor(lse, self.device)))
 
     def put(self, kept: Collection[int], documents: Sequence[Document], phi: Array, rows: Sequence[int]) -> ShardChange:
         """See `MemoryBank.put`; `kept` are the versions of this opening that somebody may still ask about."""

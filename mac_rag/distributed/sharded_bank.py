@@ -67,7 +67,7 @@ class ShardedBank(ShardedContents):
             settings.manifest.write(settings.folder / SHARDS)
         self._settings = settings
         self._intent = settings.manifest.intent
-        self._look = threading.RLock()  # held for an instant, never during a call to a shard
+        self._look = threading.RLock()  # held for an instant, never while a shard is asked
         self._dirty: set[int] = set()  # shards with changes that are not committed
         self._undone: set[int] = set()  # shards whose changes are gone, so that all must be rolled back
         self._must_finish = False  # if a change of bank and retriever was committed by some shards only
@@ -141,12 +141,12 @@ class ShardedBank(ShardedContents):
     @property
     def committed(self) -> ShardedSnapshot:
         """The contents after the last commit."""
-        self._take_restarted()
+        self.shards.take_restarted(self._take, wait=False)
         return self._committed
 
     def snapshot(self) -> ShardedSnapshot:
         """The current contents, uncommitted changes included, as they stay whatever happens to the bank."""
-        self._take_restarted()
+        self.shards.take_restarted(self._take, wait=False)
         return self._snapshot_of(self.directories)
 
     def _snapshot_of(self, directories: Sequence[ShardDirectory]) -> ShardedSnapshot:
@@ -340,23 +340,14 @@ class ShardedBank(ShardedContents):
         """Ends the shards; changes that were not committed are dropped. The bank cannot be read any more."""
         self.shards.close()
 
-    def _take_restarted(self, *, wait: bool = False) -> None:
-        """Goes on with the shards that have restarted.
-
-        Args:
-            wait: True to wait for those that are about to.
-        """
-        for number, contents in self.shards.restarted(wait=wait):
-            with self._look:
-                self._take(number, contents)
-                if number in self._dirty:
-                    self._undone.add(number)
-
     def _take(self, number: int, contents: ShardContents) -> None:
         """Goes on with what a shard holds on disk."""
-        self.directories[number] = ShardDirectory(contents)
-        self._on_disk[number] = self.directories[number].copy()
-        self._committed = self._snapshot_of(self._on_disk)
+        with self._look:
+            self.directories[number] = ShardDirectory(contents)
+            self._on_disk[number] = self.directories[number].copy()
+            self._committed = self._snapshot_of(self._on_disk)
+            if number in self._dirty:
+                self._undone.add(number)
 
     def _kept(self, number: int) -> set[int]:
         """Versions of a shard that somebody may still ask about."""
@@ -368,7 +359,7 @@ class ShardedBank(ShardedContents):
     def _check_changeable(self) -> None:
         if not self.writable:
             raise BankError(f"{self.folder} is not open for writing; open it with write=True")
-        self._take_restarted(wait=True)
+        self.shards.take_restarted(self._take, wait=True)
         if self._undone:
             raise BankError(
                 f"a change of {self.folder} has failed in shard {', '.join(map(str, sorted(self._undone)))}; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mac_rag.distributed.shard import ShardContents
@@ -21,6 +21,7 @@ class WatchedShards:
         create: True to make a new bank.
 
     Attributes:
+        transport: reaches the shards.
         opened: the documents of each shard when it was opened first.
 
     Raises:
@@ -30,20 +31,20 @@ class WatchedShards:
     def __init__(self, settings: ShardSettings, start: StartShards, *, create: bool) -> None:
         self.folder = settings.folder
         self.numbers = range(settings.manifest.shards)
-        self._look = threading.RLock()  # held for an instant, never during a call to a shard
+        self._look = threading.RLock()  # held for an instant, never while a shard is asked
         self._lost: dict[int, LostShard] = {}  # shards that restart
         self._is_closed = False
-        self._shards: Shards = start(settings)
+        self.transport: Shards = start(settings)
         try:
             for number in self.numbers:
-                self._shards.start(number, create=create)
+                self.transport.start(number, create=create)
             self.opened = [self._opened(number) for number in self.numbers]
         except BaseException:
-            self._shards.close()
+            self.transport.close()
             raise
 
     def _opened(self, number: int) -> ShardContents:
-        outcome = self._shards.started(number, wait=True)
+        outcome = self.transport.started(number, wait=True)
         if isinstance(outcome, Exception):
             raise outcome
         assert outcome is not None
@@ -68,7 +69,7 @@ class WatchedShards:
         if self._is_closed:
             raise BankError(f"{self.folder} was closed; open it again")
         lost = self.lost
-        outcomes = self._shards.ask({number: one for number, one in requests.items() if number not in lost})
+        outcomes = self.transport.ask({number: one for number, one in requests.items() if number not in lost})
         with self._look:
             for number, outcome in outcomes.items():
                 if isinstance(outcome, LostShard) and number not in self._lost:
@@ -97,28 +98,31 @@ class WatchedShards:
 
     def _restart(self, number: int, lost: LostShard) -> None:
         self._lost[number] = lost
-        self._shards.start(number)
+        self.transport.start(number)
 
-    def restarted(self, *, wait: bool) -> Iterator[tuple[int, ShardContents]]:
-        """The shards that have restarted since, each once, with what they hold on disk.
+    def take_restarted(self, take: Callable[[int, ShardContents], object], *, wait: bool) -> None:
+        """Goes on with the shards that have restarted since.
 
         Args:
-            wait: True to wait for those that are about to.
+            take: is called once for each with what it holds on disk, before anybody can ask it.
+            wait: True to wait for those that are about to restart.
         """
-        for number, lost in list(self._lost.items()):
-            outcome = self._shards.started(number, wait=wait)
+        with self._look:
+            lost = dict(self._lost)
+        for number, loss in lost.items():
+            outcome = self.transport.started(number, wait=wait)
             with self._look:
-                if outcome is None or self._lost.get(number) is not lost:  # another thread was faster
+                if outcome is None or self._lost.get(number) is not loss:  # another thread was faster
                     continue
                 if isinstance(outcome, Exception):
                     self._restart(number, LostShard(str(outcome), cannot_restart=True))
-                    continue
-                del self._lost[number]
-            yield number, outcome
+                else:
+                    take(number, outcome)
+                    del self._lost[number]
 
     def close(self) -> None:
         """Closes the shards' banks, and ends the shards."""
         if not self._is_closed:
             self.ask({number: Request("close") for number in self.numbers})
             self._is_closed = True
-            self._shards.close()
+            self.transport.close()

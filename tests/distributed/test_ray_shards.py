@@ -15,7 +15,7 @@ from mac_rag.distributed.ray_shards import RayShards
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ShardLostError
 from mac_rag.model import MACModel
-from tests.distributed.helpers import assert_read_alike
+from tests.distributed.local_shards import assert_read_alike
 from tests.helpers import wait_until
 
 pytest.importorskip("ray")
@@ -35,7 +35,7 @@ def ray() -> Iterator[None]:
 def process_of(bank: ShardedBank, number: int) -> int:
     import ray
 
-    shards = bank.shards._shards
+    shards = bank.shards.transport
     assert isinstance(shards, RayShards)
     process: int = ray.get(shards._actors[number].__ray_call__.remote(lambda shard: os.getpid()))
     return process

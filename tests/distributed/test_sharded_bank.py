@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mac_rag.atomic_files import sealed, unsealed
-from mac_rag.config import AttentionConfig
+from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.types import Document
 from mac_rag.distributed.shard_files import shard_folder, shard_of
 from mac_rag.distributed.sharded_bank import ShardedBank
@@ -26,7 +26,7 @@ from mac_rag.memory.views.reader import reader_of
 from mac_rag.model import MACModel
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
-from tests.distributed.helpers import assert_read_alike, documents, local, made, opened, reader
+from tests.distributed.local_shards import assert_read_alike, documents, local, made, opened, reader
 from tests.memory.helpers import fast_folder, random_rows
 from tests.nn.helpers import TOKENS, WIDTH, network, random, random_texts
 
@@ -190,6 +190,8 @@ def test_an_engine_answers_from_shards_as_from_one_bank(loaded_tiny_model: MACMo
         assert_read_alike(engine._reader, one._reader, QUESTIONS)
         with pytest.raises(ConfigError, match="'preselect'"):
             MACEngine(loaded_tiny_model, bank, attention=AttentionConfig(strategy="preselect"))
+        with pytest.raises(ConfigError, match="cannot be bounded"):
+            MACEngine(loaded_tiny_model, bank, bound=BoundConfig(maximum=3))
 
 
 def test_a_question_sees_its_snapshot_while_the_shards_change(loaded_tiny_model: MACModel, folder: Path) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from mac_rag.data.types import Document
+from mac_rag.distributed.reader import _ShardsAttention
 from mac_rag.distributed.shard_files import shard_of
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, MACError, ShardLostError
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from mac_rag.sync import difference
-from tests.distributed.helpers import assert_read_alike, documents, local, made, opened
+from tests.distributed.local_shards import assert_read_alike, documents, local, made, opened
 from tests.memory.helpers import fast_folder, random_rows
 
 QUESTIONS = ["Who opened the bridge?", "Where is the museum?"]
@@ -184,3 +188,40 @@ def test_the_loss_of_changes_is_noticed_at_the_next(loaded_tiny_model: MACModel,
             bank.commit()
         bank.rollback()
         assert len(bank) == 0
+
+
+def test_questions_of_another_thread_see_a_change_as_a_whole(loaded_tiny_model: MACModel, folder: Path) -> None:
+    model = loaded_tiny_model
+    with made(folder, model, 3) as bank:
+        engine = MACEngine(model, bank)
+        engine.adapt(BEFORE)
+        before = engine.aggregate(QUESTIONS)
+        changer = threading.Thread(target=engine.adapt, args=(AFTER,))
+        changer.start()
+        seen = [engine.aggregate([*QUESTIONS, f"Question {number}?"])[:2] for number in range(30)]
+        changer.join()
+        after = engine.aggregate(QUESTIONS)
+        assert not torch.allclose(before, after)
+        for phi in seen:
+            assert torch.allclose(phi, before, atol=1e-5) or torch.allclose(phi, after, atol=1e-5)
+
+
+def test_questions_of_several_engines_do_not_mix(loaded_tiny_model: MACModel, folder: Path) -> None:
+    """Each block of one is followed by a block of the other."""
+    with made(folder, loaded_tiny_model, 2) as bank:
+        engines = [MACEngine(loaded_tiny_model, bank) for _ in range(2)]
+        engines[0].adapt(BEFORE)
+        questions = [[f"Who opened bridge {number}?"] for number in range(8)]
+        expected = [MACEngine(loaded_tiny_model, bank).aggregate(one) for one in questions]
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(lambda place: engines[place % 2].aggregate(questions[place]), range(8)))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        # One that began with other rows is told to ask again.
+        attention = _ShardsAttention(engines[0]._reader, loaded_tiny_model.input_encoder([[5, 6]]), {0: None, 1: None})
+        query = torch.zeros(1, 2, 4, 8)
+        attention(0, False, query)
+        engines[1].adapt(AFTER)
+        engines[1].aggregate(QUESTIONS)
+        with pytest.raises(ShardLostError, match="moved on during the question; ask again"):
+            attention(1, False, query)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class LocalShards:
         self.held: set[int] = set()
         self.is_gone = False
         self._outcomes: dict[int, ShardContents | Exception] = {}
+        self._turn = threading.Lock()  # as a shard in a process serves one call at a time
 
     def start(self, number: int, *, create: bool = False) -> None:
         self.kill(number)
@@ -52,7 +54,11 @@ class LocalShards:
         return None if number in self.held and not wait else self._outcomes[number]
 
     def ask(self, requests: Mapping[int, Request]) -> dict[int, Any]:
-        return {number: self._answer(number, request) for number, request in sorted(requests.items())}
+        answers = {}
+        for number, request in sorted(requests.items()):
+            with self._turn:
+                answers[number] = self._answer(number, request)
+        return answers
 
     def _answer(self, number: int, request: Request) -> Any:
         if self.is_gone:
@@ -95,7 +101,7 @@ def opened(folder: Path, model: MACModel, *, write: bool = True, **options: Any)
 
 
 def local(bank: ShardedBank) -> LocalShards:
-    shards = bank.shards._shards
+    shards = bank.shards.transport
     assert isinstance(shards, LocalShards)
     return shards
 

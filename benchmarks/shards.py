@@ -1,0 +1,160 @@
+"""What a question costs in a bank in shards, against one bank with all documents.
+
+python -m benchmarks.shards --help
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from eval.harness.command import SeedOption, whole_numbers
+from eval.harness.streams import DataOption
+from mac_rag.cli.run import run_command
+
+if TYPE_CHECKING:
+    from mac_rag.distributed.ray_shards import RayShards
+
+
+def main(
+    model: Annotated[str, typer.Option(help="A MAC model: a name or a folder.")] = "mac-small",
+    data: DataOption = None,
+    documents: Annotated[int, typer.Option(min=1, help="Documents of the bank.")] = 2000,
+    copies: Annotated[
+        int, typer.Option(min=1, help="How often each document stands in the bank, to make it larger without encoding.")
+    ] = 1,
+    questions: Annotated[int, typer.Option(min=1, help="Questions of one batch.")] = 16,
+    shards: Annotated[str, typer.Option(help="Numbers of shards, separated by commas.")] = "2,4,8",
+    rounds: Annotated[int, typer.Option(min=1, help="Batches, each of new questions; the median counts.")] = 5,
+    output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Time phi* of a batch of questions from shards in processes on this machine, and count bytes and round trips.
+
+    One bank and the shards hold the same memory tokens. The shards of one machine share its cores, so that times say
+    what the round trips and the merge cost, not what more machines gain. Bytes are those of the arrays that go to the
+    shards and come back. The error is the largest difference of phi* from that of the one bank, against the
+    largest number of phi*.
+    """
+    import statistics
+    import tempfile
+    from functools import partial
+
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from benchmarks.measure import timed, write_json
+    from eval.harness.protocol import adapt
+    from eval.harness.streams import open_stream
+    from mac_rag.config import AttentionConfig
+    from mac_rag.data.types import Document
+    from mac_rag.distributed import ShardedBank
+    from mac_rag.distributed.transport import ShardSettings
+    from mac_rag.engine import MACEngine
+    from mac_rag.memory import MemoryBank
+    from mac_rag.memory.interface import Bank
+    from mac_rag.memory.views.reader import reader_of
+    from mac_rag.model import MACModel
+
+    console, counts = Console(), whole_numbers("--shards", shards)
+    loaded = MACModel.from_pretrained(model)
+    stream, _ = open_stream(data, "test", documents, questions * (rounds + 1), seed=seed, scale="tiny")
+    encoded, one = MemoryBank(loaded.fingerprint), MemoryBank(loaded.fingerprint)
+    adapt(MACEngine(loaded, encoded), stream.documents, progress=True)
+
+    def fill(bank: Bank) -> None:
+        for copy in range(copies):
+            for first in range(0, len(stream.documents), 512):
+                some = [encoded[document.id] for document in stream.documents[first : first + 512]]
+                rows = [entry.phi for entry in some]
+                names = [Document(f"{copy} {entry.document_id}", "") for entry in some]
+                bank.put(names, torch.cat(rows), [len(each) for each in rows])
+        bank.commit()
+
+    def ask(bank: Bank) -> tuple[list[float], list[torch.Tensor]]:
+        reader, seconds, results = reader_of(loaded, bank.snapshot(), AttentionConfig()), [], []
+        for turn in range(rounds + 1):  # the first one projects the bank
+            batch = [question.question for question in stream.questions[turn * questions :][:questions]]
+            elapsed, aggregated = timed(partial(reader.aggregate, batch))
+            seconds.append(elapsed)
+            results.append(aggregated.phi)
+        return seconds[1:], results
+
+    fill(one)
+    base, expected = ask(one)
+    figures: list[dict[str, Any]] = [{"shards": None, "seconds": statistics.median(base)}]
+    for count in counts:
+        with tempfile.TemporaryDirectory() as folder:
+            settings = ShardSettings.of_new(Path(folder) / "bank", loaded, count)
+            with ShardedBank(settings, _counting_shards, create=True) as bank:
+                fill(bank)
+                sent: Any = bank.shards.transport
+                sent.trips = sent.bytes = 0
+                seconds, found = ask(bank)
+                asked = questions * (rounds + 1)
+                error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
+                figures.append(
+                    {
+                        "shards": count,
+                        "seconds": statistics.median(seconds),
+                        "bytes_per_question": sent.bytes / asked,
+                        "round_trips": sent.trips / (rounds + 1),
+                        "error": error,
+                    }
+                )
+    table = Table("bank", "batch, s", "against one", "bytes a question", "round trips", "error of phi*")
+    for each in figures:
+        ratio = f"{each['seconds'] / figures[0]['seconds']:.2f}"
+        if each["shards"] is None:
+            table.add_row("one", f"{each['seconds']:.3f}", ratio, "", "", "")
+        else:
+            traffic = f"{each['bytes_per_question']:,.0f}", f"{each['round_trips']:.0f}", f"{each['error']:.1e}"
+            table.add_row(f"{each['shards']} shards", f"{each['seconds']:.3f}", ratio, *traffic)
+    console.print(
+        f"{len(one):,} documents of {stream.name}, batches of {questions}, {model}, {loaded.device.type}, "
+        f"{torch.get_num_threads()} threads of torch here"
+    )
+    console.print(table)
+    if output is not None:
+        write_json(output, {"documents": len(one), "questions": questions, "model": model, "rows": figures})
+
+
+def _counting_shards(settings: Any) -> RayShards:
+    """Shards in Ray actors that count what crosses between processes."""
+    from collections.abc import Mapping
+
+    from mac_rag.distributed.ray_shards import RayShards
+    from mac_rag.distributed.transport import Request
+
+    class CountingShards(RayShards):
+        trips = 0
+        bytes = 0
+
+        def ask(self, requests: Mapping[int, Request]) -> dict[int, Any]:
+            outcomes = super().ask(requests)
+            self.trips += 1
+            self.bytes += sum(_array_bytes((request.args, request.kwargs)) for request in requests.values())
+            self.bytes += _array_bytes(outcomes)
+            return outcomes
+
+    return CountingShards(settings)
+
+
+def _array_bytes(value: Any) -> int:
+    """Bytes of all numpy arrays in an object."""
+    import numpy as np
+
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(_array_bytes, value.values()))
+    if isinstance(value, tuple | list):
+        return sum(map(_array_bytes, value))
+    return _array_bytes(vars(value)) if hasattr(value, "__dict__") else 0
+
+
+if __name__ == "__main__":
+    run_command(main)
