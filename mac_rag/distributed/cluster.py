@@ -1,0 +1,60 @@
+"""The Ray cluster: the one that is there already, or one on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from types import ModuleType
+
+from mac_rag.errors import ConfigError
+
+_LOOPBACK = "127.0.0.1"
+
+
+def connected_ray() -> ModuleType:
+    """The module `ray`, connected to a cluster.
+
+    If the program has connected to one, it stays with it. Otherwise the environment variable `RAY_ADDRESS` names the
+    cluster to join. Without it, Ray starts on this machine, for this process alone: it listens on the loopback address,
+    has no dashboard and reports no usage.
+
+    Raises:
+        ConfigError: when Ray is missing, or the cluster cannot be reached.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray starts
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # below `uv run`, Ray would copy the current folder
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise ConfigError("work on several processes needs Ray: pip install 'mac-rag[ray]'") from None
+    if ray.is_initialized():
+        return ray
+    try:
+        if address:
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        else:
+            _keep_to_this_machine()
+            ray.init(
+                "local",
+                _node_ip_address=_LOOPBACK,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        place = f"the Ray cluster at RAY_ADDRESS={address}" if address else "Ray on this machine"
+        raise ConfigError(f"{place} cannot be reached: {error}; start it, or unset RAY_ADDRESS") from error
+    return ray
+
+
+def _keep_to_this_machine() -> None:
+    """Makes Ray listen on the loopback address.
+
+    It takes another address of the machine for a given loopback address, unless it believes that there are no clusters
+    on this system.
+    """
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # for the processes that Ray starts
