@@ -246,6 +246,8 @@ class _Pending:
 
 def _found(ray: Any, job: Job) -> Iterator[list[Found]]:
     """The documents of all files in their order."""
+    if not job.files:
+        return
     files = _dataset(ray, [{"file": number} for number in range(len(job.files))])
     looked_at = files.map_batches(find_documents, batch_size=1, fn_kwargs={"job": job}, num_cpus=1)
     for message in _messages(looked_at, in_order=True):
@@ -303,8 +305,10 @@ def _quietly_connected() -> Any:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps Ray Data's reports from the terminal; they are in its log."""
+    import ray.data  # sets its log up
 
-    handlers = [each for each in logging.getLogger("ray.data").handlers if isinstance(each, logging.StreamHandler)]
+    logger = logging.getLogger(ray.data.__name__)
+    handlers = [handler for handler in logger.handlers if isinstance(handler, logging.StreamHandler)]
     levels = [handler.level for handler in handlers]
     for handler in handlers:
         handler.setLevel(logging.CRITICAL + 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, chdir, contextmanager
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ def _error(error: Exception) -> Batch:
     if not isinstance(error, MACError):
         _log.exception("a worker failed")
         error = WorkerError(
-            f"a worker on {os.uname().nodename} failed: {type(error).__name__}: {error}; what was finished is kept, so "
+            f"a worker on {platform.node()} failed: {type(error).__name__}: {error}; what was finished is kept, so "
             "call the command again when the reason is gone"
         )
     return _batch({"error": [type(error).__name__, str(error)]})
@@ -106,7 +106,7 @@ class Job:
                 stack.enter_context(chdir(self.folder))
             except OSError as error:
                 raise ConfigError(
-                    f"a worker on {os.uname().nodename} cannot enter {self.folder}: {error.strerror}; call the command "
+                    f"a worker on {platform.node()} cannot enter {self.folder}: {error.strerror}; call the command "
                     "in a folder that all machines of the cluster see under the same path"
                 ) from None
             yield
@@ -210,7 +210,7 @@ class Amortizer:
         model = MACModel.from_pretrained(self._job.model)
         if model.fingerprint != self._job.fingerprint:
             raise FingerprintError(
-                f"{self._job.model} is another model on {os.uname().nodename} than where the command was called; give "
+                f"{self._job.model} is another model on {platform.node()} than where the command was called; give "
                 "all machines of the cluster the same one"
             )
         return Adapter(model, None)

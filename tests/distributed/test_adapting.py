@@ -26,6 +26,7 @@ from mac_rag.errors import BankError, ConfigError, DataError, DocumentError, MAC
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
+from tests.cli.helpers import run
 from tests.distributed.helpers import Counting, Doomed, Dying, Failing, Stalling
 
 COUNT = 2 * GROUP + 100  # three groups
@@ -147,9 +148,8 @@ def test_two_actors_make_the_bank_of_one_process(
 
 
 @pytest.mark.slow
-def test_nothing_is_done_again_for_a_bank_that_holds_all(
+def test_the_command_does_nothing_again_for_a_bank_that_holds_all(
     ray: Any,
-    loaded_tiny_model: MACModel,
     tiny_checkpoint: Path,
     files: list[Path],
     one_process: MemoryBank,
@@ -157,11 +157,12 @@ def test_nothing_is_done_again_for_a_bank_that_holds_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(adapting, "Amortizer", Counting)
-    one_process.save(tmp_path / "bank")
-    report, bank = bulk_adapt(loaded_tiny_model, tiny_checkpoint, tmp_path / "bank", files)
-    assert report == AdaptReport(added=0, updated=0, unchanged=COUNT, rows=0)
-    assert amortized(tmp_path) == 0
-    assert_equal(bank, one_process)
+    bank = tmp_path / "bank"
+    one_process.save(bank)
+    result = run("adapt", files[0].parent, "--bank", bank, "--model", tiny_checkpoint, "--ray", "--actors", 1)
+    assert result.stdout == f"0 added, 0 updated, {COUNT} unchanged; {bank} holds {COUNT} documents\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["bank"]
+    assert_equal(MemoryBank.open(bank), one_process)
 
 
 BAD = {
