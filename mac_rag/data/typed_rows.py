@@ -40,12 +40,12 @@ def read_parquet(path: Path, start: int = 0) -> Iterator[Document]:
                 before += _rows_of(parquet, first)
                 first += 1
             batches = parquet.iter_batches(_BATCH, row_groups=range(first, parquet.num_row_groups))
-            yield from _documents(str(path), (batch.to_pylist() for batch in batches), before, start)
+            yield from _documents(str(path), batches, before, start)
     except MalformedError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
-    except ArrowException as error:
+    except (ArrowException, ValueError) as error:  # ValueError for a column's name that is no UTF-8
         raise DataError(f"{path} is no well-formed Parquet: {error}") from None
 
 
@@ -65,7 +65,7 @@ def read_hub(name: str | Path, start: int = 0) -> Iterator[Document]:
     """
     table = _hub_table(str(name))
     rest = table.select(range(min(start, len(table)), len(table))).with_format("arrow")
-    yield from _documents(str(name), (batch.to_pylist() for batch in rest.iter(_BATCH)), start, start)
+    yield from _documents(str(name), rest.iter(_BATCH), start, start)
 
 
 @lru_cache(1)
@@ -88,13 +88,25 @@ def _hub_table(name: str) -> Any:
         ) from error
 
 
-def _documents(where: str, batches: Iterable[list[dict[str, Any]]], number: int, start: int) -> Iterator[Document]:
-    """The rows from `start` on; `number` is that of the first one of the batches."""
+def _documents(where: str, batches: Iterable[Any], number: int, start: int) -> Iterator[Document]:
+    """The rows from `start` on, of batches of Arrow; `number` is that of the first row of them."""
     for batch in batches:
-        for row in batch:
+        for row in _rows(where, batch, number):
             if number >= start:
                 yield _document(f"{where}, row {number + 1}", row)
             number += 1
+
+
+def _rows(where: str, batch: Any, number: int) -> Iterator[dict[str, Any]]:
+    """The rows of a batch of Arrow, with Python's values."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError):  # no UTF-8, or a date beyond Python's
+        for index in range(len(batch)):
+            try:
+                yield from batch.slice(index, 1).to_pylist()
+            except (ValueError, OverflowError) as error:
+                raise DataError(f"{where}, row {number + index + 1}: a value cannot be read: {error}") from None
 
 
 def _document(where: str, row: dict[str, Any]) -> Document:

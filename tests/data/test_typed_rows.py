@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,32 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "folder.parquet").mkdir()
     with pytest.raises(DataError, match=r"folder\.parquet cannot be read: it is a folder"):
         read_documents([tmp_path / "folder.parquet"])
+
+
+def test_a_text_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = pyarrow.array([b"Text.", b"caf\xe9", b"Text."]).cast(pyarrow.string(), safe=False)
+    table = pyarrow.table({"id": ["1", "2", "3"], "text": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet, row 2: a value cannot be read: 'utf-8'"):
+        read_documents([tmp_path / "rows.parquet"])
+
+
+def test_a_damaged_file_is_read_or_refused(tmp_path: Path) -> None:
+    rows = [{"id": f"{number}", "text": f"Tëxt {number}.", "n": number} for number in range(9)]
+    data = write(tmp_path / "rows.parquet", rows).read_bytes()
+    draw, refused = random.Random(0), 0
+    for _ in range(200):
+        damaged = bytearray(data)
+        damaged[draw.randrange(len(data))] = draw.randrange(256)
+        (tmp_path / "rows.parquet").write_bytes(damaged)
+        try:
+            read_documents([tmp_path / "rows.parquet"])
+        except DataError:  # and no other error
+            refused += 1
+    assert refused > 20
 
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
