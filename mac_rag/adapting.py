@@ -76,11 +76,7 @@ class Adapter:
             if document.id in members:
                 raise BankError(f"document id {shown_id(document.id)} occurs twice; ids must be unique")
             members[document.id] = member
-        new = [
-            one
-            for one in documents
-            if not is_held(bank, one.id, members[one.id].content_hash) or bank.is_textless(one.id)
-        ]
+        new = [document for document in documents if is_lacking(bank, document.id, members[document.id].content_hash)]
         plan: Plan = {}
         with progress_bar("split", sum(len(document.text) for document in new), disable=not progress) as bar:
             for document in new:
@@ -132,21 +128,54 @@ class Adapter:
                 group = documents[first : first + GROUP]
                 new = [document for document in group if document.id in plan]
                 phi = self.encode(new, plan)  # first: if it fails, nothing has changed yet
-                to_file = [document for document in group if document.id in unfiled]
-                forgotten += synced.put(to_file, partial(self.put, synced.bank, new, phi, plan))
+                counts = {document.id: len(plan[document.id]) for document in new}
+                forgotten += self.write_encoded(synced, group, phi, counts, unfiled)
                 rows += 0 if phi is None else len(phi)
                 bar.advance(len(group))
         return rows, tuple(forgotten)
 
-    def put(self, bank: Bank, documents: Sequence[Document], phi: Tensor | None, plan: Plan) -> tuple[str, ...]:
+    def write_encoded(
+        self,
+        synced: SyncedBank,
+        documents: Sequence[Document],
+        phi: Tensor | None,
+        rows: Mapping[str, int],
+        unfiled: Container[str],
+    ) -> tuple[str, ...]:
+        """Writes documents with their memory tokens to retriever and bank, and commits; on an error, neither changes.
+
+        Args:
+            synced: bank and retriever.
+            documents: the documents.
+            phi: memory tokens `[rows, T, D]` of those that the bank lacks, in the order of `documents`; None if it
+                lacks none.
+            rows: the ids of those that the bank lacks, and the number of rows of each.
+            unfiled: ids of those that the retriever lacks.
+
+        Returns:
+            The ids of documents that the bank forgot.
+        """
+        new = [document for document in documents if document.id in rows]
+        to_file = [document for document in documents if document.id in unfiled]
+        counts = [rows[document.id] for document in new]
+        return synced.put(to_file, partial(self.put, synced.bank, new, phi, counts))
+
+    def put(
+        self, bank: Bank, documents: Sequence[Document], phi: Tensor | None, rows: Sequence[int]
+    ) -> tuple[str, ...]:
         """Writes documents to the bank, without committing.
+
+        Args:
+            bank: the bank.
+            documents: the documents.
+            phi: their memory tokens `[rows, T, D]`; None for no documents.
+            rows: number of rows of each document.
 
         Returns:
             The ids of documents that it forgot to stay within its bound.
         """
         if phi is None:
             return ()
-        rows = [len(plan[document.id]) for document in documents]
         if self.bound is None:
             if isinstance(bank, MemoryBank):
                 return put_with_overview(bank, self.model.aggregation, documents, phi, rows)
@@ -161,4 +190,13 @@ class Adapter:
         """Plans, encodes and puts documents, without committing."""
         plan = self.plan(documents, bank)
         new = [document for document in documents if document.id in plan]
-        self.put(bank, new, self.encode(new, plan), plan)
+        self.put(bank, new, self.encode(new, plan), [len(plan[document.id]) for document in new])
+
+
+def is_lacking(bank: BankContents, document_id: str, content: str) -> bool:
+    """True if the bank does not hold a document with this content hash, or has lost its kept text.
+
+    Raises:
+        DamageError: when the bank keeps texts, and their file is damaged.
+    """
+    return not is_held(bank, document_id, content) or bank.is_textless(document_id)

@@ -54,3 +54,7 @@ class ShardLostError(BankError):
 
 class DataError(MACError):
     """A data file with a missing column or a malformed row; names the file, the row and the column."""
+
+
+class WorkerError(MACError):
+    """A worker process of a cluster that died again and again, or failed for a reason that is none of ours."""

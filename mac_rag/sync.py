@@ -11,7 +11,7 @@ intent names the documents to look at, and the retriever holds the texts from wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -143,12 +143,18 @@ class SyncedBank:
         """
         if self.retriever is None:
             return set()
+        return self.unfiled({document.id: content_hash(document) for document in documents}, changed)
+
+    def unfiled(self, hashes: Mapping[str, str], changed: Container[str]) -> set[str]:
+        """As `missing_from_retriever`, for the content hashes of documents by their ids."""
+        if self.retriever is None:
+            return set()
         try:
-            hashes = self.retriever.content_hashes([document.id for document in documents])
+            filed = self.retriever.content_hashes(list(hashes))
         except ConfigError:
-            known = set(self.retriever.held(document.id for document in documents))
-            return {document.id for document in documents if document.id in changed or document.id not in known}
-        return {document.id for document in documents if hashes.get(document.id) != content_hash(document)}
+            known = set(self.retriever.held(hashes))
+            return {name for name in hashes if name in changed or name not in known}
+        return {name for name, value in hashes.items() if filed.get(name) != value}
 
     def put(self, documents: Sequence[Document], write_to_bank: Callable[[], T]) -> T:
         """Writes documents to the retriever and to the bank, and commits. On an error, neither has changed.

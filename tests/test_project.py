@@ -42,6 +42,7 @@ HEAVY = (
     "bitsandbytes",
     "sentence_transformers",
     "chromadb",
+    "ray",
 )
 # What a GPU build of PyTorch adds differs from machine to machine; build tools are the environment's own.
 UNPINNED = re.compile(r"mac-rag|pip|setuptools|nvidia-.*|cuda-.*|triton")

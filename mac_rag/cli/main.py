@@ -61,7 +61,10 @@ def options(
 def adapt(
     files: Annotated[
         list[Path],
-        typer.Argument(help="Text or Markdown, one document each; .jsonl; .csv; or - for standard input."),
+        typer.Argument(
+            help="Text or Markdown, one document each; .jsonl; .csv; .parquet; folders of such files; hub:OWNER/NAME "
+            "for a data set of the Hub; or - for standard input."
+        ),
     ],
     bank: BankOption,
     model: ModelOption = DEFAULT_MODEL,
@@ -94,13 +97,23 @@ def adapt(
     ] = False,
     rows: RowsOption = None,
     device_map: DeviceMapOption = None,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray", help="Amortize in many processes: on the Ray cluster at RAY_ADDRESS, or else on this machine."
+        ),
+    ] = False,
+    actors: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --ray: the most processes.", show_default="one for each GPU, or for each CPU"),
+    ] = None,
 ) -> None:
     """Remember documents in a bank. With --retriever, store their texts in the retriever as well.
 
     The bank is created if it does not exist. Each line of a .jsonl file is a document {"id": ..., "text": ...}, and so
-    is each row of a .csv file with the columns id and text; other keys and columns become metadata. Any other file is
-    one document, and its path is the id. Standard input is read as JSON Lines if it starts with {, otherwise as one
-    document with the id -.
+    is each row of a .csv or .parquet file with the columns id and text; other keys and columns become metadata. Any
+    other file is one document, and its path is the id. Standard input is read as JSON Lines if it starts with {,
+    otherwise as one document with the id -.
 
     A document with a known id replaces the older version; an unchanged document costs nothing. The bank is saved every
     few hundred documents. If the command is interrupted, run it again.
@@ -109,12 +122,17 @@ def adapt(
     decided when it is created; later calls need not repeat --keep-texts, --secure-delete and --rows.
     """
     from mac_rag.config import BoundConfig
-    from mac_rag.data.readers import read_documents
+    from mac_rag.data.readers import find_files, read_documents
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
     from mac_rag.model import MACModel
 
-    documents = read_documents(files)
+    if actors is not None and not ray:
+        raise ConfigError(f"--actors {actors} is for --ray; add --ray, or leave it out")
+    if device_map is not None and ray:
+        raise ConfigError(f"--device-map {device_map} is for one process; leave it out, or --ray")
+    found = find_files(files)
+    documents = [] if ray else read_documents(found)
     text_retriever = open_retriever(retriever, retriever_folder)
     # An existing bank is opened before the model is loaded, so that its errors come at once. The folder of a new bank
     # is created by its first commit, so that refused documents leave no empty folder behind.
@@ -133,32 +151,35 @@ def adapt(
         raise ConfigError(
             f"{bank} keeps its rows as {kept}; leave --rows out, or make a new bank: mac-rag bank migrate --rows {rows}"
         )
-    loaded = MACModel.from_pretrained(model, device_map=device_map)
+    # With --ray, a GPU is for the actors.
+    loaded = MACModel.from_pretrained(model, device="cpu" if ray else None, device_map=device_map)
     if opened is None:  # an empty bank is false, too
         opened = MemoryBank.create_on_commit(
             bank, loaded.fingerprint, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows
         )
-    engine = MACEngine(
-        loaded,
-        opened,
-        text_retriever,
-        bound=None if max_entries is None else BoundConfig(maximum=max_entries, method=reduction),
-    )
-    with engine.bank:
+    bound = None if max_entries is None else BoundConfig(maximum=max_entries, method=reduction)
+    with opened:
         try:
-            report = engine.adapt(documents, on_long=on_long, progress=True)
+            if ray:
+                from mac_rag.distributed.adapting import BulkAdapter
+
+                bulk = BulkAdapter(loaded, model, opened, bank, text_retriever, bound=bound, actors=actors)
+                report = bulk.adapt(found, on_long=on_long, progress=True)
+            else:
+                engine = MACEngine(loaded, opened, text_retriever, bound=bound)
+                report = engine.adapt(documents, on_long=on_long, progress=True)
         finally:
             if text_retriever is not None and retriever_folder is not None:
                 text_retriever.save(retriever_folder)
         say(
             f"{report.added} added, {report.updated} updated, {report.unchanged} unchanged; "
-            f"{bank} holds {len(engine.bank)} documents"
+            f"{bank} holds {len(opened)} documents"
         )
         if report.forgotten:
             say(f"{len(report.forgotten)} forgotten to make room")
         if text_retriever is not None:
             say(f"{report.filed} documents written to {retriever}, which holds {len(text_retriever)}")
-        warn_of_disagreement(engine.bank, text_retriever, retriever, retriever_folder)
+        warn_of_disagreement(opened, text_retriever, retriever, retriever_folder)
 
 
 @app.command()

@@ -1,4 +1,7 @@
-"""Reads documents from a user's own files and standard input: text and Markdown, JSON Lines, and CSV."""
+"""Reads documents from a user's own files and standard input: text and Markdown, JSON Lines, CSV, and Parquet.
+
+Files are read as a stream, and from any document on.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from mac_rag.data.table import read_table
+from mac_rag.data.table import Place, read_table
+from mac_rag.data.typed_rows import HUB, read_hub, read_parquet
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
 from mac_rag.untrusted_files import (
@@ -33,29 +37,69 @@ _PIECE = 1 << 20
 def read_documents(paths: Iterable[Path]) -> list[Document]:
     """Reads files in the order of `paths`.
 
-    A `.jsonl` file holds one document per line, `{"id": ..., "text": ...}`; a `.csv` file has the columns `id` and
-    `text`. Further keys and columns become metadata. Any other file is one document with its path as id. The path `-`
-    is standard input: JSON Lines if it starts with `{`, otherwise one document with the id `-`. A row may have 8 MiB,
-    and a file that is one document 64 MiB.
+    A `.jsonl` file holds one document per line, `{"id": ..., "text": ...}`; `.csv` and `.parquet` files have the
+    columns `id` and `text`. Further keys and columns become metadata. Any other file is one document with its path as
+    id. The path `-` is standard input: JSON Lines if it starts with `{`, otherwise one document with the id `-`. The
+    path `hub:OWNER/NAME` is a data set of the Hugging Face Hub (see `mac_rag.data.typed_rows.read_hub`). A row may have
+    8 MiB, and a file that is one document 64 MiB.
 
     Raises:
         DataError: for a file that is missing, too long, no regular file, or not UTF-8 text; for a row that is malformed
             or too long, or behind 200,000 blank lines; names the file and the row.
     """
-    return [document for path in paths for document in _documents(path)]
+    return [document for path in paths for _, document in placed_documents(path)]
 
 
-def _documents(path: Path) -> Iterator[Document]:
+def find_files(paths: Iterable[Path]) -> list[Path]:
+    """The files that paths name: for a folder all files in it and below, in the order of their names.
+
+    What begins with a dot is left out.
+
+    Raises:
+        DataError: for a folder without files.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            files.append(path)
+            continue
+        inside = [
+            file
+            for file in sorted(path.rglob("*"))
+            if not file.is_dir() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
+        if not inside:
+            raise DataError(f"{path} is a folder without files; give files, or a folder of them")
+        files += inside
+    return files
+
+
+def placed_documents(path: Path, start: Place = Place()) -> Iterator[tuple[Place, Document]]:
+    """Yields the documents of a file, and the place of each, from which on the file can be read.
+
+    Args:
+        path: see `read_documents`.
+        start: where to begin; standard input can be read from its beginning only, and once.
+
+    Raises:
+        DataError: see `read_documents`.
+    """
     if path.suffix == ".csv":
-        for row in read_table(path, ("id", "text")):
+        for row in read_table(path, ("id", "text"), start):
             others = {column: cell for column, cell in row.cells.items() if column not in ("id", "text")}
-            yield Document(row.filled("id"), row.filled("text"), others)
+            yield row.place, Document(row.filled("id"), row.filled("text"), others)
+        return
+    if path.suffix == ".parquet" or str(path).startswith(HUB):
+        read = read_hub if str(path).startswith(HUB) else read_parquet
+        for number, document in enumerate(read(path, start.rows), start.rows):
+            yield Place(number), document
         return
     with closing(_Lines(path)) as lines:
         if path.suffix == ".jsonl" or (path == STDIN and lines.start_with(b"{")):
-            yield from _rows(path, lines)
+            lines.go_on(start)
+            yield from _rows(path, lines, start)
         else:
-            yield Document(str(path), lines.text())
+            yield Place(), Document(str(path), lines.text())
 
 
 class _Lines:
@@ -81,6 +125,11 @@ class _Lines:
         file = self._file.detach()
         if self._path != STDIN:
             file.close()
+
+    def go_on(self, place: Place) -> None:
+        """Goes on at another place of the file."""
+        if place.size:
+            self._file.seek(place.size)
 
     def start_with(self, start: bytes) -> bool:
         """True if what comes first that is not blank starts with this byte."""
@@ -132,10 +181,12 @@ def _decoded(where: str, data: bytes) -> str:
         raise DataError(f"{where} is not a text in UTF-8: see byte {error.start:,}; convert it to text first") from None
 
 
-def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[Document]:
-    blank = 0
-    for number, data in enumerate(lines, 1):
+def _rows(path: Path, lines: Iterable[bytes], start: Place) -> Iterator[tuple[Place, Document]]:
+    blank, size = 0, start.size
+    for number, data in enumerate(lines, start.lines + 1):
         where = f"{path}, row {number}"
+        place = Place(number - 1, number - 1, size)
+        size += len(data)
         line = _decoded(where, data.removesuffix(b"\n"))
         if not line.strip():
             blank += 1
@@ -154,4 +205,4 @@ def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[Document]:
                 raise DataError(f"{where}: no {key!r}; it has {', '.join(map(repr, row)) or 'no keys'}")
             if not isinstance(row[key], str):
                 raise DataError(f"{where}: {key!r} must be a text, got {row[key]!r:.80}")
-        yield Document(row.pop("id"), row.pop("text"), row)
+        yield place, Document(row.pop("id"), row.pop("text"), row)

@@ -9,11 +9,24 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.errors import DataError
 from mac_rag.untrusted_files import ROW, ROW_LINES, MalformedError, lines_of, open_file
+
+
+class Place(NamedTuple):
+    """Where reading a file can go on: in front of one of its rows. Without values, its beginning.
+
+    Attributes:
+        rows: rows in front of it, without the header.
+        lines, size: lines and bytes in front of it.
+    """
+
+    rows: int = 0
+    lines: int = 0
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +38,14 @@ class Row:
         number: number of the row; 1 for the first row below the header.
         line: line of the file on which the row begins; cells may contain line breaks.
         cells: the text of each column, exactly as in the file.
+        place: where reading goes on with this row.
     """
 
     file: Path
     number: int
     line: int
     cells: Mapping[str, str]
+    place: Place
 
     def filled(self, column: str) -> str:
         """The cell of a column that must not be empty.
@@ -48,12 +63,13 @@ class Row:
         return DataError(f"{self.file}, row {self.number} (line {self.line}), column {column!r}: {problem}")
 
 
-def read_table(file: Path, columns: Sequence[str]) -> Iterator[Row]:
+def read_table(file: Path, columns: Sequence[str], start: Place = Place()) -> Iterator[Row]:
     """Yields the rows of a CSV file in UTF-8 whose first row is the header. Blank lines are skipped.
 
     Args:
         file: the file.
         columns: the columns that the file must have; it may have others.
+        start: where to begin, from `Row.place`.
 
     Raises:
         DataError: for a missing file or column, a row with too few or too many cells, broken quotes, or bytes that are
@@ -69,19 +85,21 @@ def read_table(file: Path, columns: Sequence[str]) -> Iterator[Row]:
     with stream:
         lines = _Lines(stream)
         reader = csv.reader(lines, strict=True)
-        number, line = 0, 1
+        place = Place()
         try:
             header = next(reader, [])
             _check_header(file, header, columns)
-            line = reader.line_num + 1
+            if start.size:
+                lines.go_on(start)
+            place = Place(start.rows, lines.count, lines.size)
             for cells in reader:
                 if cells:
                     lines.row_ends()
-                    number += 1
-                    yield _row(file, number, line, header, cells)
-                line = reader.line_num + 1
+                    yield _row(file, place, header, cells)
+                place = Place(place.rows + bool(cells), lines.count, lines.size)
         except (csv.Error, MalformedError) as error:
-            raise DataError(f"{file}, row {number + 1} (line {line}): not well-formed CSV: {error}") from None
+            where = f"row {place.rows + 1} (line {place.lines + 1})"
+            raise DataError(f"{file}, {where}: not well-formed CSV: {error}") from None
 
 
 def _check_header(file: Path, header: Sequence[str], columns: Sequence[str]) -> None:
@@ -97,25 +115,37 @@ def _check_header(file: Path, header: Sequence[str], columns: Sequence[str]) -> 
 
 
 class _Lines:
-    """The lines of a CSV file as texts; those of one row are bounded together."""
+    """The lines of a CSV file as texts; those of one row are bounded together.
+
+    Attributes:
+        count, size: lines and bytes of the file up to here.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
+        self.count = self.size = 0
+        self._file = file
         self._lines = lines_of(file, ROW)
         self._first = True
         self.row_ends()
 
+    def go_on(self, place: Place) -> None:
+        """Goes on at another place of the file."""
+        self._file.seek(place.size)
+        _, self.count, self.size = place
+        self.row_ends()
+
     def row_ends(self) -> None:
-        """Begins to count anew."""
-        self._bytes = self._count = 0
+        """Begins a row."""
+        self._row_count, self._row_size = self.count, self.size
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
         line = next(self._lines)
-        self._bytes += len(line)
-        self._count += 1
-        if self._bytes > ROW or self._count > ROW_LINES:
+        self.size += len(line)
+        self.count += 1
+        if self.size - self._row_size > ROW or self.count - self._row_count > ROW_LINES:
             raise MalformedError(
                 f"a row of more than {ROW:,} bytes or {ROW_LINES:,} lines, blank ones before it included; is a quote "
                 "open?"
@@ -128,8 +158,8 @@ class _Lines:
         return text
 
 
-def _row(file: Path, number: int, line: int, header: Sequence[str], cells: Sequence[str]) -> Row:
-    row = Row(file, number, line, dict(zip(header, cells)))
+def _row(file: Path, place: Place, header: Sequence[str], cells: Sequence[str]) -> Row:
+    row = Row(file, place.rows + 1, place.lines + 1, dict(zip(header, cells)), place)
     if len(cells) < len(header):
         raise row.fault(header[len(cells)], f"the row ends before it, with {len(cells)} of {len(header)} cells")
     if len(cells) > len(header):

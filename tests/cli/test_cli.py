@@ -183,9 +183,25 @@ class TestBadInput:
     def test_missing_file(self, tmp_path: Path) -> None:
         assert self.refused(tmp_path, "no.txt") == f"{tmp_path / 'no.txt'} cannot be read: No such file or directory"
 
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--actors", 2], "--actors 2 is for --ray; add --ray, or leave it out"),
+            (["--ray", "--device-map", "auto"], "--device-map auto is for one process; leave it out, or --ray"),
+        ],
+    )
+    def test_options_of_ray(self, tmp_path: Path, options: list[object], message: str) -> None:
+        assert refusal("adapt", tmp_path, "--bank", tmp_path / "bank", *options) == message
+
+    def test_ray_is_missing(self, notes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "ray", None)
+        message = refusal("adapt", *notes, "--bank", tmp_path / "bank", "--model", "mac-tiny", "--ray")
+        assert "pip install 'mac-rag[ray]'" in message
+        assert not (tmp_path / "bank").exists()
+
     def test_folder(self, tmp_path: Path) -> None:
         (tmp_path / "folder").mkdir()
-        assert "folder cannot be read: it is a folder" in self.refused(tmp_path, "folder")
+        assert "folder is a folder without files" in self.refused(tmp_path, "folder")
 
     @pytest.mark.parametrize("data", [b"\x89PNG\r\n\x1a\n\x00\x00", b"GIF89a\x00\x01", "Lünd".encode("latin-1")])
     def test_binary_file(self, tmp_path: Path, data: bytes) -> None:

@@ -1,0 +1,108 @@
+"""Bulk adaptation by one process and by a growing number of Ray's actors, and whether their banks are equal.
+
+python -m benchmarks.ray_adapt --help
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eval.harness.command import SeedOption
+from eval.harness.streams import DataOption
+from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from mac_rag.data.types import Document
+    from mac_rag.memory.bank import MemoryBank
+
+
+def main(
+    model: Annotated[str, typer.Option(help="A MAC model: a name or a folder.")] = "mac-tiny",
+    data: DataOption = None,
+    documents: Annotated[
+        int,
+        typer.Option(min=1, help="Number of documents; those of the stream come in versions until it is reached."),
+    ] = 20_000,
+    actors: Annotated[list[int] | None, typer.Option(min=1, help="Numbers of actors.", show_default="1, 2, 4")] = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Time the adaptation of a new bank on disk, and compare the banks row by row.
+
+    The one process uses one thread, as each actor does. Ray is started before the clock, and the model is loaded by the
+    actors after it.
+    """
+    import json
+    from functools import partial
+    from pathlib import Path
+    from tempfile import TemporaryDirectory
+
+    import torch
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    from benchmarks.measure import timed
+    from eval.harness.streams import open_stream
+    from mac_rag.data.readers import read_documents
+    from mac_rag.distributed.adapting import BulkAdapter
+    from mac_rag.distributed.cluster import connected_ray
+    from mac_rag.engine import MACEngine
+    from mac_rag.memory.bank import MemoryBank
+    from mac_rag.model import MACModel
+
+    stream, _ = open_stream(data, "test", min(documents, 2_000), 0, seed=seed, scale="tiny")
+    cpus = int(connected_ray().cluster_resources()["CPU"])
+    torch.set_num_threads(1)
+    loaded = MACModel.from_pretrained(model, device="cpu")
+    table = Table(
+        Column("adapted by"),
+        *(Column(name, justify="right") for name in ("seconds", "documents a second", "times one process")),
+        Column("bank"),
+        title=f"{documents:,} documents, {stream.name}, {model}, {cpus} CPUs",
+    )
+
+    def make(folder: Path, file: Path, count: int | None) -> MemoryBank:
+        with MemoryBank.create_on_commit(folder, loaded.fingerprint) as bank:
+            if count is None:
+                MACEngine(loaded, bank).adapt(read_documents([file]), progress=True)
+            else:
+                BulkAdapter(loaded, model, bank, folder, actors=count).adapt([file], progress=True)
+        return MemoryBank.open(folder)
+
+    with TemporaryDirectory() as place:
+        file = Path(place) / "documents.jsonl"
+        with file.open("w") as lines:
+            for each in _versions(stream.documents, documents):
+                lines.write(json.dumps({"id": each.id, "text": each.text}) + "\n")
+        first, expected = timed(partial(make, Path(place) / "one", file, None))
+        table.add_row("one process", f"{first:.1f}", f"{documents / first:.1f}", "1.00", "")
+        for count in actors or [1, 2, 4]:
+            seconds, bank = timed(partial(make, Path(place) / str(count), file, count))
+            equal = bank.document_ids == expected.document_ids and torch.equal(bank.phi, expected.phi)
+            table.add_row(
+                f"{count} actor{'s' * (count > 1)}",
+                f"{seconds:.1f}",
+                f"{documents / seconds:.1f}",
+                f"{first / seconds:.2f}",
+                "equal" if equal else "DIFFERENT",
+            )
+            say(f"{count} actors: {seconds:.1f} s")
+    Console().print(table)
+
+
+def _versions(documents: Sequence[Document], count: int) -> Iterator[Document]:
+    """So many documents: the given ones, and then new versions of them."""
+    from mac_rag.data.types import Document
+
+    for number in range(count):
+        version, place = divmod(number, len(documents))
+        document = documents[place]
+        yield Document(f"{document.id}/{version}", f"Version {version}. {document.text}" if version else document.text)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,319 @@
+"""Bulk adaptation on Ray: many processes amortize, and the one that was called commits, in the order of the input.
+
+1. *Look.* Workers read all files and check every document. What is wrong is an error here, when nothing has changed.
+   The driver learns ids and digests, and groups what bank and retriever lack, as `MACEngine.adapt` does.
+2. *Amortize.* Each group is read, encoded and written as a block beside the bank, by whichever actor is free.
+3. *Commit.* When all blocks are there, the driver puts group after group into retriever and bank.
+
+So the order in which actors finish does not matter, and a group is encoded as one, whoever does it. After a crash, the
+same call finds the blocks that were finished.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mac_rag.adapting import GROUP, Adapter, is_lacking
+from mac_rag.config import BoundConfig
+from mac_rag.data.characters import shown_id
+from mac_rag.data.readers import STDIN
+from mac_rag.data.types import AdaptReport
+from mac_rag.distributed.cluster import connected_ray
+from mac_rag.distributed.groups import Found, Group
+from mac_rag.distributed.staging import Staging
+from mac_rag.distributed.workers import CPUS, Amortizer, Job, find_documents, from_row, to_row
+from mac_rag.errors import BankError, ConfigError, WorkerError
+from mac_rag.memory.bank import MemoryBank
+from mac_rag.model import MACModel
+from mac_rag.progress import progress_bar
+from mac_rag.sync import SyncedBank
+
+if TYPE_CHECKING:
+    from mac_rag.retrieval.base import Retriever
+
+_log = logging.getLogger(__name__)
+_MOST_TASKS = 10_000  # of one step; a task of more groups takes them one by one
+
+
+class BulkAdapter:
+    """Adapts a bank to the documents of files, on a Ray cluster.
+
+    The bank equals the one that `MACEngine.adapt` makes of the same documents, row by row: in order, and bit by bit if
+    both use the same kind of processor, versions of libraries and number of threads (an actor has one).
+
+    Args:
+        model: the model, on any device; it checks the bank, and finishes an interrupted change.
+        name: name or path by which workers load the same model.
+        bank: an open bank on disk, or one that its first commit creates.
+        folder: folder of the bank.
+        retriever: takes the texts; None for a bank alone.
+        bound: largest size of the bank, and how to reduce it; None lets it grow.
+        actors: largest number of actors; None for one on each GPU of the cluster, or without GPUs on each CPU.
+
+    Raises:
+        FingerprintError: when another model wrote the bank.
+    """
+
+    def __init__(
+        self,
+        model: MACModel,
+        name: str,
+        bank: MemoryBank,
+        folder: Path,
+        retriever: Retriever | None = None,
+        *,
+        bound: BoundConfig | None = None,
+        actors: int | None = None,
+    ) -> None:
+        bank.check_model(model.fingerprint)
+        self._model = model
+        self._name = name
+        self._folder = folder
+        self._adapter = Adapter(model, bound)
+        self._synced = SyncedBank(bank, retriever)
+        self._actors = actors
+
+    def adapt(
+        self, files: Sequence[Path], *, on_long: Literal["chunk", "error"] = "chunk", progress: bool = False
+    ) -> AdaptReport:
+        """Remembers the documents of files, as `MACEngine.adapt` does.
+
+        All documents are looked at, and all are amortized, before the first is committed; so bad input changes nothing.
+        After an interruption, the same call continues.
+
+        Args:
+            files: files as `mac_rag.data.readers.read_documents` takes them, but for standard input.
+            on_long: for a document beyond the model's limit: split it into chunks, or raise an error.
+            progress: shows a progress bar.
+
+        Raises:
+            ConfigError: when Ray is missing, its cluster cannot be reached, or a worker does not see the same files;
+                for standard input.
+            DataError: for a file as `read_documents`, and for one that changes meanwhile.
+            DocumentError, BankError: as `MACEngine.adapt`.
+            WorkerError: when a group's workers die again and again, or one fails for a reason that is none of ours.
+        """
+        if STDIN in files:
+            raise ConfigError("standard input (-) cannot be read by several processes; write it to a file first")
+        bank = self._synced.bank
+        self._finish()
+        ray = _quietly_connected()
+        job = Job(Path.cwd(), tuple(files), self._name, self._model.fingerprint, on_long)
+        with _quiet():
+            pending = _Pending(self._synced)
+            with progress_bar("read", disable=not progress) as bar:
+                for found in _found(ray, job):
+                    pending.add(found)
+                    bar.advance(len(found))
+            pending.end()
+            with Staging(self._folder, secure_delete=bank.secure_delete) as staging:
+                blocks = self._amortize(ray, job, pending, staging, progress)
+                report = self._commit(job, pending, staging, blocks, progress)
+                staging.remove()
+        return report
+
+    def _finish(self) -> None:
+        """Finishes a change that was interrupted between retriever and bank."""
+        bank = self._synced.bank
+        if bank.intent and (count := self._synced.finish(partial(self._adapter.remember, bank))):
+            _log.warning("finished an interrupted change of retriever and bank: %d documents", count)
+
+    def _amortize(self, ray: Any, job: Job, pending: _Pending, staging: Staging, progress: bool) -> dict[int, str]:
+        """Has the blocks written that are not there; returns the name of each by the number of its group."""
+        finished = staging.finished()
+        keys = {number: job.key(group) for number, group in enumerate(pending.groups) if any(group.lacking)}
+        blocks = {number: finished[key] for number, key in keys.items() if key in finished}
+        staging.discard(keep=set(blocks.values()))
+        missing = [(number, pending.groups[number]) for number in keys if number not in blocks]
+        total = sum(map(sum, (pending.groups[number].lacking for number in keys)))
+        done = total - sum(sum(group.lacking) for _, group in missing)
+        with progress_bar("adapt", total, done=done, disable=not progress) as bar:
+            for message in self._amortized(ray, job, missing, staging) if missing else ():
+                blocks[message["number"]] = message["block"]
+                bar.advance(sum(pending.groups[message["number"]].lacking))
+        return blocks
+
+    def _amortized(
+        self, ray: Any, job: Job, missing: Sequence[tuple[int, Group]], staging: Staging
+    ) -> Iterator[dict[str, Any]]:
+        from ray.data import ActorPoolStrategy
+
+        resources = ray.cluster_resources()
+        gpus = int(resources.get("GPU", 0))
+        there = max(1, gpus or int(resources.get("CPU", 1)) // CPUS)
+        most = min(self._actors or there, len(missing))
+        groups = _dataset(ray, [{"number": number, "group": group} for number, group in missing])
+        blocks = groups.map_batches(
+            Amortizer,
+            batch_size=1,
+            fn_constructor_args=(job, staging.folder),
+            compute=ActorPoolStrategy(min_size=1, max_size=most, initial_size=min(most, there)),
+            num_cpus=CPUS,
+            num_gpus=1 if gpus else None,
+        )
+        return _messages(blocks)
+
+    def _commit(
+        self, job: Job, pending: _Pending, staging: Staging, blocks: dict[int, str], progress: bool
+    ) -> AdaptReport:
+        """Puts one group after the other into retriever and bank."""
+        if pending.groups:
+            self._synced.bank.commit()  # raises for a bank that is not writable, before anything else is done
+        count = 0
+        forgotten: list[str] = []
+        with progress_bar("commit", sum(len(group.lacking) for group in pending.groups), disable=not progress) as bar:
+            for number, group in enumerate(pending.groups):
+                documents = group.read(job.files)
+                phi, rows = None, {}
+                if number in blocks:
+                    new = group.new(documents)
+                    phi, counts = staging.read(blocks[number], len(new), self._model.row_shape)
+                    rows = {document.id: own for document, own in zip(new, counts)}
+                    count += len(phi)
+                forgotten += self._adapter.write_encoded(self._synced, documents, phi, rows, pending.unfiled)
+                if number in blocks:
+                    staging.drop(blocks[number])
+                bar.advance(len(documents))
+        return AdaptReport(
+            pending.lacking - pending.updated,
+            pending.updated,
+            len(pending.ids) - pending.lacking,
+            count,
+            tuple(forgotten),
+            len(pending.unfiled),
+        )
+
+
+class _Pending:
+    """The documents that bank or retriever lack, grouped in their order as `MACEngine.adapt` groups them.
+
+    Args:
+        synced: bank and retriever.
+
+    Attributes:
+        ids: the ids of all documents.
+        groups: the groups.
+        unfiled: ids of documents that the retriever lacks.
+        lacking: number of documents that the bank lacks.
+        updated: number of those of which it holds another version.
+    """
+
+    def __init__(self, synced: SyncedBank) -> None:
+        self.ids: set[str] = set()
+        self.groups: list[Group] = []
+        self.unfiled: set[str] = set()
+        self.lacking = self.updated = 0
+        self._synced = synced
+        self._open: list[tuple[Found, bool]] = []  # of a group that is not full
+
+    def add(self, found: Sequence[Found]) -> None:
+        """Takes the next documents.
+
+        Raises:
+            BankError: for an id that has come before.
+        """
+        for each in found:
+            if each.id in self.ids:
+                raise BankError(f"document id {shown_id(each.id)} occurs twice; ids must be unique")
+            self.ids.add(each.id)
+        bank = self._synced.bank
+        lacking = {each.id for each in found if is_lacking(bank, each.id, each.content_hash)}
+        unfiled = self._synced.unfiled({each.id: each.content_hash for each in found}, lacking)
+        self.lacking += len(lacking)
+        self.updated += sum(document_id in bank for document_id in lacking)
+        self.unfiled |= unfiled
+        self._open += [(each, each.id in lacking) for each in found if each.id in lacking or each.id in unfiled]
+        while len(self._open) >= GROUP:
+            self._close(GROUP)
+
+    def end(self) -> None:
+        """Makes the last group."""
+        if self._open:
+            self._close(len(self._open))
+
+    def _close(self, count: int) -> None:
+        found, lacking = zip(*self._open[:count])
+        del self._open[:count]
+        self.groups.append(Group.of(found, lacking))
+
+
+def _found(ray: Any, job: Job) -> Iterator[list[Found]]:
+    """The documents of all files in their order."""
+    if not job.files:
+        return
+    files = _dataset(ray, [{"file": number} for number in range(len(job.files))])
+    looked_at = files.map_batches(find_documents, batch_size=1, fn_kwargs={"job": job}, num_cpus=1)
+    for message in _messages(looked_at, in_order=True):
+        yield [Found(*fields) for fields in message["found"]]
+
+
+def _dataset(ray: Any, messages: Sequence[Any]) -> Any:
+    import ray.data
+
+    return ray.data.from_items(list(map(to_row, messages)), override_num_blocks=min(len(messages), _MOST_TASKS))
+
+
+def _messages(dataset: Any, *, in_order: bool = False) -> Iterator[Any]:
+    """The messages of a data set of Ray, as they come or in the order of those that they were made of.
+
+    Raises:
+        MACError: for the first message that says one.
+        WorkerError: when Ray gives up.
+    """
+    dataset.context.enable_progress_bars = False
+    dataset.context.print_on_execution_start = False
+    dataset.context.execution_options.preserve_order = in_order
+    with closing(iter(dataset.iter_rows())) as rows:
+        while True:
+            try:
+                row = next(rows, None)
+            except Exception as error:  # Ray has many, of no common class
+                detail = str(error).strip().splitlines() or ["no reason given"]
+                raise WorkerError(
+                    f"Ray failed: {type(error).__name__}: {detail[0][:500]}; what was finished is kept, so call the "
+                    "command again"
+                ) from error
+            if row is None:
+                return
+            yield from_row(row)
+
+
+def _quietly_connected() -> Any:
+    """The module `ray`, connected, whose core keeps to its log what it mends by itself.
+
+    It says on standard error, once, that it was told so; that goes nowhere.
+    """
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    sys.stderr.flush()
+    terminal, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        return connected_ray()
+    finally:
+        os.dup2(terminal, 2)
+        os.close(terminal)
+        os.close(nowhere)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Ray Data's reports from the terminal; they are in its log."""
+    import ray.data  # sets its log up
+
+    logger = logging.getLogger(ray.data.__name__)
+    handlers = [handler for handler in logger.handlers if isinstance(handler, logging.StreamHandler)]
+    levels = [handler.level for handler in handlers]
+    for handler in handlers:
+        handler.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for handler, level in zip(handlers, levels):
+            handler.setLevel(level)

@@ -1,0 +1,149 @@
+"""Memory tokens on their way into a bank: blocks on disk, written by workers and read by the one who commits.
+
+A block's name says which documents it was made of, with which model, and what it holds. So a later run finds the blocks
+that an interrupted one has finished, and no two writers can spoil each other's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Collection
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from mac_rag.atomic_files import UNFINISHED, make_folder, remove_file, sync_folder, write_file
+from mac_rag.errors import BankError, DamageError
+from mac_rag.memory.parts import PART_BITS
+from mac_rag.memory.storage.lock import LOCK, WriterLock
+from mac_rag.untrusted_files import MalformedError, read_file
+
+_BLOCK = re.compile(r"block-(?P<key>[0-9a-f]{64})-(?P<digest>[0-9a-f]{64})\.safetensors")
+_UNFINISHED_BLOCK = re.compile(rf"block-[0-9a-f]{{64}}-([0-9a-f]{{16}}({re.escape(UNFINISHED)})?|attempt-[0-9]+)")
+_HEADER = 1 << 16  # largest size of what a block holds beside its numbers
+
+
+class Block(NamedTuple):
+    """The memory tokens of a group of documents.
+
+    Attributes:
+        phi: `[rows, T, D]` in float32, row after row.
+        rows: number of rows of each document.
+    """
+
+    phi: Tensor
+    rows: list[int]
+
+
+def write_block(folder: Path, key: str, block: Block) -> str:
+    """Writes a block as a worker does, beside other workers; returns the name of its file."""
+    data = save({"phi": block.phi.cpu().contiguous(), "rows": torch.tensor(block.rows)})
+    unnamed = folder / f"block-{key}-{secrets.token_hex(8)}"
+    digest = write_file(unnamed, [data])
+    name = f"block-{key}-{digest}.safetensors"
+    unnamed.replace(folder / name)
+    sync_folder(folder)
+    return name
+
+
+def attempt_name(key: str, number: int) -> str:
+    """Name of the file that says that a block was begun."""
+    return f"block-{key}-attempt-{number}"
+
+
+class Staging:
+    """The folder of the blocks of one bank, `<bank>.staging` beside it. One process at a time has the right to it.
+
+    Leaving it as a context manager keeps what is in it, for a later run; `remove` removes it.
+
+    Args:
+        bank: folder of the bank.
+        secure_delete: True to overwrite blocks before they are removed.
+
+    Raises:
+        BankError: when the folder cannot be made, or another process uses it.
+    """
+
+    def __init__(self, bank: Path, *, secure_delete: bool) -> None:
+        bank = bank.resolve()
+        self.folder = bank.with_name(f"{bank.name}.staging")
+        self._secure_delete = secure_delete
+        try:
+            make_folder(self.folder)
+            self._lock = WriterLock(self.folder)
+        except OSError as error:
+            raise BankError(f"{self.folder} cannot be made for the blocks of {bank}: {error.strerror}") from error
+
+    def finished(self) -> dict[str, str]:
+        """The names of the blocks that are there, by the keys of their groups."""
+        found = (match for match in map(_BLOCK.fullmatch, sorted(_names(self.folder))) if match)
+        return {match["key"]: match[0] for match in found}
+
+    def read(self, name: str, documents: int, row_shape: tuple[int, int]) -> Block:
+        """Reads a block.
+
+        Args:
+            name: its name.
+            documents: number of its documents.
+            row_shape: shape `(T, D)` of a row.
+
+        Raises:
+            DamageError: for a block that is not there, or is not what was written.
+        """
+        path, match = self.folder / name, _BLOCK.fullmatch(name)
+        most = (documents << PART_BITS) * row_shape[0] * row_shape[1] * 4 + documents * 8 + _HEADER
+        try:
+            data = read_file(path, most)
+            if match is None or hashlib.sha256(data).hexdigest() != match["digest"]:
+                raise MalformedError("its checksum differs")
+            tensors = load(data)
+            phi, rows = tensors["phi"], tensors["rows"].tolist()
+        except FileNotFoundError:
+            raise DamageError(
+                f"the block {path}, which a worker has written, is not there; put the bank where all machines of the "
+                "cluster see the same files under the same path"
+            ) from None
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise DamageError(f"the block {path} is damaged: {error}; remove it, and run the command again") from None
+        if len(rows) != documents or sum(rows) != len(phi) or phi.shape[1:] != row_shape or min(rows) < 1:
+            raise DamageError(f"the block {path} does not fit its documents; remove it, and run the command again")
+        return Block(phi, rows)
+
+    def discard(self, keep: Collection[str] = ()) -> None:
+        """Removes all blocks but those of these names, and what killed workers have left."""
+        for name in _names(self.folder):
+            if name not in keep and (_BLOCK.fullmatch(name) or _UNFINISHED_BLOCK.fullmatch(name)):
+                self.drop(name)
+
+    def drop(self, name: str) -> None:
+        """Removes a block."""
+        remove_file(self.folder / name, secure_delete=self._secure_delete)
+
+    def remove(self) -> None:
+        """Removes all blocks, and the folder, if nothing else is in it."""
+        self.discard()
+        self._lock.release()
+        (self.folder / LOCK).unlink(missing_ok=True)
+        if not _names(self.folder):
+            self.folder.rmdir()
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.folder.exists() and not self.finished():
+            self.remove()
+        self._lock.release()
+
+
+def _names(folder: Path) -> list[str]:
+    return [file.name for file in folder.iterdir()]
