@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from mac_rag.config import Dtype
@@ -24,3 +26,19 @@ def default_device(device: str | torch.device | None) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"there is no device {str(device)!r} here: {str(error).splitlines()[0]}") from None
     return place
+
+
+def warn_of_slow_numbers(name: str, dtype: Dtype, device: torch.device) -> None:
+    """Tells that this processor has no instructions for a dtype, and computes in it many times slower than in fp32."""
+    if device.type == "cpu" and dtype != "fp32" and not _has_instructions(dtype):
+        warnings.warn(
+            f"{name} is loaded in {dtype}, for which this processor has no instructions: it computes several times "
+            "slower than in fp32, and trains tens of times slower; where memory allows, set dtype: fp32",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _has_instructions(dtype: Dtype) -> bool:
+    supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{dtype}_supported", None)
+    return supported is None or bool(supported())

@@ -25,7 +25,7 @@ from mac_rag.config import BaseLMConfig, Dtype, EncoderConfig, Quantization
 from mac_rag.errors import MACError, ModelLoadError, QuantizationError
 from mac_rag.lm.architectures import check_modulation
 from mac_rag.lm.device_map import DeviceMap
-from mac_rag.lm.devices import DTYPES
+from mac_rag.lm.devices import DTYPES, warn_of_slow_numbers
 from mac_rag.lm.fetched import local_place
 from mac_rag.lm.gguf_files import load_gguf
 from mac_rag.lm.hub_revisions import pinned
@@ -76,6 +76,7 @@ def load_causal_lm(
             embeddings, or it cannot carry the modulation, which is noticed before its weights are loaded.
         QuantizationError: when bitsandbytes is missing.
     """
+    warn_of_slow_numbers(config.name, config.dtype, device)
     if config.name in PACKAGED:
         if config.gguf_file is not None:
             raise ModelLoadError(f"{config.name} comes from its package; leave out gguf_file: {config.gguf_file}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mac_rag.config import BaseLMConfig, EncoderConfig, ModulationConfig, PromptFormat
+from mac_rag.config import BaseLMConfig, Dtype, EncoderConfig, ModulationConfig, PromptFormat
 from mac_rag.errors import ConfigError, ModelLoadError, QuantizationError
+from mac_rag.lm import devices
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.devices import default_device
 from mac_rag.lm.loading import load_backbone, load_causal_lm, require_gradients
@@ -120,3 +122,24 @@ def test_lora_without_a_target(model_folder: Folder) -> None:
 def test_unknown_devices(device: str) -> None:
     with pytest.raises(ConfigError, match=device):
         default_device(device)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_numbers_without_instructions(dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever loads an LM in them is told; fp32 has instructions everywhere, and a GPU has others."""
+    told = r"an-lm is loaded in .*set dtype: fp32"
+    monkeypatch.setattr(devices, "_has_instructions", lambda _: False)
+    if dtype == "fp32":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            devices.warn_of_slow_numbers("an-lm", dtype, torch.device("cpu"))
+    else:
+        with pytest.warns(UserWarning, match=told):
+            devices.warn_of_slow_numbers("an-lm", dtype, torch.device("cpu"))
+    monkeypatch.undo()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        devices.warn_of_slow_numbers("an-lm", dtype, torch.device("cpu"))
+        devices.warn_of_slow_numbers("an-lm", dtype, torch.device("meta"))
+    supported = {"bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported, "fp16": torch.ops.mkldnn._is_mkldnn_fp16_supported}
+    assert len(caught) == (dtype != "fp32" and not supported[dtype]())
