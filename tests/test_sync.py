@@ -59,7 +59,8 @@ def agree(engine: MACEngine) -> bool:
     """Whether bank and retriever hold the same, and the bank what the model makes of the retriever's texts."""
     assert engine.retriever is not None
     documents = engine.retriever.documents(engine.bank.document_ids)
-    torch.testing.assert_close(engine.bank.phi, engine.model.amortize([document.text for document in documents]))
+    expected = engine.model.amortize([document.text for document in documents])
+    torch.testing.assert_close(engine.bank.phi, expected, rtol=2**-7, atol=1e-5)  # it is kept in bf16
     return not difference(engine.bank, engine.retriever)
 
 

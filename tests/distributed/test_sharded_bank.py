@@ -107,7 +107,7 @@ def test_in_double_precision_shards_agree_with_direct_attention(
 ) -> None:
     monkeypatch.setitem(DTYPES, "fp32", torch.float64)  # of cached keys and values
     built, question = network(prior_width), random_texts(3)
-    texts = random(20, TOKENS, WIDTH, seed=1).float()
+    texts = layout_for(built).rounded(random(20, TOKENS, WIDTH, seed=1).float())
     encoder = lambda ids: question  # noqa: E731
     encoder.ids = lambda text: [1]  # type: ignore[attr-defined]
     model: Any = SimpleNamespace(aggregation=built, fingerprint="f00d", input_encoder=encoder, device="cpu")
@@ -118,8 +118,9 @@ def test_in_double_precision_shards_agree_with_direct_attention(
             rows = built.project(MemoryTokens(texts[order].double()))
             expected = built(question, rows, attention=direct_attention, mass=True)
         found = reader(model, bank)
-        torch.testing.assert_close(found.aggregate(QUESTIONS).phi, expected[0], **CLOSE)
-        torch.testing.assert_close(found.attention_mass(QUESTIONS), expected[1], **CLOSE)
+        close = {"rtol": 1e-5, "atol": 1e-6} if prior_width else CLOSE  # prior keys are kept in single precision
+        torch.testing.assert_close(found.aggregate(QUESTIONS).phi, expected[0], **close)
+        torch.testing.assert_close(found.attention_mass(QUESTIONS), expected[1], **close)
 
 
 def test_documents_are_in_the_order_of_shards_and_then_of_arrival(loaded_tiny_model: MACModel, folder: Path) -> None:
@@ -136,7 +137,8 @@ def test_documents_are_in_the_order_of_shards_and_then_of_arrival(loaded_tiny_mo
         assert again.document_ids == sorted(arrived, key=lambda name: shard_of(name, 3))
         assert again["text 4"].metadata == {}
         assert again["text 5"].metadata == {"number": 5}
-        assert again["text 4"].phi.equal(random_rows(loaded_tiny_model, 1, 1))
+        rounded = layout_for(loaded_tiny_model.aggregation).rounded(random_rows(loaded_tiny_model, 1, 1))
+        assert again["text 4"].phi.equal(rounded)
         torch.testing.assert_close(again.phi, torch.cat([entry.phi for entry in again]))
         with pytest.raises(BankError, match="write=True"):
             again.delete("text 4")

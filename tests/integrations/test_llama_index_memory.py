@@ -61,7 +61,7 @@ def test_a_pipeline_fills_the_bank_and_hands_nodes_on(engine: RecordingEngine) -
     (entry,) = engine.bank
     assert (entry.document_id, entry.metadata) == ("bridge", {"date": "May 3"})
     expected = engine.model.amortize([FACTS["bridge"]])
-    torch.testing.assert_close(entry.phi, expected.cpu())
+    torch.testing.assert_close(entry.phi, expected.cpu(), rtol=2**-7, atol=1e-5)  # it is kept in bf16
 
 
 def test_only_changed_documents_are_adapted(counting: CountingEngine) -> None:

@@ -190,7 +190,7 @@ def test_no_strategy_attends_to_lexical_vectors(lexical: MACModel, strategy: Any
     engine.adapt([Document(str(number), text) for number, text in enumerate(TEXTS)])
     found = engine.aggregate(QUESTIONS)
     with torch.no_grad():
-        bank, asked = lexical.project(lexical.amortize(TEXTS)), encoded_questions(lexical)
+        bank, asked = lexical.project(engine.bank.phi), encoded_questions(lexical)
         expected, _ = lexical.aggregation(asked, bank, attention=direct_attention)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert [answer.text for answer in engine.answer(QUESTIONS)] == lexical.generate(QUESTIONS, modulation=expected)
