@@ -190,8 +190,8 @@ def test_no_question_waits_for_a_change_and_no_change_for_an_answer(engine: MACE
         assert adapted.wait(60)
         return generate(*arguments, **options)
 
-    def slow_put(*arguments: Any) -> Any:
-        removed = put(*arguments)
+    def slow_put(*arguments: Any, **options: Any) -> Any:
+        removed = put(*arguments, **options)
         adapting.set()
         assert asked.wait(60)
         return removed
