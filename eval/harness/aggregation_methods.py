@@ -169,7 +169,9 @@ def reduction_methods(
     for method in get_args(ReductionMethod):
         for share in SHARES:
             maximum = max(1, round(share * len(documents)))
-            bounded = BoundedBank(MemoryBank(model.fingerprint), maximum, method, seed=seed)
+            smaller = MemoryBank(model.fingerprint)
+            smaller.keep_rows_as(bank.layout)
+            bounded = BoundedBank(smaller, maximum, method, seed=seed)
             bounded.put(documents, phi, rows)
             yield AggregationMethod(
                 "reduction",
@@ -257,7 +259,5 @@ def projected(model: MACModel, bank: MemoryBank) -> ProjectedBank:
 
 
 def bank_bytes(bank: MemoryBank) -> int:
-    """Bytes of the stored memory tokens: float tokens, or int32 codes and their codebook."""
-    if bank.codebook is None:
-        return bank.phi.nbytes
-    return bank.codes(0, len(bank.row_keys)).numel() * torch.int32.itemsize + bank.codebook.nbytes
+    """Bytes of the rows as the bank keeps them, and of its codebook."""
+    return bank.nbytes + (0 if bank.codebook is None else bank.codebook.nbytes)

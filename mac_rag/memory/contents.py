@@ -201,6 +201,11 @@ class Contents:
         return shape[1] + self.layout.lexical_vectors, shape[2]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all rows as they are kept, without records, texts and codebook."""
+        return sum(part.count * part.stored.row_bytes for part in self._parts)
+
+    @property
     def phi(self) -> Tensor:
         """Memory tokens of all rows `[N, T, D]`.
 
