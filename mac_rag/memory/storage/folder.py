@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -87,16 +88,19 @@ def remove_vacant(folder: Path, is_new: bool) -> None:
 def remove_unused(folder: Path, used: Collection[str], *, secure_delete: bool) -> OSError | None:
     """Removes segments, codebooks and unfinished files whose names are not in `used`, as far as the system lets it.
 
+    A folder of such a name stays: no bank has made it.
+
     Returns:
         The first error, if some are still there.
     """
     first: OSError | None = None
     try:
         for file in folder.iterdir():
-            if file.name not in used and any(
-                pattern.fullmatch(file.name) for pattern in (_SEGMENT_FILE, _CODEBOOK_FILE, _UNFINISHED_FILE)
-            ):
+            ours = any(pattern.fullmatch(file.name) for pattern in (_SEGMENT_FILE, _CODEBOOK_FILE, _UNFINISHED_FILE))
+            if ours and file.name not in used:
                 try:
+                    if stat.S_ISDIR(file.lstat().st_mode):
+                        continue
                     remove_file(file, secure_delete=secure_delete)
                 except OSError as error:
                     first = first or error

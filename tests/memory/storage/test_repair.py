@@ -258,3 +258,20 @@ def test_a_bank_is_verified_in_one_pass(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(examination, "read_segment", lambda *a, **b: passes.append(1) or read(*a, **b))
     assert verify(folder / "bank").clean
     assert len(passes) == len(read_manifest(folder / "bank" / MANIFEST).segments)
+
+
+def test_a_folder_in_the_place_of_a_file_is_nobodys_to_remove(tmp_path: Path) -> None:
+    place = tmp_path / "bank"
+    with MemoryBank.create(place, "f00d") as bank:
+        for number, name in enumerate("abc"):
+            put(bank, name, number)
+    path = min(place.glob("segment-*.safetensors"), key=lambda file: file.stat().st_size)
+    path.unlink()
+    path.mkdir()
+    (path / "note").write_text("not a segment")
+    assert repair(place).lost
+    with MemoryBank.open(place, write=True) as bank:
+        bank.delete(bank.document_ids[0])
+        bank.compact()
+    assert (path / "note").exists()
+    assert verify(place).clean
