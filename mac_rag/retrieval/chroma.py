@@ -7,7 +7,7 @@ import logging
 import sqlite3
 import stat
 import threading
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ COLLECTION = "mac_rag"
 
 _ENCODER = "mac_rag_encoder"  # key in the collection's metadata: fingerprint of the encoder
 _LOCK = "mac_rag.lock"
+_READS = 5  # attempts of a request that changes nothing
 _IDS = 4096  # ids in one request; Chroma fails on more variables than its database takes
 
 
@@ -242,8 +243,7 @@ class ChromaRetriever(Retriever):
 
     def _query(self, vectors: Vectors, k: int) -> list[list[Hit]]:
         """The `k` best of all documents for each question's vector `[B, D]`, by a search in the graph."""
-        with self._errors():
-            result: Any = self._collection.query(query_embeddings=vectors, n_results=k)
+        result = self._read(lambda: self._collection.query(query_embeddings=vectors, n_results=k))
         columns = zip(result["ids"], result["documents"], result["distances"], result["metadatas"], strict=True)
         return [
             _best(
@@ -304,8 +304,19 @@ class ChromaRetriever(Retriever):
         return ids
 
     def _get(self, **options: Any) -> Any:
+        return self._read(lambda: self._collection.get(**options))
+
+    def _read(self, request: Callable[[], Any]) -> Any:
+        """Makes a request that changes nothing, again if Chroma has lost itself in a change of another thread.
+
+        It looks ids up in one index and their records in another; what was deleted in between is an internal error.
+        """
+        from chromadb.errors import InternalError
+        from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_fixed
+
         with self._errors():
-            return self._collection.get(**options)
+            again = retry_if_exception_type(InternalError)
+            return Retrying(retry=again, stop=stop_after_attempt(_READS), wait=wait_fixed(0.01), reraise=True)(request)
 
     def _batches(self, documents: Sequence[Document]) -> Iterator[slice]:
         """Slices of the documents that Chroma takes in one request each."""

@@ -173,6 +173,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "kind", "message"), BAD.values(), ids=list(BAD))
 def test_a_bad_document_is_named_and_nothing_is_done(
     ray: Any,

@@ -47,6 +47,7 @@ def engine_of_one_bank(model: MACModel) -> MACEngine:
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_shards_in_processes_agree_with_one_bank_and_survive_a_kill(
     loaded_tiny_model: MACModel, tmp_path: Path

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chromadb.errors import InternalError
 
 from mac_rag.data.types import Document
+from mac_rag.errors import BankError
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
 from mac_rag.retrieval.chroma import ChromaRetriever
 from mac_rag.retrieval.tokenizer import Tokenizer
@@ -106,3 +108,33 @@ def test_questions_and_changes_of_many_threads(kind: str, tmp_path: Path) -> Non
         finally:
             stop.set()
         assert all(future.result() for future in asking)
+
+
+def test_chroma_is_asked_again_when_a_change_confuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks ids up first and their records afterwards; a deletion in between is an error inside of it."""
+    retriever = ChromaRetriever(tmp_path, WordEncoder())
+    retriever.add(OLD)
+    confused = iter(range(100))
+    times = 2
+
+    def confusing(name: str) -> Callable[..., Any]:
+        request = getattr(retriever._collection, name)
+
+        def asked(**options: Any) -> Any:
+            if next(confused) < times:
+                raise InternalError("Error executing plan: Internal error: Error finding id")
+            return request(**options)
+
+        return asked
+
+    for name in ("get", "query"):
+        monkeypatch.setattr(retriever._collection, name, confusing(name))
+    for allowed in (None, {"a"}):
+        confused = iter(range(100))
+        [[hit]] = retriever.retrieve(["a storm"], 1, allowed=allowed)
+        assert hit.document_id == "a"
+        assert next(confused) == times + (1 if allowed is None else 2)  # ids, and then their records
+    confused, times = iter(range(100)), 100
+    with pytest.raises(BankError, match="Error finding id"):
+        retriever.retrieve(["a storm"], 1, allowed={"a"})
+    assert 1 < next(confused) < 10
