@@ -18,8 +18,6 @@ from mac_rag.model import MACModel
 from tests.distributed.local_shards import assert_read_alike
 from tests.helpers import wait_until
 
-pytest.importorskip("ray")
-
 TEXTS = [Document(f"text {n}", f"Ada Voss has opened bridge number {n} of the town.", {"n": n}) for n in range(12)]
 QUESTIONS = ["Who opened the bridge?", "Where is the museum?"]
 
