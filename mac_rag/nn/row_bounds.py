@@ -11,6 +11,9 @@ import math
 import torch
 from torch import Tensor
 
+# Rows whose bounds are computed at a time, for each query of each question.
+_BOUNDED = 1024
+
 
 def longest_keys(keys: Tensor) -> Tensor:
     """The largest norm of each row's keys, in at least float32: `[..., k, T, d] -> [..., k]`."""
@@ -44,8 +47,9 @@ def needed_of_all(
 ) -> Tensor:
     """Tells which rows of a whole bank can matter to some question, from one score for each question and row.
 
-    The same bound as `needed_rows`, with the longest key of all rows in the place of each row's. So it costs one
-    comparison for each question, head and row.
+    The same bound as `needed_rows`, first with the longest key of all rows in the place of each row's, which costs one
+    comparison for each question, head and row; then, for the few rows that are left, with their own, and without the
+    lightest of them. What is left out at either step weighs, all rows together, less than a rounding.
 
     Args:
         query, tokens, floor: as `needed_rows` takes them.
@@ -57,9 +61,24 @@ def needed_of_all(
         Numbers of the rows `[n]`, ascending.
     """
     numbers = torch.promote_types(query.dtype, torch.float32)
-    beside_bias = (query.to(numbers).norm(dim=-1) * longest.amax(1)[:, None] - floor).amax(-1)  # [B, H]
-    nothing = math.log(torch.finfo(numbers).eps / (scores.shape[1] * tokens))
+    norms, rounding = query.to(numbers).norm(dim=-1), torch.finfo(numbers).eps
+    beside_bias = (norms * longest.amax(1)[:, None] - floor).amax(-1)  # [B, H]
+    nothing = math.log(rounding / (scores.shape[1] * tokens))
     needed = torch.zeros(scores.shape[1], dtype=torch.bool, device=scores.device)
     for head, weight in enumerate(weights):
         needed |= (weight * scores > nothing - beside_bias[:, head, None]).any(0)
-    return needed.nonzero()[:, 0]
+    index = needed.nonzero()[:, 0]
+    if 2 * len(index) >= scores.shape[1]:  # most rows are read in any case
+        return index
+    bounds = torch.cat(
+        [
+            (norms[..., None] * longest[:, None, some] - floor[..., None]).amax(2)
+            + weights[:, None] * scores[:, None, some]
+            for some in index.split(_BOUNDED)
+        ],
+        -1,
+    )  # [B, H, n]
+    lightest = bounds.sort(-1)
+    together = lightest.values.logcumsumexp(-1) + math.log(tokens)
+    heavy = torch.zeros_like(bounds, dtype=torch.bool).scatter_(-1, lightest.indices, together > math.log(rounding))
+    return index[heavy.flatten(0, 1).any(0)]
