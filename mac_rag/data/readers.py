@@ -56,22 +56,32 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
     What begins with a dot is left out.
 
     Raises:
-        DataError: for a folder without files.
+        DataError: for a folder without files, and for what the system refuses to look at.
     """
     files: list[Path] = []
     for path in paths:
-        if not path.is_dir():
-            files.append(path)
-            continue
-        inside = [
-            file
-            for file in sorted(path.rglob("*"))
-            if not file.is_dir() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        ]
+        with _readable(path):
+            if not path.is_dir():
+                files.append(path)
+                continue
+            inside = [
+                file
+                for file in sorted(path.rglob("*"))
+                if not file.is_dir() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+            ]
         if not inside:
             raise DataError(f"{path} is a folder without files; give files, or a folder of them")
         files += inside
     return files
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turns errors of the file system into errors that name the path."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def placed_documents(path: Path, start: Place = Place()) -> Iterator[tuple[Place, Document]]:
@@ -94,7 +104,7 @@ def placed_documents(path: Path, start: Place = Place()) -> Iterator[tuple[Place
         for number, document in enumerate(read(path, start.rows), start.rows):
             yield Place(number), document
         return
-    with closing(_Lines(path)) as lines:
+    with _readable(path), closing(_Lines(path)) as lines:
         if path.suffix == ".jsonl" or (path == STDIN and lines.start_with(b"{")):
             lines.go_on(start)
             yield from _rows(path, lines, start)

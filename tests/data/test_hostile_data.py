@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mac_rag.data.readers import read_documents
+from mac_rag.data import readers
+from mac_rag.data.readers import find_files, read_documents
 from mac_rag.data.squad import read_official
 from mac_rag.data.table import read_table
 from mac_rag.errors import DataError
@@ -166,3 +167,19 @@ def test_packed_data_sets_are_bounded(tmp_path: Path) -> None:
     path.write_bytes(whole[:30])
     with pytest.raises(DataError, match="ends in the middle"):
         list(read_official(path))
+
+
+def test_what_the_system_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it looks for files, reads one, and closes it."""
+    (tmp_path / "rows.jsonl").write_text('{"id": "a", "text": "A storm."}')
+
+    def refuse(*_: object) -> bool:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_dir", refuse)
+        with pytest.raises(DataError, match=f"{tmp_path} cannot be read: Input/output error"):
+            find_files([tmp_path])
+    monkeypatch.setattr(readers._Lines, "close", refuse)
+    with pytest.raises(DataError, match=r"rows.jsonl cannot be read: Input/output error"):
+        read_documents([tmp_path / "rows.jsonl"])
