@@ -139,19 +139,16 @@ def _whole(model: MACModel, bank: MemoryBank, asked: Sequence[str]) -> dict[str,
     """The same questions from all rows, without the bounds of the view."""
     import statistics
     from functools import partial
-    from types import SimpleNamespace
-    from typing import cast
 
     import torch
 
     from benchmarks.measure import timed
+    from benchmarks.unbounded import without_bounds
     from mac_rag.memory.views.projection import ProjectedBank
-    from mac_rag.nn.bank_view import BankView
 
     network = model.aggregation
     view = ProjectedBank(network, bank, device="cpu")
-    names = ("documents", "prior_keys", "log_counts", "chunks", "select")
-    unbounded = cast(BankView, SimpleNamespace(**{name: getattr(view, name) for name in names}))
+    unbounded = without_bounds(view)
     seconds, differences = [], []
     with torch.no_grad():
         for text in asked[1:6]:

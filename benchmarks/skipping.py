@@ -5,7 +5,7 @@ python -m benchmarks.skipping --help
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,11 +35,10 @@ def main(
     Keys and values are projected before. Questions and documents come from a data set, because the skipped rows depend
     on the confidence of the document prior.
     """
-    from types import SimpleNamespace
-
     import torch
 
     from benchmarks.measure import medians
+    from benchmarks.unbounded import without_bounds
     from eval.harness.protocol import adapt
     from eval.harness.streams import open_stream
     from mac_rag.engine import MACEngine
@@ -48,7 +47,6 @@ def main(
     from mac_rag.memory.views.projection import ProjectedBank
     from mac_rag.model import MACModel
     from mac_rag.nn.attention import streaming_attention
-    from mac_rag.nn.bank_view import BankView
 
     loaded = MACModel.from_pretrained(model, device="cpu")
     network = loaded.aggregation
@@ -62,8 +60,7 @@ def main(
     question = loaded.input_encoder([loaded.input_encoder.ids(each.question) for each in stream.questions])
 
     # Without the view's bounds, no row is left out; without the floor, none is skipped.
-    names = ("documents", "prior_keys", "log_counts", "chunks", "select")
-    unbounded = cast(BankView, SimpleNamespace(**{name: getattr(view, name) for name in names}))
+    unbounded = without_bounds(view)
 
     def attend(query: Tensor, chunks: Iterable[Chunk], *, floor: Any = None, mass: bool = False) -> Any:
         del floor

@@ -21,6 +21,7 @@ from mac_rag.memory.views.overview import layout_for
 from mac_rag.migrating import migrate
 from mac_rag.model import MACModel
 from tests.cli.helpers import refusal, run
+from tests.memory.helpers import rounded
 
 STREAM = generate("test", 12)
 TEXTS = [document.text for document in STREAM.documents]
@@ -52,7 +53,7 @@ def test_the_same_entries(old: MemoryBank, loaded_tiny_model: MACModel, tmp_path
     new = MemoryBank.open(tmp_path / "new")
     assert described(new) == described(old)
     assert new.layout == layout_for(model.aggregation).model_copy(update={"dtype": rows or "bf16"})
-    assert torch.equal(new.phi, new.layout.rounded(old.phi))
+    assert torch.equal(new.phi, rounded(new.layout, old.phi))
     assert verify(tmp_path / "new").clean
 
 

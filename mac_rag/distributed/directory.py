@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
-from mac_rag.data.provenance import Member
 from mac_rag.distributed.shard import ShardChange, ShardContents, Version
+from mac_rag.memory.contents import Described
 from mac_rag.memory.parts import Texts
 from mac_rag.memory.records import Record
 
@@ -70,18 +69,9 @@ class ShardDirectory:
 
 
 @dataclass(frozen=True)
-class ShardedEntry:
-    """An entry of a bank in shards; see `mac_rag.memory.contents.BankEntry`.
+class ShardedEntry(Described):
+    """An entry of a bank in shards. Its number is that in the order of arrival in its shard."""
 
-    Attributes:
-        members: the documents of the entry.
-        sequence: the entry's number in the order of arrival in its shard.
-        rows: number of its rows.
-    """
-
-    members: tuple[Member, ...]
-    sequence: int
-    rows: int
     _phi: Callable[[str], Tensor] = field(repr=False, compare=False)
 
     @property
@@ -93,18 +83,3 @@ class ShardedEntry:
     def texts(self) -> Texts:
         """None for each member: shards keep no texts."""
         return (None,) * len(self.members)
-
-    @property
-    def document_id(self) -> str:
-        """Id of the first document."""
-        return self.members[0].document_id
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Metadata of the first document."""
-        return self.members[0].metadata
-
-    @property
-    def content_hash(self) -> str:
-        """Content hash of the first document."""
-        return self.members[0].content_hash

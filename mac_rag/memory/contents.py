@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,9 +22,42 @@ from mac_rag.memory.records import Record
 from mac_rag.memory.rows import RowLayout, Rows, decoded
 from mac_rag.shipped_models import describe, version_of
 
+# Makes summaries `[n, S]` of rows `[n, T, D]` as they are kept.
+Summarise: TypeAlias = Callable[[Tensor], Tensor]
+
 
 @dataclass(frozen=True)
-class BankEntry:
+class Described:
+    """What is known of an entry beside its memory tokens: one document, or several that were merged.
+
+    Attributes:
+        members: the documents of the entry, in the order of arrival.
+        sequence: the entry's number in the order of arrival; never used for another entry.
+        rows: number of its rows.
+    """
+
+    members: tuple[Member, ...]
+    sequence: int
+    rows: int
+
+    @property
+    def document_id(self) -> str:
+        """Id of the first document."""
+        return self.members[0].document_id
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """Metadata of the first document."""
+        return self.members[0].metadata
+
+    @property
+    def content_hash(self) -> str:
+        """Content hash of the first document."""
+        return self.members[0].content_hash
+
+
+@dataclass(frozen=True)
+class BankEntry(Described):
     """An entry of the bank: one document, or several that were merged.
 
     Examples:
@@ -37,16 +70,8 @@ class BankEntry:
         >>> bank.merge(["may", "june"], torch.zeros(1, 4, 8))
         >>> [member.document_id for member in bank["june"].members]
         ['may', 'june']
-
-    Attributes:
-        members: the documents of the entry, in the order of arrival.
-        sequence: the entry's number in the order of arrival; never used for another entry.
-        rows: number of its rows.
     """
 
-    members: tuple[Member, ...]
-    sequence: int
-    rows: int
     _phi: Callable[[], Tensor] = field(repr=False, compare=False)
     _texts: Callable[[], Texts] = field(repr=False, compare=False)
 
@@ -67,21 +92,6 @@ class BankEntry:
             DamageError: when the file of the texts is damaged.
         """
         return self._texts()
-
-    @property
-    def document_id(self) -> str:
-        """Id of the first document."""
-        return self.members[0].document_id
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """Metadata of the first document."""
-        return self.members[0].metadata
-
-    @property
-    def content_hash(self) -> str:
-        """Content hash of the first document."""
-        return self.members[0].content_hash
 
 
 class Contents:
@@ -255,7 +265,10 @@ class Contents:
                 found.append(part.rows(index[here] - first))
                 order.append(here)
             first += part.count
-        return decoded(Rows.cat(found)[torch.cat(order).argsort()], self.layout, self.codebook)
+        taken, place = Rows.cat(found), torch.cat(order)
+        if len(found) > 1:  # otherwise they are in the order in which they were asked for
+            taken = taken[place.argsort()]
+        return decoded(taken, self.layout, self.codebook)
 
     def overview(self) -> list[tuple[int, Rows]]:
         """What is kept beside the memory tokens of all rows, part by part: the number of rows, and their columns.
@@ -277,7 +290,7 @@ class Contents:
             first += part.count
         return Rows.cat(pieces[1:] or pieces)
 
-    def _encoded(self, phi: Tensor, summaries: Tensor | None = None) -> Rows:
+    def _encoded(self, phi: Tensor, summarise: Summarise | None = None) -> Rows:
         """Memory tokens as the bank keeps them; with a codebook, the nearest codes."""
         row_shape, width = self.row_shape, None if self.codebook is None else self.codebook.shape[1]
         fits = phi.ndim == 3 and phi.shape[1] > self.layout.lexical_vectors and phi.shape[2] > 0
@@ -295,8 +308,8 @@ class Contents:
             )
         if self.codebook is None:
             rows = self.layout.encode(phi)
-            if summaries is not None and self.layout.summary:
-                rows.columns["summaries"].copy_(summaries)
+            if summarise is not None and self.layout.summary:
+                rows.columns["summaries"].copy_(summarise(self.layout.decode(rows)))
             return rows
         if not self.codebook.any():
             raise BankError(

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
-from mac_rag.memory.contents import BankEntry, Contents, Snapshot
+from mac_rag.memory.contents import BankEntry, Contents, Snapshot, Summarise
 from mac_rag.memory.new_entries import NewEntry, new_entries
 from mac_rag.memory.parts import PART_BITS, Part, no_entries
 from mac_rag.memory.records import Record
@@ -70,7 +70,7 @@ class EditableContents(Contents):
         phi: Tensor,
         rows: Sequence[int] | None = None,
         *,
-        summaries: Tensor | None = None,
+        summarise: Summarise | None = None,
     ) -> tuple[str, ...]:
         """Adds documents and replaces those with the same ids. On an error the bank does not change.
 
@@ -78,7 +78,7 @@ class EditableContents(Contents):
             documents: K documents with distinct ids.
             phi: `[N, T, D]`, the memory tokens of all documents, row after row.
             rows: number of rows of each document; None for one row each.
-            summaries: `[N, S]`, for a bank whose layout has summaries; None if they are not known.
+            summarise: makes the summaries, in a bank whose layout has any; None if they are not known.
 
         Returns:
             Ids of other documents that were removed, because they were merged with a replaced document.
@@ -89,7 +89,7 @@ class EditableContents(Contents):
         """
         self._check_writable()
         entries = new_entries(documents, rows, len(phi), keep_texts=self.keep_texts)
-        encoded = self._encoded(phi, summaries)
+        encoded = self._encoded(phi, summarise)
         names = dict.fromkeys(document.id for document in documents)
         removed = [name for document_id in names if document_id in self for name in self._tombstone(document_id)]
         self._append(encoded, entries)
@@ -166,12 +166,12 @@ class EditableContents(Contents):
             self._tail = self._tail.compacted()
         self._hold([*self._segments, self._tail])
 
-    def restore(self, entries: Iterable[BankEntry], summarise: Callable[[Tensor], Tensor] | None = None) -> None:
+    def restore(self, entries: Iterable[BankEntry], summarise: Summarise | None = None) -> None:
         """Appends entries of another bank.
 
         Args:
             entries: the entries. This bank must hold none of their documents.
-            summarise: makes summaries `[n, S]` of rows `[n, T, D]`; None if they are not known.
+            summarise: as for `put`.
 
         Raises:
             BankError: when this bank holds one of the documents, or memory tokens do not fit it. Entries that came
@@ -182,7 +182,5 @@ class EditableContents(Contents):
             for member in entry.members:
                 if member.document_id in self:
                     raise BankError(f"this bank holds document {member.document_id!r} already; delete it first")
-            phi = entry.phi
-            rounded = phi if summarise is None or self.codebook is not None else self.layout.rounded(phi)
-            rows = self._encoded(phi, None if summarise is None else summarise(rounded))
+            rows = self._encoded(entry.phi, summarise)
             self._append(rows, [NewEntry(len(rows), entry.members, entry.texts)])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mac_rag.memory.records import Record
-from mac_rag.memory.rows import OVERVIEW, GrowingRows, Rows
+from mac_rag.memory.rows import Growing, GrowingRows, Rows
 
 # The key of a row is its entry's sequence number and, in these low bits, its number within the entry.
 PART_BITS = 16
@@ -30,27 +30,6 @@ class PlacedRecord(NamedTuple):
 
     record: Record
     start: int
-
-
-class Growing:
-    """A tensor to which rows are appended in amortised constant time. Tensors that it has given never change."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._buffer = tensor
-        self._used = len(tensor)
-
-    @property
-    def tensor(self) -> Tensor:
-        return self._buffer[: self._used]
-
-    def append(self, more: Tensor) -> None:
-        need = self._used + len(more)
-        if need > len(self._buffer):
-            larger = self._buffer.new_empty((max(need, 2 * len(self._buffer)), *more.shape[1:]))
-            larger[: self._used] = self.tensor
-            self._buffer = larger
-        self._buffer[self._used : need] = more
-        self._used = need
 
 
 class Part:
@@ -110,6 +89,15 @@ class Part:
         record, start = placed
         self._verify(slice(start, start + record.rows))
         return self.stored[start : start + record.rows]
+
+    def checksum(self, placed: PlacedRecord) -> str:
+        """Sha256 of the rows of an entry, which are read for it.
+
+        Raises:
+            DamageError: when they are not what was written.
+        """
+        record, start = placed
+        return self.stored[start : start + record.rows].checksum()
 
     def _verify(self, index: Tensor | slice) -> None:
         """Makes sure that some of all rows are what was written; in memory they are."""
@@ -187,8 +175,8 @@ class Part:
         Raises:
             DamageError: when they are not what was written.
         """
-        beside = Rows({name: column for name, column in self.stored.columns.items() if name in OVERVIEW})
-        return beside[self._positions()] if self.count < len(self.stored) else beside
+        overview = self.stored.overview
+        return overview[self._positions()] if self.count < len(self.stored) else overview
 
     def _positions(self) -> Tensor:
         """The number of each live row among all rows, `[count]`."""

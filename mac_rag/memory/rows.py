@@ -14,7 +14,8 @@ W is the largest number of places of a row here, and says nothing about the rows
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Literal, TypeAlias
 
 import torch
@@ -107,10 +108,6 @@ class RowLayout(BaseModel):
             raise BankError(f"{fault} in {self.dtype}; use dtype fp32 for the rows of this bank")
         return rows
 
-    def rounded(self, phi: Tensor) -> Tensor:
-        """Memory tokens and lexical vectors `[n, T + R, D]` as they are read again."""
-        return self.decode(self.encode(phi))
-
     def _sparse(self, lexical: Tensor) -> dict[str, Tensor]:
         """Places and weights `[n, W]` of lexical vectors `[n, R D]`."""
         lexical = lexical.to(self._weights)
@@ -196,21 +193,28 @@ class Rows:
         more = (0, places - self.places)
         return Rows(self.columns | {name: torch.nn.functional.pad(self.columns[name], more) for name in _RAGGED})
 
+    @property
+    def overview(self) -> Rows:
+        """What is read of every row before the first question: summaries and lexical vectors."""
+        return Rows({name: column for name, column in self.columns.items() if name in OVERVIEW})
+
     def pieces(self) -> Iterator[memoryview]:
         """The bytes of all columns, one column after the other."""
-        for column in self.columns.values():
-            if column.numel():
-                yield column.contiguous().view(torch.uint8).numpy().reshape(-1).data
+        yield from map(_bytes, self.columns.values())
+
+    def digest(self) -> str:
+        """Sha256 of the bytes of all columns."""
+        return _sha256(self.pieces())
 
     def checksum(self) -> str:
         """Sha256 of what these rows say, whatever W is."""
         if "places" not in self.columns:
-            return _sha256(self)
+            return self.digest()
         filled = self.columns["weights"] != 0
-        ragged = {name: self.columns[name][filled] for name in _RAGGED}
-        rest = {name: column for name, column in self.columns.items() if name not in _RAGGED}
+        rest = Rows({name: column for name, column in self.columns.items() if name not in _RAGGED})
         counts = filled.sum(1, dtype=torch.int32)
-        return _sha256(Rows(rest), counts, *ragged.values())
+        ragged = (_bytes(column) for column in (counts, *(self.columns[name][filled] for name in _RAGGED)))
+        return _sha256(chain(rest.pieces(), ragged))
 
     def fault(self, layout: RowLayout, width: int) -> str | None:
         """What is wrong with these numbers; None if nothing is.
@@ -236,37 +240,51 @@ class Rows:
 _NAMES = {"phi": "a memory token", "scales": "a scale", "weights": "a lexical vector", "summaries": "a summary"}
 
 
-def _sha256(rows: Rows, *more: Tensor) -> str:
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+def _sha256(pieces: Iterable[memoryview]) -> str:
     digest = hashlib.sha256()
-    for piece in rows.pieces():
+    for piece in pieces:
         digest.update(piece)
-    for tensor in more:
-        if tensor.numel():
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
+class Growing:
+    """A tensor to which rows are appended in amortised constant time. Tensors that it has given never change."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._buffer = tensor
+        self._used = len(tensor)
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._buffer[: self._used]
+
+    def append(self, more: Tensor) -> None:
+        need = self._used + len(more)
+        if need > len(self._buffer):
+            larger = self._buffer.new_empty((max(need, 2 * len(self._buffer)), *more.shape[1:]))
+            larger[: self._used] = self.tensor
+            self._buffer = larger
+        self._buffer[self._used : need] = more
+        self._used = need
+
+
 class GrowingRows:
-    """Rows to which others are appended in amortised constant time. Rows that it has given never change."""
+    """Rows to which others are appended as to `Growing`."""
 
     def __init__(self, rows: Rows) -> None:
-        self._buffer = rows
-        self._used = len(rows)
+        self._columns = {name: Growing(column) for name, column in rows.columns.items()}
 
     @property
     def rows(self) -> Rows:
-        return self._buffer[: self._used]
+        return Rows({name: column.tensor for name, column in self._columns.items()})
 
     def append(self, more: Rows) -> None:
-        width = max(self._buffer.places, more.places)
-        self._buffer, more = self._buffer.resized(width), more.resized(width)
-        need = self._used + len(more)
-        if need > len(self._buffer):
-            length = max(need, 2 * len(self._buffer))
-            larger = {name: part.new_empty((length, *part.shape[1:])) for name, part in self._buffer.columns.items()}
-            for name, part in self.rows.columns.items():
-                larger[name][: self._used] = part
-            self._buffer = Rows(larger)
-        for name, part in more.columns.items():
-            self._buffer.columns[name][self._used : need] = part
-        self._used = need
+        width = max(self.rows.places, more.places)
+        if width > self.rows.places:
+            self._columns = GrowingRows(self.rows.resized(width))._columns
+        for name, column in more.resized(width).columns.items():
+            self._columns[name].append(column)

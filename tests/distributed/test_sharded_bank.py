@@ -27,7 +27,7 @@ from mac_rag.model import MACModel
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
 from tests.distributed.local_shards import assert_read_alike, documents, local, made, opened, reader
-from tests.memory.helpers import fast_folder, random_rows
+from tests.memory.helpers import fast_folder, random_rows, rounded
 from tests.nn.helpers import TOKENS, WIDTH, network, random, random_texts
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -107,7 +107,7 @@ def test_in_double_precision_shards_agree_with_direct_attention(
 ) -> None:
     monkeypatch.setitem(DTYPES, "fp32", torch.float64)  # of cached keys and values
     built, question = network(prior_width), random_texts(3)
-    texts = layout_for(built).rounded(random(20, TOKENS, WIDTH, seed=1).float())
+    texts = rounded(layout_for(built), random(20, TOKENS, WIDTH, seed=1).float())
     encoder = lambda ids: question  # noqa: E731
     encoder.ids = lambda text: [1]  # type: ignore[attr-defined]
     model: Any = SimpleNamespace(aggregation=built, fingerprint="f00d", input_encoder=encoder, device="cpu")
@@ -137,8 +137,8 @@ def test_documents_are_in_the_order_of_shards_and_then_of_arrival(loaded_tiny_mo
         assert again.document_ids == sorted(arrived, key=lambda name: shard_of(name, 3))
         assert again["text 4"].metadata == {}
         assert again["text 5"].metadata == {"number": 5}
-        rounded = layout_for(loaded_tiny_model.aggregation).rounded(random_rows(loaded_tiny_model, 1, 1))
-        assert again["text 4"].phi.equal(rounded)
+        kept = rounded(layout_for(loaded_tiny_model.aggregation), random_rows(loaded_tiny_model, 1, 1))
+        assert again["text 4"].phi.equal(kept)
         torch.testing.assert_close(again.phi, torch.cat([entry.phi for entry in again]))
         with pytest.raises(BankError, match="write=True"):
             again.delete("text 4")

@@ -18,6 +18,7 @@ from torch import Tensor
 from mac_rag.data.types import Document
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.contents import Contents
+from mac_rag.memory.rows import RowLayout
 from mac_rag.model import MACModel
 
 TOKENS, WIDTH = 2, 3
@@ -48,6 +49,11 @@ READINGS: dict[str, dict[str, Any]] = {
     "hierarchical": {"strategy": "hierarchical", "subgroup": 2},
     "hierarchical, not cached": {"strategy": "hierarchical", "subgroup": 3, "cache_bytes": 0},
 }
+
+
+def rounded(layout: RowLayout, phi: Tensor) -> Tensor:
+    """Memory tokens as a bank of this layout gives them back."""
+    return layout.decode(layout.encode(phi))
 
 
 def memory(rows: int, value: float = 1.0) -> Tensor:

@@ -14,6 +14,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.rows import GrowingRows, RowLayout, Rows
+from tests.memory.helpers import rounded
 
 T, R, D = 3, 2, 5
 LAYOUTS = [
@@ -47,9 +48,9 @@ def assert_rounded(layout: RowLayout, kept: Tensor, phi: Tensor) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_what_is_kept_is_rounded_and_nothing_else(layout: RowLayout) -> None:
     phi = phi_of(20, 1)
-    kept = layout.rounded(phi)
+    kept = rounded(layout, phi)
     assert_rounded(layout, kept, phi)
-    assert torch.equal(layout.rounded(kept), kept) or layout.dtype == "int8"
+    assert torch.equal(rounded(layout, kept), kept) or layout.dtype == "int8"
     rows = layout.encode(phi)
     assert rows.row_bytes * len(rows) == sum(column.nbytes for column in rows.columns.values())
     phi[:] = 7.0
@@ -102,8 +103,8 @@ def test_numbers_that_a_dtype_does_not_have() -> None:
     phi = torch.full((1, T, D), torch.finfo(torch.float32).max)
     with pytest.raises(BankError, match="not finite in bf16; use dtype fp32"):
         RowLayout(dtype="bf16").encode(phi)
-    assert torch.equal(RowLayout().rounded(phi), phi)
-    assert torch.equal(RowLayout(dtype="int8").rounded(torch.zeros(1, T, D)), torch.zeros(1, T, D))
+    assert torch.equal(rounded(RowLayout(), phi), phi)
+    assert torch.equal(rounded(RowLayout(dtype="int8"), torch.zeros(1, T, D)), torch.zeros(1, T, D))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
@@ -116,7 +117,7 @@ def test_a_bank_on_disk(tmp_path: Path, layout: RowLayout) -> None:
         bank.keep_rows_as(layout)
         for first in range(0, 9, 3):
             stop = first + 3
-            bank.put(documents[first:stop], phi[first:stop], summaries=summaries[first:stop])
+            bank.put(documents[first:stop], phi[first:stop], summarise=lambda _, own=summaries[first:stop]: own)
             bank.commit()
         bank.delete("4")
         bank.commit()

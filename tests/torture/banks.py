@@ -15,7 +15,7 @@ import torch
 from mac_rag.atomic_files import sealed
 from mac_rag.data.types import Document
 from mac_rag.memory import MemoryBank
-from mac_rag.memory.rows import OVERVIEW, RowLayout, Rows
+from mac_rag.memory.rows import RowLayout
 from mac_rag.memory.storage.manifest import SegmentInfo
 from mac_rag.memory.storage.repair import repair, verify
 from mac_rag.memory.storage.tokens_file import rows_of
@@ -155,8 +155,7 @@ def write_tokens(folder: Path, manifest: dict[str, Any], segment: dict[str, Any]
         records.append(sealed(record) + b"\n")
     write(folder, manifest, segment, "records", b"".join(records))
     if segment.get("overview") is not None:
-        pieces = Rows({name: column for name, column in rows.columns.items() if name in OVERVIEW}).pieces()
-        segment["overview"] = hashlib.sha256(b"".join(pieces)).hexdigest()
+        segment["overview"] = hashlib.sha256(b"".join(rows.overview.pieces())).hexdigest()
     write(folder, manifest, segment, "tokens", data)
 
 

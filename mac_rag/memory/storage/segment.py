@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mac_rag.atomic_files import write_file
 from mac_rag.errors import BankError, DamageError
-from mac_rag.memory.parts import Part, Texts
+from mac_rag.memory.parts import Part, PlacedRecord, Texts
 from mac_rag.memory.records import Record
 from mac_rag.memory.rows import OVERVIEW, RowLayout, Rows
 from mac_rag.memory.storage import record_lines, tokens_file
@@ -97,19 +97,27 @@ class Segment(Part):
         rows = torch.arange(len(self.stored))[index]
         entries = (torch.searchsorted(self._first_rows, rows, right=True) - 1).unique()
         for number in entries[~self._verified.entries[entries]].tolist():
-            record, checksum = self._ordered[number]
-            start = int(self._first_rows[number])
-            self._check(self.stored[start : start + record.rows], record, checksum)
-            self._verified.entries[number] = True
+            self._check_entry(number)
         self._verified.all = bool(self._verified.entries.all())
 
-    def _check(self, rows: Rows, record: Record, checksum: str) -> None:
-        fault = describe(record.document_ids) if rows.checksum() != checksum else self._fault(rows)
+    def checksum(self, placed: PlacedRecord) -> str:
+        number = int(torch.searchsorted(self._first_rows, placed.start))
+        self._check_entry(number)
+        return self._ordered[number][1]
+
+    def _check_entry(self, number: int) -> None:
+        """Reads the rows of an entry by its number."""
+        record, checksum = self._ordered[number]
+        start = int(self._first_rows[number])
+        rows = self.stored[start : start + record.rows]
+        self._check(rows, None if rows.checksum() == checksum else describe(record.document_ids))
+        self._verified.entries[number] = True
+
+    def _check(self, rows: Rows, fault: str | None) -> None:
+        """Raises DamageError for a fault that is known of some columns of these rows, or one in their numbers."""
+        fault = fault or rows.fault(self._layout, self._info.shape[-1])
         if fault is not None:
             raise DamageError(f"{self.folder / self._info.tokens_file} is damaged: {fault}{_REMEDY}")
-
-    def _fault(self, rows: Rows) -> str | None:
-        return rows.fault(self._layout, self._info.shape[-1])
 
     def overview(self) -> Rows:
         """As `Part.overview`.
@@ -118,11 +126,9 @@ class Segment(Part):
             DamageError: when these columns are not what was written.
         """
         if not self._verified.overview:
-            columns = Rows({name: self.stored.columns[name] for name in OVERVIEW if name in self.stored.columns})
-            changed = _overview_digest(columns) != self._info.overview
-            fault = "its overview differs from what was written" if changed else self._fault(columns)
-            if fault is not None:
-                raise DamageError(f"{self.folder / self._info.tokens_file} is damaged: {fault}{_REMEDY}")
+            columns = self.stored.overview
+            changed = columns.digest() != self._info.overview
+            self._check(columns, "its overview differs from what was written" if changed else None)
             self._verified.overview = True
         return super().overview()
 
@@ -222,15 +228,8 @@ def write_segment(
     """
     name = f"segment-{secrets.token_hex(8)}"
     entries = [(part, entry) for part in parts for entry in part.entries.values()]
-    checksums, places = [], 0
-    for part, placed in entries:
-        rows = part.entry_rows(placed)
-        checksums.append(rows.checksum())
-        places = max(places, rows.needed_places)
-        if isinstance(part, Segment) and part.checksums[placed.record.sequence] != checksums[-1]:
-            raise DamageError(
-                f"{part.folder / part.info.tokens_file} is damaged: {describe(placed.record.document_ids)}"
-            )
+    checksums = [part.checksum(placed) for part, placed in entries]
+    places = max(part.entry_rows(placed).needed_places for part, placed in entries)
     shape = (sum(part.count for part in parts), *parts[0].stored.main.shape[1:])
     header = tokens_file.header([entry.record for _, entry in entries], layout, shape, places)
     overview = hashlib.sha256()
@@ -317,13 +316,6 @@ def read_segment(folder: Path, info: SegmentInfo, layout: RowLayout, *, secure_d
     except MalformedError as error:
         raise DamageError(f"{path} is damaged: {error}{_REMEDY}") from None
     return Segment(folder, info, layout, rows, records, checksums, texts, verified=at_once)
-
-
-def _overview_digest(columns: Rows) -> str:
-    digest = hashlib.sha256()
-    for piece in columns.pieces():
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def _texts_file(folder: Path, info: SegmentInfo, in_memory: bool) -> TextsFile | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ def put_with_overview(
 ) -> tuple[str, ...]:
     """Puts documents as `MemoryBank.put` does, with what the network wants to know of every row at once."""
     bank.keep_rows_as(layout_for(network))
-    return bank.put(documents, phi, rows, summaries=summarise(network, bank.layout.rounded(phi)))
+    return bank.put(documents, phi, rows, summarise=partial(summarise, network))
 
 
 def keeps_overview(network: AggregationNetwork, bank: Contents) -> bool:
