@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -96,6 +96,10 @@ class ShardedContents:
             for record in directory.records.values()
             for members in [record.document_ids] * record.rows
         ]
+
+    def visible_rows(self, allowed: Container[str]) -> Tensor:
+        """Which rows stand for allowed documents only, bool `[N]`."""
+        return torch.tensor([all(name in allowed for name in members) for members in self.row_members]).bool()
 
     def is_textless(self, document_id: str) -> bool:
         """False: shards keep no texts, so they have lost none."""

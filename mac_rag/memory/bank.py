@@ -159,13 +159,6 @@ class MemoryBank(EditableContents):
         self.keep_texts, self.secure_delete = store.manifest.keep_texts, store.manifest.secure_delete
         self.layout = store.manifest.layout
         self._next_sequence = store.manifest.next_sequence
-        self._shares_sequences = False
-        self._sequences = {
-            document_id: sequence
-            for segment in store.segments
-            for sequence, (record, _) in segment.entries.items()
-            for document_id in record.document_ids
-        }
         self._take_segments(store.segments)
         self.version += 1
         self._settle()
@@ -253,7 +246,6 @@ class MemoryBank(EditableContents):
             return
         parts = [part.copy() for part in self._committed._parts]
         self._segments, self._tail = ([], parts[0]) if self._store is None and parts else (parts, no_entries())
-        self._sequences, self._shares_sequences = self._committed._sequences, True
         self.layout = self._committed.layout
         self._changed()
         self._settle()

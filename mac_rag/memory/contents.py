@@ -5,9 +5,10 @@ Rows are in the order of their entries' sequence numbers, so new rows come behin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,7 +19,6 @@ from mac_rag.data.provenance import Member
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory.parts import Part, PlacedRecord, Texts
 from mac_rag.memory.quantizer import nearest_codes
-from mac_rag.memory.records import Record
 from mac_rag.memory.rows import RowLayout, Rows, decoded
 from mac_rag.shipped_models import describe, version_of
 
@@ -122,7 +122,6 @@ class Contents:
         self.codebook = codebook
         self.layout = RowLayout()
         self._hold(())
-        self._sequences: dict[str, int] = {}  # document id -> sequence number of its entry
 
     def check_model(self, fingerprint: str) -> None:
         """Refuses a model that did not write this bank.
@@ -143,22 +142,39 @@ class Contents:
         """Makes these parts, in their current state, the contents."""
         self._parts = [part for part in parts if part.count]
         self._row_keys: Tensor | None = None
-        self._row_members: list[tuple[str, ...]] | None = None
 
     @property
     def document_ids(self) -> list[str]:
-        """Ids of all documents, in the order of their entries."""
-        return list(self._sequences)
+        """Ids of all documents, in the order of their entries.
+
+        Raises:
+            DamageError: when the bank is on disk, and a record is not what was written.
+        """
+        return [name for part in self._parts for record, _ in part for name in record.document_ids]
 
     def __getitem__(self, document_id: str) -> BankEntry:
-        sequence = self._record(document_id).sequence
-        part = self._part(sequence)
-        return self._entry(part, part.entries[sequence])
+        return self._entry(*self._found(document_id))
 
     def __iter__(self) -> Iterator[BankEntry]:
         for part in self._parts:
-            for placed in part.entries.values():
+            for placed in part:
                 yield self._entry(part, placed)
+
+    def entry_of(self, row: int) -> BankEntry:
+        """The entry that a row belongs to, by its number among the N rows.
+
+        Raises:
+            BankError: for an empty bank.
+            IndexError: for a row that the bank does not have.
+        """
+        if not 0 <= row < self._rows():
+            raise IndexError(f"row {row} of a bank with {self._rows()} rows")
+        first = 0
+        for part in self._parts:
+            if row < first + part.count:
+                break
+            first += part.count
+        return self._entry(part, part.entry_of(row - first))
 
     def is_textless(self, document_id: str) -> bool:
         """True if this bank keeps texts, has lost that of a document, and gets it back with the document.
@@ -169,8 +185,8 @@ class Contents:
             BankError: when the bank does not hold the document.
             DamageError: when the file of the texts is damaged.
         """
-        record = self._record(document_id)
-        return self.keep_texts and len(record.members) == 1 and self._part(record.sequence).lacks_text(record)
+        part, (record, _) = self._found(document_id)
+        return self.keep_texts and len(record.members) == 1 and part.lacks_text(record)
 
     def _entry(self, part: Part, placed: PlacedRecord) -> BankEntry:
         record, layout, codebook = placed.record, self.layout, self.codebook
@@ -181,10 +197,10 @@ class Contents:
         return BankEntry(record.members, record.sequence, record.rows, phi, partial(part.texts, record))
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return sum(part.documents for part in self._parts)
 
     def __contains__(self, document_id: object) -> bool:
-        return document_id in self._sequences
+        return isinstance(document_id, str) and self._find(document_id) is not None
 
     @property
     def row_keys(self) -> Tensor:
@@ -195,10 +211,26 @@ class Contents:
 
     @property
     def row_members(self) -> list[tuple[str, ...]]:
-        """For each of the N rows the ids of the documents that it stands for."""
-        if self._row_members is None:
-            self._row_members = [members for part in self._parts for members in part.members()]
-        return self._row_members
+        """For each of the N rows the ids of the documents that it stands for, read at each access."""
+        return [members for part in self._parts for members in part.members()]
+
+    def visible_rows(self, allowed: Container[str]) -> Tensor:
+        """Which rows stand for allowed documents only, bool `[N]`.
+
+        Args:
+            allowed: ids of documents, also of some that the bank does not hold. Of a set smaller than the bank, only
+                the records of its own documents are read.
+        """
+        if not isinstance(allowed, Set) or len(allowed) > len(self):
+            are_allowed = [all(name in allowed for name in members) for members in self.row_members]
+            return torch.tensor(are_allowed, dtype=torch.bool)
+        visible = torch.zeros(len(self.row_keys), dtype=torch.bool)
+        firsts = dict(zip(map(id, self._parts), accumulate((part.count for part in self._parts), initial=0)))
+        for part, placed in filter(None, map(self._find, allowed)):
+            if all(name in allowed for name in placed.record.document_ids):
+                rows = part.row_numbers(placed)
+                visible[firsts[id(part)] + rows.start : firsts[id(part)] + rows.stop] = True
+        return visible
 
     @property
     def row_shape(self) -> tuple[int, int] | None:
@@ -324,15 +356,19 @@ class Contents:
             raise BankError("the memory bank is empty; adapt to some documents first")
         return sum(part.count for part in self._parts)
 
-    def _part(self, sequence: int) -> Part:
-        return next(part for part in self._parts if sequence in part.entries)
+    def _find(self, document_id: str) -> tuple[Part, PlacedRecord] | None:
+        """The entry that a document belongs to, and its part; None if there is none."""
+        # What came last is what is asked for most, and is in memory.
+        for part in reversed(self._parts):
+            if (placed := part.find(document_id)) is not None:
+                return part, placed
+        return None
 
-    def _record(self, document_id: str) -> Record:
-        """The record of the entry that a document belongs to."""
-        if document_id not in self._sequences:
+    def _found(self, document_id: str) -> tuple[Part, PlacedRecord]:
+        found = self._find(document_id) if isinstance(document_id, str) else None
+        if found is None:
             raise BankError(f"the bank holds no document {document_id!r}")
-        sequence = self._sequences[document_id]
-        return self._part(sequence).entries[sequence].record
+        return found
 
 
 class Snapshot(Contents):
@@ -343,13 +379,11 @@ class Snapshot(Contents):
     Args:
         bank: the bank.
         parts: its parts, as copies.
-        sequences: sequence number of each document's entry; never changed afterwards.
     """
 
-    def __init__(self, bank: Contents, parts: Sequence[Part], sequences: dict[str, int]) -> None:
+    def __init__(self, bank: Contents, parts: Sequence[Part]) -> None:
         super().__init__(bank.fingerprint, bank.codebook)
         self.version, self.history = bank.version, bank.history
         self.folder, self.keep_texts, self.secure_delete = bank.folder, bank.keep_texts, bank.secure_delete
         self.layout = bank.layout
         self._hold(parts)
-        self._sequences = sequences

@@ -13,6 +13,7 @@ from torch import Tensor
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.memory.contents import BankEntry, Contents, Snapshot, Summarise
+from mac_rag.memory.entry_table import RecordList
 from mac_rag.memory.new_entries import NewEntry, new_entries
 from mac_rag.memory.parts import PART_BITS, Part, no_entries
 from mac_rag.memory.records import Record
@@ -42,7 +43,6 @@ class EditableContents(Contents):
         self._segments: list[Part] = []  # of the last commit, as copies that may have changed since
         self._tail = no_entries()  # entries that came since
         self._snapshot: Snapshot | None = None
-        self._shares_sequences = False
 
     def _check_writable(self) -> None:
         """Raises BankError if the contents must not be changed."""
@@ -50,8 +50,7 @@ class EditableContents(Contents):
     def snapshot(self) -> Snapshot:
         """The current contents, uncommitted changes included, as they stay whatever happens to the bank."""
         if self._snapshot is None or self._snapshot.version != self.version:
-            self._snapshot = Snapshot(self, [part.copy() for part in self._parts], self._sequences)
-            self._shares_sequences = True
+            self._snapshot = Snapshot(self, [part.copy() for part in self._parts])
         return self._snapshot
 
     def keep_rows_as(self, layout: RowLayout) -> None:
@@ -141,24 +140,14 @@ class EditableContents(Contents):
         if self._tail.count:
             self._tail.append(rows, records, texts)
         else:
-            self._tail = Part(rows, records, texts)
-        self._own_sequences()
-        self._sequences |= {document_id: record.sequence for record in records for document_id in record.document_ids}
+            self._tail = Part(rows, RecordList(records), texts)
         self._changed()
 
     def _tombstone(self, document_id: str) -> tuple[str, ...]:
         """Marks the entry of a document as deleted; returns the ids of all its documents."""
-        record = self._record(document_id)
-        self._part(record.sequence).tombstone(record.sequence)
-        self._own_sequences()
-        for member_id in record.document_ids:
-            del self._sequences[member_id]
+        part, (record, _) = self._found(document_id)
+        part.tombstone(record.sequence)
         return record.document_ids
-
-    def _own_sequences(self) -> None:
-        """Copies the sequence numbers before they change, if a snapshot shares them."""
-        if self._shares_sequences:
-            self._sequences, self._shares_sequences = dict(self._sequences), False
 
     def _changed(self) -> None:
         self.version += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -59,6 +59,8 @@ class BankContents(Protocol):
 
     @property
     def phi(self) -> Tensor: ...
+
+    def visible_rows(self, allowed: Container[str]) -> Tensor: ...
 
     def check_model(self, fingerprint: str) -> None: ...
 

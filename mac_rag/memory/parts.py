@@ -14,6 +14,7 @@ from typing import NamedTuple, Self, TypeAlias
 import torch
 from torch import Tensor
 
+from mac_rag.memory.entry_table import EntryTable, RecordList
 from mac_rag.memory.records import Record
 from mac_rag.memory.rows import Growing, GrowingRows, Rows
 
@@ -37,26 +38,29 @@ class Part:
 
     Args:
         rows: the n rows of all entries.
-        records: the records of all entries, in order.
+        table: the entries.
         texts: the texts of entries by sequence number.
 
     Attributes:
-        entries: the live entries by sequence number.
+        table: the entries, deleted ones included.
         tombstones: sequence numbers of the deleted entries.
         count: number of live rows.
+        documents: number of documents of live entries.
     """
 
-    def __init__(self, rows: Rows, records: Sequence[Record], texts: Mapping[int, Texts] | None = None) -> None:
-        self.entries: dict[int, PlacedRecord] = {}
+    def __init__(self, rows: Rows, table: EntryTable, texts: Mapping[int, Texts] | None = None) -> None:
+        self.table = table
         self.tombstones: list[int] = []
         self.count = 0
+        self.documents = 0
         self._rows = GrowingRows(rows)
         self._keys = Growing(torch.empty(0, dtype=torch.long))
-        self._alive = Growing(torch.empty(0, dtype=torch.bool))
-        self._texts: dict[int, Texts] = {}
+        self._alive = Growing(torch.empty(0, dtype=torch.bool))  # for each row
+        self._live_entries = Growing(torch.empty(0, dtype=torch.bool))
+        self._texts: dict[int, Texts] = dict(texts or {})
         self._live: Tensor | None = None
         self._is_shared = False
-        self._add(records, texts or {})
+        self._take_in(0)
 
     def copy(self) -> Self:
         """A copy that changes apart from this part; the two share their rows."""
@@ -69,9 +73,12 @@ class Part:
     def _own(self) -> None:
         """Copies what a change would change in copies of this part."""
         if self._is_shared:
-            self.entries, self.tombstones = dict(self.entries), list(self.tombstones)
+            self.tombstones = list(self.tombstones)
             self._texts = dict(self._texts)
+            if isinstance(self.table, RecordList):
+                self.table = self.table.copy()
             self._alive = Growing(self._alive.tensor.clone())
+            self._live_entries = Growing(self._live_entries.tensor.clone())
             self._is_shared = False
 
     @property
@@ -80,9 +87,87 @@ class Part:
         return self._rows.rows
 
     def append(self, rows: Rows, records: Sequence[Record], texts: Mapping[int, Texts]) -> None:
-        """Appends entries with copies of their rows; `texts` has the texts of those that have any."""
-        self._add(records, texts)
+        """Appends entries with copies of their rows to a part in memory; `texts` has the texts of those with any."""
+        self._own()
+        assert isinstance(self.table, RecordList)
+        known = len(self.table)
+        self.table.extend(records)
+        self._texts.update(texts)
+        self._take_in(known)
         self._rows.append(rows)
+
+    def __contains__(self, sequence: int) -> bool:
+        """True if the entry with this sequence number is here and was not deleted."""
+        number = self.table.number(sequence)
+        return number is not None and bool(self._live_entries.tensor[number])
+
+    def __getitem__(self, sequence: int) -> PlacedRecord:
+        """The live entry with a sequence number.
+
+        Raises:
+            KeyError: when there is none.
+            DamageError: as `EntryTable.record`.
+        """
+        number = self.table.number(sequence)
+        if number is None or not self._live_entries.tensor[number]:
+            raise KeyError(sequence)
+        return self._placed(number)
+
+    def __iter__(self) -> Iterator[PlacedRecord]:
+        """The live entries, in order.
+
+        Raises:
+            DamageError: as `EntryTable.record`.
+        """
+        for number in self.numbers.tolist():
+            yield self._placed(number)
+
+    def _placed(self, number: int) -> PlacedRecord:
+        return PlacedRecord(self.table.record(number), self.table.start(number))
+
+    @property
+    def numbers(self) -> Tensor:
+        """Numbers of the live entries in the table, int64, ascending."""
+        return self._live_entries.tensor.nonzero()[:, 0]
+
+    @property
+    def sequences(self) -> Tensor:
+        """Sequence numbers of the live entries, int64, ascending."""
+        return self.table.sequences[self.numbers]
+
+    @property
+    def id_hashes(self) -> Tensor:
+        """`id_hash` of each document of the live entries, entry by entry, int64 `[documents]`."""
+        hashes, counts = self.table.id_hashes, self.table.documents.diff()
+        return hashes[self._live_entries.tensor.repeat_interleave(counts)] if self.tombstones else hashes
+
+    def find(self, document_id: str) -> PlacedRecord | None:
+        """The live entry with a document; None if there is none.
+
+        Raises:
+            DamageError: as `EntryTable.record`.
+        """
+        found = self.table.find(document_id)
+        if found is None or not self._live_entries.tensor[found[0]]:
+            return None
+        number, record = found
+        return PlacedRecord(record, self.table.start(number))
+
+    def entry_of(self, row: int) -> PlacedRecord:
+        """The entry of a live row, by its number among the live rows.
+
+        Raises:
+            DamageError: as `EntryTable.record`.
+        """
+        stored = row if self.count == len(self.stored) else int(self._positions()[row])
+        return self._placed(int(torch.searchsorted(self.table.starts, stored, right=True)) - 1)
+
+    def row_numbers(self, placed: PlacedRecord) -> range:
+        """The numbers of a live entry's rows among the live rows."""
+        start = placed.start
+        if self.count < len(self.stored):
+            start = int(torch.searchsorted(self._positions(), start))
+        return range(start, start + placed.record.rows)
 
     def entry_rows(self, placed: PlacedRecord) -> Rows:
         """The rows of an entry, verified."""
@@ -110,34 +195,37 @@ class Part:
         """True if the text of a document of an entry of this part is not kept."""
         return None in self.texts(record)
 
-    def _add(self, records: Sequence[Record], texts: Mapping[int, Texts]) -> None:
-        self._own()
-        self._texts.update(texts)
-        start = len(self._alive.tensor)
-        for record in records:
-            self.entries[record.sequence] = PlacedRecord(record, start)
-            start += record.rows
-        rows = torch.tensor([record.rows for record in records], dtype=torch.long)
-        first = torch.tensor([record.sequence << PART_BITS for record in records], dtype=torch.long)
-        within = torch.arange(int(rows.sum())) - (rows.cumsum(0) - rows).repeat_interleave(rows)
-        self._keys.append(first.repeat_interleave(rows) + within)
+    def _take_in(self, known: int) -> None:
+        """Takes in the entries of the table from a number on."""
+        starts = self.table.starts[known:]
+        rows = starts.diff()
+        within = torch.arange(int(starts[0]), int(starts[-1])) - starts[:-1].repeat_interleave(rows)
+        self._keys.append((self.table.sequences[known:] << PART_BITS).repeat_interleave(rows) + within)
         self._alive.append(torch.ones(len(within), dtype=torch.bool))
+        self._live_entries.append(torch.ones(len(rows), dtype=torch.bool))
         self.count += len(within)
+        self.documents += int(self.table.documents[-1] - self.table.documents[known])
         self._live = None
 
-    def tombstone(self, sequence: int) -> None:
-        """Marks an entry as deleted."""
+    def tombstone(self, *sequences: int) -> None:
+        """Marks live entries as deleted, each by its sequence number."""
         self._own()
-        record, start = self.entries.pop(sequence)
-        self.tombstones.append(sequence)
-        self._alive.tensor[start : start + record.rows] = False
-        self.count -= record.rows
+        numbers = torch.searchsorted(self.table.sequences, torch.tensor(sequences, dtype=torch.long))
+        starts, stops = self.table.starts[numbers], self.table.starts[numbers + 1]
+        rows = stops - starts
+        within = torch.arange(int(rows.sum())) - (rows.cumsum(0) - rows).repeat_interleave(rows)
+        self.tombstones += sequences
+        self._live_entries.tensor[numbers] = False
+        self._alive.tensor[starts.repeat_interleave(rows) + within] = False
+        self.count -= len(within)
+        self.documents -= int((self.table.documents[numbers + 1] - self.table.documents[numbers]).sum())
         self._live = None
 
     def compacted(self) -> Part:
         """A new part with the live entries and their rows only."""
-        texts = {sequence: self._texts[sequence] for sequence in self.entries if sequence in self._texts}
-        return Part(self.stored[self._positions()], [placed.record for placed in self.entries.values()], texts)
+        records = [record for record, _ in self]
+        texts = {each.sequence: self._texts[each.sequence] for each in records if each.sequence in self._texts}
+        return Part(self.stored[self._positions()], RecordList(records), texts)
 
     @property
     def is_mostly_deleted(self) -> bool:
@@ -151,8 +239,12 @@ class Part:
         return self._keys.tensor[self._positions()]
 
     def members(self) -> Iterator[tuple[str, ...]]:
-        """For each live row the ids of its documents."""
-        for record, _ in self.entries.values():
+        """For each live row the ids of its documents.
+
+        Raises:
+            DamageError: as `EntryTable.record`.
+        """
+        for record, _ in self:
             for _ in range(record.rows):
                 yield record.document_ids
 
@@ -187,4 +279,4 @@ class Part:
 
 def no_entries() -> Part:
     """An empty part."""
-    return Part(Rows({"phi": torch.empty(0)}), ())
+    return Part(Rows({"phi": torch.empty(0)}), RecordList())

@@ -116,9 +116,9 @@ class BoundedBank:
             self._remove(sequence)
         is_first = sequences.diff(prepend=sequences.new_tensor([-1])) != 0
         new = (is_first & ~torch.isin(sequences, known)).nonzero().squeeze(1)
-        members = self.bank.row_members
-        for sequence, row in zip(sequences[new].tolist(), new.tolist(), strict=True):
-            self._arrive(sequence, members[row][0])
+        names = [self.bank.entry_of(row).document_id for row in new.tolist()]
+        for sequence, name in zip(sequences[new].tolist(), names, strict=True):
+            self._arrive(sequence, name)
 
     def _done(self) -> Reduction:
         self._version = self.bank.version

@@ -80,4 +80,4 @@ def _copy(store: Store, folder: Path) -> int:
 
 
 def _documents(store: Store) -> int:
-    return sum(len(record.members) for segment in store.segments for record, _ in segment.entries.values())
+    return sum(segment.documents for segment in store.segments)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from mac_rag.errors import DamageError
@@ -44,13 +46,28 @@ def faults(manifest: Manifest, parts: Sequence[Part], codebook: Tensor | None) -
     return list(_faults(manifest, parts, codebook))
 
 
+def _are_plausible(manifest: Manifest, parts: Sequence[Part], codebook: Tensor | None) -> bool:
+    """True if nothing contradicts, as far as numbers say without a look at the records."""
+    sequences = torch.cat([torch.empty(0, dtype=torch.long), *(part.sequences for part in parts)])
+    hashes = torch.cat([torch.empty(0, dtype=torch.long), *(part.id_hashes for part in parts)])
+    if (sequences[1:] <= sequences[:-1]).any() or (len(sequences) and int(sequences[-1]) >= manifest.next_sequence):
+        return False
+    codes = (int(part.stored.main.max()) for part in parts if part.count) if codebook is not None else ()
+    ordered = np.sort(hashes.numpy())
+    is_distinct = bool((ordered[1:] != ordered[:-1]).all())
+    return is_distinct and (codebook is None or all(code < len(codebook) for code in codes))
+
+
 def _faults(manifest: Manifest, parts: Sequence[Part], codebook: Tensor | None) -> Iterator[Fault]:
+    if _are_plausible(manifest, parts, codebook):
+        return
     known: set[str] = set()
     before = -1
     for part in parts:
         unknown_codes = codebook is not None and part.count > 0 and int(part.stored.main.max()) >= len(codebook)
         last = before
-        for sequence, (record, start) in part.entries.items():
+        for record, start in part:
+            sequence = record.sequence
             names = record.document_ids
             if sequence <= before:
                 yield Fault(part, sequence, f"sequence number {sequence:,} comes after {before:,}")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mac_rag.data.provenance import Member
 from mac_rag.errors import BankError, DamageError
+from mac_rag.memory.entry_table import RecordList
 from mac_rag.memory.parts import Part, Texts, no_entries
 from mac_rag.memory.records import Record
 from mac_rag.memory.rows import RowLayout, Rows
@@ -199,11 +200,11 @@ def _findings(folder: Path, manifest: Manifest, damage: Sequence[str]) -> Findin
     contradictions = faults(manifest, parts, None if codebook is None else codebook[0])
     for fault in contradictions:
         damage.append(f"{folder} contradicts itself: {fault.problem}")
-        lost += fault.part.entries[fault.sequence].record.document_ids
+        lost += fault.part[fault.sequence].record.document_ids
         fault.part.tombstone(fault.sequence)
     report = Report(
         folder,
-        documents=sum(len(placed.record.members) for part in parts for placed in part.entries.values()),
+        documents=sum(part.documents for part in parts),
         damage=(*damage, *(message for each in remains for message in each.damage)),
         lost=tuple(dict.fromkeys(lost)),
         unnamed=sum(each.unnamed for each in remains),
@@ -234,6 +235,7 @@ def _remains(folder: Path, info: SegmentInfo, manifest: Manifest) -> _Remains:
     layout = manifest.layout
     try:
         segment = read_segment(folder, info, layout, secure_delete=manifest.secure_delete)
+        segment.check_records()
         segment.check_rows()
         segment.check_texts()
         return _Remains(segment, [], [], 0, [])
@@ -336,4 +338,4 @@ def _part(entries: Sequence[tuple[Record, Rows]], texts: Mapping[int, Texts]) ->
     """A part in memory with these records, their rows and their texts."""
     if not entries:
         return no_entries()
-    return Part(Rows.cat([rows for _, rows in entries]), [record for record, _ in entries], texts)
+    return Part(Rows.cat([rows for _, rows in entries]), RecordList([record for record, _ in entries]), texts)

@@ -15,7 +15,7 @@ from mac_rag.memory.storage.lock import HOLDER, LOCK
 from mac_rag.memory.storage.manifest import FORMERS, MANIFEST
 
 QUARANTINE = "quarantine"  # folder of what a repair has dropped
-_SEGMENT_FILE = re.compile(r"segment-[0-9a-f]{16}\.(safetensors|jsonl|texts\.jsonl)")
+_SEGMENT_FILE = re.compile(r"segment-[0-9a-f]{16}\.(safetensors|jsonl|texts\.jsonl|index)")
 _CODEBOOK_FILE = re.compile(r"codebook(-[0-9a-f]{16})?(\.copy)?\.safetensors")
 # All names of unfinished and replaced files; beside unused segments and codebooks they are all that is ever deleted.
 _UNFINISHED_FILE = re.compile(

@@ -76,6 +76,7 @@ class SegmentInfo(_StrictModel):
         records: sha256 of `<name>.jsonl`.
         texts: sha256 of `<name>.texts.jsonl`; None in a bank without texts.
         overview: sha256 of the columns that are read of all rows at once; None before format 5.
+        index: sha256 of `<name>.index`; None in segments without one, as before format 5.
         tombstones: sequence numbers of entries that were deleted after the segment was written.
     """
 
@@ -89,6 +90,7 @@ class SegmentInfo(_StrictModel):
     records: _Digest
     texts: _Digest | None = None
     overview: _Digest | None = None
+    index: _Digest | None = None
     tombstones: tuple[_Sequence, ...] = ()
 
     @model_validator(mode="after")
@@ -123,9 +125,15 @@ class SegmentInfo(_StrictModel):
         return f"{self.name}.texts.jsonl"
 
     @property
+    def index_file(self) -> str:
+        """Name of the file with the index, if the segment has one."""
+        return f"{self.name}.index"
+
+    @property
     def files(self) -> tuple[str, ...]:
         """Names of all its files."""
-        return (self.tokens_file, self.records_file, *(() if self.texts is None else (self.texts_file,)))
+        optional = {self.texts_file: self.texts, self.index_file: self.index}
+        return (self.tokens_file, self.records_file, *(name for name, digest in optional.items() if digest is not None))
 
 
 class Intent(_StrictModel):
@@ -186,8 +194,11 @@ class Manifest(_StrictModel):
         if self.codebook is not None and self.layout != RowLayout():
             raise ValueError("it keeps codes in the layout of memory tokens")
         overviews = {segment.overview is not None for segment in self.segments}
-        if not overviews <= {self.layout != RowLayout()} or (
-            not self.layout.lexical_vectors and any(segment.places for segment in self.segments)
+        plain = self.layout == RowLayout()
+        if (
+            not overviews <= {not plain}
+            or (plain and any(segment.index for segment in self.segments))
+            or (not self.layout.lexical_vectors and any(segment.places for segment in self.segments))
         ):
             raise ValueError("its rows are kept in one layout, and those of a segment in another")
         return self
@@ -197,7 +208,7 @@ class Manifest(_StrictModel):
         # As before there was what a bank has not: it keeps its bytes, and older versions read it.
         without: dict[str, Any] = {}
         if self.format < LATEST_FORMAT:
-            new_fields = {"places", "overview"}
+            new_fields = {"places", "overview", "index"}
             without |= {"layout": True, "segments": {"__all__": new_fields}}
             if self.format < FORMAT_OVERWRITING:
                 without |= {"secure_delete": True, "codebook_name": True}

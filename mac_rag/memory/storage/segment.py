@@ -3,8 +3,9 @@
     <name>.safetensors    the columns of its rows (`mac_rag.memory.rows`), one after the other; all ids in its header
     <name>.jsonl          one sealed line for each entry: its documents, its rows, the checksum of its rows
     <name>.texts.jsonl    in a bank that keeps texts, their lines; see `mac_rag.memory.storage.texts_file`
+    <name>.index          from format 5 on, where the lines are; see `mac_rag.memory.storage.entry_index`
 
-Each entry can be verified by itself, which is done when its rows are read for the first time. Each file can name what
+Each entry can be verified by itself, which is done when its record or its rows are read. Each file can name what
 the other has lost (`mac_rag.memory.storage.repair`).
 Document ids are data in these files and never become part of a path.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -27,12 +28,13 @@ from mac_rag.memory.parts import Part, PlacedRecord, Texts
 from mac_rag.memory.records import Record
 from mac_rag.memory.rows import OVERVIEW, RowLayout, Rows
 from mac_rag.memory.storage import record_lines, tokens_file
+from mac_rag.memory.storage.entry_index import EntryIndex, read_index
 from mac_rag.memory.storage.manifest import SegmentInfo
 from mac_rag.memory.storage.record_lines import RecordLine
+from mac_rag.memory.storage.records_file import REMEDY, RecordsFile
 from mac_rag.memory.storage.texts_file import TextsFile, text_line
 from mac_rag.untrusted_files import MalformedError, lines_of, open_file
 
-_REMEDY = "; repair the bank to keep what is not lost"
 _ROWS = 256  # rows of a column that are written at a time
 
 
@@ -46,15 +48,16 @@ class Segment(Part):
         info: what the manifest says about the segment.
         layout: how the bank keeps its rows.
         rows: the rows of all entries.
+        records: the entries.
         verified: True if the rows are known to be what was written.
-        records: the records of all entries, in order.
-        checksums: sha256 of the rows of each entry, in order.
         texts: the file of the texts; None in a bank without texts.
 
     Attributes:
         folder: folder of the bank.
-        checksums: sha256 of the rows of each entry, by sequence number.
+        table: the entries.
     """
+
+    table: RecordsFile
 
     def __init__(
         self,
@@ -62,24 +65,18 @@ class Segment(Part):
         info: SegmentInfo,
         layout: RowLayout,
         rows: Rows,
-        records: Sequence[Record],
-        checksums: Sequence[str],
+        records: RecordsFile,
         texts: TextsFile | None,
         *,
         verified: bool,
     ) -> None:
         super().__init__(rows, records)
         self.folder = folder
-        self.checksums = {record.sequence: checksum for record, checksum in zip(records, checksums, strict=True)}
         self._info = info
         self._layout = layout
         self._texts_file = texts
-        self._documents = sum(len(record.members) for record in records)
-        self._first_rows = torch.tensor([start for _, start in self.entries.values()])
-        self._ordered = list(zip(records, checksums, strict=True))
         self._verified = _Verified(torch.full((len(records),), verified), overview=verified or info.overview is None)
-        for sequence in info.tombstones:
-            self.tombstone(sequence)
+        self.tombstone(*info.tombstones)
 
     @property
     def name(self) -> str:
@@ -95,29 +92,35 @@ class Segment(Part):
         if self._verified.all:
             return
         rows = torch.arange(len(self.stored))[index]
-        entries = (torch.searchsorted(self._first_rows, rows, right=True) - 1).unique()
+        entries = (torch.searchsorted(self.table.starts, rows, right=True) - 1).unique()
         for number in entries[~self._verified.entries[entries]].tolist():
             self._check_entry(number)
         self._verified.all = bool(self._verified.entries.all())
 
     def checksum(self, placed: PlacedRecord) -> str:
-        number = int(torch.searchsorted(self._first_rows, placed.start))
+        number = int(torch.searchsorted(self.table.starts, placed.start))
         self._check_entry(number)
-        return self._ordered[number][1]
+        return self.table.checksum(number)
 
     def _check_entry(self, number: int) -> None:
         """Reads the rows of an entry by its number."""
-        record, checksum = self._ordered[number]
-        start = int(self._first_rows[number])
-        rows = self.stored[start : start + record.rows]
-        self._check(rows, None if rows.checksum() == checksum else describe(record.document_ids))
+        start, stop = self.table.starts[number : number + 2].tolist()
+        rows = self.stored[start:stop]
+        is_whole = rows.checksum() == self.table.checksum(number)
+        self._check(rows, None if is_whole else self._described(number))
         self._verified.entries[number] = True
+
+    def _described(self, number: int) -> str:
+        try:
+            return describe(self.table.record(number).document_ids)
+        except DamageError:
+            return f"the memory tokens of entry {number:,}"
 
     def _check(self, rows: Rows, fault: str | None) -> None:
         """Raises DamageError for a fault that is known of some columns of these rows, or one in their numbers."""
         fault = fault or rows.fault(self._layout, self._info.shape[-1])
         if fault is not None:
-            raise DamageError(f"{self.folder / self._info.tokens_file} is damaged: {fault}{_REMEDY}")
+            raise DamageError(f"{self.folder / self._info.tokens_file} is damaged: {fault}{REMEDY}")
 
     def overview(self) -> Rows:
         """As `Part.overview`.
@@ -132,6 +135,25 @@ class Segment(Part):
             self._verified.overview = True
         return super().overview()
 
+    def check_records(self) -> None:
+        """Reads the whole file of the records.
+
+        Raises:
+            DamageError: when it is not what was written.
+            FileNotFoundError: when it is missing.
+        """
+        path, digest = self.folder / self._info.records_file, hashlib.sha256()
+        try:
+            with open_file(path) as file:
+                lines = record_lines.consecutive(_hashed(file, digest), self._info.entries, self._info.shape[0])
+                read = EntryIndex.of((line, 0) for line in lines)
+            if digest.hexdigest() != self._info.records:
+                raise MalformedError("its checksum differs from the manifest's")
+        except MalformedError as error:
+            raise DamageError(f"{path} is damaged: {error}{REMEDY}") from None
+        if not self.table.agrees(read):
+            raise DamageError(f"{path} is damaged: it does not say what the index says{REMEDY}")
+
     def check_rows(self) -> None:
         """Reads the whole file of the rows.
 
@@ -142,7 +164,7 @@ class Segment(Part):
         try:
             tokens_file.check_file(self.folder, self._info)
         except MalformedError as error:
-            raise DamageError(f"{self.folder / self._info.tokens_file} is damaged: {error}{_REMEDY}") from None
+            raise DamageError(f"{self.folder / self._info.tokens_file} is damaged: {error}{REMEDY}") from None
         self._verify(slice(None))
         self.overview()
 
@@ -157,7 +179,7 @@ class Segment(Part):
         try:
             return tuple(map(self._texts_file.text, record.members))
         except MalformedError as error:
-            raise DamageError(f"{self.folder / self._info.texts_file} is damaged: {error}{_REMEDY}") from None
+            raise DamageError(f"{self.folder / self._info.texts_file} is damaged: {error}{REMEDY}") from None
 
     def lacks_text(self, record: Record) -> bool:
         """As `Part.lacks_text`; no text is read as long as the segment has all.
@@ -165,7 +187,7 @@ class Segment(Part):
         Raises:
             DamageError: as `texts`.
         """
-        if self._texts_file is not None and self._texts_file.count == self._documents:
+        if self._texts_file is not None and self._texts_file.count == int(self.table.documents[-1]):
             return False
         return super().lacks_text(record)
 
@@ -175,18 +197,22 @@ class Segment(Part):
         Raises:
             DamageError: when their file is damaged.
         """
-        for record, _ in self.entries.values():
+        for record, _ in self if self._texts_file is not None else ():
             self.texts(record)
 
     def at(self, info: SegmentInfo) -> Segment | None:
         """This segment as another manifest describes it; None if these are other files, or if entries came back."""
         more = set(info.tombstones).difference(self.tombstones)
         expected = self._info.model_copy(update={"tombstones": info.tombstones})
-        if info != expected or not more <= self.entries.keys() or not set(self.tombstones) <= set(info.tombstones):
+        if (
+            info != expected
+            or not set(self.tombstones) <= set(info.tombstones)
+            or not all(each in self for each in more)
+        ):
             return None
         segment = self.copy()
-        for sequence in more:
-            segment.tombstone(sequence)
+        if more:
+            segment.tombstone(*sorted(more))
         return segment
 
 
@@ -227,11 +253,10 @@ def write_segment(
         DamageError: when rows or texts to be copied from another segment are not what was written there.
     """
     name = f"segment-{secrets.token_hex(8)}"
-    entries = [(part, entry) for part in parts for entry in part.entries.values()]
-    checksums = [part.checksum(placed) for part, placed in entries]
-    places = max(part.entry_rows(placed).needed_places for part, placed in entries)
+    checksums = [part.checksum(placed) for part, placed in _placed(parts)]
+    places = max(part.entry_rows(placed).needed_places for part, placed in _placed(parts))
     shape = (sum(part.count for part in parts), *parts[0].stored.main.shape[1:])
-    header = tokens_file.header([entry.record for _, entry in entries], layout, shape, places)
+    header = tokens_file.header([record for _, (record, _) in _placed(parts)], layout, shape, places)
     overview = hashlib.sha256()
 
     def column(name: str) -> Iterator[memoryview]:
@@ -248,17 +273,22 @@ def write_segment(
                     overview.update(piece)
                 yield piece
 
+    written: list[tuple[RecordLine, int]] = []
+
     def records_file() -> Iterator[bytes]:
         start = 0
-        for (_, (record, _)), checksum in zip(entries, checksums, strict=True):
+        for (_, (record, _)), checksum in zip(_placed(parts), checksums, strict=True):
+            line = RecordLine(record, start, checksum)
             try:
-                yield record_lines.encode(RecordLine(record, start, checksum)) + b"\n"
+                data = record_lines.encode(line) + b"\n"
             except MalformedError as error:
                 raise BankError(f"{describe(record.document_ids[:3])} cannot be stored: {error}") from None
+            written.append((line, len(data)))
+            yield data
             start += record.rows
 
     def texts_file() -> Iterator[bytes]:
-        for part, (record, _) in entries:
+        for part, (record, _) in _placed(parts):
             for member, text in zip(record.members, part.texts(record), strict=True):
                 if text is not None:
                     yield text_line(member.document_id, text)
@@ -268,54 +298,78 @@ def write_segment(
         "tokens": write(folder / f"{name}.safetensors", rows_file()),
         "records": write(folder / f"{name}.jsonl", records_file()),
     }
+    index = EntryIndex.of(written)
     if keep_texts:
         digests["texts"] = write(folder / f"{name}.texts.jsonl", texts_file())
     if layout != RowLayout():
-        digests |= {"overview": overview.hexdigest()}
-    info = SegmentInfo(name=name, entries=len(entries), shape=shape, places=places, offset=len(header), **digests)
-    records = [entry.record for _, entry in entries]
+        digests |= {"overview": overview.hexdigest(), "index": write(folder / f"{name}.index", [index.encoded()])}
+    info = SegmentInfo(name=name, entries=len(checksums), shape=shape, places=places, offset=len(header), **digests)
     try:
         kept = (tokens_file.load_rows if secure_delete else tokens_file.map_rows)(folder, info, layout)
+        records = RecordsFile(folder / info.records_file, index, in_memory=secure_delete)
         texts = _texts_file(folder, info, secure_delete)
     except MalformedError as error:
         raise DamageError(f"{folder / name} is not what was written there just now: {error}") from None
-    return Segment(folder, info, layout, kept, records, checksums, texts, verified=True)
+    return Segment(folder, info, layout, kept, records, texts, verified=True)
+
+
+def _placed(parts: Sequence[Part]) -> Iterator[tuple[Part, PlacedRecord]]:
+    """The live entries of some parts."""
+    return ((part, placed) for part in parts for placed in part)
 
 
 def read_segment(folder: Path, info: SegmentInfo, layout: RowLayout, *, secure_delete: bool) -> Segment:
     """Opens a segment. Unless they are codes, its rows are verified when they are read for the first time.
 
+    The same holds for its records, where there is an index.
+
     Args:
         folder: folder of the bank.
         info: what the manifest says about the segment.
         layout: how the bank keeps its rows.
-        secure_delete: True if its files will be overwritten before they are removed: its rows are read now.
+        secure_delete: True if its files will be overwritten before they are removed: it is read now.
 
     Raises:
         FileNotFoundError: when one of its files is missing, as happens after a writer has replaced the segment.
         DamageError: when one of its files is not what was written, or with `secure_delete` after such a replacement.
     """
-    path = folder / info.records_file
-    digest = hashlib.sha256()
     at_once = secure_delete or len(info.shape) == 2
+    path = folder / info.index_file
     try:
-        with open_file(path) as file:
-            lines = record_lines.consecutive(_hashed(file, digest), info.entries, info.shape[0])
-            records, checksums = [], []
-            for record, _, checksum in lines:
-                records.append(record)
-                checksums.append(checksum)
-        if digest.hexdigest() != info.records:
-            raise MalformedError("its checksum differs from the manifest's")
-        if not {record.sequence for record in records}.issuperset(info.tombstones):
+        if info.index is not None:
+            index = read_index(path, info)
+            path = folder / info.records_file
+        else:
+            path = folder / info.records_file
+            index = _index_of(path, info)
+        records = RecordsFile(path, index, in_memory=secure_delete)
+        if not torch.isin(torch.tensor(info.tombstones, dtype=torch.long), index.sequences).all():
             raise MalformedError("the manifest says that entries were deleted that it never had")
         path = folder / info.tokens_file
         rows = (tokens_file.load_rows if at_once else tokens_file.map_rows)(folder, info, layout)
         path = folder / info.texts_file
         texts = _texts_file(folder, info, secure_delete)
     except MalformedError as error:
-        raise DamageError(f"{path} is damaged: {error}{_REMEDY}") from None
-    return Segment(folder, info, layout, rows, records, checksums, texts, verified=at_once)
+        raise DamageError(f"{path} is damaged: {error}{REMEDY}") from None
+    return Segment(folder, info, layout, rows, records, texts, verified=at_once)
+
+
+def _index_of(path: Path, info: SegmentInfo) -> EntryIndex:
+    """The index of a segment that has none, made of its records."""
+    digest = hashlib.sha256()
+    lengths: list[int] = []
+    with open_file(path) as file:
+        lines = record_lines.consecutive(_measured(_hashed(file, digest), lengths), info.entries, info.shape[0])
+        index = EntryIndex.of((line, lengths[-1]) for line in lines)
+    if digest.hexdigest() != info.records:
+        raise MalformedError("its checksum differs from the manifest's")
+    return index
+
+
+def _measured(lines: Iterable[bytes], lengths: list[int]) -> Iterator[bytes]:
+    for line in lines:
+        lengths.append(len(line))
+        yield line
 
 
 def _texts_file(folder: Path, info: SegmentInfo, in_memory: bool) -> TextsFile | None:
@@ -334,14 +388,21 @@ def continues(before: Sequence[Segment], next_sequence: int, after: Sequence[Seg
 
     Then an entry that had a sequence number below `next_sequence` and is still there has not changed.
     """
-    known = {segment.name: segment.entries.keys() for segment in before}
-    checksums = {number: segment.checksums[number] for segment in before for number in segment.entries}
-    return all(
-        segment.checksums[number] == checksums.get(number)
-        for segment in after
-        if not segment.entries.keys() <= known.get(segment.name, set())
-        for number in segment.entries
-        if number < next_sequence
+    known, checksums = _live_checksums(before)
+    still, now = _live_checksums(after)
+    old = still < next_sequence
+    still, now = still[old], now[old]
+    if not torch.isin(still, known).all():
+        return False
+    return torch.equal(checksums[torch.searchsorted(known, still)], now)
+
+
+def _live_checksums(segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
+    """Sequence numbers of all live entries, ascending, and the checksums of their rows, uint8 `[n, 32]`."""
+    sequences, checksums = torch.empty(0, dtype=torch.long), torch.empty(0, 32, dtype=torch.uint8)
+    return (
+        torch.cat([sequences, *(segment.sequences for segment in segments)]),
+        torch.cat([checksums, *(segment.table.checksums[segment.numbers] for segment in segments)]),
     )
 
 

@@ -3,6 +3,7 @@
     manifest.json, manifest.copy.json              what the bank consists of; see `mac_rag.memory.storage.manifest`
     segment-<random>.safetensors, .jsonl           entries that never change; see `mac_rag.memory.storage.segment`
     segment-<random>.texts.jsonl                   their texts, in a bank that keeps texts
+    segment-<random>.index                         where their records are, from format 5 on
     codebook.safetensors, codebook.copy.safetensors    the codebook, if memory tokens are stored as codes
     writer.lock, writer.json                       which process is writing
 
@@ -265,7 +266,7 @@ class Store:
         segments = self.write(parts, layout=layout, rewrite=rewrite)
         manifest = self._next(segments, next_sequence).model_copy(update={"layout": layout})
         codebook = self.codebook
-        if codebook is not None and drop_codes and sum(len(each.entries) for each in segments) < next_sequence:
+        if codebook is not None and drop_codes and sum(len(each.numbers) for each in segments) < next_sequence:
             codebook = used_codes_only(codebook, segments)
             if codebook is not self.codebook:
                 manifest = self._with_codebook(manifest, codebook)

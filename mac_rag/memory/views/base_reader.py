@@ -179,9 +179,7 @@ class Reader(ABC):
             raise BankError("the memory bank is empty; adapt to some documents first")
         if allowed is None:
             return None
-        visible = torch.tensor(
-            [all(member in allowed for member in members) for members in self.bank.row_members], dtype=torch.bool
-        )
+        visible = self.bank.visible_rows(allowed)
         if not self._total(int(visible.sum())):
             raise BankError("none of the documents in the memory bank is among those allowed")
         return visible

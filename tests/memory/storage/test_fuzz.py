@@ -76,8 +76,8 @@ def example(kind: str) -> Example:
             place = 0
             for line in files[segment.info.records_file].splitlines():
                 sequence = int(line.split(b",")[0].split(b":")[1])
-                if sequence in segment.entries:
-                    record, start = segment.entries[sequence]
+                if sequence in segment:
+                    record, start = segment[sequence]
                     for first, width in columns:
                         stretch = first + start * width, first + (start + record.rows) * width
                         rows.append((*stretch, record.document_ids))
@@ -117,7 +117,7 @@ def check(folder: Path, whole: Example, name: str, lost: list[str]) -> None:
     path = str(folder / name)
     if name in COPIES:
         assert values(MemoryBank.open(folder)) == whole.documents
-    elif name.endswith(".safetensors") and (opened := opened_or_refused(folder, path)) is not None:
+    elif name.startswith("segment") and (opened := opened_or_refused(folder, path)) is not None:
         check_reading(opened, whole, path, lost)
     else:
         assert opened_or_refused(folder, path) is None
@@ -154,7 +154,9 @@ def opened_or_refused(folder: Path, path: str) -> MemoryBank | None:
 
 
 def check_reading(bank: MemoryBank, whole: Example, path: str, lost: list[str]) -> None:
-    """Rows are verified when they are read: those that are not damaged can be, the others never."""
+    """Rows and records are verified when they are read: those that are not damaged can be, the others never."""
+    is_lazy = bank.layout != RowLayout()
+    assert path.endswith(".safetensors") or (is_lazy and path.endswith(".jsonl"))
     for document_id, value in whole.documents.items():
         if document_id in lost:
             with pytest.raises(DamageError) as refused:
