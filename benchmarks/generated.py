@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
+from mac_rag.data.types import Document
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankProjection
 from mac_rag.nn.memory_tokens import MemoryTokens
+
+
+def perturbed_copies(
+    originals: Sequence[Document], real: Tensor, first: int, count: int, group: int, seed: int
+) -> Iterator[tuple[list[Document], Tensor]]:
+    """Documents with memory tokens, in groups: the originals, then copies of them that are perturbed.
+
+    Noise of three tenths of their standard deviation is added to memory tokens and lexical vectors of a copy. That
+    is harder than other documents would be: each document competes with all of its copies.
+
+    Args:
+        originals: documents.
+        real: `[n, T, D]`, memory tokens of these documents, one row each.
+        first: number of the first document.
+        count: number of the last document, plus one.
+        group: documents of a group.
+        seed: random seed; a group's noise depends on the number of its first document, and not on the groups before.
+    """
+    spread = 0.3 * real.std()
+    for begin in range(first, count, group):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + begin)
+        index = torch.arange(begin, min(begin + group, count))
+        phi = real[index % len(real)]
+        noise = torch.randn(phi.shape, generator=generator) * spread * (phi != 0)
+        phi = torch.where((index >= len(real))[:, None, None], phi + noise, phi)
+        yield [Document(f"{number}", originals[number % len(originals)].text) for number in index.tolist()], phi
 
 
 class GeneratedBank(MemoryBank):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mac_rag.model import MACModel
 
 # Documents of a bank that are put at a time.
-_GROUP = 1024
+_GROUP = 2048
 
 
 def main(
@@ -46,8 +46,7 @@ def main(
     """Time opening a bank, its first question, and later ones, each bank in a process of its own.
 
     A bank has the first documents of a data set. Beyond `--adapted` it has copies of these, whose memory tokens and
-    lexical vectors are perturbed by noise of three tenths of their standard deviation. That is harder than other
-    documents would be: each document competes with all of its copies. Where it says so, the same questions are
+    lexical vectors are perturbed (`benchmarks.generated.perturbed_copies`). Where it says so, the same questions are
     also aggregated over all rows, as they were before the document prior told which rows can matter; the difference is
     that of phi*.
     """
@@ -66,10 +65,8 @@ def main(
 
 def _fill(place: Path, count: int, model: str, data: str | None, adapted: int, rows: Any, seed: int) -> None:
     """Makes a bank, unless it is there; goes on with one that was begun."""
-    import torch
-
+    from benchmarks.generated import perturbed_copies
     from eval.harness.streams import open_stream
-    from mac_rag.data.types import Document
     from mac_rag.memory import MemoryBank
     from mac_rag.memory.views.overview import put_with_overview
     from mac_rag.model import MACModel
@@ -81,20 +78,13 @@ def _fill(place: Path, count: int, model: str, data: str | None, adapted: int, r
     stream, _ = open_stream(data, "test", min(count, adapted), 1, seed=seed, scale="tiny")
     documents = stream.documents
     real = loaded.amortize([document.text for document in documents], progress=True)
-    generator = torch.Generator().manual_seed(seed)
     bank = (
         MemoryBank.open(place, write=True)
         if MemoryBank.exists(place)
         else MemoryBank.create(place, loaded.fingerprint, rows=rows)
     )
     with bank, progress_bar("fill", count, done=len(bank)) as bar:
-        while (first := len(bank)) < count:
-            index = torch.arange(first, min(first + _GROUP, count))
-            phi = real[index % len(real)]
-            copies = index >= len(real)
-            noise = torch.randn(phi.shape, generator=generator) * 0.3 * phi.std() * (phi != 0)
-            phi = torch.where(copies[:, None, None], phi + noise, phi)
-            group = [Document(f"{number}", documents[number % len(documents)].text) for number in index.tolist()]
+        for group, phi in perturbed_copies(documents, real, len(bank), count, _GROUP, seed):
             put_with_overview(bank, loaded.aggregation, group, phi, [1] * len(group))
             bank.commit()
             bar.advance(len(group))

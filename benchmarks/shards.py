@@ -96,7 +96,7 @@ def main(
     for count in counts:
         with tempfile.TemporaryDirectory() as folder:
             settings = ShardSettings.of_new(Path(folder) / "bank", loaded, count)
-            with ShardedBank(settings, _counting_shards, create=True) as bank:
+            with ShardedBank(settings, counting_shards, create=True) as bank:
                 fill(bank)
                 sent: Any = bank.shards.transport
                 sent.trips = sent.bytes = 0
@@ -126,7 +126,7 @@ def main(
         write_json(output, {"documents": len(one), "questions": questions, "model": model, "rows": figures})
 
 
-def _counting_shards(settings: Any) -> RayShards:
+def counting_shards(settings: Any) -> RayShards:
     """Shards in Ray actors that count what crosses between processes."""
     from collections.abc import Mapping
 
