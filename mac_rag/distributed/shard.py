@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mac_rag.config import Dtype
 from mac_rag.data.types import Document
-from mac_rag.distributed.shard_files import MARK, ShardMark, read_mark, shard_of
+from mac_rag.distributed.shard_files import MARK, ShardMark, read_mark, shard_of, shards_of
 from mac_rag.errors import BankError, ShardLostError
 from mac_rag.lm.devices import DTYPES
 from mac_rag.memory.bank import MemoryBank
@@ -147,8 +147,9 @@ class Shard:
         read_mark(self.folder).check(self.mark, self.folder)
         self.network.to(self.device).eval()
         self.bank = MemoryBank.open(self.folder, write=self.write, fingerprint=self.fingerprint)
-        foreign = next((name for name in self.bank.document_ids if self._owner(name) != self.mark.number), None)
-        if foreign is not None:
+        own = shards_of(self.bank.id_hashes, self.mark.shards) == self.mark.number
+        if not own.all():
+            foreign = next(name for name in self.bank.document_ids if self._owner(name) != self.mark.number)
             self.bank.close()
             raise BankError(
                 f"{self.folder} is shard {self.mark.number}, but document {foreign!r} belongs to shard "

@@ -13,7 +13,10 @@ import hashlib
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
+import numpy as np
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
 
 from mac_rag.atomic_files import sealed, sync_folder, unsealed, write_file
 from mac_rag.errors import BankError, DamageError, FingerprintError
@@ -35,6 +38,12 @@ def shard_of(document_id: str, shards: int) -> int:
     """The number of the shard that a document belongs to. It is part of the format: the same in all versions."""
     digest = hashlib.blake2b(document_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest) % shards
+
+
+def shards_of(id_hashes: Tensor, shards: int) -> Tensor:
+    """`shard_of` many documents, int64 `[n]`, from their hashes `[n]` (`mac_rag.memory.entry_table.id_hash`)."""
+    digests = id_hashes.numpy().view(np.uint64).byteswap()  # the same 8 bytes, read the other way round
+    return torch.from_numpy((digests % np.uint64(shards)).astype(np.int64))
 
 
 class _SealedFile(BaseModel):

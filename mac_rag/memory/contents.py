@@ -160,6 +160,11 @@ class Contents:
             for placed in part:
                 yield self._entry(part, placed)
 
+    @property
+    def id_hashes(self) -> Tensor:
+        """`mac_rag.memory.entry_table.id_hash` of each document, entry by entry, int64 `[len(self)]`."""
+        return torch.cat([torch.empty(0, dtype=torch.long), *(part.id_hashes for part in self._parts)])
+
     def entry_of(self, row: int) -> BankEntry:
         """The entry that a row belongs to, by its number among the N rows.
 

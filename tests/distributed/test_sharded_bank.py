@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from mac_rag.atomic_files import sealed, unsealed
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.types import Document
-from mac_rag.distributed.shard_files import shard_folder, shard_of
+from mac_rag.distributed.shard_files import shard_folder, shard_of, shards_of
 from mac_rag.distributed.sharded_bank import ShardedBank
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DamageError, FingerprintError, ShardLostError
 from mac_rag.lm.devices import DTYPES
 from mac_rag.memory import MemoryBank
+from mac_rag.memory.entry_table import id_hashes
 from mac_rag.memory.views.overview import layout_for
 from mac_rag.memory.views.reader import reader_of
 from mac_rag.model import MACModel
@@ -50,7 +51,10 @@ def one_bank(model: MACModel, bank: ShardedBank) -> MemoryBank:
 
 
 def test_the_shard_of_a_document_never_changes() -> None:
-    assert [shard_of(name, 4) for name in ("bridge", "museum", "día", "\ud800")] == [2, 1, 0, 0]
+    names = ("bridge", "museum", "día", "\ud800")
+    assert [shard_of(name, 4) for name in names] == [2, 1, 0, 0]
+    for shards in (1, 3, 4, 4096):
+        assert shards_of(id_hashes(names), shards).tolist() == [shard_of(name, shards) for name in names]
 
 
 @settings(max_examples=12, deadline=None)
