@@ -38,7 +38,8 @@ def main(
     rows: Annotated[Literal["bf16", "int8", "fp32"], typer.Option(help="Numbers of the banks' rows.")] = "bf16",
     questions: Annotated[int, typer.Option(min=2, help="Questions, each asked alone.")] = 20,
     all_rows: Annotated[
-        int, typer.Option(min=0, help="Banks of at most so many documents are also read as a whole for each question.")
+        int,
+        typer.Option(min=0, help="Banks of at most so many documents are also read as a whole, and the published way."),
     ] = 6000,
     seed: SeedOption = 0,
     output: OutputOption = None,
@@ -47,8 +48,9 @@ def main(
 
     A bank has the first documents of a data set. Beyond `--adapted` it has copies of these, whose memory tokens and
     lexical vectors are perturbed (`benchmarks.generated.perturbed_copies`). Where it says so, the same questions are
-    also aggregated over all rows, as they were before the document prior told which rows can matter; the difference is
-    that of phi*.
+    also aggregated over all rows, as if no document prior told which rows can matter, and as the published
+    implementation does it (`benchmarks.published`); the difference is that of phi*. With --output, a plot is drawn
+    beside the JSON file.
     """
     from benchmarks.measure import in_child, write_json
 
@@ -57,10 +59,15 @@ def main(
         place = folder / f"{model.replace('/', '-')}-{rows}-{count}"
         in_child(_fill, place, count, model, data, adapted, rows, seed)
         row = in_child(_measure, place, count, model, data, questions, seed, whole=count <= all_rows)
+        if count <= all_rows:
+            row |= in_child(_published, place, count, model, data, questions, seed)
         measured.append({"documents": count, **row})
         say(" | ".join(f"{name} {value:,.4g}" for name, value in measured[-1].items()))
     if output is not None:
+        from benchmarks.scale_plot import draw
+
         write_json(output, {"model": model, "rows": rows, "adapted": adapted, "banks": measured})
+        say(f"drawn: {draw(measured, output.with_suffix('.svg'))}")
 
 
 def _fill(place: Path, count: int, model: str, data: str | None, adapted: int, rows: Any, seed: int) -> None:
@@ -147,6 +154,31 @@ def _whole(model: MACModel, bank: MemoryBank, asked: Sequence[str]) -> dict[str,
             seconds.append(taken)
             differences.append(float((_phi(network, question, view) - expected).norm() / expected.norm()))
     return {"all rows s": statistics.median(seconds), "difference": max(differences)}
+
+
+def _published(place: Path, count: int, model: str, data: str | None, questions: int, seed: int) -> dict[str, float]:
+    """The same questions as the published implementation aggregates them: all rows are projected for each."""
+    import statistics
+    from functools import partial
+
+    import torch
+
+    from benchmarks.measure import timed
+    from benchmarks.published import attend
+    from eval.harness.streams import open_stream
+    from mac_rag.memory import MemoryBank
+    from mac_rag.model import MACModel
+    from mac_rag.nn.memory_tokens import MemoryTokens
+
+    loaded = MACModel.from_pretrained(model, device="cpu")
+    stream, _ = open_stream(data, "test", min(count, 100), questions, seed=seed, scale="tiny")
+    phi = MemoryTokens.split(MemoryBank.open(place).phi, loaded.config.lexical_vectors)
+    seconds = []
+    with torch.no_grad():
+        for question in stream.questions[1:4]:
+            ids = loaded.input_encoder.ids(question.question)
+            seconds.append(timed(partial(attend, loaded.aggregation, loaded.input_encoder([ids]), phi))[0])
+    return {"published s": statistics.median(seconds)}
 
 
 def _phi(network: Any, question: Any, view: Any) -> Tensor:
