@@ -77,7 +77,7 @@ class Segment(Part):
         self._documents = sum(len(record.members) for record in records)
         self._first_rows = torch.tensor([start for _, start in self.entries.values()])
         self._ordered = list(zip(records, checksums, strict=True))
-        self._verified = _Verified(torch.full((len(records),), verified), overview=verified or info.overview is None)
+        self._verified = Verified(torch.full((len(records),), verified), overview=verified or info.overview is None)
         for sequence in info.tombstones:
             self.tombstone(sequence)
 
@@ -94,11 +94,21 @@ class Segment(Part):
     def _verify(self, index: Tensor | slice) -> None:
         if self._verified.all:
             return
-        rows = torch.arange(len(self.stored))[index]
-        entries = (torch.searchsorted(self._first_rows, rows, right=True) - 1).unique()
-        for number in entries[~self._verified.entries[entries]].tolist():
+        for number in self._unverified(index):
             self._check_entry(number)
         self._verified.all = bool(self._verified.entries.all())
+
+    def _unverified(self, index: Tensor | slice) -> list[int]:
+        """Numbers of the entries that have some of all rows, and were not verified yet."""
+        rows = torch.arange(len(self.stored))[index]
+        entries = (torch.searchsorted(self._first_rows, rows, right=True) - 1).unique()
+        numbers: list[int] = entries[~self._verified.entries[entries]].tolist()
+        return numbers
+
+    def _span(self, number: int) -> tuple[int, int]:
+        """The first row of an entry, and the first behind it."""
+        start = int(self._first_rows[number])
+        return start, start + self._ordered[number][0].rows
 
     def checksum(self, placed: PlacedRecord) -> str:
         number = int(torch.searchsorted(self._first_rows, placed.start))
@@ -190,7 +200,7 @@ class Segment(Part):
         return segment
 
 
-class _Verified:
+class Verified:
     """What of a segment's rows is known to be what was written. Copies of the segment share it.
 
     Attributes:
@@ -203,6 +213,11 @@ class _Verified:
         self.entries = entries
         self.all = bool(entries.all())
         self.overview = overview
+
+    def forget(self, *, overview: bool) -> None:
+        """Nothing is known any more, but for an overview that has nothing to be verified."""
+        self.entries.fill_(False)
+        self.all, self.overview = False, overview
 
 
 def write_segment(
@@ -282,7 +297,15 @@ def write_segment(
     return Segment(folder, info, layout, kept, records, checksums, texts, verified=True)
 
 
-def read_segment(folder: Path, info: SegmentInfo, layout: RowLayout, *, secure_delete: bool) -> Segment:
+def read_segment(
+    folder: Path,
+    info: SegmentInfo,
+    layout: RowLayout,
+    *,
+    secure_delete: bool,
+    rows: Rows | None = None,
+    kind: type[Segment] | None = None,
+) -> Segment:
     """Opens a segment. Unless they are codes, its rows are verified when they are read for the first time.
 
     Args:
@@ -290,6 +313,8 @@ def read_segment(folder: Path, info: SegmentInfo, layout: RowLayout, *, secure_d
         info: what the manifest says about the segment.
         layout: how the bank keeps its rows.
         secure_delete: True if its files will be overwritten before they are removed: its rows are read now.
+        rows: the rows of all entries, if they are not to be read from the folder; nothing of them was verified.
+        kind: class of the segment; None for `Segment`.
 
     Raises:
         FileNotFoundError: when one of its files is missing, as happens after a writer has replaced the segment.
@@ -297,7 +322,7 @@ def read_segment(folder: Path, info: SegmentInfo, layout: RowLayout, *, secure_d
     """
     path = folder / info.records_file
     digest = hashlib.sha256()
-    at_once = secure_delete or len(info.shape) == 2
+    at_once = rows is None and (secure_delete or len(info.shape) == 2)
     try:
         with open_file(path) as file:
             lines = record_lines.consecutive(_hashed(file, digest), info.entries, info.shape[0])
@@ -310,12 +335,13 @@ def read_segment(folder: Path, info: SegmentInfo, layout: RowLayout, *, secure_d
         if not {record.sequence for record in records}.issuperset(info.tombstones):
             raise MalformedError("the manifest says that entries were deleted that it never had")
         path = folder / info.tokens_file
-        rows = (tokens_file.load_rows if at_once else tokens_file.map_rows)(folder, info, layout)
+        if rows is None:
+            rows = (tokens_file.load_rows if at_once else tokens_file.map_rows)(folder, info, layout)
         path = folder / info.texts_file
         texts = _texts_file(folder, info, secure_delete)
     except MalformedError as error:
         raise DamageError(f"{path} is damaged: {error}{_REMEDY}") from None
-    return Segment(folder, info, layout, rows, records, checksums, texts, verified=at_once)
+    return (kind or Segment)(folder, info, layout, rows, records, checksums, texts, verified=at_once)
 
 
 def _texts_file(folder: Path, info: SegmentInfo, in_memory: bool) -> TextsFile | None:
