@@ -90,11 +90,17 @@ class RangeFile(Droppable):
             for batch in _batches(runs):
                 places = [(first * BLOCK, min(stop * BLOCK, self._size)) for first, stop in batch]
                 fetched = self._cache.store.ranges([Range(self._name, *place) for place in places])
-                with self._cache.errors(), self._cache.lock(), self._opened() as file:
-                    if file is None:
-                        return self._begin_anew()
-                    for (first, stop), data in zip(batch, fetched, strict=True):
-                        self._write(file, first, stop, data)
+                if not self._keep(batch, fetched):
+                    return self._begin_anew()
+        return True
+
+    def _keep(self, runs: Sequence[tuple[int, int]], fetched: Sequence[bytes]) -> bool:
+        """Writes what was fetched of some runs of blocks; False if the file has lost its name."""
+        with self._cache.errors(), self._cache.lock(), self._opened() as file:
+            if file is None:
+                return False
+            for (first, stop), data in zip(runs, fetched, strict=True):
+                self._write(file, first, stop, data)
         return True
 
     def renew(self) -> None:
