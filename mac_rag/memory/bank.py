@@ -324,4 +324,5 @@ class MemoryBank(EditableContents):
 
     def _check_writable(self) -> None:
         if self._store is not None and not self._store.writable:
+            local_folder(self._store.place)  # behind a URL, the remedy is another one
             raise BankError(f"{self.folder} is not open for writing; open it with write=True")

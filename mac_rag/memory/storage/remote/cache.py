@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 from filelock import FileLock
 
@@ -58,7 +58,6 @@ class BankCache:
         self.all = cache_folder() / "remote"
         self.folder = self.all / hashlib.sha256(store.url.encode()).hexdigest()[:32]
         self.limit = cache_limit()
-        self.range_files: WeakValueDictionary[Path, Droppable] = WeakValueDictionary()
         self._unmeasured = self.limit  # bytes that were fetched since the cache was measured
         self._counting = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="mac_rag-fetch")
@@ -120,7 +119,8 @@ class BankCache:
 
     def begin(self, call: Callable[[], object]) -> None:
         """Calls something in another thread; nobody is told how that ends."""
-        self._threads.submit(call)
+        with suppress(RuntimeError):  # when the process is about to end
+            self._threads.submit(call)
 
     def make_room(self, need: int) -> None:
         """Removes what was fetched longest ago, until `need` more bytes fit.
@@ -134,16 +134,18 @@ class BankCache:
                 return
             self._unmeasured = need
         files = sorted(_files(self.all))
+        users: dict[Path, list[Droppable]] = {}
+        for user, path in list(_paths.items()):
+            users.setdefault(path, []).append(user)
         taken = sum(size for _, size, _ in files)
         for _, size, path in files:
             if taken + need <= self.limit:
                 return
             if not size:
                 continue
-            user = self.range_files.get(path)
-            if user is not None and not user.drop():
+            if not all(user.drop() for user in users.get(path, ())):
                 continue
-            if user is None:
+            if path not in users:
                 with suppress(OSError):
                     path.unlink()
             taken -= size
@@ -162,11 +164,19 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 class Droppable:
-    """A file of the cache that this process has mapped."""
+    """A file of the cache that an object of this process has mapped."""
 
     def drop(self) -> bool:
         """Begins the file anew, without any of its bytes; False if it is being read."""
         raise NotImplementedError
+
+
+_paths: WeakKeyDictionary[Droppable, Path] = WeakKeyDictionary()
+
+
+def use(path: Path, user: Droppable) -> None:
+    """Is told of an object that maps a file."""
+    _paths[user] = path
 
 
 def _files(folder: Path) -> Iterator[tuple[float, int, Path]]:

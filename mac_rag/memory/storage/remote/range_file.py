@@ -19,15 +19,21 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from mac_rag.atomic_files import UNFINISHED, private
-from mac_rag.memory.storage.remote.cache import BankCache, Droppable
+from mac_rag.errors import DamageError
+from mac_rag.memory.storage.remote.cache import BankCache, Droppable, use
 from mac_rag.memory.storage.remote.object_store import Range
 
 BLOCK = 64 << 10
 # Blocks that are there, or not needed, between two that are needed: they are fetched along, to make one request of two.
 _GAP = 2
 _BATCH = 64 << 20
+# Bytes of a file, by far more than is ever written; what says which blocks are there stays small.
+_LARGEST = 1 << 42
 
 
 class RangeFile(Droppable):
@@ -46,9 +52,14 @@ class RangeFile(Droppable):
 
     Raises:
         BankError: when the cache cannot be used.
+        DamageError: for a size beyond all bounds.
     """
 
     def __init__(self, cache: BankCache, folder: Path, name: str, size: int) -> None:
+        if size > _LARGEST:
+            raise DamageError(
+                f"{cache.store.place(name)} has {size:,} bytes by its manifest; {_LARGEST:,} are the most"
+            )
         self.epoch = 0
         self.lock = threading.RLock()
         self._cache = cache
@@ -58,7 +69,7 @@ class RangeFile(Droppable):
         self._blocks = -(-size // BLOCK)
         self._identity = (0, 0)
         self.content = self._map()
-        cache.range_files[self._path] = self
+        use(self._path, self)
 
     def bring(self, ranges: Iterable[tuple[int, int]]) -> bool:
         """Makes sure that some ranges are there.
@@ -74,16 +85,17 @@ class RangeFile(Droppable):
             FileNotFoundError: when the file is not behind the URL any more.
             BankError: when it cannot be fetched, or the cache cannot be written.
         """
-        needed = sorted({block for start, stop in ranges for block in range(start // BLOCK, -(-stop // BLOCK))})
+        missing = np.zeros(self._blocks, dtype=bool)
+        for start, stop in ranges:
+            missing[start // BLOCK : -(-stop // BLOCK)] = True
         with self.lock:
             with self._opened() as file:
                 if file is None:
                     return self._begin_anew()
-                marks = self._marks(file)
-            missing = [block for block in needed if not marks[block]]
-            if not missing:
+                missing &= ~self._marks(file)
+            runs, epoch = _runs(missing.nonzero()[0], _GAP), self.epoch
+            if not runs:
                 return True
-            runs, epoch = list(_runs(missing)), self.epoch
             self._cache.make_room(sum(stop - start for start, stop in runs) * BLOCK)
             if self.epoch != epoch:
                 return False
@@ -186,14 +198,16 @@ class RangeFile(Droppable):
         with self._opened() as file:
             return file is not None
 
-    def _marks(self, file: int) -> bytes:
+    def _marks(self, file: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which blocks are there, bool `[blocks]`."""
         os.lseek(file, self._size, os.SEEK_SET)
-        return os.read(file, self._blocks).ljust(self._blocks, b"\0")
+        marks = os.read(file, self._blocks).ljust(self._blocks, b"\0")
+        there: np.ndarray[Any, np.dtype[np.bool_]] = np.frombuffer(marks, dtype=np.uint8) != 0
+        return there
 
     def _write(self, file: int, first: int, stop: int, data: bytes) -> None:
         """Writes those of some blocks that are not there yet, and then their marks."""
-        marks = self._marks(file)
-        for begin, end in _runs([block for block in range(first, stop) if not marks[block]], gap=0):
+        for begin, end in _runs(first + (~self._marks(file)[first:stop]).nonzero()[0], 0):
             piece = memoryview(data)[(begin - first) * BLOCK : (end - first) * BLOCK]
             _write_all(file, piece, begin * BLOCK)
             _write_all(file, memoryview(b"\1" * (end - begin)), self._size + begin)
@@ -209,17 +223,13 @@ def _write_all(file: int, data: memoryview, place: int) -> None:
         data = data[os.write(file, data) :]
 
 
-def _runs(blocks: Sequence[int], gap: int = _GAP) -> Iterator[tuple[int, int]]:
+def _runs(blocks: np.ndarray[Any, np.dtype[np.int64]], gap: int) -> list[tuple[int, int]]:
     """Ascending blocks as runs, first block and first block behind; runs with up to `gap` blocks between become one."""
-    if not blocks:
-        return
-    first = last = blocks[0]
-    for block in blocks[1:]:
-        if block > last + 1 + gap:
-            yield first, last + 1
-            first = block
-        last = block
-    yield first, last + 1
+    if not len(blocks):
+        return []
+    ends = (np.diff(blocks) > gap + 1).nonzero()[0]
+    firsts, lasts = blocks[np.append(0, ends + 1)], blocks[np.append(ends, len(blocks) - 1)]
+    return list(zip(firsts.tolist(), (lasts + 1).tolist(), strict=True))
 
 
 def _batches(runs: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:

@@ -130,7 +130,7 @@ def test_a_bank_that_overwrites_what_it_deletes_stays_in_folders(s3: str, cache:
     assert not list(cache.rglob("segment*"))
 
 
-def test_no_writing_behind_a_url(s3: str, tmp_path: Path) -> None:
+def test_no_writing_behind_a_url(s3: str, cache: Path, tmp_path: Path) -> None:
     with filled(tmp_path / "bank") as bank:
         for write in (
             lambda: MemoryBank.open(s3, write=True),
@@ -140,6 +140,9 @@ def test_no_writing_behind_a_url(s3: str, tmp_path: Path) -> None:
         ):
             with pytest.raises(BankError, match=r"can only be read; write to a bank in a folder.*mac-rag bank upload"):
                 write()
+    upload(tmp_path / "bank", s3)
+    with pytest.raises(BankError, match="can only be read"):
+        MemoryBank.open(s3).commit()
     assert not Path("s3:").exists()
 
 
