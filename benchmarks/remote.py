@@ -33,15 +33,14 @@ def main(
     questions: Annotated[int, typer.Option(min=3, help="Questions, each asked alone.")] = 20,
     rounds: Annotated[int, typer.Option(min=1, help="Readings of each kind, in turns; the median counts.")] = 3,
     delay: Annotated[
-        float, typer.Option(min=0, help="Seconds that each round of requests is made to take, as far stores do.")
+        float, typer.Option(min=0, help="Seconds that requests made at the same time take longer, as far away.")
     ] = 0.0,
     seed: SeedOption = 0,
     output: OutputOption = None,
 ) -> None:
     """Open a bank and ask questions: from the disk, from an S3 server, and from that with a warm cache.
 
-    The server (moto) runs on this machine in a process of its own. A round is what is requested at the same time; a
-    store that is far away takes some 30 ms for each.
+    The server (moto) runs on this machine in a process of its own.
     """
     import os
     import statistics
@@ -92,7 +91,7 @@ def main(
 
 
 def _measure(model: MACModel, place: Path | str, asked: list[str], delay: float) -> dict[str, float]:
-    """Seconds of opening, of the first question and of later ones, with requests, their rounds, and bytes."""
+    """Seconds of opening, of the first question and of later ones, with requests and MiB."""
     import statistics
     from functools import partial
 
@@ -119,17 +118,16 @@ def _measure(model: MACModel, place: Path | str, asked: list[str], delay: float)
 
 @contextmanager
 def _traffic(delay: float) -> Iterator[dict[str, float]]:
-    """Counts what object stores are asked for, and lets each round take longer."""
+    """Counts what object stores are asked for, and lets it take longer."""
     import time
     from unittest.mock import patch
 
     from mac_rag.memory.storage.remote.object_store import ObjectStore
 
-    counts: dict[str, float] = {"rounds": 0, "requests": 0, "MiB": 0}
+    counts: dict[str, float] = {"requests": 0, "MiB": 0}
     retried, count = ObjectStore._retried, ObjectStore._count
 
-    def one_round(store: ObjectStore, *arguments: Any) -> Any:
-        counts["rounds"] += 1
+    def delayed(store: ObjectStore, *arguments: Any) -> Any:
         time.sleep(delay)
         return retried(store, *arguments)
 
@@ -138,7 +136,7 @@ def _traffic(delay: float) -> Iterator[dict[str, float]]:
         counts["MiB"] += received / 2**20
         count(store, requests, received)
 
-    with patch.object(ObjectStore, "_retried", one_round), patch.object(ObjectStore, "_count", counted):
+    with patch.object(ObjectStore, "_retried", delayed), patch.object(ObjectStore, "_count", counted):
         yield counts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -60,6 +61,16 @@ def test_neighbours_are_one_request() -> None:
     FlakyStore.reads.clear()
     bank.read(0, DOCUMENTS)
     assert len(FlakyStore.reads) == len({name for name, _, _ in FlakyStore.reads})
+
+
+def test_segments_are_fetched_from_at_the_same_time() -> None:
+    bank, both = MemoryBank.open(URL), threading.Barrier(2, timeout=10)
+
+    def fault(name: str) -> None:
+        both.wait()  # for ever, if the second segment waited for the first
+
+    FlakyStore.fault = fault
+    assert is_right(bank, [0, DOCUMENTS - 1])
 
 
 def flip(path: Path) -> None:

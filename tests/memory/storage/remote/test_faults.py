@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mac_rag.atomic_files import sealed, unsealed
 from mac_rag.errors import BankError, DamageError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.storage.remote.object_store import ObjectStore, Range
@@ -126,6 +127,18 @@ def test_files_that_are_fetched_whole_are_compared_with_their_digests(ending: st
         MemoryBank.open(URL)
     upload(tmp_path / "bank", URL)
     assert is_right(MemoryBank.open(URL), [2])
+
+
+def test_a_manifest_that_names_rows_beyond_all_bounds_is_refused(cache: Path, tmp_path: Path) -> None:
+    """Nothing as large is made in the cache, or asked of the store."""
+    fill(tmp_path / "bank", 4)
+    upload(tmp_path / "bank", URL)
+    [path] = [path for path in FlakyStore.store if path.endswith("/manifest.json")]
+    content = unsealed(FlakyStore.store[path].getvalue())
+    content["segments"][0]["shape"] = [4, 1, 1 << 42]
+    FlakyStore().pipe_file(path, sealed(content))
+    with pytest.raises(DamageError, match=r"safetensors has 70,368,744,177,\d+ bytes by its manifest"):
+        MemoryBank.open(URL).read(0, 4)
 
 
 def test_an_upload_that_is_interrupted_goes_on(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
