@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mac_rag.cli.options import BankOption, FolderOption, RetrieverOption, open_retriever
+from mac_rag.cli.options import BankOption, FolderOption, ReadBankOption, RetrieverOption, open_retriever
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
 from mac_rag.printable import printable
@@ -22,8 +22,10 @@ app = typer.Typer(
 
 
 @app.command()
-def info(bank: BankOption) -> None:
+def info(bank: ReadBankOption) -> None:
     """Show the size of a bank, and which model wrote it."""
+    from mac_rag.memory.storage.place import is_url
+
     with _open(bank) as opened:
         say(f"documents      {len(opened):,}")
         if opened.row_shape is not None:
@@ -33,9 +35,9 @@ def info(bank: BankOption) -> None:
             say(f"codebook       {len(opened.codebook):,} codes")
         if opened.row_shape is not None and opened.codebook is None:
             say(f"rows           {opened.layout.dtype or 'fp32'}")
-        size = sum(file.stat().st_size for file in bank.iterdir() if file.is_file())
+        size = _size(bank)
         each = f", {size / len(opened) / 2**10:,.1f} KiB a document" if len(opened) else ""
-        say(f"on disk        {size / 2**20:,.1f} MiB{each}")
+        say(f"{'stored' if is_url(bank) else 'on disk':<15}{size / 2**20:,.1f} MiB{each}")
         say(f"texts          {'kept' if opened.keep_texts else 'not kept'}")
         say(f"deleted files  {'overwritten and removed' if opened.secure_delete else 'removed'}")
         version = version_of(opened.fingerprint)
@@ -43,7 +45,7 @@ def info(bank: BankOption) -> None:
 
 
 @app.command("list")
-def list_documents(bank: BankOption) -> None:
+def list_documents(bank: ReadBankOption) -> None:
     """List the entries of a bank, oldest first: one JSON object per line."""
     import json
 
@@ -108,11 +110,13 @@ def compact(
 
 
 @app.command()
-def verify(bank: BankOption) -> None:
+def verify(bank: ReadBankOption) -> None:
     """Check every byte of a bank. If anything is damaged, list it and exit with code 1."""
+    from mac_rag.memory.storage.place import is_url
+    from mac_rag.memory.storage.remote.examination import verify_url
     from mac_rag.memory.storage.repair import verify as check
 
-    report = check(bank)
+    report = verify_url(bank) if is_url(bank) else check(bank)
     say(report, lines=True)
     if not report.clean:
         raise typer.Exit(1)
@@ -141,7 +145,7 @@ def repair(
 
 @app.command()
 def backup(
-    bank: BankOption,
+    bank: ReadBankOption,
     output: Annotated[Path, typer.Option(help="A new or empty folder.", file_okay=False)],
 ) -> None:
     """Copy the last commit of a bank, also while another process writes to it. The copy is a bank like any other."""
@@ -151,8 +155,27 @@ def backup(
 
 
 @app.command()
+def upload(
+    bank: BankOption,
+    to: Annotated[str, typer.Option("--to", help="URL of a folder, as s3://BUCKET/PREFIX.")],
+) -> None:
+    """Put the last commit of a bank in an object store, from which any machine reads it; later, only what is new.
+
+    If the command is interrupted, run it again. Other commands read the bank by --bank URL. Readers go on to a new
+    commit when they open the bank or refresh it; the files of the commit before stay for those that have not.
+    """
+    from mac_rag.memory.storage.remote.upload import upload as put
+
+    done = put(bank, to)
+    say(
+        f"{done.documents:,} documents are at {to}: {done.files:,} new files with {done.bytes / 2**20:,.1f} MiB, "
+        f"{done.removed:,} old ones removed"
+    )
+
+
+@app.command()
 def restore(
-    source: Annotated[Path, typer.Argument(help="Folder of the backup.", file_okay=False, metavar="BACKUP")],
+    source: Annotated[str, typer.Argument(help="Folder or URL of the backup.", metavar="BACKUP")],
     bank: BankOption,
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace the documents of a bank that is there, in one commit.")
@@ -166,7 +189,7 @@ def restore(
 
 @app.command()
 def export(
-    bank: BankOption,
+    bank: ReadBankOption,
     output: Annotated[Path, typer.Option(help="A new or empty folder.", file_okay=False)],
 ) -> None:
     """Export a bank to open formats: `documents.jsonl`, and all rows in that order in `memory.safetensors` (`phi`).
@@ -192,7 +215,17 @@ def export(
         say(f"{len(lines)} entries written to {output}, {texts}")
 
 
-def _open(bank: Path, *, write: bool = False) -> MemoryBank:
+def _size(bank: str) -> int:
+    """Bytes of all files of a bank."""
+    from mac_rag.memory.storage.place import is_url
+    from mac_rag.memory.storage.remote.store import stored_bytes
+
+    if is_url(bank):
+        return stored_bytes(bank)
+    return sum(file.stat().st_size for file in Path(bank).iterdir() if file.is_file())
+
+
+def _open(bank: Path | str, *, write: bool = False) -> MemoryBank:
     from mac_rag.memory.bank import MemoryBank
 
     return MemoryBank.open(bank, write=write)

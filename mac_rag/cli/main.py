@@ -14,6 +14,7 @@ from mac_rag.cli.options import (
     DeviceMapOption,
     FolderOption,
     ModelOption,
+    ReadBankOption,
     RetrieverOption,
     RowsOption,
     open_retriever,
@@ -185,7 +186,7 @@ def adapt(
 @app.command()
 def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
-    bank: BankOption,
+    bank: ReadBankOption,
     model: ModelOption = DEFAULT_MODEL,
     explain: Annotated[bool, typer.Option("--explain", help="Show the documents with the most attention.")] = False,
     retriever: RetrieverOption = "none",

@@ -31,7 +31,22 @@ DeviceMapOption = Annotated[
         show_default="one device",
     ),
 ]
-BankOption = Annotated[Path, typer.Option("--bank", help="Folder of the memory bank.", file_okay=False)]
+
+
+def _in_a_folder(bank: Path) -> Path:
+    """Refuses a URL where a bank is written."""
+    from mac_rag.memory.storage.place import local_folder
+
+    return local_folder(bank)
+
+
+BankOption = Annotated[
+    Path, typer.Option("--bank", help="Folder of the memory bank.", file_okay=False, callback=_in_a_folder)
+]
+# A path would make one slash of two.
+ReadBankOption = Annotated[
+    str, typer.Option("--bank", help="Folder of the memory bank, or its URL, as s3://BUCKET/PREFIX.", metavar="PLACE")
+]
 RowsOption = Annotated[
     Literal["bf16", "int8", "fp32"] | None,
     typer.Option(
@@ -75,7 +90,9 @@ def open_to_fill(folder: Path, option: str) -> MemoryBank | None:
     """
     from mac_rag.memory.bank import MemoryBank
     from mac_rag.memory.storage.folder import is_vacant
+    from mac_rag.memory.storage.place import local_folder
 
+    folder = local_folder(folder)
     if MemoryBank.exists(folder):
         return MemoryBank.open(folder, write=True)
     if not is_vacant(folder):

@@ -9,10 +9,10 @@ import typer
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.options import (
-    BankOption,
     DeviceMapOption,
     FolderOption,
     ModelOption,
+    ReadBankOption,
     RetrieverOption,
     RowsOption,
     open_retriever,
@@ -23,7 +23,7 @@ from mac_rag.errors import ConfigError
 
 
 def rebuild(
-    bank: BankOption,
+    bank: ReadBankOption,
     into: Annotated[Path, typer.Option(help="Folder of the new bank.", file_okay=False)],
     model: ModelOption = DEFAULT_MODEL,
     retriever: RetrieverOption = "none",
@@ -95,7 +95,7 @@ def rebuild(
 
 
 def migrate(
-    bank: BankOption,
+    bank: ReadBankOption,
     into: Annotated[Path, typer.Option(help="Folder of the new bank.", file_okay=False)],
     model: ModelOption = DEFAULT_MODEL,
     rows: RowsOption = None,
@@ -129,6 +129,8 @@ def migrate(
     say(f"{into} is complete and holds {documents:,} documents")
 
 
-def _check_apart(bank: Path, into: Path) -> None:
-    if bank.resolve() in (into.resolve(), *into.resolve().parents):
+def _check_apart(bank: str, into: Path) -> None:
+    from mac_rag.memory.storage.place import is_url
+
+    if not is_url(bank) and Path(bank).resolve() in (into.resolve(), *into.resolve().parents):
         raise ConfigError(f"{into} is the old bank's folder, or in it; choose a new folder for --into")

@@ -19,6 +19,8 @@ from mac_rag.memory.parts import Part, no_entries
 from mac_rag.memory.rows import RowDtype
 from mac_rag.memory.storage.folder import exists
 from mac_rag.memory.storage.manifest import Intent, Manifest
+from mac_rag.memory.storage.place import is_url, local_folder
+from mac_rag.memory.storage.remote.store import open_store, remote_exists
 from mac_rag.memory.storage.segment import continues
 from mac_rag.memory.storage.store import Store
 
@@ -47,7 +49,7 @@ class MemoryBank(EditableContents):
         fingerprint: fingerprint of the model that wrote the bank.
         codebook: `[C, D]` in float32, or None.
         secure_delete: True if the bank's files are overwritten before they are removed.
-        folder: folder of a bank on disk; None for a bank in memory.
+        folder: folder of a bank on disk, or its URL; None for a bank in memory.
         version: a number that grows with every change.
 
     Examples:
@@ -102,7 +104,7 @@ class MemoryBank(EditableContents):
             BankError: when the folder already holds a bank.
         """
         bank = cls(fingerprint, codebook=codebook, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows)
-        bank._follow(bank._written(Path(folder), ()))
+        bank._follow(bank._written(local_folder(folder), ()))
         return bank
 
     @classmethod
@@ -120,25 +122,26 @@ class MemoryBank(EditableContents):
         `commit` raises BankError when the folder holds a bank by then.
         """
         bank = cls(fingerprint, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows)
-        bank._uncreated = Path(folder)
+        bank._uncreated = local_folder(folder)
         return bank
 
     @classmethod
     def open(cls, folder: str | Path, *, write: bool = False, fingerprint: str | None = None) -> MemoryBank:
-        """Opens a bank on disk at its last commit.
+        """Opens a bank at its last commit, on disk or, to read it, in an object store.
 
         Memory tokens are memory-mapped and read when they are used; those of a bank with `secure_delete` are read now.
+        Of a bank behind a URL, they are fetched when they are used, and kept in the user's cache.
 
         Args:
-            folder: folder of the bank.
-            write: True to change the bank. Only one process can write to it at a time.
+            folder: folder of the bank, or a URL that fsspec knows, as s3://BUCKET/PREFIX.
+            write: True to change the bank. Only one process can write to it at a time, and none to one behind a URL.
             fingerprint: fingerprint of the model that will use the bank; None accepts a bank of any model.
 
         Raises:
-            BankError: when there is no bank, it is damaged, or another process writes to it.
+            BankError: when there is no bank, it is damaged, it cannot be reached, or another process writes to it.
             FingerprintError: when another model wrote it.
         """
-        store = Store.open(Path(folder), write=write)
+        store = Store.open(local_folder(folder), write=True) if write else open_store(folder)
         bank = cls(store.manifest.fingerprint)
         bank._follow(store)
         try:
@@ -151,11 +154,11 @@ class MemoryBank(EditableContents):
     @staticmethod
     def exists(folder: str | Path) -> bool:
         """True if the folder holds a bank, even one that lost its manifest; a `BankError` where nobody can tell."""
-        return exists(Path(folder))
+        return remote_exists(str(folder)) if is_url(folder) else exists(Path(folder))
 
     def _follow(self, store: Store) -> None:
         """Takes over the state of the store."""
-        self._store, self.folder, self.codebook = store, store.folder, store.codebook
+        self._store, self.folder, self.codebook = store, store.place, store.codebook
         self.keep_texts, self.secure_delete = store.manifest.keep_texts, store.manifest.secure_delete
         self.layout = store.manifest.layout
         self._next_sequence = store.manifest.next_sequence
@@ -286,7 +289,7 @@ class MemoryBank(EditableContents):
         Raises:
             BankError: when the folder already holds a bank.
         """
-        self._written(Path(folder), self._parts, self.intent).close()
+        self._written(local_folder(folder), self._parts, self.intent).close()
 
     def _written(self, folder: Path, parts: Sequence[Part], intent: Intent | None = None) -> Store:
         """A new bank on disk with these parts."""
@@ -313,4 +316,5 @@ class MemoryBank(EditableContents):
 
     def _check_writable(self) -> None:
         if self._store is not None and not self._store.writable:
+            local_folder(self._store.place)  # behind a URL, the remedy is another one
             raise BankError(f"{self.folder} is not open for writing; open it with write=True")

@@ -102,7 +102,7 @@ class Contents:
         codebook: `[C, D]` if the parts hold codes; None if they hold memory tokens.
 
     Attributes:
-        folder: folder of a bank on disk; None for a bank in memory.
+        folder: folder of a bank on disk, or its URL; None for a bank in memory.
         keep_texts: True if the bank keeps the texts of its documents.
         secure_delete: True if the bank's files are overwritten before they are removed.
         layout: how rows are kept.
@@ -111,7 +111,7 @@ class Contents:
             after the return of a backup. Only within one history does the key of a row say which row it is.
     """
 
-    folder: Path | None = None
+    folder: Path | str | None = None
     keep_texts = False
     secure_delete = False
     version = 0
@@ -294,14 +294,17 @@ class Contents:
         rows = self._rows()
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < rows:
             raise IndexError(f"rows {int(index.min())} to {int(index.max())} of a bank with {rows} rows")
-        found: list[Rows] = []
+        wanted: list[tuple[Part, Tensor]] = []
         order, first = [index[:0]], 0
         for part in self._parts:
             here = ((index >= first) & (index < first + part.count)).nonzero()[:, 0]
-            if len(here) or not found:
-                found.append(part.rows(index[here] - first))
+            if len(here) or not wanted:
+                wanted.append((part, index[here] - first))
                 order.append(here)
             first += part.count
+        for part, numbers in wanted[1:]:
+            part.expect(numbers)
+        found = [part.rows(numbers) for part, numbers in wanted]
         taken, place = Rows.cat(found), torch.cat(order)
         if len(found) > 1:  # otherwise they are in the order in which they were asked for
             taken = taken[place.argsort()]
@@ -313,6 +316,8 @@ class Contents:
         Raises:
             DamageError: when they are not what was written.
         """
+        for part in self._parts[1:]:
+            part.expect(None)
         return [(part.count, part.overview()) for part in self._parts]
 
     def _consecutive(self, start: int, stop: int) -> Rows:

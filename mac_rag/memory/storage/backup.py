@@ -6,6 +6,8 @@ from pathlib import Path
 
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory.storage.folder import is_vacant
+from mac_rag.memory.storage.place import local_folder
+from mac_rag.memory.storage.remote.store import open_store
 from mac_rag.memory.storage.store import Store
 from mac_rag.shipped_models import describe
 
@@ -17,7 +19,7 @@ def backup(folder: str | Path, into: str | Path) -> int:
     the bank.
 
     Args:
-        folder: folder of the bank.
+        folder: folder of the bank, or its URL.
         into: a new or empty folder.
 
     Returns:
@@ -26,14 +28,14 @@ def backup(folder: str | Path, into: str | Path) -> int:
     Raises:
         BankError: when there is no bank, it is damaged, or `into` holds other files.
     """
-    return _copy(Store.open(Path(folder), write=False), Path(into))
+    return _copy(open_store(folder), local_folder(into))
 
 
 def restore(source: str | Path, folder: str | Path, *, replace: bool = False) -> int:
     """Puts a backup back.
 
     Args:
-        source: folder of the backup, or any other bank.
+        source: folder or URL of the backup, or of any other bank.
         folder: folder of the bank: new or empty; with `replace` also a bank of the same model.
         replace: replace all documents of the bank in one commit, to which its readers go on as to any other.
 
@@ -45,7 +47,7 @@ def restore(source: str | Path, folder: str | Path, *, replace: bool = False) ->
             cannot be written.
         FingerprintError: when the bank was written by another model than the backup.
     """
-    saved, folder = Store.open(Path(source), write=False), Path(folder)
+    saved, folder = open_store(source), local_folder(folder)
     if not replace or is_vacant(folder):
         return _copy(saved, folder)
     bank = Store.open(folder, write=True)

@@ -29,7 +29,7 @@ class Fault(NamedTuple):
     problem: str
 
 
-def check_consistency(folder: Path, manifest: Manifest, parts: Sequence[Part], codebook: Tensor | None) -> None:
+def check_consistency(folder: Path | str, manifest: Manifest, parts: Sequence[Part], codebook: Tensor | None) -> None:
     """Refuses a bank whose segments contradict each other, the manifest or the codebook.
 
     Raises:

@@ -42,7 +42,7 @@ class Report:
     """The result of checking or repairing a bank.
 
     Attributes:
-        folder: folder of the bank.
+        folder: folder of the bank, or its URL.
         documents: number of undamaged documents.
         damage: one message for each damaged file.
         lost: ids of the documents that are damaged, or that a repair has dropped.
@@ -52,7 +52,7 @@ class Report:
         quarantine: the folder that holds what a repair has dropped; None if it has dropped nothing.
     """
 
-    folder: Path
+    folder: Path | str
     documents: int
     damage: tuple[str, ...]
     lost: tuple[str, ...]
@@ -84,7 +84,9 @@ class Report:
             lines += [f"  {printable(document_id)}" for document_id in self.textless]
         if self.quarantine is not None:
             lines.append(f"what was dropped lies in {self.quarantine}, with this report")
-        if not self.repaired:
+        if isinstance(self.folder, str):
+            lines.append("remove what is damaged there, and put the bank there again (mac-rag bank upload)")
+        elif not self.repaired:
             lines.append("repair the bank to keep those that are not damaged")
         return "\n".join(lines)
 
@@ -279,6 +281,13 @@ def _remains(folder: Path, info: SegmentInfo, manifest: Manifest) -> _Remains:
             if text is None and info.texts is not None
         ],
     )
+
+
+def lost_of_segment(folder: Path, info: SegmentInfo, manifest: Manifest) -> Report:
+    """Examines one segment, whose files lie in a folder; see `verify` for those of a bank."""
+    remains = _remains(folder, info, manifest)
+    damage, lost, textless = (tuple(each) for each in (remains.damage, remains.lost, remains.textless))
+    return Report(folder, remains.part.documents, damage, lost, remains.unnamed, textless)
 
 
 def _unlike(path: Path, digest: str, size: int | None, damage: list[str], opened: ExitStack) -> BinaryIO:

@@ -15,11 +15,11 @@ from mac_rag.memory.storage.lock import HOLDER, LOCK
 from mac_rag.memory.storage.manifest import FORMERS, MANIFEST
 
 QUARANTINE = "quarantine"  # folder of what a repair has dropped
-_SEGMENT_FILE = re.compile(r"segment-[0-9a-f]{16}\.(safetensors|jsonl|texts\.jsonl|index)")
-_CODEBOOK_FILE = re.compile(r"codebook(-[0-9a-f]{16})?(\.copy)?\.safetensors")
+SEGMENT_FILE = re.compile(r"segment-[0-9a-f]{16}\.(safetensors|jsonl|texts\.jsonl|index)")
+CODEBOOK_FILE = re.compile(r"codebook(-[0-9a-f]{16})?(\.copy)?\.safetensors")
 # All names of unfinished and replaced files; beside unused segments and codebooks they are all that is ever deleted.
 _UNFINISHED_FILE = re.compile(
-    rf"({_SEGMENT_FILE.pattern}|manifest[a-z.]*|{_CODEBOOK_FILE.pattern}|writer\.json)({UNFINISHED}|{REPLACED})"
+    rf"({SEGMENT_FILE.pattern}|manifest[a-z.]*|{CODEBOOK_FILE.pattern}|writer\.json)({UNFINISHED}|{REPLACED})"
     rf"|{'|'.join(FORMERS)}"
 )
 
@@ -35,7 +35,7 @@ def exists(folder: Path) -> bool:
             (folder / MANIFEST).lstat()  # which also works in a folder that must not be listed
             return True
         except FileNotFoundError:
-            return any(_SEGMENT_FILE.fullmatch(name) for name in _names(folder))
+            return any(SEGMENT_FILE.fullmatch(name) for name in _names(folder))
 
 
 def check_exists(folder: Path) -> None:
@@ -96,7 +96,7 @@ def remove_unused(folder: Path, used: Collection[str], *, secure_delete: bool) -
     first: OSError | None = None
     try:
         for file in folder.iterdir():
-            ours = any(pattern.fullmatch(file.name) for pattern in (_SEGMENT_FILE, _CODEBOOK_FILE, _UNFINISHED_FILE))
+            ours = any(pattern.fullmatch(file.name) for pattern in (SEGMENT_FILE, CODEBOOK_FILE, _UNFINISHED_FILE))
             if ours and file.name not in used:
                 try:
                     if stat.S_ISDIR(file.lstat().st_mode):
@@ -110,7 +110,7 @@ def remove_unused(folder: Path, used: Collection[str], *, secure_delete: bool) -
 
 
 @contextmanager
-def file_errors(folder: Path, what: str) -> Iterator[None]:
+def file_errors(folder: Path | str, what: str) -> Iterator[None]:
     """Turns errors of the file system into errors that name the bank: it "cannot be {what}"."""
     try:
         yield

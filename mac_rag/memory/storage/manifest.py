@@ -47,7 +47,7 @@ _FORMER = ".old"
 FORMERS = (MANIFEST + _FORMER, MANIFEST_COPY + _FORMER)  # what a commit that fails goes back to
 
 # Bytes of a manifest; tombstones take most of them, and compaction removes those.
-_LARGEST = 256 << 20
+LARGEST = 256 << 20
 # Sequence numbers are below this. A row's key is one of them times 2 ** 16, in 64 bits (`mac_rag.memory.parts`).
 SEQUENCES = 1 << 47
 # Bytes that one segment may have, by far more than is ever written; products of it stay within 64 bits.
@@ -132,8 +132,18 @@ class SegmentInfo(_StrictModel):
     @property
     def files(self) -> tuple[str, ...]:
         """Names of all its files."""
-        optional = {self.texts_file: self.texts, self.index_file: self.index}
-        return (self.tokens_file, self.records_file, *(name for name, digest in optional.items() if digest is not None))
+        return tuple(self.digests)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Sha256 of each of its files, by its name."""
+        all_files = {
+            self.tokens_file: self.tokens,
+            self.records_file: self.records,
+            self.texts_file: self.texts,
+            self.index_file: self.index,
+        }
+        return {name: digest for name, digest in all_files.items() if digest is not None}
 
 
 class Intent(_StrictModel):
@@ -226,6 +236,12 @@ class Manifest(_StrictModel):
         return FORMAT_WITH_TEXTS if self.keep_texts else FORMAT
 
     @property
+    def digests(self) -> dict[str, str]:
+        """Sha256 of each file that it names, by its name."""
+        named = {name: digest for info in self.segments for name, digest in info.digests.items()}
+        return named if self.codebook is None else named | dict.fromkeys(self.codebook_files, self.codebook)
+
+    @property
     def codebook_files(self) -> tuple[str, str]:
         """Names of the codebook's file and its copy, if the bank has a codebook."""
         return f"{self.codebook_name}.safetensors", f"{self.codebook_name}.copy.safetensors"
@@ -291,7 +307,7 @@ def renew_copy(folder: Path, manifest: Manifest) -> None:
 
 def _holds(path: Path, data: bytes) -> bool:
     try:
-        return read_text_bytes(path, _LARGEST) == data
+        return read_text_bytes(path, LARGEST) == data
     except (FileNotFoundError, MalformedError):
         return False
 
@@ -322,7 +338,23 @@ def _identity(path: Path) -> tuple[int, int, int]:
 
 def _read(path: Path) -> Manifest:
     try:
-        data = read_text_bytes(path, _LARGEST)
+        data = read_text_bytes(path, LARGEST)
+    except MalformedError as error:
+        raise DamageError(f"{path} is damaged: {error}") from error
+    return decode_manifest(data, path)
+
+
+def decode_manifest(data: bytes, path: Path | str) -> Manifest:
+    """The manifest that a file's bytes are.
+
+    Args:
+        data: the bytes.
+        path: path or URL of the file, for messages.
+
+    Raises:
+        DamageError, BankError: as `read_manifest`.
+    """
+    try:
         if _is_format_1(data):
             raise BankError(
                 f"{path} has format 1, which this version does not read any more; adapt to the documents again into "

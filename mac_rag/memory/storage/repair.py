@@ -20,6 +20,7 @@ from mac_rag.memory.storage.folder import QUARANTINE, check_exists, file_errors
 from mac_rag.memory.storage.lock import HOLDER, LOCK, WriterLock
 from mac_rag.memory.storage.manifest import write_manifest
 from mac_rag.memory.storage.newest import older_manifest
+from mac_rag.memory.storage.place import local_folder
 from mac_rag.memory.storage.segment import Segment
 from mac_rag.memory.storage.store import Store
 
@@ -43,11 +44,11 @@ def repair(folder: str | Path, into: str | Path | None = None) -> Report:
         BankError: when there is no bank, another process writes to it, its format is unknown, or nothing can be saved;
             when its quarantine is a link; when `into` is not empty.
     """
-    folder = Path(folder)
+    folder = local_folder(folder)
     with file_errors(folder, "repaired"):
         check_exists(folder)
         if into is not None:
-            return _repair_into(folder, Path(into))
+            return _repair_into(folder, local_folder(into))
         return _repair(folder)
 
 

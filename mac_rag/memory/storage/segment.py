@@ -75,7 +75,7 @@ class Segment(Part):
         self._info = info
         self._layout = layout
         self._texts_file = texts
-        self._verified = _Verified(torch.full((len(records),), verified), overview=verified or info.overview is None)
+        self._verified = Verified(torch.full((len(records),), verified), overview=verified or info.overview is None)
         self.tombstone(*info.tombstones)
 
     @property
@@ -91,11 +91,21 @@ class Segment(Part):
     def _verify(self, index: Tensor | slice) -> None:
         if self._verified.all:
             return
-        rows = torch.arange(len(self.stored))[index]
-        entries = (torch.searchsorted(self.table.starts, rows, right=True) - 1).unique()
-        for number in entries[~self._verified.entries[entries]].tolist():
+        for number in self._unverified(index):
             self._check_entry(number)
         self._verified.all = bool(self._verified.entries.all())
+
+    def _unverified(self, index: Tensor | slice) -> list[int]:
+        """Numbers of the entries that have some of all rows, and were not verified yet."""
+        rows = torch.arange(len(self.stored))[index]
+        entries = (torch.searchsorted(self.table.starts, rows, right=True) - 1).unique()
+        numbers: list[int] = entries[~self._verified.entries[entries]].tolist()
+        return numbers
+
+    def _span(self, number: int) -> tuple[int, int]:
+        """The first row of an entry, and the first behind it."""
+        start, stop = self.table.starts[number : number + 2].tolist()
+        return start, stop
 
     def checksum(self, placed: PlacedRecord) -> str:
         number = int(torch.searchsorted(self.table.starts, placed.start))
@@ -104,7 +114,7 @@ class Segment(Part):
 
     def _check_entry(self, number: int) -> None:
         """Reads the rows of an entry by its number."""
-        start, stop = self.table.starts[number : number + 2].tolist()
+        start, stop = self._span(number)
         rows = self.stored[start:stop]
         is_whole = rows.checksum() == self.table.checksum(number)
         self._check(rows, None if is_whole else self._described(number))
@@ -216,7 +226,7 @@ class Segment(Part):
         return segment
 
 
-class _Verified:
+class Verified:
     """What of a segment's rows is known to be what was written. Copies of the segment share it.
 
     Attributes:
@@ -229,6 +239,11 @@ class _Verified:
         self.entries = entries
         self.all = bool(entries.all())
         self.overview = overview
+
+    def forget(self, *, overview: bool) -> None:
+        """Nothing is known any more, but for an overview that has nothing to be verified."""
+        self.entries.fill_(False)
+        self.all, self.overview = False, overview
 
 
 def write_segment(
@@ -318,7 +333,15 @@ def _placed(parts: Sequence[Part]) -> Iterator[tuple[Part, PlacedRecord]]:
     return ((part, placed) for part in parts for placed in part)
 
 
-def read_segment(folder: Path, info: SegmentInfo, layout: RowLayout, *, secure_delete: bool) -> Segment:
+def read_segment(
+    folder: Path,
+    info: SegmentInfo,
+    layout: RowLayout,
+    *,
+    secure_delete: bool,
+    rows: Rows | None = None,
+    kind: type[Segment] | None = None,
+) -> Segment:
     """Opens a segment. Unless they are codes, its rows are verified when they are read for the first time.
 
     The same holds for its records, where there is an index.
@@ -328,12 +351,14 @@ def read_segment(folder: Path, info: SegmentInfo, layout: RowLayout, *, secure_d
         info: what the manifest says about the segment.
         layout: how the bank keeps its rows.
         secure_delete: True if its files will be overwritten before they are removed: it is read now.
+        rows: the rows of all entries, if they are not to be read from the folder; nothing of them was verified.
+        kind: class of the segment; None for `Segment`.
 
     Raises:
         FileNotFoundError: when one of its files is missing, as happens after a writer has replaced the segment.
         DamageError: when one of its files is not what was written, or with `secure_delete` after such a replacement.
     """
-    at_once = secure_delete or len(info.shape) == 2
+    at_once = rows is None and (secure_delete or len(info.shape) == 2)
     path = folder / info.index_file
     try:
         if info.index is not None:
@@ -346,12 +371,13 @@ def read_segment(folder: Path, info: SegmentInfo, layout: RowLayout, *, secure_d
         if not torch.isin(torch.tensor(info.tombstones, dtype=torch.long), index.sequences).all():
             raise MalformedError("the manifest says that entries were deleted that it never had")
         path = folder / info.tokens_file
-        rows = (tokens_file.load_rows if at_once else tokens_file.map_rows)(folder, info, layout)
+        if rows is None:
+            rows = (tokens_file.load_rows if at_once else tokens_file.map_rows)(folder, info, layout)
         path = folder / info.texts_file
         texts = _texts_file(folder, info, secure_delete)
     except MalformedError as error:
         raise DamageError(f"{path} is damaged: {error}{REMEDY}") from None
-    return Segment(folder, info, layout, rows, records, texts, verified=at_once)
+    return (kind or Segment)(folder, info, layout, rows, records, texts, verified=at_once)
 
 
 def _index_of(path: Path, info: SegmentInfo) -> EntryIndex:

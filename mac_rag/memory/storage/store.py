@@ -174,6 +174,15 @@ class Store:
         self.tidy()
 
     @property
+    def place(self) -> Path | str:
+        """Where the bank lies, for messages: its folder, or its URL."""
+        return self.folder
+
+    def _read(self, known: Commit) -> Commit:
+        """The last commit; what is known already is not read again."""
+        return read_commit(self.folder, known)
+
+    @property
     def writable(self) -> bool:
         """True if the bank can be changed."""
         return self._lock is not None
@@ -199,17 +208,16 @@ class Store:
         """
         if self._was_writable:
             return False
-        with file_errors(self.folder, "read"):
-            known = Commit(self.manifest, self.segments, self.codebook)
-            manifest, segments, codebook = read_commit(self.folder, known)
+        with file_errors(self.place, "read"):
+            manifest, segments, codebook = self._read(Commit(self.manifest, self.segments, self.codebook))
             if manifest == self.manifest:
                 return False
             if manifest.fingerprint != self.manifest.fingerprint:
                 raise FingerprintError(
-                    f"{self.folder} was written by {describe(self.manifest.fingerprint)} and has been replaced by a "
+                    f"{self.place} was written by {describe(self.manifest.fingerprint)} and has been replaced by a "
                     f"bank of {describe(manifest.fingerprint)}; open it again, with that model"
                 )
-            check_consistency(self.folder, manifest, segments, codebook)
+            check_consistency(self.place, manifest, segments, codebook)
         self.manifest, self.segments, self.codebook = manifest, segments, codebook
         return True
 
