@@ -59,7 +59,7 @@ class BankCache:
         self.folder = self.all / hashlib.sha256(store.url.encode()).hexdigest()[:32]
         self.limit = cache_limit()
         self._unmeasured = self.limit  # bytes that were fetched since the cache was measured
-        self._counting = threading.Lock()
+        self._counting, self._turn = threading.Lock(), threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="mac_rag-fetch")
         with self.errors():
             make_folder(self.folder)
@@ -80,7 +80,8 @@ class BankCache:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Keeps all other threads and processes from putting something into this bank's cache."""
-        with FileLock(self.folder / "lock", mode=0o600, poll_interval=0.005):
+        # Threads of this process wait for each other here, so that only other processes are asked again and again.
+        with self._turn, FileLock(self.folder / "lock", mode=0o600, poll_interval=0.005):
             yield
 
     def segment_folder(self, info: SegmentInfo) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from mac_rag.atomic_files import sealed, unsealed
 from mac_rag.errors import BankError, DamageError
 from mac_rag.memory import MemoryBank
+from mac_rag.memory.storage.remote.examination import verify_url
 from mac_rag.memory.storage.remote.object_store import ObjectStore, Range
 from mac_rag.memory.storage.remote.upload import upload
 from tests.memory.storage.remote.helpers import FlakyStore, fill, is_right
@@ -169,3 +171,24 @@ def test_an_upload_that_is_interrupted_goes_on(tmp_path: Path, cache: Path, monk
     assert set(states) == {4, 3}
     assert is_right(MemoryBank.open(URL), [0])
     assert MemoryBank.open(URL).document_ids == ["0", "2", "3"]
+
+
+def test_an_upload_follows_a_writer_that_removes_files_meanwhile(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path / "bank", 4)
+    put = ObjectStore.put
+    with MemoryBank.open(tmp_path / "bank", write=True) as bank:
+
+        def put_after_a_change(store: ObjectStore, name: str, path: Path) -> None:
+            with turn:
+                if "1" in bank:
+                    bank.delete("1")
+                    bank.compact()
+            put(store, name, path)
+
+        turn = threading.Lock()
+        monkeypatch.setattr(ObjectStore, "put", put_after_a_change)
+        assert upload(tmp_path / "bank", URL).documents == 3
+    assert MemoryBank.open(URL).document_ids == ["0", "2", "3"]
+    assert verify_url(URL).clean
