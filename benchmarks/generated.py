@@ -14,31 +14,45 @@ from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankProjection
 from mac_rag.nn.memory_tokens import MemoryTokens
 
+# With six, prior keys of a mixture are as near to their nearest neighbour as those of a real paragraph (cosine 0.26).
+_SOURCES = 6
 
-def perturbed_copies(
-    originals: Sequence[Document], real: Tensor, first: int, count: int, group: int, seed: int
+
+def mixed_documents(
+    originals: Sequence[Document], real: Tensor, lexical: int, first: int, count: int, group: int, seed: int
 ) -> Iterator[tuple[list[Document], Tensor]]:
-    """Documents with memory tokens, in groups: the originals, then copies of them that are perturbed.
+    """Documents with memory tokens, in groups: the originals, then mixtures of them.
 
-    Noise of three tenths of their standard deviation is added to memory tokens and lexical vectors of a copy. That
-    is harder than other documents would be: each document competes with all of its copies.
+    A mixture takes each memory token, and each number of its lexical vectors, from one of six originals. Noise is
+    added to the tokens, with the standard deviation that they have in their place. So a mixture is as far from all
+    other documents as a real one is from its neighbours: plain copies with a little noise would all compete.
 
     Args:
         originals: documents.
-        real: `[n, T, D]`, memory tokens of these documents, one row each.
+        real: `[n, T + R, D]`, memory tokens and lexical vectors of these documents, one row each.
+        lexical: R.
         first: number of the first document.
         count: number of the last document, plus one.
         group: documents of a group.
-        seed: random seed; a group's noise depends on the number of its first document, and not on the groups before.
+        seed: random seed; a group depends on the number of its first document, and not on the groups before.
     """
-    spread = 0.3 * real.std()
+    tokens, words = real[:, : real.shape[1] - lexical], real[:, real.shape[1] - lexical :].flatten(1)
+    spread = tokens.std((0, 2))[:, None]
     for begin in range(first, count, group):
+        stop = min(begin + group, count)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + begin)
-        index = torch.arange(begin, min(begin + group, count))
-        phi = real[index % len(real)]
-        noise = torch.randn(phi.shape, generator=generator) * spread * (phi != 0)
-        phi = torch.where((index >= len(real))[:, None, None], phi + noise, phi)
-        yield [Document(f"{number}", originals[number % len(originals)].text) for number in index.tolist()], phi
+        kept = real[begin:stop]
+        size = stop - max(begin, len(real))
+        if size > 0:
+            sources = torch.randint(len(real), (size, _SOURCES), generator=generator)
+            picks = torch.randint(_SOURCES, (size, tokens.shape[1]), generator=generator)
+            mixed = tokens[sources.gather(1, picks), torch.arange(tokens.shape[1])]
+            mixed += torch.randn(mixed.shape, generator=generator) * spread
+            picks = torch.randint(_SOURCES, (size, words.shape[1]), generator=generator)
+            chosen = words[sources.gather(1, picks), torch.arange(words.shape[1])]
+            mixed = torch.cat([mixed, chosen.view(size, lexical, real.shape[2])], 1)
+            kept = torch.cat([kept, mixed])
+        yield [Document(f"{number}", originals[number % len(originals)].text) for number in range(begin, stop)], kept
 
 
 class GeneratedBank(MemoryBank):

@@ -100,7 +100,7 @@ def main(
     model: Annotated[str, typer.Option(help="A MAC model: a name or a folder.")] = "mac-small",
     data: DataOption = None,
     documents: Annotated[int, typer.Option(min=8, help="Documents of the bank.")] = 16000,
-    adapted: Annotated[int, typer.Option(min=1, help="Documents that are adapted to; the others are copies.")] = 1000,
+    adapted: Annotated[int, typer.Option(min=1, help="Documents that are adapted to; the others are mixtures.")] = 1000,
     shards: Annotated[str, typer.Option(help="Numbers of shards to measure, at least three.")] = "1,2,4,8",
     check: Annotated[int, typer.Option(help="The number of shards that is predicted from the others.")] = 8,
     questions: Annotated[int, typer.Option(min=3, help="Questions, each asked alone; medians count.")] = 20,
@@ -113,7 +113,7 @@ def main(
 ) -> None:
     """Measure banks in shards, fit a model of a question's time to them, check it, and plan a larger bank with it.
 
-    The bank has copies of documents, perturbed as in benchmarks.scale. The model is fitted to all measured numbers of
+    The bank has mixtures of documents, as in benchmarks.scale. The model is fitted to all measured numbers of
     shards but one, which it then predicts. The shards of one machine share its cores, and the model knows that.
     """
     import os
@@ -212,13 +212,14 @@ def _measure(
     """Makes a bank in shards, and asks it in processes and in this one."""
     import statistics
 
-    from benchmarks.generated import perturbed_copies
+    from benchmarks.generated import mixed_documents
     from benchmarks.shards import counting_shards
     from mac_rag.distributed import ShardedBank
     from mac_rag.distributed.transport import ShardSettings
 
+    lexical = model.aggregation.lexical_vectors
     with ShardedBank(ShardSettings.of_new(place, model, shards), counting_shards, create=True) as bank:
-        for group, phi in perturbed_copies(originals, real, 0, documents, _GROUP, seed):
+        for group, phi in mixed_documents(originals, real, lexical, 0, documents, _GROUP, seed):
             bank.put(group, phi)
             bank.commit()
         sent: Any = bank.shards.transport

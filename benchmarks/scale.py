@@ -34,7 +34,7 @@ def main(
     ] = None,
     model: Annotated[str, typer.Option(help="A MAC model: a name or a folder.")] = "mac-small",
     data: DataOption = None,
-    adapted: Annotated[int, typer.Option(min=1, help="Documents that are adapted to; the others are copies.")] = 2000,
+    adapted: Annotated[int, typer.Option(min=1, help="Documents that are adapted to; the others are mixtures.")] = 2000,
     rows: Annotated[Literal["bf16", "int8", "fp32"], typer.Option(help="Numbers of the banks' rows.")] = "bf16",
     questions: Annotated[int, typer.Option(min=2, help="Questions, each asked alone.")] = 20,
     all_rows: Annotated[
@@ -46,8 +46,8 @@ def main(
 ) -> None:
     """Time opening a bank, its first question, and later ones, each bank in a process of its own.
 
-    A bank has the first documents of a data set. Beyond `--adapted` it has copies of these, whose memory tokens and
-    lexical vectors are perturbed (`benchmarks.generated.perturbed_copies`). Where it says so, the same questions are
+    A bank has the first documents of a data set. Beyond `--adapted` it has mixtures of them
+    (`benchmarks.generated.mixed_documents`). Where it says so, the same questions are
     also aggregated over all rows, as if no document prior told which rows can matter, and as the published
     implementation does it (`benchmarks.published`); the difference is that of phi*. With --output, a plot is drawn
     beside the JSON file.
@@ -72,7 +72,7 @@ def main(
 
 def _fill(place: Path, count: int, model: str, data: str | None, adapted: int, rows: Any, seed: int) -> None:
     """Makes a bank, unless it is there; goes on with one that was begun."""
-    from benchmarks.generated import perturbed_copies
+    from benchmarks.generated import mixed_documents
     from eval.harness.streams import open_stream
     from mac_rag.memory import MemoryBank
     from mac_rag.memory.views.overview import put_with_overview
@@ -90,8 +90,9 @@ def _fill(place: Path, count: int, model: str, data: str | None, adapted: int, r
         if MemoryBank.exists(place)
         else MemoryBank.create(place, loaded.fingerprint, rows=rows)
     )
+    lexical = loaded.aggregation.lexical_vectors
     with bank, progress_bar("fill", count, done=len(bank)) as bar:
-        for group, phi in perturbed_copies(documents, real, len(bank), count, _GROUP, seed):
+        for group, phi in mixed_documents(documents, real, lexical, len(bank), count, _GROUP, seed):
             put_with_overview(bank, loaded.aggregation, group, phi, [1] * len(group))
             bank.commit()
             bar.advance(len(group))
