@@ -34,7 +34,9 @@ def main(
     ] = None,
     model: Annotated[str, typer.Option(help="A MAC model: a name or a folder.")] = "mac-small",
     data: DataOption = None,
-    adapted: Annotated[int, typer.Option(min=1, help="Documents that are adapted to; the others are mixtures.")] = 2000,
+    adapted: Annotated[
+        int, typer.Option(min=1, help="Documents that are adapted to; the others are mixtures.")
+    ] = 20000,
     rows: Annotated[Literal["bf16", "int8", "fp32"], typer.Option(help="Numbers of the banks' rows.")] = "bf16",
     questions: Annotated[int, typer.Option(min=2, help="Questions, each asked alone.")] = 20,
     all_rows: Annotated[
@@ -46,18 +48,21 @@ def main(
 ) -> None:
     """Time opening a bank, its first question, and later ones, each bank in a process of its own.
 
-    A bank has the first documents of a data set. Beyond `--adapted` it has mixtures of them
-    (`benchmarks.generated.mixed_documents`). Where it says so, the same questions are
-    also aggregated over all rows, as if no document prior told which rows can matter, and as the published
-    implementation does it (`benchmarks.published`); the difference is that of phi*. With --output, a plot is drawn
-    beside the JSON file.
+    A bank has the documents of a data set, those of its test stream first. Beyond `--adapted` it has mixtures of them
+    (`benchmarks.generated.mixed_documents`). Where it says so, the same questions are also aggregated over all rows, as
+    if no document prior told which rows can matter, and as the published implementation does it
+    (`benchmarks.published`); the difference is that of phi*. With --output, a plot is drawn beside the JSON file.
     """
     from benchmarks.measure import in_child, write_json
 
+    sizes = sorted(set(documents or (100, 2000, 6000)))
+    prefix = f"{model.replace('/', '-')}-{rows}"
+    real = folder / f"{prefix}-{min(adapted, sizes[-1])}"
+    in_child(_adapt, real, min(adapted, sizes[-1]), model, data, rows, seed)
     measured = []
-    for count in sorted(set(documents or (100, 2000, 6000))):
-        place = folder / f"{model.replace('/', '-')}-{rows}-{count}"
-        in_child(_fill, place, count, model, data, adapted, rows, seed)
+    for count in sizes:
+        place = folder / f"{prefix}-{count}"
+        in_child(_fill, place, count, real, model, rows, seed)
         row = in_child(_measure, place, count, model, data, questions, seed, whole=count <= all_rows)
         if count <= all_rows:
             row |= in_child(_published, place, count, model, data, questions, seed)
@@ -70,10 +75,41 @@ def main(
         say(f"drawn: {draw(measured, output.with_suffix('.svg'))}")
 
 
-def _fill(place: Path, count: int, model: str, data: str | None, adapted: int, rows: Any, seed: int) -> None:
-    """Makes a bank, unless it is there; goes on with one that was begun."""
+def _adapt(place: Path, count: int, model: str, data: str | None, rows: Any, seed: int) -> None:
+    """Makes a bank of the documents of a data set: those of its test stream, then those of its other splits."""
+    from eval.harness.streams import named_folder, open_stream
+    from mac_rag.data import SPLITS, load_dataset
+    from mac_rag.data.types import Document
+    from mac_rag.engine import MACEngine
+    from mac_rag.errors import DataError
+    from mac_rag.memory import MemoryBank
+    from mac_rag.model import MACModel
+
+    if MemoryBank.exists(place) and len(MemoryBank.open(place)) == count:
+        return
+    documents = list(open_stream(data, "test", count, 1, seed=seed, scale="tiny")[0].documents)
+    if data is not None:
+        name, files = named_folder(data)
+        for split in SPLITS[name]:
+            documents += load_dataset(name, split, files).documents if split != "test" else ()
+    if len(documents) < count:
+        raise DataError(f"{data} has {len(documents):,} documents; give at most so many to --adapted")
+    loaded = MACModel.from_pretrained(model, device="cpu")
+    bank = (
+        MemoryBank.open(place, write=True)
+        if MemoryBank.exists(place)
+        else MemoryBank.create(place, loaded.fingerprint, rows=rows)
+    )
+    with bank:
+        # The same paragraph may have the same id in two splits.
+        numbered = [Document(f"{number}", each.text) for number, each in enumerate(documents[:count])]
+        MACEngine(loaded, bank).adapt(numbered, progress=True)
+
+
+def _fill(place: Path, count: int, real: Path, model: str, rows: Any, seed: int) -> None:
+    """Makes a bank of the rows of another and of mixtures of them, unless it is there; goes on with one begun."""
     from benchmarks.generated import mixed_documents
-    from eval.harness.streams import open_stream
+    from mac_rag.data.types import Document
     from mac_rag.memory import MemoryBank
     from mac_rag.memory.views.overview import put_with_overview
     from mac_rag.model import MACModel
@@ -82,9 +118,8 @@ def _fill(place: Path, count: int, model: str, data: str | None, adapted: int, r
     if MemoryBank.exists(place) and len(MemoryBank.open(place)) == count:
         return
     loaded = MACModel.from_pretrained(model, device="cpu")
-    stream, _ = open_stream(data, "test", min(count, adapted), 1, seed=seed, scale="tiny")
-    documents = stream.documents
-    real = loaded.amortize([document.text for document in documents], progress=True)
+    originals = MemoryBank.open(real)
+    documents = [Document(entry.document_id, "") for entry in originals]
     bank = (
         MemoryBank.open(place, write=True)
         if MemoryBank.exists(place)
@@ -92,7 +127,7 @@ def _fill(place: Path, count: int, model: str, data: str | None, adapted: int, r
     )
     lexical = loaded.aggregation.lexical_vectors
     with bank, progress_bar("fill", count, done=len(bank)) as bar:
-        for group, phi in mixed_documents(documents, real, lexical, len(bank), count, _GROUP, seed):
+        for group, phi in mixed_documents(documents, originals.phi, lexical, len(bank), count, _GROUP, seed):
             put_with_overview(bank, loaded.aggregation, group, phi, [1] * len(group))
             bank.commit()
             bar.advance(len(group))
