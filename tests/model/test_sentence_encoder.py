@@ -37,6 +37,7 @@ from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.packed_linear import matrix_dtype
 from pipelines import add_lexical as add_lexical_command
 from pipelines.tasks.add_lexical import add_hashed_bm25
 from tests.helpers import copy_of, mac_config
@@ -80,7 +81,8 @@ def test_the_first_token_is_the_encoders_mean_state_of_the_text(model: MACModel)
     for text, tokens in zip(TEXTS, phi, strict=True):
         ids = torch.tensor([model.amortization.ids(text)])
         expected = encoder(ids).last_hidden_state[0].mean(0)
-        torch.testing.assert_close(tokens[0].double(), expected, atol=1e-4, rtol=1e-4)
+        rounding = 1e-4 if matrix_dtype() == torch.float32 else 1e-2
+        torch.testing.assert_close(tokens[0].double(), expected, atol=rounding, rtol=rounding)
         torch.testing.assert_close(model.amortize([text])[0], tokens, atol=1e-5, rtol=1e-5)
 
 
@@ -110,7 +112,7 @@ def test_every_design_takes_a_sentence_encoder(design: str, built: MACModel, tmp
 
 def test_the_document_prior_compares_the_encoders_tokens_alone(model: MACModel) -> None:
     prior: Any = model.aggregation.prior
-    phi, asked = model.amortize(TEXTS), model.input_encoder.encode([model.input_encoder.ids(q) for q in QUESTIONS], 99)
+    phi, asked = model.amortize(TEXTS), encoded_questions(model)
     scores = model.aggregation.prior_scores(asked, model.project(phi))
     for question, row in zip(asked.stacked(), scores, strict=True):
         for document, score in zip(phi, row, strict=True):
@@ -148,7 +150,9 @@ def lexical(model: MACModel) -> MACModel:
 
 
 def encoded_questions(model: MACModel) -> MemoryTokens:
-    return model.input_encoder.encode([model.input_encoder.ids(q) for q in QUESTIONS], 99)
+    with torch.no_grad():
+        encoded: MemoryTokens = model.input_encoder([model.input_encoder.ids(question) for question in QUESTIONS])
+    return encoded
 
 
 def test_lexical_vectors_stand_behind_the_memory_tokens(model: MACModel) -> None:
