@@ -51,7 +51,6 @@ def main(
     from mac_rag.lm.minilm import minilm_folder
     from mac_rag.memory import MemoryBank
     from mac_rag.model import MACModel
-    from mac_rag.nn.packed_linear import matrix_dtype
     from mac_rag.retrieval.registry import make_retriever
 
     torch.set_num_threads(threads)
@@ -96,8 +95,7 @@ def main(
         parts.add_row(name, f"{share:.1%}")
     console = Console()
     console.print(
-        f"{len(texts):,} documents of {stream.name}, {length:.0f} tokens on average, {model}, {threads} threads, "
-        f"products in {str(matrix_dtype()).removeprefix('torch.')}"
+        f"{len(texts):,} documents of {stream.name}, {length:.0f} tokens on average, {model}, {threads} threads"
     )
     console.print(table)
     console.print(parts)
@@ -118,7 +116,7 @@ def _shares(model: MACModel, documents: Sequence[Document]) -> dict[str, float]:
     places = {
         "all": ("engine.py", "adapt"),
         "tokens of the texts": ("adapting.py", "plan"),
-        "states of both encoders": ("amortization.py", "last_states_without_gradients"),
+        "states of both encoders": ("unpadded_bert.py", "last_states_without_gradients"),
         "network": ("amortization.py", "forward"),
         "rows of the bank": ("adapting.py", "write_encoded"),
     }

@@ -13,9 +13,9 @@ from mac_rag.errors import DocumentError
 from mac_rag.lm.batching import length_buckets, pad_rows, similar_lengths
 from mac_rag.lm.text_tokenizer import text_tokenizer
 from mac_rag.model.splitting import Chunk, split
-from mac_rag.nn.amortization import AmortizationNetwork, Reading, last_states, last_states_without_gradients
+from mac_rag.nn.amortization import AmortizationNetwork
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.unpadded_bert import forget
+from mac_rag.nn.unpadded_bert import Reading, forget, last_states, last_states_without_gradients
 
 _LENGTH_RATIO = 1.5  # largest ratio of the longest to the shortest text of a batch
 

@@ -7,8 +7,7 @@ position, so a text has the same memory tokens whatever it is batched with.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,28 +17,12 @@ from transformers.modeling_outputs import BaseModelOutput
 from mac_rag.nn.dtypes import widest_dtype
 from mac_rag.nn.hashed_bm25 import HashedBM25
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.unpadded_bert import unpadded
-
-# How a network computes the states `[K, L, width]` of a backbone for texts: from the backbone, and token ids and mask.
-Reading: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]
+from mac_rag.nn.unpadded_bert import Reading, last_states
 
 # How a pooling encoder starts: the standard deviation of a memory token's attention, in stretches; and the scale of its
 # MLPs, beside their skip connection.
 _REACH, _MLP_SCALE = 0.5, 0.1
 _LEAST_SALIENCE = 1e-4
-
-
-def last_states(backbone: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """The backbone's own `last_hidden_state`."""
-    states: Tensor = backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-    return states
-
-
-def last_states_without_gradients(backbone: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """As `last_states`, faster where `UnpaddedBert` supports the backbone; states of padding may be others."""
-    fast = unpadded(backbone)
-    with torch.no_grad():
-        return last_states(backbone, input_ids, attention_mask) if fast is None else fast(input_ids, attention_mask)
 
 
 class TokenMLPs(nn.Module):

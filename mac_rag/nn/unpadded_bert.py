@@ -1,14 +1,14 @@
 """BERT's states of a batch of texts without its padding, for a CPU and without gradients.
 
 The tokens of all texts stand one behind the other, `[N, width]`, so that nothing is computed for padding. Query, key
-and value are one matrix product, GELU is a part of another, and products are in bf16 where the CPU has instructions for
-it (`matrix_dtype`). States between layers, sums and norms stay in fp32. So the states are those of the model up to
-rounding: about 1e-5 with products in fp32, and in bf16 about one hundredth of their size.
+and value are one matrix product, GELU is a part of another, and weights are laid out for the CPU's kernels once. The
+states are those of the model up to rounding. Products stay in fp32: in bf16, where a CPU has instructions for it,
+memory tokens change by half a hundredth, and answers from them become worse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import BertGenerationEncoder, BertModel
 
-from mac_rag.nn.packed_linear import PackedLinear, matrix_dtype
+from mac_rag.nn.packed_linear import PackedLinear
 
-_SCORES = 1 << 22
+# How a network computes the states `[K, L, width]` of a backbone for texts: from the backbone, and token ids and mask.
+Reading: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]
+
 _LINEAR = ("query", "key", "value", "dense")
 
 
@@ -29,14 +31,12 @@ class UnpaddedBert:
 
     Args:
         model: a model for which `is_supported` is True.
-        dtype: dtype of the matrix products.
-        scores: about how many attention scores are computed at once; in fp32 none takes memory.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype, *, scores: int = _SCORES) -> None:
+    def __init__(self, model: Any) -> None:
         heads = model.config.num_attention_heads
         self._embeddings: nn.Module = model.embeddings
-        self._layers = [_Layer(layer, heads, dtype, scores) for layer in model.encoder.layer]
+        self._layers = [_Layer(layer, heads) for layer in model.encoder.layer]
 
     @staticmethod
     def is_supported(model: Any) -> bool:
@@ -74,48 +74,31 @@ class UnpaddedBert:
 
 
 class _Layer:
-    def __init__(self, layer: Any, heads: int, dtype: torch.dtype, scores: int) -> None:
+    def __init__(self, layer: Any, heads: int) -> None:
         attention, after = layer.attention.self, layer.attention.output
-        query, key, value = attention.query, attention.key, attention.value
-        scale = (query.out_features // heads) ** -0.5
+        parts = attention.query, attention.key, attention.value
         self._heads = heads
-        self._dtype = dtype
-        self._scores = scores
         self._query_key_value = PackedLinear(
-            torch.cat([scale * query.weight, key.weight, value.weight]),
-            torch.cat([scale * query.bias, key.bias, value.bias]),
-            dtype,
+            torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
         )
-        self._out = PackedLinear(after.dense.weight, after.dense.bias, dtype)
-        self._up = PackedLinear(layer.intermediate.dense.weight, layer.intermediate.dense.bias, dtype)
-        self._down = PackedLinear(layer.output.dense.weight, layer.output.dense.bias, dtype)
+        self._out = PackedLinear(after.dense.weight, after.dense.bias)
+        self._up = PackedLinear(layer.intermediate.dense.weight, layer.intermediate.dense.bias)
+        self._down = PackedLinear(layer.output.dense.weight, layer.output.dense.bias)
         self._norm: nn.Module = after.LayerNorm
         self._last_norm: nn.Module = layer.output.LayerNorm
 
     def __call__(self, x: Tensor, runs: list[tuple[int, int]]) -> Tensor:
-        """`[N, width] -> [N, width]` in fp32, for runs of texts of equal length: the length and the number of each."""
-        projected = self._query_key_value(x.to(self._dtype))
-        x = self._norm(x + self._out(torch.cat([*self._attended(projected, runs)])))
-        states: Tensor = self._last_norm(x + self._down(self._up(x.to(self._dtype), gelu=True)))
+        """`[N, width] -> [N, width]`, for runs of texts of equal length: the length and the number of each."""
+        x = self._norm(x + self._out(torch.cat([*self._attended(self._query_key_value(x), runs)])))
+        states: Tensor = self._last_norm(x + self._down(self._up(x, gelu=True)))
         return states
 
     def _attended(self, projected: Tensor, runs: list[tuple[int, int]]) -> Iterator[Tensor]:
         """What the tokens of each run attend to, `[length * number, width]`."""
         for part, (length, count) in zip(projected.split([length * count for length, count in runs]), runs):
             query, key, value = part.view(count, length, 3, self._heads, -1).permute(2, 0, 3, 1, 4)
-            yield _attention(query, key, value, self._scores).transpose(1, 2).reshape(count * length, -1)
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, scores: int) -> Tensor:
-    """Attention of scaled queries, `[B, H, L, d]`; in bf16 with about so many scores at once."""
-    if query.dtype == torch.float32:
-        return functional.scaled_dot_product_attention(query, key, value, scale=1.0)
-    # PyTorch's fused kernel makes little use of bf16 instructions for heads this narrow; matrix products do.
-    step = max(1, scores // key.shape[:3].numel())
-    keys, values = key.flatten(0, 1).mT, value.flatten(0, 1)
-    parts = [(part @ keys).softmax(-1) @ values for part in query.flatten(0, 1).split(step, 1)]
-    attended: Tensor = torch.cat(parts, 1).unflatten(0, query.shape[:2])
-    return attended
+            attended = functional.scaled_dot_product_attention(query, key, value)
+            yield attended.transpose(1, 2).reshape(count * length, -1)
 
 
 _State: TypeAlias = tuple[object, ...]  # which weights a model has
@@ -127,11 +110,12 @@ def unpadded(model: nn.Module) -> UnpaddedBert | None:
 
     An optimiser may change weights without a new version of their tensors: `forget` the model when it has been trained.
     """
-    weights = tuple((weight.data_ptr(), weight._version) for weight in model.parameters())
-    state = (*weights, model.training, getattr(model, "bidirectional", None))
+    weights = [*model.parameters()]
+    versions = (-1 if weight.is_inference() else weight._version for weight in weights)
+    state = (*zip(map(Tensor.data_ptr, weights), versions), model.training, getattr(model, "bidirectional", None))
     known = _KNOWN.get(model)
     if known is None or known[0] != state:
-        known = state, UnpaddedBert(model, matrix_dtype()) if UnpaddedBert.is_supported(model) else None
+        known = state, UnpaddedBert(model) if UnpaddedBert.is_supported(model) else None
         _KNOWN[model] = known
     return known[1]
 
@@ -140,3 +124,16 @@ def forget(model: nn.Module) -> None:
     """Drops the `UnpaddedBert` of every model inside of a module."""
     for module in model.modules():
         _KNOWN.pop(module, None)
+
+
+def last_states(backbone: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """The backbone's own `last_hidden_state`."""
+    states: Tensor = backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    return states
+
+
+@torch.no_grad()
+def last_states_without_gradients(backbone: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """As `last_states`, faster where `UnpaddedBert` supports the backbone; the states of padding may be others."""
+    fast = unpadded(backbone)
+    return last_states(backbone, input_ids, attention_mask) if fast is None else fast(input_ids, attention_mask)
