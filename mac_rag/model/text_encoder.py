@@ -15,6 +15,7 @@ from mac_rag.lm.text_tokenizer import text_tokenizer
 from mac_rag.model.splitting import Chunk, split
 from mac_rag.nn.amortization import AmortizationNetwork
 from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.unpadded_bert import Reading, forget, last_states, last_states_without_gradients
 
 _LENGTH_RATIO = 1.5  # largest ratio of the longest to the shortest text of a batch
 
@@ -46,6 +47,11 @@ class TextEncoder(nn.Module):
         positions = getattr(network.backbone.config, "max_position_embeddings", None)
         self.max_tokens = min(max_tokens, positions - network.tokens) if positions else max_tokens
 
+    def train(self, mode: bool = True) -> TextEncoder:
+        """Sets the training mode of the network, and forgets what was made of its weights for `encode`."""
+        forget(self)
+        return super().train(mode)
+
     @property
     def device(self) -> torch.device:
         return self.network.queries.device
@@ -70,15 +76,20 @@ class TextEncoder(nn.Module):
             )
         return ids
 
-    def forward(self, rows: Sequence[Sequence[int]]) -> MemoryTokens:
-        """Encodes token ids of K texts to their memory tokens; texts of similar length share a batch."""
+    def forward(self, rows: Sequence[Sequence[int]], read: Reading = last_states) -> MemoryTokens:
+        """Encodes token ids of K texts to their memory tokens; texts of similar length share a batch.
+
+        Args:
+            rows: token ids of each text.
+            read: see `AmortizationNetwork.forward`.
+        """
         groups = similar_lengths([len(row) for row in rows], _LENGTH_RATIO)
-        encoded = MemoryTokens.cat([self._encode_batch([rows[i] for i in group]) for group in groups])
+        encoded = MemoryTokens.cat([self._encode_batch([rows[i] for i in group], read) for group in groups])
         places = torch.tensor([i for group in groups for i in group], device=self.device)
         return encoded[places.argsort()]
 
-    def _encode_batch(self, rows: Sequence[Sequence[int]]) -> MemoryTokens:
-        encoded: MemoryTokens = self.network(*pad_rows(rows, 0, self.device))  # masked, so any token may pad
+    def _encode_batch(self, rows: Sequence[Sequence[int]], read: Reading) -> MemoryTokens:
+        encoded: MemoryTokens = self.network(*pad_rows(rows, 0, self.device), read)  # masked, so any token may pad
         return encoded
 
     @torch.no_grad()
@@ -99,7 +110,7 @@ class TextEncoder(nn.Module):
         tokens = self.network.tokens
         result: MemoryTokens | None = None
         for bucket in length_buckets([len(row) + tokens for row in rows], batch_tokens):
-            encoded = self([rows[i] for i in bucket]).to(torch.float32)
+            encoded = self([rows[i] for i in bucket], last_states_without_gradients).to(torch.float32)
             if result is None:
                 result = encoded.new_empty(len(rows))
             result.put(bucket, encoded)

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from mac_rag.nn.dtypes import widest_dtype
 from mac_rag.nn.hashed_bm25 import HashedBM25
 from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.unpadded_bert import Reading, last_states
 
 # How a pooling encoder starts: the standard deviation of a memory token's attention, in stretches; and the scale of its
 # MLPs, beside their skip connection.
@@ -114,31 +115,34 @@ class AmortizationNetwork(nn.Module):
         """T."""
         return len(self.queries) if self.sentence_encoder is None else len(self.queries) + 1
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> MemoryTokens:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states) -> MemoryTokens:
         """Encodes a batch of texts.
 
         Args:
             input_ids: `[K, L]`, padded on the right.
             attention_mask: `[K, L]`, 1 for tokens and 0 for padding.
+            read: how encoders that read the text alone compute their states.
 
         Returns:
             Memory tokens of K texts.
         """
-        return self.memory_tokens(self.states(input_ids, attention_mask), input_ids, attention_mask)
+        return self.memory_tokens(self.states(input_ids, attention_mask, read), input_ids, attention_mask, read)
 
-    def memory_tokens(self, states: Tensor, input_ids: Tensor, attention_mask: Tensor) -> MemoryTokens:
+    def memory_tokens(
+        self, states: Tensor, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states
+    ) -> MemoryTokens:
         """Memory tokens of K texts whose `states` are known; the other arguments are those of `forward`."""
         tokens: Tensor = self.mlps(states.to(self.queries.dtype))
         if self.sentence_encoder is not None:
             with torch.no_grad():
-                text = self.sentence_encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+                text = read(self.sentence_encoder, input_ids, attention_mask)
             shares = attention_mask[..., None] / attention_mask.sum(1)[:, None, None]
             tokens = torch.cat([(text * shares).sum(1, keepdim=True).to(tokens.dtype), tokens], 1)
         if self.hashed_bm25 is None:
             return MemoryTokens(tokens)
         return MemoryTokens(tokens, self.hashed_bm25(input_ids, attention_mask).to(tokens.dtype))
 
-    def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def states(self, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states) -> Tensor:
         """The backbone's outputs for the learned vectors, `[K, learned vectors, backbone width]`."""
         raise NotImplementedError
 
@@ -154,7 +158,7 @@ class EncoderDecoder(AmortizationNetwork):
     def initial_scale(self) -> float:
         return 0.02  # as published; in the decoder they stand alone
 
-    def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def states(self, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states) -> Tensor:
         # A quantised encoder is frozen and may be bf16, while its decoder is trained in fp32.
         dtype = widest_dtype(self.backbone.get_decoder())
         encoded = self.backbone.get_encoder()(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
@@ -174,7 +178,7 @@ class EncoderOnly(AmortizationNetwork):
     In front, because there their positions do not depend on the length of the text or its padding.
     """
 
-    def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def states(self, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states) -> Tensor:
         embedded, queries = self._embedded(input_ids)
         output = self.backbone(
             inputs_embeds=torch.cat([queries, embedded], 1),
@@ -217,8 +221,8 @@ class EncoderPooling(AmortizationNetwork):
     def initial_scale(self) -> float:
         return 0.0  # training finds what a memory token looks for within its stretch
 
-    def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.pooled(self.text_states(input_ids, attention_mask), attention_mask)
+    def states(self, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states) -> Tensor:
+        return self.pooled(self.text_states(input_ids, attention_mask, read), attention_mask)
 
     def pooled(self, text: Tensor, attention_mask: Tensor) -> Tensor:
         """The result of `states` for texts whose `text_states` are known, `[K, L, backbone width]`."""
@@ -232,11 +236,9 @@ class EncoderPooling(AmortizationNetwork):
         states: Tensor = self.to_out(pooled.transpose(1, 2).flatten(2))
         return states
 
-    def text_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def text_states(self, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states) -> Tensor:
         """The backbone's outputs for the text, `[K, L, backbone width]`."""
-        output = self.backbone(input_ids=input_ids, attention_mask=attention_mask)
-        states: Tensor = output.last_hidden_state.to(self.queries.dtype)
-        return states
+        return read(self.backbone, input_ids, attention_mask).to(self.queries.dtype)
 
     def places(self, text: Tensor, attention_mask: Tensor) -> Tensor:
         """Added to the logits, `[K, H, T, L]`: each word's log salience, and its distance from each token's stretch."""
@@ -253,7 +255,7 @@ class EncoderPooling(AmortizationNetwork):
 class DecoderOnly(AmortizationNetwork):
     """A causal LM with the learned vectors behind the text; position numbers skip the padding between them."""
 
-    def states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def states(self, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states) -> Tensor:
         embedded, queries = self._embedded(input_ids)
         mask = torch.cat([attention_mask, attention_mask.new_ones(queries.shape[:2])], 1)
         output = self.backbone(

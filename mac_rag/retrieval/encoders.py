@@ -27,6 +27,7 @@ from mac_rag.lm.hub_revisions import check_modules, pinned, split_revision
 from mac_rag.lm.loading import loaded
 from mac_rag.lm.minilm import minilm_folder
 from mac_rag.lm.model_sizes import check_size
+from mac_rag.nn.unpadded_bert import last_states_without_gradients
 from mac_rag.retrieval.embeddings import Vectors
 
 Pooling = Literal["mean", "pooler"]
@@ -85,11 +86,10 @@ class Tower:
 
     def _pooled(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Token ids and mask `[B, L]` -> vectors `[B, D]`."""
-        output = self.model(input_ids=ids, attention_mask=mask)
         if self.pooling == "pooler":
-            pooled: Tensor = output.pooler_output
+            pooled: Tensor = self.model(input_ids=ids, attention_mask=mask).pooler_output
         else:
-            hidden = output.last_hidden_state.masked_fill(~mask[..., None].bool(), 0.0)
+            hidden = last_states_without_gradients(self.model, ids, mask).masked_fill(~mask[..., None].bool(), 0.0)
             pooled = hidden.sum(1) / mask.sum(1, keepdim=True)
         return nn.functional.normalize(pooled) if self.normalize else pooled
 

@@ -110,7 +110,7 @@ def test_every_design_takes_a_sentence_encoder(design: str, built: MACModel, tmp
 
 def test_the_document_prior_compares_the_encoders_tokens_alone(model: MACModel) -> None:
     prior: Any = model.aggregation.prior
-    phi, asked = model.amortize(TEXTS), model.input_encoder.encode([model.input_encoder.ids(q) for q in QUESTIONS], 99)
+    phi, asked = model.amortize(TEXTS), encoded_questions(model)
     scores = model.aggregation.prior_scores(asked, model.project(phi))
     for question, row in zip(asked.stacked(), scores, strict=True):
         for document, score in zip(phi, row, strict=True):
@@ -148,7 +148,9 @@ def lexical(model: MACModel) -> MACModel:
 
 
 def encoded_questions(model: MACModel) -> MemoryTokens:
-    return model.input_encoder.encode([model.input_encoder.ids(q) for q in QUESTIONS], 99)
+    with torch.no_grad():
+        encoded: MemoryTokens = model.input_encoder([model.input_encoder.ids(question) for question in QUESTIONS])
+    return encoded
 
 
 def test_lexical_vectors_stand_behind_the_memory_tokens(model: MACModel) -> None:

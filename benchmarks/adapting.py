@@ -1,0 +1,136 @@
+"""How many documents a second an engine adapts to, beside sentence-transformers with all-MiniLM-L6-v2.
+
+python -m benchmarks.adapting --help
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from eval.harness.streams import DataOption
+from mac_rag.cli.run import run_command
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mac_rag.data.types import Document
+    from mac_rag.model import MACModel
+
+
+def main(
+    model: Annotated[str, typer.Option(help="A MAC model: a name or a folder.")] = "mac-small",
+    data: DataOption = None,
+    documents: Annotated[int, typer.Option(min=1, help="Documents of the stream, from its beginning.")] = 500,
+    rounds: Annotated[int, typer.Option(min=1, help="Timings of each, in turns; the median counts.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
+    retrievers: Annotated[
+        str, typer.Option(help="Retrievers that take the documents too, with commas.")
+    ] = "bm25,minilm",
+    output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
+) -> None:
+    """Adapt to distinct documents, and encode the same ones with sentence-transformers, in turns and on the CPU.
+
+    sentence-transformers sorts texts by length and takes its default batch size. Each adaptation begins with an empty
+    bank. The ratio is the median of the ratios of each round, so that other load on the machine affects both sides.
+    """
+    import statistics
+    from tempfile import TemporaryDirectory
+
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+    from sentence_transformers import SentenceTransformer
+
+    from benchmarks.measure import timed, write_json
+    from eval.harness.streams import open_stream
+    from mac_rag.engine import MACEngine
+    from mac_rag.lm.minilm import minilm_folder
+    from mac_rag.memory import MemoryBank
+    from mac_rag.model import MACModel
+    from mac_rag.retrieval.registry import make_retriever
+
+    torch.set_num_threads(threads)
+    stream, _ = open_stream(data, "train", documents, 0, seed=0, scale="tiny")
+    texts = [document.text for document in stream.documents]
+    loaded = MACModel.from_pretrained(model, device="cpu")
+    sentences = SentenceTransformer(str(minilm_folder()), device="cpu")
+    length = sum(map(len, (loaded.amortization.ids(text) for text in texts))) / len(texts)
+
+    def adapt(bank: MemoryBank | None, retriever: str | None = None) -> float:
+        made = None if retriever is None else make_retriever(retriever)
+        engine = MACEngine(loaded, bank, made)
+        return timed(lambda: engine.adapt(stream.documents))[0]
+
+    def adapt_on_disk() -> float:
+        with TemporaryDirectory() as folder, MemoryBank.create(Path(folder) / "bank", loaded.fingerprint) as bank:
+            return adapt(bank)
+
+    sides: dict[str, Callable[[], float]] = {
+        "sentence-transformers": lambda: timed(lambda: sentences.encode(texts, show_progress_bar=False))[0],
+        "bank in memory": lambda: adapt(None),
+        "bank on disk": adapt_on_disk,
+    }
+    for name in filter(None, retrievers.split(",")):
+        sides[f"bank in memory, {name}"] = lambda name=name: adapt(None, name)  # type: ignore[misc]
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(rounds + 1):
+        for name, run in sides.items():
+            elapsed = run()
+            if turn > 0:
+                seconds[name].append(elapsed)
+    table = Table("", "documents a second", "times sentence-transformers")
+    figures: dict[str, Any] = {"documents": len(texts), "model": model, "mean_document_tokens": length}
+    for name, own in seconds.items():
+        ratio = statistics.median(a / b for a, b in zip(seconds["sentence-transformers"], own, strict=True))
+        speed = len(texts) / statistics.median(own)
+        table.add_row(name, f"{speed:.1f}", f"{ratio:.2f}")
+        figures[name] = {"documents_per_second": speed, "ratio": ratio}
+    shares = _shares(loaded, stream.documents)
+    parts = Table("part of the time, bank in memory", "share")
+    for name, share in shares.items():
+        parts.add_row(name, f"{share:.1%}")
+    console = Console()
+    console.print(
+        f"{len(texts):,} documents of {stream.name}, {length:.0f} tokens on average, {model}, {threads} threads"
+    )
+    console.print(table)
+    console.print(parts)
+    if output is not None:
+        write_json(output, {**figures, "shares": shares})
+
+
+def _shares(model: MACModel, documents: Sequence[Document]) -> dict[str, float]:
+    """Which part of an adaptation takes which share of its time, from Python's profiler."""
+    import cProfile
+    import pstats
+
+    from mac_rag.engine import MACEngine
+
+    engine, profiler = MACEngine(model), cProfile.Profile()
+    profiler.runcall(engine.adapt, documents)
+    stats: Any = pstats.Stats(profiler)
+    places = {
+        "all": ("engine.py", "adapt"),
+        "tokens of the texts": ("adapting.py", "plan"),
+        "states of both encoders": ("unpadded_bert.py", "last_states_without_gradients"),
+        "network": ("amortization.py", "forward"),
+        "rows of the bank": ("adapting.py", "write_encoded"),
+    }
+    seconds = dict.fromkeys(places, 0.0)
+    for (file, _, function), (_, _, _, cumulative, _) in stats.stats.items():
+        for name, place in places.items():
+            if (Path(file).name, function) == place:
+                # `forward` of the networks within the network is a part of it
+                seconds[name] = max(seconds[name], cumulative)
+    memory_tokens = seconds.pop("network") - seconds["states of both encoders"]
+    whole = seconds.pop("all")
+    parts = {**seconds, "memory tokens of these states": memory_tokens}
+    return {name: part / whole for name, part in {**parts, "rest": whole - sum(parts.values())}.items()}
+
+
+if __name__ == "__main__":
+    run_command(main)

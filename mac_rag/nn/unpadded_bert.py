@@ -1,0 +1,139 @@
+"""BERT's states of a batch of texts without its padding, for a CPU and without gradients.
+
+The tokens of all texts stand one behind the other, `[N, width]`, so that nothing is computed for padding. Query, key
+and value are one matrix product, GELU is a part of another, and weights are laid out for the CPU's kernels once. The
+states are those of the model up to rounding. Products stay in fp32: in bf16, where a CPU has instructions for it,
+memory tokens change by half a hundredth, and answers from them become worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import BertGenerationEncoder, BertModel
+
+from mac_rag.nn.packed_linear import PackedLinear
+
+# How a network computes the states `[K, L, width]` of a backbone for texts: from the backbone, and token ids and mask.
+Reading: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]
+
+_LINEAR = ("query", "key", "value", "dense")
+
+
+class UnpaddedBert:
+    """A transformers BERT that reads both ways. Later changes of its weights are not seen.
+
+    Args:
+        model: a model for which `is_supported` is True.
+    """
+
+    def __init__(self, model: Any) -> None:
+        heads = model.config.num_attention_heads
+        self._embeddings: nn.Module = model.embeddings
+        self._layers = [_Layer(layer, heads) for layer in model.encoder.layer]
+
+    @staticmethod
+    def is_supported(model: Any) -> bool:
+        """True for BERT in fp32 on the CPU that does not train and has neither adapters nor quantised layers."""
+        if not isinstance(model, BertModel | BertGenerationEncoder) or model.training:
+            return False
+        reads_both_ways: bool = getattr(model, "bidirectional", not model.config.is_decoder)
+        linear = [module for name, module in model.encoder.named_modules() if name.endswith(_LINEAR)]
+        return (
+            reads_both_ways
+            and model.config.hidden_act == "gelu"
+            and all(type(module) is nn.Linear for module in linear)
+            and all(weight.device.type == "cpu" and weight.dtype == torch.float32 for weight in model.parameters())
+        )
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The model's `last_hidden_state` `[B, L, width]`, with zeros for padding.
+
+        Args:
+            input_ids: `[B, L]`.
+            attention_mask: `[B, L]`, 1 for tokens and 0 for padding.
+        """
+        shown = attention_mask.bool()
+        places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        # As texts of one token: an embedding depends on the token and its place alone.
+        embedded = self._embeddings(input_ids=input_ids[shown][:, None], position_ids=places[shown][:, None])
+        runs = [(length, len([*same])) for length, same in groupby(shown.sum(1).tolist()) if length]
+        x: Tensor = embedded[:, 0]
+        for layer in self._layers:
+            x = layer(x, runs)
+        states = x.new_zeros(*input_ids.shape, x.shape[1])
+        states[shown] = x
+        return states
+
+
+class _Layer:
+    def __init__(self, layer: Any, heads: int) -> None:
+        attention, after = layer.attention.self, layer.attention.output
+        parts = attention.query, attention.key, attention.value
+        self._heads = heads
+        self._query_key_value = PackedLinear(
+            torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
+        )
+        self._out = PackedLinear(after.dense.weight, after.dense.bias)
+        self._up = PackedLinear(layer.intermediate.dense.weight, layer.intermediate.dense.bias)
+        self._down = PackedLinear(layer.output.dense.weight, layer.output.dense.bias)
+        self._norm: nn.Module = after.LayerNorm
+        self._last_norm: nn.Module = layer.output.LayerNorm
+
+    def __call__(self, x: Tensor, runs: list[tuple[int, int]]) -> Tensor:
+        """`[N, width] -> [N, width]`, for runs of texts of equal length: the length and the number of each."""
+        x = self._norm(x + self._out(torch.cat([*self._attended(self._query_key_value(x), runs)])))
+        states: Tensor = self._last_norm(x + self._down(self._up(x, gelu=True)))
+        return states
+
+    def _attended(self, projected: Tensor, runs: list[tuple[int, int]]) -> Iterator[Tensor]:
+        """What the tokens of each run attend to, `[length * number, width]`."""
+        for part, (length, count) in zip(projected.split([length * count for length, count in runs]), runs):
+            query, key, value = part.view(count, length, 3, self._heads, -1).permute(2, 0, 3, 1, 4)
+            attended = functional.scaled_dot_product_attention(query, key, value)
+            yield attended.transpose(1, 2).reshape(count * length, -1)
+
+
+_State: TypeAlias = tuple[object, ...]  # which weights a model has
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[_State, UnpaddedBert | None]] = WeakKeyDictionary()
+
+
+def unpadded(model: nn.Module) -> UnpaddedBert | None:
+    """The `UnpaddedBert` of a model; None if it is not supported. It is kept until the model's weights change.
+
+    An optimiser may change weights without a new version of their tensors: `forget` the model when it has been trained.
+    """
+    weights = [*model.parameters()]
+    versions = (-1 if weight.is_inference() else weight._version for weight in weights)
+    state = (*zip(map(Tensor.data_ptr, weights), versions), model.training, getattr(model, "bidirectional", None))
+    known = _KNOWN.get(model)
+    if known is None or known[0] != state:
+        known = state, UnpaddedBert(model) if UnpaddedBert.is_supported(model) else None
+        _KNOWN[model] = known
+    return known[1]
+
+
+def forget(model: nn.Module) -> None:
+    """Drops the `UnpaddedBert` of every model inside of a module."""
+    for module in model.modules():
+        _KNOWN.pop(module, None)
+
+
+def last_states(backbone: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """The backbone's own `last_hidden_state`."""
+    states: Tensor = backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    return states
+
+
+@torch.no_grad()
+def last_states_without_gradients(backbone: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """As `last_states`, faster where `UnpaddedBert` supports the backbone; the states of padding may be others."""
+    fast = unpadded(backbone)
+    return last_states(backbone, input_ids, attention_mask) if fast is None else fast(input_ids, attention_mask)
