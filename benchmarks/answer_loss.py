@@ -49,7 +49,7 @@ def main(
     texts = {document.id: document.text for document in stream.documents}
     prompts = trained.base_lm.prompts
     bare = _loss(trained, stream.questions, [prompts.prompt(each.question) for each in stream.questions], None)
-    behind = [prompts.prompt(each.question, [texts[each.document_id]]) for each in stream.questions]
+    behind = [prompts.prompt(each.question, [texts[each.gold]]) for each in stream.questions]
     say(f"  nothing in front                      {bare:.2f}")
     say(f"  the text                              {_loss(trained, stream.questions, behind, None):.2f}")
     starts = dict.fromkeys(["pretrained", config.init])
@@ -67,7 +67,7 @@ def _report(name: str, model: MACModel, stream: QADataset) -> None:
     questions = stream.questions
     texts = {document.id: document.text for document in stream.documents}
     prompts = [model.base_lm.prompts.prompt(each.question) for each in questions]
-    own = _loss(model, questions, prompts, model.amortize([texts[each.document_id] for each in questions]))
+    own = _loss(model, questions, prompts, model.amortize([texts[each.gold] for each in questions]))
     engine = MACEngine(model)
     adapt(engine, stream.documents)
     bank = _loss(model, questions, prompts, engine.aggregate([each.question for each in questions]))

@@ -44,7 +44,7 @@ def outdated(dataset: QADataset) -> list[Conflict]:
     answers = {question.id: question.answers[0] for question in dataset.questions}
     conflicts = []
     for question in dataset.questions:
-        newest = documents[question.document_id]
+        newest = documents[question.gold]
         if "updates" in newest.metadata:
             earlier = documents[newest.metadata["updates"]]
             wrong = answers[f"{earlier.id}-{_fact(question)}"]
@@ -73,11 +73,11 @@ def counterfactual(dataset: QADataset, seed: int) -> list[Conflict]:
     stories = superseded(dataset) | {name for name, document in documents.items() if "updates" in document.metadata}
     kinds: dict[str, dict[str, None]] = {}
     for question in dataset.questions:
-        kinds.setdefault(_kind(dataset, question, documents[question.document_id]), {})[question.answers[0]] = None
+        kinds.setdefault(_kind(dataset, question, documents[question.gold]), {})[question.answers[0]] = None
     pools = {kind: list(answers) for kind, answers in kinds.items()}
     conflicts = []
     for question in dataset.questions:
-        document = documents[question.document_id]
+        document = documents[question.gold]
         if document.id in stories:
             continue
         rng = random.Random(f"{seed}/{question.id}")
