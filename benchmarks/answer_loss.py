@@ -36,13 +36,13 @@ def main(
     which no aggregation chose; and behind what is aggregated from a bank of all documents. Memory comes from the
     recipe's networks with random maps (`init: pretrained`), from those that it starts with, and from the trained ones.
     """
-    from eval.harness.streams import named_folder, open_stream
+    from eval.harness.streams import named_data, open_stream
     from mac_rag.model import MACModel
     from pipelines.recipe import load_recipe
     from pipelines.tasks.train import TrainConfig, TrainTask
 
     stream, _ = open_stream(data, "test", documents, questions, seed=seed, scale="tiny")
-    overrides = [] if data is None else [f"data.path={named_folder(data)[1]}"]
+    overrides = [] if data is None else [f"data.path={named_data(data)[1]}"]
     config = load_recipe(TrainConfig, recipe, overrides)
     trained = MACModel.from_pretrained(model, device="cpu")
     say(f"{len(stream.questions)} questions of {len(stream.documents)} documents of {stream.name}, {model}:")

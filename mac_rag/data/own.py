@@ -7,6 +7,7 @@ these. Here documents and questions are divided into splits.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,9 +64,20 @@ def read_own(path: str | Path, split: str, columns: Mapping[str, str] | None = N
             f"the split {split!r} of {path} holds no question: of all {len(names):,}, {sizes}. Give more documents, or "
             "files named train, val and test, or take the split 'all'; documents of one title are in one split"
         )
+    for kind, ids in (("document", [each.id for each in documents]), ("question", [each.id for each in questions])):
+        if len(set(ids)) < len(ids):
+            twice = Counter(ids).most_common(1)[0][0]
+            raise DataError(f"{path}: {shown_id(twice)} is a {kind} of two splits; the split 'all' needs other ids")
     impossible = sum(count for name, count in read.unanswerable.items() if split == "all" or name in (split, "all"))
-    notes = (f"{path}: {impossible:,} questions are left out, which are marked as impossible to answer",)
-    return QADataset("own", split, documents, questions, notes if impossible else ())
+    notes = []
+    if impossible:
+        notes.append(f"{path}: {impossible:,} questions are left out, which are marked as impossible to answer")
+    if "all" in files.splits and split != "all":
+        notes.append(
+            f"{path} is divided by documents: {split} has {len(questions):,} of {len(read.questions):,} questions; the "
+            "split 'all' has all"
+        )
+    return QADataset("own", split, documents, questions, tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -124,6 +136,7 @@ def _read_corpus(files: Files, columns: Mapping[str, str]) -> _Read:
     unanswerable: dict[str, int] = {}
     for name, file in files.splits.items():
         before = contents.unanswerable
+        contents.questions.clear()  # ids are unique within a file
         for record in read_records(file, {field: names for field, names in columns.items() if field != "document"}):
             question = contents.add_question(record)
             questions += [] if question is None else [(name, question)]

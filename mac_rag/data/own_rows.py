@@ -91,8 +91,13 @@ class Contents:
             The question; None if it is left out.
 
         Raises:
-            DataError: for a field that is missing or wrong, for an id of another question, and for an unknown document.
+            DataError: for a field that is missing or wrong, for an id of another question, for an unknown document, and for
+                a row that has the text of its document.
         """
+        if "document" in record.values:
+            raise record.fault(
+                "document", "the documents stand in a file of their own; name one by document_id, or remove that file"
+            )
         document_id = _id(record, "document_id")
         if document_id is not None and document_id not in self.documents:
             raise record.fault("document_id", f"there is no document {shown_id(document_id)}")

@@ -230,6 +230,34 @@ def test_questions_without_documents_have_the_whole_corpus_in_every_split(tmp_pa
         read(tmp_path)
 
 
+def test_beside_a_file_of_documents_rows_name_documents_and_hold_none(tmp_path: Path) -> None:
+    documents_and_questions(tmp_path)
+    lines(tmp_path / "questions.jsonl", rows())
+    with pytest.raises(
+        DataError, match="row 1, field 'document': the documents stand in a file of their own; name one by"
+    ):
+        read(tmp_path)
+    lines(tmp_path / "questions.jsonl", [{"question": "Who?", "answers": "Ada", "document_id": "d9"}])
+    with pytest.raises(DataError, match="row 1, field 'document_id': there is no document 'd9'"):
+        read(tmp_path)
+    lines(tmp_path / "documents.jsonl", [{"id": "d0", "text": "A."}, {"id": "d0", "text": "B."}])
+    with pytest.raises(DataError, match=r"documents\.jsonl, row 2, field 'id': 'd0' is the id of another document"):
+        read(tmp_path)
+
+
+def test_ids_are_unique_within_a_split(tmp_path: Path) -> None:
+    lines(tmp_path / "train.jsonl", rows(document_id="d")[:1])
+    lines(tmp_path / "test.jsonl", [{**row, "id": "q0"} for row in rows(document_id="d")[1:2]])
+    assert read(tmp_path, "train").questions[0].id == read(tmp_path, "test").questions[0].id == "q0"
+    with pytest.raises(DataError, match="'d' is a document of two splits; the split 'all' needs other ids"):
+        read(tmp_path)
+    flash_rag(tmp_path / "flash")
+    lines(tmp_path / "flash" / "test.jsonl", [{"id": "q0", "question": "?", "golden_answers": "x", "document_id": 2}])
+    assert [question.id for question in read(tmp_path / "flash", "test").questions] == ["q0"]
+    with pytest.raises(DataError, match="'q0' is a question of two splits"):
+        read(tmp_path / "flash")
+
+
 def test_no_document_is_asked_about_in_two_splits_of_a_corpus(tmp_path: Path) -> None:
     folder = flash_rag(tmp_path)
     lines(folder / "train.jsonl", [{"question": "What?", "answers": "A ferry", "document_id": "1"}])
