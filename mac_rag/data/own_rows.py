@@ -91,8 +91,8 @@ class Contents:
             The question; None if it is left out.
 
         Raises:
-            DataError: for a field that is missing or wrong, for an id of another question, for an unknown document, and for
-                a row that has the text of its document.
+            DataError: for a field that is missing or wrong, for an id of another question, for an unknown document, and
+                for a row that has the text of its document.
         """
         if "document" in record.values:
             raise record.fault(
