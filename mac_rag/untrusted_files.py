@@ -34,6 +34,7 @@ _PIECE = 1 << 20
 # A string of JSON, with its end or without, or what opens a list or an object.
 _STRING_OR_OPENING = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]', re.DOTALL)
 _NOT_BLANK = re.compile(r"[^ \t\n\r]")
+_IN_NUMBERS = "0123456789.eE+-"  # the empty text, too
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -239,8 +240,8 @@ class JSONStream:
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._place)
-                # A number may go on behind what has been read.
-                if end < len(self._text) or self._at_end:
+                # A number may go on behind what has been read: "1." is the beginning of "1.5", "1e-" that of "1e-7".
+                if self._text[end : end + 1] not in _IN_NUMBERS or self._at_end:
                     self._place = end
                     _check_nesting(value, DEPTH)
                     return value

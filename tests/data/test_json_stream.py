@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mac_rag import untrusted_files
@@ -35,6 +35,7 @@ def values(data: bytes, limit: int = 1 << 20) -> list[Any]:
     return found
 
 
+@example([0.5, 1e-7, -12, 1e300], 1, False)
 @given(st.lists(VALUES, max_size=5), st.sampled_from([1, 2, 3, 7, 64]), st.booleans())
 def test_values_are_those_of_the_parser(content: list[Any], piece: int, indented: bool) -> None:
     text = json.dumps(content, ensure_ascii=False, indent=2 if indented else None)

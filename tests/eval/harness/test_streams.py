@@ -47,5 +47,8 @@ def test_a_data_set_is_read_from_its_folder(tmp_path: Path) -> None:
     dataset, source = open_stream(f"archivalqa:{tmp_path}", "test", 6, seed=0, scale="paper")
     assert (dataset.documents, dataset.questions) == (stream.documents[:6], stream.questions[:6])
     assert source == str(tmp_path)
+    (tmp_path / "mine.csv").write_text("document,question,answers\nRain fell.,What fell?,rain\n")
+    own, source = open_stream(str(tmp_path / "mine.csv"), "all", 6, seed=0, scale="tiny")
+    assert (own.questions[0].answers, source) == (("rain",), str(tmp_path / "mine.csv"))
     with pytest.raises(DataError):
         open_stream(f"squad:{tmp_path}", "test", 6, 3, seed=0, scale="tiny")
