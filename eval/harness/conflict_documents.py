@@ -54,7 +54,8 @@ def outdated(dataset: QADataset) -> list[Conflict]:
 
 def superseded(dataset: QADataset) -> set[str]:
     """The ids of the documents that a later document updates."""
-    return {document.metadata["updates"] for document in dataset.documents if "updates" in document.metadata}
+    updates = (document.metadata.get("updates") for document in dataset.documents)
+    return {name for name in updates if isinstance(name, str)}  # users have other metadata of this name
 
 
 def counterfactual(dataset: QADataset, seed: int) -> list[Conflict]:

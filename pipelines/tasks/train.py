@@ -315,7 +315,8 @@ def _stories(data: QADataset, questions: dict[str, list[Question]], group_size: 
     stories: dict[str, list[Document]] = {}
     for document in data.documents:
         if questions[document.id]:
-            first = document.metadata.get("updates", document.id)
+            updates = document.metadata.get("updates")
+            first = updates if isinstance(updates, str) else document.id  # users have other metadata of this name
             stories.setdefault(first, []).append(document)
     joined: list[list[Document]] = []
     for story in stories.values():

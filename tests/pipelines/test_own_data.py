@@ -128,6 +128,22 @@ def test_questions_without_documents_are_refused_for_training(tmp_path: Path) ->
     assert load_dataset("own", "val", tmp_path).questions[0].answers == ("text",)
 
 
+def test_metadata_of_any_kind_are_trained_with(model_folder: Folder, tmp_path: Path) -> None:
+    """Also under names that generated news use: `updates`, and a title that is no text."""
+    rows = [
+        {"document": f"Rain fell on town {i}.", "question": f"What fell, {i}?", "answers": "Rain", "title": i // 2,
+         "metadata": {"updates": [i, {"n": i}]}}
+        for i in range(6)
+    ]  # fmt: skip
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"name": "own", "path": str(tmp_path / "mine.jsonl"), "train": "all", "val": "all"}
+    recipe = train_recipe(model_folder, data=source, group_by_title=2)
+    task = TrainTask(recipe)
+    batch, _ = task.batch(0, 0, 4)
+    towns = [int(text.removesuffix(".").split()[-1]) for text in batch.documents]
+    assert [towns[i] // 2 for i in (0, 2)] == [towns[i] // 2 for i in (1, 3)]
+
+
 def test_columns_are_named_in_a_recipe(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("body,q,answer\nA text.,What?,text\n")
     values = {"name": "own", "path": str(tmp_path / "mine.csv"), "train": "all", "columns": {"document": "body"}}
