@@ -63,7 +63,10 @@ def main(
     def load() -> tuple[QADataset, str]:
         from eval.harness.protocol import some_questions
         from mac_rag.data import load_dataset
+        from mac_rag.errors import ConfigError
 
+        if columns is not None and data is None:
+            raise ConfigError(f"--columns {columns!r} names columns of data of your own; give them with --data")
         if data is None:
             dataset, source = generated(split, documents or NEWSWIRE_DOCUMENTS, seed), "generated"
         else:

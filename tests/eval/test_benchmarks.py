@@ -133,6 +133,10 @@ class TestRefusals:
         [message] = [line for line in errors.splitlines() if line.startswith("error: ")]
         return message
 
+    def test_columns_of_no_data(self, command: Command, tmp_path: Path) -> None:
+        message = self.refused(command, tmp_path, "--columns", "question=q", benchmark="qa")
+        assert "--columns 'question=q' names columns of data of your own; give them with --data" in message
+
     def test_unknown_path(self, command: Command, tmp_path: Path) -> None:
         assert str(tmp_path / "nowhere") in self.refused(command, tmp_path, "--data", tmp_path / "nowhere")
 
