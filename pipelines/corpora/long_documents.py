@@ -11,29 +11,47 @@ from mac_rag.data.metrics import normalize
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import DataError, DocumentError
 from mac_rag.lm.prompt import PromptEncoder
+from mac_rag.model import MACModel
 from mac_rag.model.splitting import split
-from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.progress import progress_bar
 
 
-def within_limits(data: QADataset, documents: TextEncoder, questions: TextEncoder) -> QADataset:
+def within_limits(data: QADataset, model: MACModel, *, reconstruction: bool = False) -> QADataset:
     """A data set whose documents and questions a MAC model reads at once; see `divided`.
 
     Args:
         data: the data set.
-        documents: the amortization network; its limit is `max_document_tokens`.
-        questions: the input encoder.
+        model: its amortization network reads documents of at most `max_document_tokens`, its input encoder questions,
+            and its LM questions with answers.
+        reconstruction: True if the LM has to write whole documents, too, as the loss of this name makes it.
 
     Raises:
         DocumentError: for a document without a visible character, or with characters that are refused; names it.
-        DataError: for a question that is too long; names it.
+        DataError: for a question that is too long, alone or with its answer; names it.
     """
+    prompts = model.base_lm.prompts
+    window = model.base_lm.context_window - model.modulation.prefix_length
     for question in data.questions:
         try:
-            questions.ids(question.question)
+            model.input_encoder.ids(question.question)
+            used = len(prompts.prompt(question.question)) + len(prompts.answer(question.answers[0]))
         except DocumentError as error:
             raise DataError(f"question {shown_id(question.id)}: {error}") from None
-    return divided(data, lambda document: documents.split(document.text), f"{documents.max_tokens} tokens")
+        if used > window:
+            raise DataError(
+                f"question {shown_id(question.id)} takes {used:,} tokens with its answer, and the LM reads {window:,} "
+                "at once; shorten the answer, or leave the question out"
+            )
+    # A document's tokens without its template, and with a token in front where the tokenizer puts none.
+    room = window - len(prompts.prompt_start(["x"])) + len(prompts.texts.ids("x")) - 1
+
+    def chunks(document: Document) -> list[str]:
+        texts = model.amortization.split(document.text)
+        if not reconstruction:
+            return texts
+        return [chunk.text for text in texts for chunk in split(text, prompts.texts, room)]
+
+    return divided(data, chunks, f"{model.amortization.max_tokens} tokens" + " or the LM's window" * reconstruction)
 
 
 def within_sequences(data: QADataset, encoder: PromptEncoder, length: int) -> QADataset:

@@ -114,6 +114,11 @@ class TrainConfig(Config):
             raise ValueError("give either preset or model, not both")
         return {**values, "model": chosen}
 
+    @property
+    def all_losses(self) -> tuple[LossWeights, ...]:
+        """The weights of the losses in all phases."""
+        return (self.losses, *(() if self.curriculum is None else (self.curriculum.losses,)))
+
     @model_validator(mode="after")
     def _one_start(self) -> Self:
         if (self.model is None) == (self.start_from is None):
@@ -155,14 +160,14 @@ class TrainTask(Task):
             self.model.train_base_lm(lora_rank=config.lora_rank if config.tune_base_lm == "lora" else None)
         self.model.use_master_weights()
         # Now, not when a batch draws a text that is too long.
-        encoders = self.model.amortization, self.model.input_encoder
-        data = within_limits(config.data.training_set(), *encoders)
+        reconstruction = any(losses.reconstruction for losses in config.all_losses)
+        data = within_limits(config.data.training_set(), self.model, reconstruction=reconstruction)
         if config.init == "kv_regression":
             init_by_kv_regression(self.model, data)
         self._questions = data.questions_by_document()
         self._stories = _stories(data, self._questions, config.group_by_title)
         self._miner = ContextMiner(config.context, data)
-        self._validation = within_limits(config.data.validation_set(), *encoders)
+        self._validation = within_limits(config.data.validation_set(), self.model, reconstruction=reconstruction)
         self._validation_retrieved = retrieved(config.context, self._validation)
         # A ring of the newest documents' memory tokens; part of the state, so that a resumed run has the same.
         shape = config.negatives, *self.model.row_shape

@@ -62,7 +62,7 @@ def test_chunks_keep_order_metadata_and_ids_of_their_own() -> None:
 
 def test_data_within_the_limits_are_left_as_they_are(loaded_tiny_model: MACModel) -> None:
     data = data_set("A short text.", Question("q", "Who?", ("text",), "long"))
-    assert within_limits(data, loaded_tiny_model.amortization, loaded_tiny_model.input_encoder) is data
+    assert within_limits(data, loaded_tiny_model) is data
 
 
 def test_a_chunk_is_what_the_model_reads_at_once(
@@ -71,7 +71,7 @@ def test_a_chunk_is_what_the_model_reads_at_once(
     encoder = loaded_tiny_model.amortization
     text = " ".join(f"Sentence {i} tells of town {i}." for i in range(400))
     data = data_set(text, Question("q", "What tells of town 399?", ("399",), "long"), other="Short.")
-    result = within_limits(data, encoder, loaded_tiny_model.input_encoder)
+    result = within_limits(data, loaded_tiny_model)
     assert [document.text for document in result.documents] == [*encoder.split(text), "Short."]
     assert len(result.documents) > 2
     assert all(len(encoder.ids(document.text)) <= encoder.max_tokens for document in result.documents)
@@ -81,11 +81,28 @@ def test_a_chunk_is_what_the_model_reads_at_once(
 
 
 def test_what_no_model_reads_is_named_at_the_start(loaded_tiny_model: MACModel) -> None:
-    encoders = loaded_tiny_model.amortization, loaded_tiny_model.input_encoder
     with pytest.raises(DataError, match=r"question 'q': a text of \d+ tokens is longer than the limit of"):
-        within_limits(data_set("A text.", Question("q", "Who? " * 3_000, ("text",), "long")), *encoders)
+        within_limits(data_set("A text.", Question("q", "Who? " * 3_000, ("text",), "long")), loaded_tiny_model)
     with pytest.raises(DocumentError, match="document 'other': the character at index 1 is NUL"):
-        within_limits(data_set("A text.", other="a\0b"), *encoders)
+        within_limits(data_set("A text.", other="a\0b"), loaded_tiny_model)
+
+
+def test_what_the_lm_writes_fits_into_its_window(tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The LM may read less at once than the amortization network."""
+    tiny_model.base_lm.model.config.max_position_embeddings = 100
+    prompts, window = tiny_model.base_lm.prompts, 100 - tiny_model.modulation.prefix_length
+    text = " ".join(f"Sentence {i} tells of town {i}." for i in range(30))
+    data = data_set(text, Question("q", "What tells of town 1?", ("Sentence 1",), "long"))
+    assert within_limits(data, tiny_model) is data
+    written = within_limits(data, tiny_model, reconstruction=True)
+    lengths = [len(prompts.prompt_start([document.text])) for document in written.documents]
+    assert max(lengths) <= window < len(prompts.prompt_start([text]))
+    assert len(lengths) < 2 * sum(lengths) / window + 1
+    data = data_set(text, Question("q", "What?", ("a long answer " * 40,), "long"))
+    with pytest.raises(
+        DataError, match=f"question 'q' takes [0-9]+ tokens with its answer, and the LM reads {window} at"
+    ):
+        within_limits(data, tiny_model)
 
 
 def test_a_document_fits_into_a_sequence_with_its_questions(loaded_tiny_model: MACModel) -> None:
