@@ -36,20 +36,20 @@ def main(
     which no aggregation chose; and behind what is aggregated from a bank of all documents. Memory comes from the
     recipe's networks with random maps (`init: pretrained`), from those that it starts with, and from the trained ones.
     """
-    from eval.harness.streams import named_folder, open_stream
+    from eval.harness.streams import named_data, open_stream
     from mac_rag.model import MACModel
     from pipelines.recipe import load_recipe
     from pipelines.tasks.train import TrainConfig, TrainTask
 
     stream, _ = open_stream(data, "test", documents, questions, seed=seed, scale="tiny")
-    overrides = [] if data is None else [f"data.path={named_folder(data)[1]}"]
+    overrides = [] if data is None else [f"data.path={named_data(data)[1]}"]
     config = load_recipe(TrainConfig, recipe, overrides)
     trained = MACModel.from_pretrained(model, device="cpu")
     say(f"{len(stream.questions)} questions of {len(stream.documents)} documents of {stream.name}, {model}:")
     texts = {document.id: document.text for document in stream.documents}
     prompts = trained.base_lm.prompts
     bare = _loss(trained, stream.questions, [prompts.prompt(each.question) for each in stream.questions], None)
-    behind = [prompts.prompt(each.question, [texts[each.document_id]]) for each in stream.questions]
+    behind = [prompts.prompt(each.question, [texts[each.gold]]) for each in stream.questions]
     say(f"  nothing in front                      {bare:.2f}")
     say(f"  the text                              {_loss(trained, stream.questions, behind, None):.2f}")
     starts = dict.fromkeys(["pretrained", config.init])
@@ -67,7 +67,7 @@ def _report(name: str, model: MACModel, stream: QADataset) -> None:
     questions = stream.questions
     texts = {document.id: document.text for document in stream.documents}
     prompts = [model.base_lm.prompts.prompt(each.question) for each in questions]
-    own = _loss(model, questions, prompts, model.amortize([texts[each.document_id] for each in questions]))
+    own = _loss(model, questions, prompts, model.amortize([texts[each.gold] for each in questions]))
     engine = MACEngine(model)
     adapt(engine, stream.documents)
     bank = _loss(model, questions, prompts, engine.aggregate([each.question for each in questions]))

@@ -118,7 +118,7 @@ def attention_map(model: MACModel, dataset: QADataset, distractors: Sequence[Seq
     maps = []
     with torch.no_grad():
         for question, others in zip(dataset.questions, distractors, strict=True):
-            texts = [document.text for document in (gold[question.document_id], *others)]
+            texts = [document.text for document in (gold[question.gold], *others)]
             phi = model.amortize([model.amortization.split(text)[0] for text in texts])
             encoded = model.input_encoder([model.input_encoder.ids(question.question)])
             recorder = _Recorder()

@@ -110,7 +110,7 @@ def paired(stream: QADataset) -> QADataset:
         documents.append(Document(pair[0].id, " ".join(document.text for document in pair)))
         pair_of |= {document.id: pair[0].id for document in pair}
     questions = [
-        Question(f"{question.id}-paired", question.question, question.answers, pair_of[question.document_id])
+        Question(f"{question.id}-paired", question.question, question.answers, pair_of[question.gold])
         for question in stream.questions
     ]
     return QADataset(f"{stream.name}, two stories", stream.split, tuple(documents), tuple(questions))

@@ -18,7 +18,7 @@ from eval.harness.streams import (
     DocumentsOption,
     StepsOption,
     TrainedModel,
-    named_folder,
+    named_data,
     open_stream,
     write_once,
 )
@@ -208,7 +208,7 @@ def language_recipe(training: Training, documents: int) -> TrainConfig:
     Raises:
         DataError: for documents that cannot be written as a data set of questions.
     """
-    name = "newswire" if training.data is None else named_folder(training.data)[0]
+    name = "newswire" if training.data is None else named_data(training.data)[0]
     folder = training.runs / f"language-{name}-{training.seed}"
     for split, size in (("train", documents), ("val", 32)):
         stream, _ = open_stream(training.data, split, size, seed=training.seed, scale=training.scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eval.harness.command import benchmark_command
+from eval.harness.benchmark import benchmark_command
 from mac_rag.cli.run import run_command
 
 main = benchmark_command("streamingqa", "StreamingQA")

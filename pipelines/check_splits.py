@@ -33,7 +33,6 @@ def main(
     It compares whole paragraphs, titles and questions of the data set, and paragraphs and titles of text files, all
     normalised as in SQuAD's evaluation. The command fails if any of them is in both.
     """
-    from mac_rag.data import load_dataset
     from mac_rag.errors import DataError
 
     shared_count = 0
@@ -42,7 +41,7 @@ def main(
         if data is None:
             say(f"{recipe}: no data set, nothing to compare")
             continue
-        held_out = dataset_contents(load_dataset(data.name, split, data.path))
+        held_out = dataset_contents(data.load(split))
         training = data.training_set()
         training_contents = {f"{training.name}, {training.split}": dataset_contents(training)}
         if files is not None:

@@ -141,7 +141,7 @@ def write_splits(
             unmatched["whose article has no date from 1987 to 2007"] += 1
             continue
         metadata = {"title": article.title, "date": article.date}
-        document = Document(public.question.document_id, article.paragraphs[public.paragraph], metadata)
+        document = Document(public.question.gold, article.paragraphs[public.paragraph], metadata)
         rows[split].append(schema_row(public.question, document, article.paragraphs))
     if not any(rows.values()):
         return {}, unmatched

@@ -141,7 +141,7 @@ def train(ccm: CCM, base_lm: BaseLM, dataset: QADataset, config: CCMConfig, *, s
         for _ in range(config.steps):
             drawn = rng.sample(by_document, min(config.batch_size, len(by_document)))
             batch = [rng.choice(questions) for questions in drawn]
-            parts = [compressible(base_lm, documents[question.document_id])[0] for question in batch]
+            parts = [compressible(base_lm, documents[question.gold])[0] for question in batch]
             prompts = [base_lm.prompts.question(question.question) for question in batch]
             answers = [base_lm.prompts.answer(question.answers[0]) for question in batch]
             loss = ccm.answer_loss(base_lm, [ids for ids, _ in parts], prompts, answers)

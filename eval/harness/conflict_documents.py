@@ -44,7 +44,7 @@ def outdated(dataset: QADataset) -> list[Conflict]:
     answers = {question.id: question.answers[0] for question in dataset.questions}
     conflicts = []
     for question in dataset.questions:
-        newest = documents[question.document_id]
+        newest = documents[question.gold]
         if "updates" in newest.metadata:
             earlier = documents[newest.metadata["updates"]]
             wrong = answers[f"{earlier.id}-{_fact(question)}"]
@@ -54,7 +54,8 @@ def outdated(dataset: QADataset) -> list[Conflict]:
 
 def superseded(dataset: QADataset) -> set[str]:
     """The ids of the documents that a later document updates."""
-    return {document.metadata["updates"] for document in dataset.documents if "updates" in document.metadata}
+    updates = (document.metadata.get("updates") for document in dataset.documents)
+    return {name for name in updates if isinstance(name, str)}  # users have other metadata of this name
 
 
 def counterfactual(dataset: QADataset, seed: int) -> list[Conflict]:
@@ -73,11 +74,11 @@ def counterfactual(dataset: QADataset, seed: int) -> list[Conflict]:
     stories = superseded(dataset) | {name for name, document in documents.items() if "updates" in document.metadata}
     kinds: dict[str, dict[str, None]] = {}
     for question in dataset.questions:
-        kinds.setdefault(_kind(dataset, question, documents[question.document_id]), {})[question.answers[0]] = None
+        kinds.setdefault(_kind(dataset, question, documents[question.gold]), {})[question.answers[0]] = None
     pools = {kind: list(answers) for kind, answers in kinds.items()}
     conflicts = []
     for question in dataset.questions:
-        document = documents[question.document_id]
+        document = documents[question.gold]
         if document.id in stories:
             continue
         rng = random.Random(f"{seed}/{question.id}")

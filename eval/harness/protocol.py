@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eval.harness.bootstrap import paired_interval
 from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt
@@ -257,13 +257,14 @@ def summarize(
         questions: at least one.
         verdicts: one for each question.
         documents: number of documents in the stream.
-        k: number of documents retrieved for each question; None without a retriever.
+        k: number of documents retrieved for each question; None without a retriever. Recall is that of the questions
+            which name their document.
         seconds: time of answering all questions.
     """
     recall = None
-    if k is not None:
-        gold = [question.document_id for question in questions]
-        recall = recall_at_k([verdict.retrieved for verdict in verdicts], gold, k)
+    known = [(verdict.retrieved, q.document_id) for q, verdict in zip(questions, verdicts) if q.document_id is not None]
+    if k is not None and known:
+        recall = recall_at_k([found for found, _ in known], [gold for _, gold in known], k)
     count = len(questions)
     return Row(
         name=name,
@@ -293,4 +294,4 @@ def some_questions(dataset: QADataset, count: int | None, seed: int) -> QADatase
         return dataset
     drawn = sorted(random.Random(seed).sample(range(len(dataset.questions)), count))
     questions = tuple(dataset.questions[index] for index in drawn)
-    return QADataset(dataset.name, dataset.split, dataset.documents, questions)
+    return replace(dataset, questions=questions)

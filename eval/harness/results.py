@@ -71,7 +71,8 @@ class Sample(Config):
     """One question with the answers of all rows.
 
     Attributes:
-        id, question, answers, document_id: the question, its accepted answers, and the id of its document.
+        id, question, answers, document_id: the question, its accepted answers, and the id of its document, if it names
+            one.
         rows: the verdict on the answer of each row, by the row's name.
         hash: sha256 of all other fields.
     """
@@ -79,7 +80,7 @@ class Sample(Config):
     id: str
     question: str
     answers: tuple[str, ...]
-    document_id: str
+    document_id: str | None
     rows: dict[str, Verdict]
     hash: str
 

@@ -1,4 +1,4 @@
-"""The stream of an experiment, generated newswire or a data set from a folder, and the options that choose it."""
+"""The stream of an experiment, generated newswire or a data set from files, and the options that choose it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from eval.harness.command import MODEL_HELP, generated
 from eval.harness.scales import Scale
+from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
     from mac_rag.data.types import QADataset
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 DataOption = Annotated[
     str | None,
     typer.Option(
-        help="The data set: a folder named squad, streamingqa or archivalqa, or NAME:FOLDER.",
+        help="The data set: a folder named squad, streamingqa or archivalqa, NAME:FOLDER, or a file, a folder or "
+        "hub:OWNER/NAME with data of your own.",
         show_default="the generated newswire",
     ),
 ]
@@ -52,25 +54,32 @@ QuestionsOption = Annotated[
 ]
 
 
-def named_folder(data: str) -> tuple[str, Path]:
-    """The name and the folder of a data set from `--data`: `streamingqa:/corpora/sqa`, or `data/streamingqa` for short.
+def named_data(data: str) -> tuple[str, Path]:
+    """The name and the path of a data set from `--data`: `streamingqa:/corpora/sqa`, or `data/streamingqa` for short.
+
+    A file or folder of another name is data of one's own, `own:PATH`, and so is `hub:OWNER/NAME`.
 
     Raises:
         ConfigError: if it names no data set.
     """
     from mac_rag.data import SPLITS
+    from mac_rag.data.typed_rows import HUB
     from mac_rag.errors import ConfigError
 
-    name, colon, folder = data.partition(":")
-    if not colon:
-        name, folder = Path(data).name, data
-    if name not in SPLITS or name == "newswire":
-        names = [known for known in SPLITS if known != "newswire"]
-        raise ConfigError(
-            f"--data {data!r} names no data set; give a folder of the name {', '.join(names[:-1])} or {names[-1]}, "
-            f"or NAME:FOLDER, such as {names[0]}:{folder}"
-        )
-    return name, Path(folder)
+    if data.startswith(HUB):
+        return "own", Path(data)
+    names = [known for known in SPLITS if known not in ("newswire", "own")]
+    name, colon, path = data.partition(":")
+    if colon and name in (*names, "own"):
+        return name, Path(path)
+    if Path(data).name in names:
+        return Path(data).name, Path(data)
+    if data and Path(data).exists():
+        return "own", Path(data)
+    raise ConfigError(
+        f"--data {data!r} names no data set; give a folder of the name {', '.join(names[:-1])} or {names[-1]}, "
+        f"NAME:FOLDER, such as {names[0]}:{path or data}, or a file or folder of your own that exists"
+    )
 
 
 def open_stream(
@@ -98,8 +107,10 @@ def open_stream(
     from mac_rag.errors import ConfigError
 
     if data is not None:
-        name, folder = named_folder(data)
-        dataset, source = load_dataset(name, split, folder, documents=documents), str(folder)
+        name, path = named_data(data)
+        dataset, source = load_dataset(name, split, path, documents=documents), str(path)
+        for note in dataset.notes:
+            say(note, err=True)
     elif scale == "paper":
         raise ConfigError("--scale paper runs on the paper's data sets; give one with --data")
     else:

@@ -21,7 +21,7 @@ from filelock import FileLock
 from eval.harness.command import report
 from eval.harness.protocol import judge, samples, summarize
 from eval.harness.scales import Scale, Setup
-from eval.harness.streams import named_folder, open_stream, write_once
+from eval.harness.streams import named_data, open_stream, write_once
 from mac_rag.atomic_files import write_folder
 from mac_rag.cli.terminal import say
 from mac_rag.config import MACConfig
@@ -134,7 +134,7 @@ class Training:
         return TrainConfig.parse(merged(merged(recipe, {"trainer": trainer}), changes), "the variant")
 
     def _paper(self, changes: Mapping[str, Any]) -> TrainConfig:
-        name, folder = named_folder(self.data or "")
+        name, folder = named_data(self.data or "")
         overrides = [f"data.name={name}", f"data.path={folder}", f"trainer.seed={self.seed}"]
         overrides += [] if self.steps is None else [f"trainer.steps={self.steps}"]
         overrides += [] if self.learning_rate is None else [f"trainer.learning_rate={self.learning_rate}"]
@@ -143,7 +143,7 @@ class Training:
 
     def _data(self) -> dict[str, Any]:
         if self.data is not None:
-            name, folder = named_folder(self.data)
+            name, folder = named_data(self.data)
             return {"name": name, "path": str(folder), "validation_documents": 32}
         folder = self.runs / f"stories-{self.seed}"
         for split, count in (("train", STORIES), ("val", 32)):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eval.harness.bootstrap import Interval, paired_interval
 from eval.harness.paper_steps import StepRecord, read_records
-from eval.harness.results import Result, Row, Sample
+from eval.harness.results import Data, Result, Row, Sample
 from mac_rag.errors import DataError
 
 
@@ -21,9 +21,9 @@ class ResultFile:
 
     @property
     def where(self) -> str:
-        """The name of its data set, or the names of several."""
+        """The name of its data set, the path of one of the user's own, or the names of several."""
         if self.result.data is not None:
-            return self.result.data.name
+            return _name(self.result.data)
         return " and ".join(
             dict.fromkeys(str(row.settings["dataset"]) for row in self.result.rows if "dataset" in row.settings)
         )
@@ -113,8 +113,12 @@ def _result_files(folder: Path) -> Iterator[Path]:
             yield path
 
 
+def _name(data: Data) -> str:
+    return data.source if data.name == "own" else data.name  # all of a user's own data sets have this name
+
+
 def _kind(result: Result) -> tuple[str | None, ...]:
     data = result.data
     model = result.model.name if result.model else None
-    where = (data.name, data.split) if data else (str(result.config.get("data")),)
+    where = (_name(data), data.split) if data else (str(result.config.get("data")),)
     return (result.experiment, result.scale, model, *where)

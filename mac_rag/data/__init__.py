@@ -1,10 +1,11 @@
-"""Data sets of documents with questions: three benchmarks and a generator, all as `mac_rag.data.types.QADataset`."""
+"""Data sets of documents with questions: three benchmarks, a generator, and a user's own files, all as `QADataset`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from mac_rag.data import archivalqa, squad, streamingqa
+from mac_rag.data import archivalqa, own, squad, streamingqa
 from mac_rag.data.newswire import generate, world
 from mac_rag.data.protocol import first_documents
 from mac_rag.data.types import QADataset
@@ -15,21 +16,31 @@ SPLITS = {
     "squad": squad.SPLITS,
     "streamingqa": streamingqa.SPLITS,
     "archivalqa": archivalqa.SPLITS,
+    "own": own.SPLITS,
 }
 
 
 def load_dataset(
-    name: str, split: str, path: str | Path | None = None, *, documents: int | None = None, hub: bool = False
+    name: str,
+    split: str,
+    path: str | Path | None = None,
+    *,
+    documents: int | None = None,
+    hub: bool = False,
+    columns: Mapping[str, str] | None = None,
 ) -> QADataset:
     """Loads one split of a data set.
 
     Args:
-        name: `newswire` (generated, needs no file), `squad`, `streamingqa` or `archivalqa`.
+        name: `newswire` (generated, needs no file), `squad`, `streamingqa`, `archivalqa`, or `own` for a user's files
+            in one of the forms of `mac_rag.data.own_files.find_files`.
         split: one of `SPLITS[name]`.
-        path: folder of the data set's files, or file of this split; None for newswire and for `hub`.
+        path: folder of the data set's files, or file of this split; None for newswire and for `hub`. For `own` also
+            `hub:OWNER/NAME`.
         documents: maximum number of documents, the first ones of the stream with their questions; None for all.
             newswire generates this many documents.
         hub: True to download SQuAD from the Hugging Face Hub instead of reading a path; SQuAD only.
+        columns: only for `own`: field -> the column that holds it, where they differ; see `mac_rag.data.own.FIELDS`.
 
     Raises:
         ConfigError: for an unknown data set or split, fewer than one document, a missing path, or a path that the data
@@ -50,6 +61,8 @@ def load_dataset(
         raise ConfigError(f"documents must be at least 1, got {documents}")
     if hub and (name != "squad" or path is not None):
         raise ConfigError("hub=True downloads SQuAD, and takes the place of a path")
+    if columns and name != "own":
+        raise ConfigError(f"columns are for data of your own; the files of {name} have fixed names")
     if name == "newswire":
         if path is not None:
             raise ConfigError(
@@ -64,6 +77,8 @@ def load_dataset(
         dataset = squad.read_squad(path, split)
     elif name == "streamingqa":
         dataset = streamingqa.read_streamingqa(path, split)
+    elif name == "own":
+        dataset = own.read_own(path, split, columns)
     else:
         dataset = archivalqa.read_archivalqa(path, split)
     if not dataset.questions:

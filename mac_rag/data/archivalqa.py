@@ -74,7 +74,7 @@ def write_archivalqa(dataset: QADataset, path: str | Path) -> None:
             title, date and updates.
     """
     documents = {document.id: document for document in dataset.documents}
-    order = list(dict.fromkeys(question.document_id for question in dataset.questions))
+    order = list(dict.fromkeys(question.gold for question in dataset.questions))
     if order != list(documents):
         unused = next((name for name in documents if name not in set(order)), None)
         raise DataError(
@@ -83,7 +83,7 @@ def write_archivalqa(dataset: QADataset, path: str | Path) -> None:
             else "the documents must stand in the order in which the questions first ask about them"
         )
     rows = (
-        schema_row(question, documents[question.document_id], [documents[question.document_id].text])
+        schema_row(question, documents[question.gold], [documents[question.gold].text])
         for question in dataset.questions
     )
     write_rows(rows, path)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from mac_rag.data.types import QADataset
+from mac_rag.errors import ConfigError
 
 
 def shortest_first(answers: Iterable[str]) -> tuple[str, ...]:
@@ -18,8 +20,19 @@ def shortest_first(answers: Iterable[str]) -> tuple[str, ...]:
 
 
 def first_documents(dataset: QADataset, count: int) -> QADataset:
-    """The first `count` documents of a stream, or all if there are fewer, with their questions."""
+    """The first `count` documents of a stream, or all if there are fewer, with their questions.
+
+    Raises:
+        ConfigError: when documents would be left out, and a question names no document: it may be about one of these.
+    """
+    if count >= len(dataset.documents):
+        return dataset
+    if any(question.document_id is None for question in dataset.questions):
+        raise ConfigError(
+            f"the first {count:,} of {len(dataset.documents):,} documents are asked for, but the questions name no "
+            "documents, and their answers may stand in the others; take all documents"
+        )
     documents = dataset.documents[:count]
     ids = {document.id for document in documents}
     questions = tuple(question for question in dataset.questions if question.document_id in ids)
-    return QADataset(dataset.name, dataset.split, documents, questions)
+    return replace(dataset, documents=documents, questions=questions)

@@ -191,7 +191,28 @@ def _decoded(where: str, data: bytes) -> str:
         raise DataError(f"{where} is not a text in UTF-8: see byte {error.start:,}; convert it to text first") from None
 
 
+def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the objects of a JSON Lines file, each with its file and row for messages.
+
+    Raises:
+        DataError: see `read_documents`; also for a row that is no object.
+    """
+    with _readable(path), closing(_Lines(path)) as lines:
+        for _, where, row in _objects(path, lines, Place()):
+            yield where, row
+
+
 def _rows(path: Path, lines: Iterable[bytes], start: Place) -> Iterator[tuple[Place, Document]]:
+    for place, where, row in _objects(path, lines, start):
+        for key in ("id", "text"):
+            if key not in row:
+                raise DataError(f"{where}: no {key!r}; it has {', '.join(map(repr, row)) or 'no keys'}")
+            if not isinstance(row[key], str):
+                raise DataError(f"{where}: {key!r} must be a text, got {row[key]!r:.80}")
+        yield place, Document(row.pop("id"), row.pop("text"), row)
+
+
+def _objects(path: Path, lines: Iterable[bytes], start: Place) -> Iterator[tuple[Place, str, dict[str, Any]]]:
     blank, size = 0, start.size
     for number, data in enumerate(lines, start.lines + 1):
         where = f"{path}, row {number}"
@@ -210,9 +231,4 @@ def _rows(path: Path, lines: Iterable[bytes], start: Place) -> Iterator[tuple[Pl
             raise DataError(f"{where}: {error}") from None
         if not isinstance(row, dict):
             raise DataError(f"{where}: not a JSON object but {type(row).__name__}")
-        for key in ("id", "text"):
-            if key not in row:
-                raise DataError(f"{where}: no {key!r}; it has {', '.join(map(repr, row)) or 'no keys'}")
-            if not isinstance(row[key], str):
-                raise DataError(f"{where}: {key!r} must be a text, got {row[key]!r:.80}")
-        yield place, Document(row.pop("id"), row.pop("text"), row)
+        yield place, where, row

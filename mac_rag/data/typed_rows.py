@@ -27,6 +27,28 @@ def read_parquet(path: Path, start: int = 0) -> Iterator[Document]:
         DataError: when pyarrow is missing; for a file that cannot be read, and a row without an id or a text, or with
             one that is too long; names the file and the row.
     """
+    return (_document(where, row) for where, row in parquet_rows(path, start))
+
+
+def read_hub(name: str | Path, start: int = 0) -> Iterator[Document]:
+    """The rows of a data set of the Hub as documents, from the cache of the `datasets` library.
+
+    Args:
+        name: `hub:OWNER/NAME`, `hub:OWNER/NAME/CONFIGURATION`, either with `:SPLIT` behind it; `train` without.
+        start: number of the first row to read, from 0.
+
+    Raises:
+        DataError: when `datasets` is missing; for a data set that is not found; for a row as `read_parquet`.
+    """
+    return (_document(where, row) for where, row in hub_rows(name, start))
+
+
+def parquet_rows(path: Path, start: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a Parquet file in Python's types, each with its file and row for messages.
+
+    Raises:
+        DataError: when pyarrow is missing, and for a file or a value that cannot be read.
+    """
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -40,7 +62,7 @@ def read_parquet(path: Path, start: int = 0) -> Iterator[Document]:
                 before += _rows_of(parquet, first)
                 first += 1
             batches = parquet.iter_batches(_BATCH, row_groups=range(first, parquet.num_row_groups))
-            yield from _documents(str(path), batches, before, start)
+            yield from _placed_rows(str(path), batches, before, start)
     except MalformedError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     except OSError as error:
@@ -49,51 +71,64 @@ def read_parquet(path: Path, start: int = 0) -> Iterator[Document]:
         raise DataError(f"{path} is no well-formed Parquet: {error}") from None
 
 
+def hub_rows(name: str | Path, start: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a data set of the Hub in Python's types, each with its name and row for messages.
+
+    Args:
+        name, start: see `read_hub`.
+
+    Raises:
+        DataError: when `datasets` is missing, and for a data set or a value that cannot be read.
+    """
+    table = _hub_table(str(name))
+    rest = table.select(range(min(start, len(table)), len(table))).with_format("arrow")
+    yield from _placed_rows(str(name), rest.iter(_BATCH), start, start)
+
+
+def hub_splits(name: str | Path) -> list[str]:
+    """The names of the splits of a data set of the Hub, `hub:OWNER/NAME` or `hub:OWNER/NAME/CONFIGURATION`.
+
+    Raises:
+        DataError: when `datasets` is missing, and for a data set that is not found.
+    """
+    return list(_loaded(str(name), None, str(name)))
+
+
 def _rows_of(parquet: Any, group: int) -> int:
     return int(parquet.metadata.row_group(group).num_rows)
 
 
-def read_hub(name: str | Path, start: int = 0) -> Iterator[Document]:
-    """The rows of a data set of the Hub as documents, from the cache of the `datasets` library.
-
-    Args:
-        name: `hub:OWNER/NAME`, `hub:OWNER/NAME/CONFIGURATION`, either with `:SPLIT` behind it; `train` without.
-        start: number of the first row to read, from 0.
-
-    Raises:
-        DataError: when `datasets` is missing; for a data set that is not found; for a row as `read_parquet`.
-    """
-    table = _hub_table(str(name))
-    rest = table.select(range(min(start, len(table)), len(table))).with_format("arrow")
-    yield from _documents(str(name), rest.iter(_BATCH), start, start)
-
-
 @lru_cache(1)
 def _hub_table(name: str) -> Any:
+    repository, _, split = name.removeprefix(HUB).partition(":")
+    return _loaded(f"{HUB}{repository}", split or "train", name)
+
+
+def _loaded(name: str, split: str | None, shown: str) -> Any:
+    """The table of a split, or for None those of all splits by their names; `shown` is the name for messages."""
     try:
         import datasets
     except ImportError:
-        raise DataError(f"{name} needs the datasets library: pip install 'mac-rag[hub-data]'") from None
-    repository, _, split = name.removeprefix(HUB).partition(":")
-    owner, _, rest = repository.partition("/")
+        raise DataError(f"{shown} needs the datasets library: pip install 'mac-rag[hub-data]'") from None
+    owner, _, rest = name.removeprefix(HUB).partition("/")
     data_set, _, configuration = rest.partition("/")
     if not owner or not data_set:
-        raise DataError(f"{name!r} names no data set; write hub:OWNER/NAME, or hub:OWNER/NAME/CONFIGURATION:SPLIT")
+        raise DataError(f"{shown!r} names no data set; write hub:OWNER/NAME, or hub:OWNER/NAME/CONFIGURATION:SPLIT")
     try:
-        return datasets.load_dataset(f"{owner}/{data_set}", configuration or None, split=split or "train")
+        return datasets.load_dataset(f"{owner}/{data_set}", configuration or None, split=split)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{name} could not be read from the Hugging Face Hub ({type(error).__name__}: {error}); "
+            f"{shown} could not be read from the Hugging Face Hub ({type(error).__name__}: {error}); "
             "without a network, give a file"
         ) from error
 
 
-def _documents(where: str, batches: Iterable[Any], number: int, start: int) -> Iterator[Document]:
+def _placed_rows(where: str, batches: Iterable[Any], number: int, start: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows from `start` on, of batches of Arrow; `number` is that of the first row of them."""
     for batch in batches:
         for row in _rows(where, batch, number):
             if number >= start:
-                yield _document(f"{where}, row {number + 1}", row)
+                yield f"{where}, row {number + 1}", row
             number += 1
 
 
@@ -117,15 +152,15 @@ def _document(where: str, row: dict[str, Any]) -> Document:
             raise DataError(f"{where}: {key!r} must be a text, got {row[key]!r:.80}")
         if len(row[key]) > ROW:
             raise DataError(f"{where}: {key!r} has more than {ROW:,} characters; split it into several documents")
-    return Document(row.pop("id"), row.pop("text"), {name: _as_json(value) for name, value in row.items()})
+    return Document(row.pop("id"), row.pop("text"), as_json(row))
 
 
-def _as_json(value: Any) -> Any:
-    """A value of metadata in JSON's types; dates and times as ISO 8601."""
+def as_json(value: Any) -> Any:
+    """A value of a typed table in JSON's types; dates and times as ISO 8601."""
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, Mapping):
-        return {name: _as_json(item) for name, item in value.items()}
+        return {name: as_json(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_as_json(item) for item in value]
+        return [as_json(item) for item in value]
     return value

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mac_rag.errors import DataError
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
@@ -34,7 +36,7 @@ class Question:
         id: id of the question, unique within its data set.
         question: text of the question.
         answers: all accepted answers; the first one is used in training.
-        document_id: id of the document that contains the answer.
+        document_id: id of the document that contains the answer; None if nobody knows which one does.
 
     Examples:
         >>> Question("q1", "Who opened the bridge?", ("Anna Berg", "Berg"), "bridge").answers[0]
@@ -44,7 +46,21 @@ class Question:
     id: str
     question: str
     answers: tuple[str, ...]
-    document_id: str
+    document_id: str | None
+
+    @property
+    def gold(self) -> str:
+        """The id of its document.
+
+        Raises:
+            DataError: for a question that names no document.
+        """
+        if self.document_id is None:
+            raise DataError(
+                f"question {self.id!r:.200} names no document, and this needs the document of each question; "
+                "give the questions a document_id"
+            )
+        return self.document_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +72,7 @@ class QADataset:
         split: name of the split.
         documents: all documents of the stream.
         questions: all questions about them.
+        notes: what was left out in reading, in sentences for the user.
 
     Examples:
         >>> documents = (Document("bridge", "Anna Berg opened the bridge."), Document("river", "A ferry on the river."))
@@ -69,12 +86,17 @@ class QADataset:
     split: str
     documents: tuple[Document, ...]
     questions: tuple[Question, ...]
+    notes: tuple[str, ...] = ()
 
     def questions_by_document(self) -> dict[str, list[Question]]:
-        """The questions of each document by its id; an empty list for a document without questions."""
+        """The questions of each document by its id; an empty list for a document without questions.
+
+        Raises:
+            DataError: for a question that names no document.
+        """
         grouped: dict[str, list[Question]] = {document.id: [] for document in self.documents}
         for question in self.questions:
-            grouped[question.document_id].append(question)
+            grouped[question.gold].append(question)
         return grouped
 
 

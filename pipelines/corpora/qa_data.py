@@ -10,8 +10,10 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from mac_rag.cli.terminal import say
 from mac_rag.config import Config
 from mac_rag.data import load_dataset
+from mac_rag.data.characters import shown_id
 from mac_rag.data.metrics import normalize
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
@@ -26,8 +28,10 @@ class DataConfig(Config):
     """Questions to train and validate on.
 
     Attributes:
-        name: `newswire` (generated), `squad`, `streamingqa` or `archivalqa`.
-        path: folder of the data set's files; newswire has none.
+        name: `newswire` (generated), `squad`, `streamingqa`, `archivalqa`, or `own` for files of your own.
+        path: folder of the data set's files; newswire has none. For `own` also a file, or `hub:OWNER/NAME`.
+        columns: only for `own`: the column that holds a field, where it has another name, such as `{question: q}`; see
+            `mac_rag.data.own.FIELDS`.
         train: the split for training, or several of one data set, joined in this order.
         val: the split for validation.
         unlike: a split whose questions are left out of the training.
@@ -36,8 +40,9 @@ class DataConfig(Config):
         seed: random seed of the generated documents.
     """
 
-    name: Literal["newswire", "squad", "streamingqa", "archivalqa"] = "newswire"
+    name: Literal["newswire", "squad", "streamingqa", "archivalqa", "own"] = "newswire"
     path: str | None = None
+    columns: dict[str, str] = Field(default_factory=dict)
     train: str | tuple[str, ...] = "train"
     val: str = "val"
     unlike: str | None = None
@@ -50,15 +55,15 @@ class DataConfig(Config):
 
         Raises:
             ConfigError: see `load_dataset`.
-            DataError: see `load_dataset`; for splits that share documents.
+            DataError: see `load_dataset`; for splits that share documents, and for a question that names no document.
         """
         if self.name == "newswire":
             return generate("train", self.documents, seed=self.seed, questions_per_document=4)
         splits = (self.train,) if isinstance(self.train, str) else self.train
-        data = joined([load_dataset(self.name, split, self.path) for split in splits])
+        data = _usable(joined([self.load(split) for split in splits]))
         if self.unlike is None:
             return data
-        held_out = {normalize(q.question) for q in load_dataset(self.name, self.unlike, self.path).questions}
+        held_out = {normalize(q.question) for q in self.load(self.unlike).questions}
         questions = tuple(question for question in data.questions if normalize(question.question) not in held_out)
         return dataclasses.replace(data, questions=questions)
 
@@ -70,7 +75,29 @@ class DataConfig(Config):
         return train
 
     def validation_set(self) -> QADataset:
-        return load_dataset(self.name, self.val, self.path, documents=self.validation_documents)
+        """The documents and questions to validate on.
+
+        Raises:
+            ConfigError, DataError: as `training_set`.
+        """
+        return _usable(self.load(self.val, documents=self.validation_documents))
+
+    def load(self, split: str, *, documents: int | None = None) -> QADataset:
+        """One split of the data set; see `load_dataset`."""
+        return load_dataset(self.name, split, self.path, documents=documents, columns=self.columns)
+
+
+def _usable(data: QADataset) -> QADataset:
+    """The data, whose notes are shown; refused if a question names no document."""
+    for note in data.notes:
+        say(note, err=True)
+    for question in data.questions:
+        if question.document_id is None:
+            raise DataError(
+                f"question {shown_id(question.id)} names no document. Such questions can be evaluated; training has "
+                "to know the document with the answer: give the questions a document_id, or rows with document"
+            )
+    return data
 
 
 def joined(parts: Sequence[QADataset]) -> QADataset:
@@ -87,7 +114,8 @@ def joined(parts: Sequence[QADataset]) -> QADataset:
     if len(ids) < len(documents):
         raise DataError(f"the splits {split} cannot be joined: both hold the document {ids.most_common(1)[0][0]!r}")
     questions = [question for part in parts for question in part.questions]
-    return QADataset(parts[0].name, split, tuple(documents), tuple(questions))
+    notes = tuple(note for part in parts for note in part.notes)
+    return QADataset(parts[0].name, split, tuple(documents), tuple(questions), notes)
 
 
 class ContextConfig(Config):
@@ -153,7 +181,7 @@ class ContextMiner:
             best = self._retrieved[question.question] if k else []
             others = [document for document in best if document.id != question.document_id]
             if gold and k:
-                chosen = [*others[: k - 1], self._documents[question.document_id]]
+                chosen = [*others[: k - 1], self._documents[question.gold]]
             else:
                 chosen = [document for document in others if not _mentions(document.text, question.answers)][:k]
             rng.shuffle(chosen)

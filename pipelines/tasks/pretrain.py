@@ -249,7 +249,7 @@ class PretrainTask(Task):
             questions = self._asked.questions
             if self.config.corpus.kind == "text":  # from all over the stream
                 questions = questions[:: -(-len(questions) // self.config.corpus.validation_questions)]
-            contexts = [[texts[question.document_id]] for question in questions]
+            contexts = [[texts[question.gold]] for question in questions]
             figures |= reading_scores(self.lm, self.encoder, questions, contexts)
         return figures
 

@@ -22,6 +22,7 @@ from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.model.presets import preset
 from mac_rag.nn.memory_tokens import MemoryTokens
+from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
 from pipelines.initializers.kv_regression import init_by_kv_regression
 from pipelines.trainer import Task, TrainerConfig, shuffled
@@ -113,6 +114,11 @@ class TrainConfig(Config):
             raise ValueError("give either preset or model, not both")
         return {**values, "model": chosen}
 
+    @property
+    def all_losses(self) -> tuple[LossWeights, ...]:
+        """The weights of the losses in all phases."""
+        return (self.losses, *(() if self.curriculum is None else (self.curriculum.losses,)))
+
     @model_validator(mode="after")
     def _one_start(self) -> Self:
         if (self.model is None) == (self.start_from is None):
@@ -153,13 +159,15 @@ class TrainTask(Task):
         if config.tune_base_lm != "frozen":
             self.model.train_base_lm(lora_rank=config.lora_rank if config.tune_base_lm == "lora" else None)
         self.model.use_master_weights()
-        data = config.data.training_set()
+        # Now, not when a batch draws a text that is too long.
+        reconstruction = any(losses.reconstruction for losses in config.all_losses)
+        data = within_limits(config.data.training_set(), self.model, reconstruction=reconstruction)
         if config.init == "kv_regression":
             init_by_kv_regression(self.model, data)
         self._questions = data.questions_by_document()
         self._stories = _stories(data, self._questions, config.group_by_title)
         self._miner = ContextMiner(config.context, data)
-        self._validation = config.data.validation_set()
+        self._validation = within_limits(config.data.validation_set(), self.model, reconstruction=reconstruction)
         self._validation_retrieved = retrieved(config.context, self._validation)
         # A ring of the newest documents' memory tokens; part of the state, so that a resumed run has the same.
         shape = config.negatives, *self.model.row_shape
@@ -312,7 +320,8 @@ def _stories(data: QADataset, questions: dict[str, list[Question]], group_size: 
     stories: dict[str, list[Document]] = {}
     for document in data.documents:
         if questions[document.id]:
-            first = document.metadata.get("updates", document.id)
+            updates = document.metadata.get("updates")
+            first = updates if isinstance(updates, str) else document.id  # users have other metadata of this name
             stories.setdefault(first, []).append(document)
     joined: list[list[Document]] = []
     for story in stories.values():

@@ -22,6 +22,7 @@ from mac_rag.lm.chat import prompt_encoder
 from mac_rag.lm.loading import load_causal_lm, quiet
 from mac_rag.lm.lora_tuning import make_trainable, merged
 from mac_rag.lm.packaged import PACKAGED
+from pipelines.corpora.long_documents import within_sequences
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
 from pipelines.initializers.pointer_head import init_pointer_head
 from pipelines.tasks.cpu_attention import has_matrix_units, use_products
@@ -113,6 +114,8 @@ class TuneTask(Task):
             use_products(self.lm)
         self.encoder = prompt_encoder(tokenizer, config.prompt)
         data = config.data.training_set()
+        if config.context.retriever != "none":
+            data = within_sequences(data, self.encoder, config.sequence_length)
         self._questions = data.questions
         packaged = PACKAGED.get(config.base_lm.name)
         if packaged is not None and not packaged.writes:
@@ -125,7 +128,7 @@ class TuneTask(Task):
     def _init_pointer_head(self, data: QADataset) -> None:
         texts = {document.id: document.text for document in data.documents}
         sample = self._questions[:_COUNTED]
-        prompts = [self.encoder.prompt(q.question, [texts[q.document_id]]) for q in sample[:_READ]]
+        prompts = [self.encoder.prompt(q.question, [texts[q.gold]]) for q in sample[:_READ]]
         ids, _ = pad_rows(prompts, self.encoder.tokenizer.pad_token_id, self.lm.device)
         answers = [token for q in sample for token in self.encoder.answer(q.answers[0])]
         init_pointer_head(self.lm, ids, torch.tensor(answers, device=self.lm.device))

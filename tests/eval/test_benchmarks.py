@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
 
-from eval.harness.results import Result, Sample
+from eval.harness.results import Data, Result, Sample
+from eval.qa import named_columns
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import generate
+from mac_rag.errors import ConfigError
 from tests.eval.helpers import Command
 
 
@@ -17,7 +20,7 @@ def samples(path: Path) -> tuple[Sample, ...]:
     return Result.read(path).read_samples(path)
 
 
-@pytest.mark.parametrize("benchmark", ["archivalqa", "streamingqa", "squad"])
+@pytest.mark.parametrize("benchmark", ["archivalqa", "streamingqa", "squad", "qa"])
 def test_without_data_it_runs_on_the_embedded_sample(
     command: Command, tiny_checkpoint: Path, tmp_path: Path, benchmark: str
 ) -> None:
@@ -79,6 +82,46 @@ def test_documents_and_questions_are_limited(command: Command, tiny_checkpoint: 
     assert result.adaptation.documents == 4
 
 
+def test_data_of_ones_own_give_the_rows_of_a_benchmark(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """The oracle is StreamingQA's command on the same questions."""
+    stream = generate("test", 9, seed=4)
+    texts = {document.id: document.text for document in stream.documents}
+    rows = [(texts[q.gold], q.question, q.answers[0]) for q in stream.questions]
+    with (tmp_path / "test.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("text", "question", "answers"), *rows])
+    with (tmp_path / "mine.jsonl").open("w") as file:
+        file.writelines(json.dumps(dict(zip(("document", "q", "answers"), row))) + "\n" for row in rows)
+    common = ("--model", tiny_checkpoint, "--retriever", "bm25", "--k", "1,2")
+    command("eval.streamingqa", *common, "--data", tmp_path, "--output", "streamingqa.json")
+    data = ("--data", "mine.jsonl", "--columns", "question=q", "--split", "all")
+    code, shown, _ = command("eval.qa", *common, *data, "--output", "own.json")
+    assert code == 0
+    assert shown.splitlines()[0] == "mine.jsonl: 9 documents, 9 questions, split all"
+    own, expected = Result.read(tmp_path / "own.json"), Result.read(tmp_path / "streamingqa.json")
+    assert [row.model_copy(update={"seconds": None}) for row in own.rows] == [
+        row.model_copy(update={"seconds": None}) for row in expected.rows
+    ]
+    assert own.data == Data(name="own", split="all", source="mine.jsonl", documents=9, questions=9)
+
+
+def test_questions_without_documents_have_no_recall(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "corpus.jsonl").write_text(
+        "".join(json.dumps({"id": str(i), "contents": f"Town {i}."}) + "\n" for i in range(4))
+    )
+    (tmp_path / "test.jsonl").write_text('{"id": "q", "question": "Which town?", "golden_answers": ["Town 1"]}\n')
+    options = ("--model", tiny_checkpoint, "--retriever", "bm25", "--k", 2, "--output", "r.json")
+    code, shown, _ = command("eval.qa", "--data", tmp_path, *options)
+    assert code == 0, shown
+    assert [row.recall_at_k for row in Result.read(tmp_path / "r.json").rows] == [None] * 4
+    assert samples(tmp_path / "r.json")[0].document_id is None
+
+
+@pytest.mark.parametrize("columns", ["question", "question=", "question=q,question=p", "=q"])
+def test_columns_that_name_nothing_are_refused(columns: str) -> None:
+    with pytest.raises(ConfigError, match="--columns takes FIELD=COLUMN, separated by commas, each field once"):
+        named_columns(columns)
+
+
 class TestRefusals:
     """Each ends with exit code 1, one message on standard error, no traceback and no result."""
 
@@ -89,6 +132,10 @@ class TestRefusals:
         assert "Traceback" not in errors
         [message] = [line for line in errors.splitlines() if line.startswith("error: ")]
         return message
+
+    def test_columns_of_no_data(self, command: Command, tmp_path: Path) -> None:
+        message = self.refused(command, tmp_path, "--columns", "question=q", benchmark="qa")
+        assert "--columns 'question=q' names columns of data of your own; give them with --data" in message
 
     def test_unknown_path(self, command: Command, tmp_path: Path) -> None:
         assert str(tmp_path / "nowhere") in self.refused(command, tmp_path, "--data", tmp_path / "nowhere")

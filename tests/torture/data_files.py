@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from mac_rag.data.own import read_own
 from mac_rag.data.readers import read_documents
 from mac_rag.data.squad import read_official
 from mac_rag.data.table import read_table
@@ -33,6 +34,10 @@ _ARTICLE = {
         {"context": "A bridge.", "qas": [{"id": "1", "question": "What?", "answers": [{"text": "bridge"}]}]}
     ],
 }
+_ASKED = [
+    {"id": number, "document": f"text {number // 2}", "question": "What?", "answers": ["text", "a text"], "title": "T"}
+    for number in range(4)
+]
 _BOMB = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 8)}]\n" for before, name in zip("abcdefghij", "bcdefghijk")
 )
@@ -54,6 +59,8 @@ class Torture(Mutations):
         folder = place / "data"
         folder.mkdir(parents=True)
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _ROWS))
+        (folder / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _ASKED))
+        (folder / "asked.csv").write_text("document,question,answers\n" + 'A text.,What?,"[""text""]"\n' * 4)
         (folder / "rows.csv").write_text("id,text,note\n" + "".join(f'{n},"text ""{n}""\nmore",\n' for n in range(4)))
         (folder / "note.md").write_text("# A note\n\nA text.\n")
         (folder / "squad.json").write_text(json.dumps({"data": [_ARTICLE]}))
@@ -86,8 +93,9 @@ def _any(folder: Path, rng: random.Random) -> str:
             path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
             return f"{path.name}: {text[:200]!r}"
         case 2:
-            path = folder / rng.choice(["rows.jsonl", "train.yaml", "squad.json"])
-            value = {"data": [_ARTICLE]} if path.name == "squad.json" else rng.choice(_ROWS)
+            path = folder / rng.choice(["rows.jsonl", "asked.jsonl", "train.yaml", "squad.json"])
+            rows = _ASKED if path.name == "asked.jsonl" else _ROWS
+            value = {"data": [_ARTICLE]} if path.name == "squad.json" else rng.choice(rows)
             text = mutate_json(json.loads(path.read_text()) if path.name == "train.yaml" else value, rng)
             path.write_text(text)
             return f"{path.name}: {text[:200]!r}"
@@ -98,8 +106,11 @@ def _any(folder: Path, rng: random.Random) -> str:
 
 def _read(path: Path) -> None:
     match path.suffix:
+        case ".jsonl" | ".csv" if path.stem == "asked":
+            read_own(path, "all")
         case ".gz" | ".json":
             list(read_official(path))
+            read_own(path, "all")
         case ".yaml" if path.name == "train.yaml":
             load_recipe(TrainConfig, str(path), None)
         case ".yaml":

@@ -160,6 +160,12 @@ class TestCollection:
         assert "Left out: " in text
         assert "old.json has schema version 2" in text
 
+    def test_two_data_sets_of_ones_own_are_two(self, tmp_path: Path) -> None:
+        for name in ("a", "b"):
+            own = Data(name="own", split="test", source=f"{name}.jsonl", documents=1, questions=1)
+            result("qa", [scored("MAC", 0.5)], data=own).write(tmp_path / f"{name}.json")
+        assert [file.where for file in collect([tmp_path]).files] == ["a.jsonl", "b.jsonl"]
+
     def test_shows_experiments_that_it_does_not_know(self, tmp_path: Path) -> None:
         result("new_idea", [scored("<b>bold</b>", 0.5)]).write(tmp_path / "a.json")
         text = page(collect([tmp_path]))

@@ -1,0 +1,226 @@
+"""The paper's protocol as a command: its options, and one run of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from eval.harness.command import (
+    MODEL_HELP,
+    BatchOption,
+    DeviceOption,
+    OutputOption,
+    SeedOption,
+    generated,
+    report,
+    whole_numbers,
+)
+from mac_rag import DEFAULT_MODEL
+from mac_rag.cli.terminal import say
+
+if TYPE_CHECKING:
+    from mac_rag.data.types import QADataset
+    from mac_rag.retrieval.base import Retriever
+
+BenchmarkModel = Annotated[
+    str | None,
+    typer.Option(help=MODEL_HELP, show_default=f"mac-tiny on newswire, {DEFAULT_MODEL} on --data"),
+]
+RetrieverOption = Annotated[
+    str,
+    typer.Option(
+        help="Also answer from retrieved documents, alone and with MAC: none, or one or more of bm25, minilm, "
+        "hybrid, contriever, contriever-msmarco, dpr, sentence-transformers:MODEL and module:attr, with commas."
+    ),
+]
+KOption = Annotated[
+    str, typer.Option("--k", help="Documents retrieved for each question; several numbers separated by commas.")
+]
+WeightOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Weights of the memory against the LM alone behind retrieved documents (lambda): numbers above 0 "
+        "and at most 1, separated by commas; 1 is the paper's.",
+        show_default="the model's own",
+    ),
+]
+SplitOption = Annotated[str, typer.Option(help="Split of the data set to stream.")]
+QuestionsOption = Annotated[
+    int | None, typer.Option(min=1, help="At most this many questions, drawn by --seed.", show_default="all")
+]
+AnswersOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Keep each answer in this file and generate only the answers that it lacks: an interrupted run "
+        "continues, and further questions and rows generate nothing twice."
+    ),
+]
+
+NEWSWIRE_DOCUMENTS = 1665  # the paper's stream
+
+
+def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
+    """The command of one benchmark: `python -m eval.<benchmark>`.
+
+    Args:
+        benchmark: name of the data set in `mac_rag.data.load_dataset`.
+        title: name of the data set in messages.
+    """
+
+    def main(
+        context: typer.Context,
+        model: BenchmarkModel = None,
+        retriever: RetrieverOption = "none",
+        k: KOption = "5",
+        memory_weight: WeightOption = None,
+        data: Annotated[
+            Path | None,
+            typer.Option(help="Folder of the data set's files.", show_default="the embedded newswire sample"),
+        ] = None,
+        split: SplitOption = "test",
+        documents: Annotated[
+            int, typer.Option(min=1, help="Documents of the stream, from its beginning.")
+        ] = NEWSWIRE_DOCUMENTS,
+        questions: QuestionsOption = None,
+        seed: SeedOption = 0,
+        batch_size: BatchOption = 32,
+        device: DeviceOption = None,
+        answers: AnswersOption = None,
+        output: OutputOption = None,
+    ) -> None:
+        def load() -> tuple[QADataset, str]:
+            """The stream and its source; prints both as the first line of the output."""
+            from eval.harness.protocol import some_questions
+            from mac_rag.data import load_dataset
+
+            if data is None:
+                dataset, source = generated(split, documents, seed), "generated"
+                about = f"The embedded newswire sample, because no --data was given for {title}"
+            else:
+                dataset, source = load_dataset(benchmark, split, data, documents=documents), str(data)
+                about = f"{title} from {data}"
+            dataset = some_questions(dataset, questions, seed)
+            say_stream(about, dataset)
+            return dataset, source
+
+        run_benchmark(
+            benchmark,
+            load,
+            options=context.params,
+            model=model or ("mac-tiny" if data is None else DEFAULT_MODEL),
+            retriever=retriever,
+            k=k,
+            memory_weight=memory_weight,
+            seed=seed,
+            batch_size=batch_size,
+            device=device,
+            answers=answers,
+            output=output,
+        )
+
+    main.__doc__ = (
+        f"Evaluate on {title}: adapt to a stream of documents, then ask all questions about them.\n\n"
+        "Answers come from the LM alone and from MAC's memory alone; with --retriever also from retrieved documents, "
+        f"without and with the memory. Without --data a generated stream of news takes the place of {title}."
+    )
+    return main
+
+
+def say_stream(about: str, dataset: QADataset) -> None:
+    """Prints what is evaluated on."""
+    say(f"{about}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, split {dataset.split}")
+    for note in dataset.notes:
+        say(note, err=True)
+
+
+def run_benchmark(
+    experiment: str,
+    load: Callable[[], tuple[QADataset, str]],
+    *,
+    options: Mapping[str, Any],
+    model: str,
+    retriever: str,
+    k: str,
+    memory_weight: str | None,
+    seed: int,
+    batch_size: int,
+    device: str | None,
+    answers: Path | None,
+    output: Path | None,
+) -> None:
+    """Runs the protocol, and writes and prints its result.
+
+    Args:
+        experiment: name of the module, `eval.<experiment>`.
+        load: loads the stream; also gives its source.
+        options: all options of the command, for the result.
+        model, retriever, k, memory_weight, seed, batch_size, device, answers, output: the options of these names.
+
+    Raises:
+        ConfigError: for an option without meaning, before the stream is loaded.
+    """
+    from eval.harness.results import result_path
+
+    path = result_path(output, experiment)
+    ks = whole_numbers("--k", k)
+    memory_weights = _memory_weights(memory_weight)
+    names = [name.strip() for name in retriever.split(",") if name.strip() != "none"]
+    from mac_rag.retrieval.registry import make_retriever
+
+    retrievers: dict[str, Retriever] = {}
+    for name in dict.fromkeys(names):
+        made = make_retriever(name, progress=True)
+        if made is not None:
+            retrievers[name] = made
+    dataset, source = load()
+    from eval.harness.kept_answers import KeptAnswers, answer_source
+    from eval.harness.protocol import run_protocol
+    from mac_rag.engine import MACEngine
+    from mac_rag.model import MACModel
+
+    loaded = MACModel.from_pretrained(model, device=device)
+    outcome = run_protocol(
+        MACEngine(loaded),
+        dataset,
+        retrievers,
+        ks,
+        memory_weights=memory_weights,
+        kept=None if answers is None else KeptAnswers(answers, answer_source(loaded, dataset.documents)),
+        batch_size=batch_size,
+        seed=seed,
+        progress=True,
+    )
+    report(
+        path,
+        experiment=experiment,
+        options={**options, "model": model},
+        rows=outcome.rows,
+        samples=outcome.samples,
+        adaptation=outcome.adaptation,
+        dataset=dataset,
+        source=source,
+        model=loaded,
+        notes=dataset.notes,
+    )
+
+
+def _memory_weights(text: str | None) -> list[float]:
+    """The distinct numbers of --memory-weight, in their order; none without the option.
+
+    Raises:
+        ConfigError: for anything but numbers above 0 and at most 1.
+    """
+    from mac_rag.errors import ConfigError
+
+    try:
+        numbers = [] if text is None else list(dict.fromkeys(float(number) for number in text.split(",")))
+        if not all(0 < number <= 1 for number in numbers):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"--memory-weight takes numbers above 0 and at most 1, separated by commas, got {text!r}"
+        ) from None
+    return numbers

@@ -1,0 +1,112 @@
+"""The paper's protocol on any data set, one's own included: `python -m eval.qa --help`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eval.harness.benchmark import (
+    NEWSWIRE_DOCUMENTS,
+    AnswersOption,
+    BenchmarkModel,
+    KOption,
+    QuestionsOption,
+    RetrieverOption,
+    SplitOption,
+    WeightOption,
+    run_benchmark,
+    say_stream,
+)
+from eval.harness.command import BatchOption, DeviceOption, OutputOption, SeedOption, generated
+from eval.harness.streams import DataOption, named_data
+from mac_rag import DEFAULT_MODEL
+from mac_rag.cli.run import run_command
+
+if TYPE_CHECKING:
+    from mac_rag.data.types import QADataset
+
+
+def main(
+    context: typer.Context,
+    model: BenchmarkModel = None,
+    retriever: RetrieverOption = "none",
+    k: KOption = "5",
+    memory_weight: WeightOption = None,
+    data: DataOption = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            help="For data of your own: the columns that hold our fields, where they have other names, such as "
+            "question=q,answers=a.",
+            show_default="the fields' names",
+        ),
+    ] = None,
+    split: SplitOption = "test",
+    documents: Annotated[
+        int | None, typer.Option(min=1, help="Documents of the stream, from its beginning.", show_default="all")
+    ] = None,
+    questions: QuestionsOption = None,
+    seed: SeedOption = 0,
+    batch_size: BatchOption = 32,
+    device: DeviceOption = None,
+    answers: AnswersOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Evaluate on any data set: adapt to a stream of documents, then ask all questions about them.
+
+    Answers come from the LM alone and from MAC's memory alone; with --retriever also from retrieved documents, without
+    and with the memory. One file of your own is divided by documents; --split all takes all of it. Without --data the
+    stream is generated news.
+    """
+
+    def load() -> tuple[QADataset, str]:
+        from eval.harness.protocol import some_questions
+        from mac_rag.data import load_dataset
+        from mac_rag.errors import ConfigError
+
+        if columns is not None and data is None:
+            raise ConfigError(f"--columns {columns!r} names columns of data of your own; give them with --data")
+        if data is None:
+            dataset, source = generated(split, documents or NEWSWIRE_DOCUMENTS, seed), "generated"
+        else:
+            name, path = named_data(data)
+            dataset = load_dataset(name, split, path, documents=documents, columns=named_columns(columns))
+            source = str(path)
+        dataset = some_questions(dataset, questions, seed)
+        say_stream("The embedded newswire sample, because no --data was given" if data is None else source, dataset)
+        return dataset, source
+
+    run_benchmark(
+        "qa",
+        load,
+        options=context.params,
+        model=model or ("mac-tiny" if data is None else DEFAULT_MODEL),
+        retriever=retriever,
+        k=k,
+        memory_weight=memory_weight,
+        seed=seed,
+        batch_size=batch_size,
+        device=device,
+        answers=answers,
+        output=output,
+    )
+
+
+def named_columns(text: str | None) -> dict[str, str]:
+    """The value of --columns: field -> column.
+
+    Raises:
+        ConfigError: for anything but FIELD=COLUMN, separated by commas, or a field that comes twice.
+    """
+    from mac_rag.errors import ConfigError
+
+    pairs = [] if text is None else [pair.partition("=") for pair in text.split(",")]
+    columns = {field.strip(): column.strip() for field, _, column in pairs}
+    if len(columns) < len(pairs) or not all((field and column) for field, column in columns.items()):
+        raise ConfigError(f"--columns takes FIELD=COLUMN, separated by commas, each field once; got {text!r}")
+    return columns
+
+
+if __name__ == "__main__":
+    run_command(main)

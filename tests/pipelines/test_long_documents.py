@@ -1,0 +1,143 @@
+"""Documents beyond a model's limit become documents of their own before training starts, with the right questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mac_rag.data.types import Document, QADataset, Question
+from mac_rag.errors import DataError, DocumentError
+from mac_rag.lm.prompt import PromptEncoder
+from mac_rag.model import MACModel
+from pipelines.corpora.long_documents import divided, within_limits, within_sequences
+from pipelines.corpora.qa_data import DataConfig
+from pipelines.tasks.train import TrainTask
+from tests.pipelines.test_pipelines import train_recipe
+
+Folder = Callable[[str], Path]
+
+
+def data_set(text: str, *questions: Question, **more: str) -> QADataset:
+    documents = [Document("long", text, {"title": "T"}), *(Document(name, other) for name, other in more.items())]
+    return QADataset("own", "train", tuple(documents), questions)
+
+
+def sentences(document: Document) -> list[str]:
+    return [f"{sentence}." for sentence in document.text.removesuffix(".").split(". ")]
+
+
+@pytest.mark.parametrize(
+    ("question", "answers", "chunk"),
+    [
+        ("Who came?", ["Ada"], "long"),
+        ("Who left in 1999?", ["Bo", "Ada"], "long#2"),  # the first answer counts before the second
+        ("When did it close?", ["1999"], "long#3"),  # of two chunks with the answer, the one of more shared words
+        ("Who left?", ["the bo"], "long#2"),  # as SQuAD compares answers
+        ("Who else?", ["Cy"], "long"),  # nowhere: the first
+        ("Which?", ["oor"], "long#3"),  # written so, within a word
+    ],
+)
+def test_a_question_goes_to_the_chunk_with_its_answer(question: str, answers: list[str], chunk: str) -> None:
+    text = "Ada came. In 1999 Bo left the hall. The door did close in 1999."
+    data = data_set(
+        text, Question("q", question, tuple(answers), "long"), Question("r", "?", ("x",), "other"), other="x"
+    )
+    result = divided(data, sentences, "a sentence")
+    assert result.questions[0].document_id == chunk
+    assert result.questions[1] is data.questions[1]
+
+
+def test_chunks_keep_order_metadata_and_ids_of_their_own() -> None:
+    data = data_set("One. Two. Three.", **{"long#2": "Another.", "last": "Last."})
+    result = divided(data, sentences, "a sentence")
+    assert [(document.id, document.text) for document in result.documents] == [
+        ("long", "One."), ("long#3", "Two."), ("long#4", "Three."), ("long#2", "Another."), ("last", "Last."),
+    ]  # fmt: skip
+    assert [document.metadata for document in result.documents[:3]] == [{"title": "T"}] * 3
+    assert result.documents[3:] == data.documents[1:]
+
+
+def test_data_within_the_limits_are_left_as_they_are(loaded_tiny_model: MACModel) -> None:
+    data = data_set("A short text.", Question("q", "Who?", ("text",), "long"))
+    assert within_limits(data, loaded_tiny_model) is data
+
+
+def test_a_chunk_is_what_the_model_reads_at_once(
+    loaded_tiny_model: MACModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    encoder = loaded_tiny_model.amortization
+    text = " ".join(f"Sentence {i} tells of town {i}." for i in range(400))
+    data = data_set(text, Question("q", "What tells of town 399?", ("399",), "long"), other="Short.")
+    result = within_limits(data, loaded_tiny_model)
+    assert [document.text for document in result.documents] == [*encoder.split(text), "Short."]
+    assert len(result.documents) > 2
+    assert all(len(encoder.ids(document.text)) <= encoder.max_tokens for document in result.documents)
+    assert result.questions[0].document_id == result.documents[-2].id
+    shown = capsys.readouterr().err
+    assert f"own, train: 1 of 2 documents are longer than {encoder.max_tokens} tokens; they are divided into" in shown
+
+
+def test_what_no_model_reads_is_named_at_the_start(loaded_tiny_model: MACModel) -> None:
+    with pytest.raises(DataError, match=r"question 'q': a text of \d+ tokens is longer than the limit of"):
+        within_limits(data_set("A text.", Question("q", "Who? " * 3_000, ("text",), "long")), loaded_tiny_model)
+    with pytest.raises(DocumentError, match="document 'other': the character at index 1 is NUL"):
+        within_limits(data_set("A text.", other="a\0b"), loaded_tiny_model)
+
+
+def test_what_the_lm_writes_fits_into_its_window(tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The LM may read less at once than the amortization network."""
+    tiny_model.base_lm.model.config.max_position_embeddings = 100
+    prompts, window = tiny_model.base_lm.prompts, 100 - tiny_model.modulation.prefix_length
+    text = " ".join(f"Sentence {i} tells of town {i}." for i in range(30))
+    data = data_set(text, Question("q", "What tells of town 1?", ("Sentence 1",), "long"))
+    assert within_limits(data, tiny_model) is data
+    written = within_limits(data, tiny_model, reconstruction=True)
+    lengths = [len(prompts.prompt_start([document.text])) for document in written.documents]
+    assert max(lengths) <= window < len(prompts.prompt_start([text]))
+    assert len(lengths) < 2 * sum(lengths) / window + 1
+    data = data_set(text, Question("q", "What?", ("a long answer " * 40,), "long"))
+    with pytest.raises(
+        DataError, match=f"question 'q' takes [0-9]+ tokens with its answer, and the LM reads {window} at"
+    ):
+        within_limits(data, tiny_model)
+
+
+def test_a_document_fits_into_a_sequence_with_its_questions(loaded_tiny_model: MACModel) -> None:
+    encoder: PromptEncoder = loaded_tiny_model.base_lm.prompts
+    text = " ".join(f"Sentence {i} tells of town {i}." for i in range(60))
+    questions = [Question(f"q{i}", f"What tells of town {i}?", (f"Sentence {i}",), "long") for i in (1, 58)]
+    result = within_sequences(data_set(text, *questions), encoder, 128)
+    texts = {document.id: document.text for document in result.documents}
+    assert len(texts) > 3
+    for question in result.questions:
+        [(prompt, answer)] = encoder.exchanges([texts[question.gold]], [(question.question, question.answers[0])])
+        assert len(prompt) + len(answer) <= 128
+        assert question.answers[0] in texts[question.gold]
+    assert within_sequences(data_set(text, *questions), encoder, 4_000).documents[0].text == text
+
+
+def test_a_training_on_long_documents_starts_and_validates(
+    model_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They failed in the batch that drew them, and in every validation."""
+    kept = DataConfig.training_set, DataConfig.validation_set
+
+    def longer(data: QADataset) -> QADataset:
+        return QADataset(
+            data.name,
+            data.split,
+            tuple(Document(each.id, f"{each.text} " * 12, each.metadata) for each in data.documents),
+            data.questions,
+        )
+
+    monkeypatch.setattr(DataConfig, "training_set", lambda self: longer(kept[0](self)))
+    monkeypatch.setattr(DataConfig, "validation_set", lambda self: longer(kept[1](self)))
+    recipe: dict[str, Any] = train_recipe(model_folder).model_dump(mode="json")
+    recipe["model"]["max_document_tokens"] = 256
+    task = TrainTask(type(train_recipe(model_folder)).parse(recipe, "test"))
+    batch = task.batch(0, 0, 3)
+    assert len(task(batch)) > 1
+    assert task.validate()["loss"] > 0
