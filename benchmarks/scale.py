@@ -77,7 +77,7 @@ def main(
 
 def _adapt(place: Path, count: int, model: str, data: str | None, rows: Any, seed: int) -> None:
     """Makes a bank of the documents of a data set: those of its test stream, then those of its other splits."""
-    from eval.harness.streams import named_folder, open_stream
+    from eval.harness.streams import named_data, open_stream
     from mac_rag.data import SPLITS, load_dataset
     from mac_rag.data.types import Document
     from mac_rag.engine import MACEngine
@@ -89,9 +89,9 @@ def _adapt(place: Path, count: int, model: str, data: str | None, rows: Any, see
         return
     documents = list(open_stream(data, "test", count, 1, seed=seed, scale="tiny")[0].documents)
     if data is not None:
-        name, files = named_folder(data)
+        name, files = named_data(data)
         for split in SPLITS[name]:
-            documents += load_dataset(name, split, files).documents if split != "test" else ()
+            documents += () if split in ("test", "all") else load_dataset(name, split, files).documents
     if len(documents) < count:
         raise DataError(f"{data} has {len(documents):,} documents; give at most so many to --adapted")
     loaded = MACModel.from_pretrained(model, device="cpu")
