@@ -1,15 +1,14 @@
 """BERT's states of a batch of texts without its padding, for a CPU and without gradients.
 
-The tokens of all texts stand one behind the other, `[N, width]`, so that nothing is computed for padding. Query, key
-and value are one matrix product, GELU is a part of another, and weights are laid out for the CPU's kernels once. The
-states are those of the model up to rounding. Products stay in fp32: in bf16, where a CPU has instructions for it,
-memory tokens change by half a hundredth, and answers from them become worse.
+The tokens of all texts stand one behind the other, `[N, width]`, so that all but attention is computed for them alone.
+Query, key and value are one matrix product, GELU is a part of another, and weights are laid out for the CPU's kernels
+once. The states are those of the model up to rounding. Products stay in fp32: in bf16, where a CPU has instructions for
+it, memory tokens change by half a hundredth, and answers from them become worse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import groupby
+from collections.abc import Callable
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -61,15 +60,17 @@ class UnpaddedBert:
             attention_mask: `[B, L]`, 1 for tokens and 0 for padding.
         """
         shown = attention_mask.bool()
-        places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        where = shown.flatten().nonzero()[:, 0]
+        places = torch.arange(input_ids.shape[1]).expand_as(input_ids).flatten()[where]
         # As texts of one token: an embedding depends on the token and its place alone.
-        embedded = self._embeddings(input_ids=input_ids[shown][:, None], position_ids=places[shown][:, None])
-        runs = [(length, len([*same])) for length, same in groupby(shown.sum(1).tolist()) if length]
+        embedded = self._embeddings(input_ids=input_ids.flatten()[where, None], position_ids=places[:, None])
         x: Tensor = embedded[:, 0]
+        mask = None if len(where) == shown.numel() else shown[:, None, None]
+        heads = x.new_zeros(*shown.shape, 3 * x.shape[1])
         for layer in self._layers:
-            x = layer(x, runs)
-        states = x.new_zeros(*input_ids.shape, x.shape[1])
-        states[shown] = x
+            x = layer(x, where, heads, mask)
+        states = x.new_zeros(*shown.shape, x.shape[1])
+        states.flatten(0, 1).index_copy_(0, where, x)
         return states
 
 
@@ -87,18 +88,28 @@ class _Layer:
         self._norm: nn.Module = after.LayerNorm
         self._last_norm: nn.Module = layer.output.LayerNorm
 
-    def __call__(self, x: Tensor, runs: list[tuple[int, int]]) -> Tensor:
-        """`[N, width] -> [N, width]`, for runs of texts of equal length: the length and the number of each."""
-        x = self._norm(x + self._out(torch.cat([*self._attended(self._query_key_value(x), runs)])))
+    def __call__(self, x: Tensor, where: Tensor, room: Tensor, mask: Tensor | None) -> Tensor:
+        """The states after this layer.
+
+        Args:
+            x: `[N, width]`.
+            where: `[N]`, the places of these tokens in a padded batch, below B L.
+            room: `[B, L, 3 width]`, zeros for padding; the rest is overwritten.
+            mask: `[B, 1, 1, L]`, False for padding; None without padding.
+        """
+        x = self._norm(x + self._out(self._attended(self._query_key_value(x), where, room, mask)))
         states: Tensor = self._last_norm(x + self._down(self._up(x, gelu=True)))
         return states
 
-    def _attended(self, projected: Tensor, runs: list[tuple[int, int]]) -> Iterator[Tensor]:
-        """What the tokens of each run attend to, `[length * number, width]`."""
-        for part, (length, count) in zip(projected.split([length * count for length, count in runs]), runs):
-            query, key, value = part.view(count, length, 3, self._heads, -1).permute(2, 0, 3, 1, 4)
-            attended = functional.scaled_dot_product_attention(query, key, value)
-            yield attended.transpose(1, 2).reshape(count * length, -1)
+    def _attended(self, projected: Tensor, where: Tensor, room: Tensor, mask: Tensor | None) -> Tensor:
+        """What each token attends to, `[N, width]`.
+
+        Here alone, texts are padded: with one call for each text, threads would wait for each other all the time.
+        """
+        room.flatten(0, 1).index_copy_(0, where, projected)
+        query, key, value = room.unflatten(2, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return attended.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, where)
 
 
 _State: TypeAlias = tuple[object, ...]  # which weights a model has

@@ -84,6 +84,18 @@ def test_the_first_token_is_the_encoders_mean_state_of_the_text(model: MACModel)
         torch.testing.assert_close(model.amortize([text])[0], tokens, atol=1e-5, rtol=1e-5)
 
 
+def test_documents_are_encoded_as_questions_are_and_with_trained_weights(model: MACModel) -> None:
+    before = model.amortize(TEXTS)
+    model.train()
+    model.amortization.network.backbone.encoder.layer[0].output.dense.weight.data.mul_(1.5)  # as fused optimisers do
+    model.eval()
+    after = model.amortize(TEXTS)
+    assert (after - before).abs().max() > 0.01
+    with torch.no_grad():
+        expected = model.amortization([model.amortization.ids(text) for text in TEXTS])
+    torch.testing.assert_close(after, expected.stacked(), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     "design",
     # The other tests here are of encoder-pooling.
