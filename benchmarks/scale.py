@@ -176,12 +176,12 @@ def _whole(model: MACModel, bank: MemoryBank, asked: Sequence[str]) -> dict[str,
     import torch
 
     from benchmarks.measure import timed
-    from benchmarks.unbounded import without_bounds
+    from benchmarks.unbounded import UnboundedBank
     from mac_rag.memory.views.projection import ProjectedBank
 
     network = model.aggregation
     view = ProjectedBank(network, bank, device="cpu")
-    unbounded = without_bounds(view)
+    unbounded = UnboundedBank(view)
     seconds, differences = [], []
     with torch.no_grad():
         for text in asked[1:6]:

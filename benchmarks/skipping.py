@@ -38,7 +38,7 @@ def main(
     import torch
 
     from benchmarks.measure import medians
-    from benchmarks.unbounded import without_bounds
+    from benchmarks.unbounded import UnboundedBank
     from eval.harness.protocol import adapt
     from eval.harness.streams import open_stream
     from mac_rag.engine import MACEngine
@@ -60,7 +60,7 @@ def main(
     question = loaded.input_encoder([loaded.input_encoder.ids(each.question) for each in stream.questions])
 
     # Without the view's bounds, no row is left out; without the floor, none is skipped.
-    unbounded = without_bounds(view)
+    unbounded = UnboundedBank(view)
 
     def attend(query: Tensor, chunks: Iterable[Chunk], *, floor: Any = None, mass: bool = False) -> Any:
         del floor

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import cast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.nn.bank_view import BankView
 
-_NAMES = ("documents", "prior_keys", "log_counts", "chunks", "select")
 
+@dataclass(frozen=True)
+class UnboundedBank:
+    """The rows of a view without what tells, before they are read, that some of them cannot matter.
 
-def without_bounds(view: ProjectedBank) -> BankView:
-    """The same rows without what tells, before they are read, that some of them cannot matter."""
-    return cast(BankView, SimpleNamespace(**{name: getattr(view, name) for name in _NAMES}))
+    Attributes:
+        view: the view.
+    """
+
+    view: ProjectedBank
+
+    @property
+    def documents(self) -> int:
+        return self.view.documents
+
+    @property
+    def prior_keys(self) -> Tensor | None:
+        return self.view.prior_keys
+
+    @property
+    def log_counts(self) -> Tensor | None:
+        return self.view.log_counts
+
+    def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.view.chunks(block)
+
+    def select(self, index: Tensor) -> BankView:
+        return self.view.select(index)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mac_rag.nn.attention import BankAttention, Chunk, streaming_attention
-from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, BankView, BoundedView, prior_keys
+from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, is_bounded, is_view, prior_keys
 from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.row_bounds import longest_keys, needed_of_all
@@ -300,7 +300,7 @@ class AttendedBank:
     def _chunks(self, number: int, block: CrossAttentionBlock, query: Tensor, floor: Tensor | None) -> Iterator[Chunk]:
         """The bank as a block sees it; where a bound shows that most rows cannot matter, the others."""
         longest = None
-        if floor is not None and isinstance(self.bank, BoundedView):
+        if floor is not None and is_bounded(self.bank):
             longest, weights = self.bank.longest(number), block.prior_weights
             assert weights is not None  # there is no floor without them
             needed = needed_of_all(query, longest, self.bank.row_tokens, self._scores, weights, floor)
@@ -323,9 +323,9 @@ class AttendedBank:
         """
         if self.queries is None or torch.is_grad_enabled():
             return None
-        if self.log_counts is not None or not isinstance(self.bank, BankView) or not self.bank.documents:
+        if self.log_counts is not None or not is_view(self.bank) or not self.bank.documents:
             return None
-        if self.queries.device.type != "cpu" and not (isinstance(self.bank, BoundedView) and not self.bank.cached):
+        if self.queries.device.type != "cpu" and not (is_bounded(self.bank) and not self.bank.cached):
             return None
         score, index = self._scores.max(1)
         ((keys, values),) = self.bank.select(index[:, None]).chunks(number)

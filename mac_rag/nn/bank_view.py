@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ class BankRows(Protocol):
         """Keys and values `[H, k, T, d]` or `[G, H, k, T, d]` of consecutive rows; the same cuts for all blocks."""
 
 
-@runtime_checkable
 class BankView(BankRows, Protocol):
     """A bank from which rows can be chosen."""
 
@@ -45,7 +44,6 @@ class BankView(BankRows, Protocol):
         """A view where each question sees N rows of its own, in the order of `index` `[B, N]`."""
 
 
-@runtime_checkable
 class BoundedView(BankView, Protocol):
     """A bank that bounds what each row can contribute, and gives some rows without the others."""
 
@@ -66,6 +64,17 @@ class BoundedView(BankView, Protocol):
 
     def rows(self, block: int, index: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[H, n, T, d]` of the rows `index` `[n]`, which is on the CPU."""
+
+
+# `isinstance` with a protocol would compute each of its properties, prior keys with all their zeros among them.
+def is_view(bank: BankRows) -> TypeGuard[BankView]:
+    """True if rows can be chosen from a bank."""
+    return hasattr(type(bank), "select")
+
+
+def is_bounded(bank: BankRows) -> TypeGuard[BoundedView]:
+    """True if a bank bounds what each row can contribute."""
+    return hasattr(type(bank), "compact_prior_keys")
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,7 @@ def prior_keys(bank: BankRows) -> Tensor | PriorKeys:
     Raises:
         ValueError: for rows without them.
     """
-    keys = bank.compact_prior_keys if isinstance(bank, BoundedView) else bank.prior_keys
+    keys = bank.compact_prior_keys if is_bounded(bank) else bank.prior_keys
     if keys is None:
         raise ValueError("this view of a bank has no prior keys, which the network's document prior needs")
     return keys

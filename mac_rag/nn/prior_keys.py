@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,11 +80,38 @@ class PriorKeys:
         Args:
             queries: `[B, P + L]`.
         """
-        products = queries[:, : self.dense.shape[1]] @ self.dense.T
+        # With one column, with the keys on the right, or with columns that are not one behind the other, a product of
+        # matrices goes to kernels that are several times slower.
+        columns = queries[:, : self.dense.shape[1]].expand(max(2, len(queries)), -1).contiguous().T
+        products = (self.dense @ columns)[:, : len(queries)].T
         if not self.width or not len(self.weights):
             return products
         lexical = queries[:, self.dense.shape[1] :].to(self.weights.dtype)
-        return products + (self._matrix @ lexical.T).T.to(products.dtype)
+        if self.weights.device.type != "cpu":
+            return products + (self._matrix @ lexical.T).T.to(products.dtype)
+        return products + torch.stack([self._lexical_products(query) for query in lexical]).to(products.dtype)
+
+    def _lexical_products(self, query: Tensor) -> Tensor:
+        """The products with the lexical part `[L]` of one query, `[K]`: only those of the places that it has."""
+        ends, documents, weights = self._postings
+        products = weights.new_zeros(len(self))
+        for place in query.nonzero()[:, 0].tolist():
+            here = slice(int(ends[place]), int(ends[place + 1]))
+            products.index_add_(0, documents[here], query[place] * weights[here])
+        return products
+
+    @cached_property
+    def _postings(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For each place of the lexical parts, the documents that have it, and their numbers there.
+
+        Returns:
+            Where each place begins among the others `[L + 1]`; documents, int32, and numbers, place after place.
+        """
+        small = self.places.numpy().astype(np.uint16 if self.width <= 1 << 16 else np.uint32)
+        order = torch.from_numpy(np.argsort(small, kind="stable"))  # of 16 bits, a radix sort
+        documents = torch.arange(len(self), dtype=torch.int32).repeat_interleave(self.counts)
+        ends = torch.nn.functional.pad(torch.bincount(self.places, minlength=self.width).cumsum(0), (1, 0))
+        return ends, documents[order], self.weights[order]
 
     def take(self, index: Tensor) -> Tensor:
         """The keys of some documents with all their zeros, `[n, P + L]`."""
@@ -98,7 +126,7 @@ class PriorKeys:
 
     @cached_property
     def _matrix(self) -> Tensor:
-        """The lexical parts `[K, L]` as a sparse matrix, whose products cost as much as it has numbers."""
+        """The lexical parts `[K, L]` as a sparse matrix."""
         starts = torch.nn.functional.pad(self.counts.cumsum(0), (1, 0)).to(torch.int32)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")

@@ -20,15 +20,16 @@ def lexical(rows: int, width: int, seed: int) -> Tensor:
 @given(
     rows=st.lists(st.integers(0, 4), min_size=1, max_size=3),
     width=st.sampled_from([0, 1, 7]),
+    questions=st.integers(1, 3),
     seed=st.integers(0, 999),
     data=st.data(),
 )
-def test_products_and_choices(rows: list[int], width: int, seed: int, data: st.DataObject) -> None:
+def test_products_and_choices(rows: list[int], width: int, questions: int, seed: int, data: st.DataObject) -> None:
     dense = [torch.randn(count, 3, generator=torch.Generator().manual_seed(seed + n)) for n, count in enumerate(rows)]
     words = [lexical(count, width, seed + 10 + n) for n, count in enumerate(rows)]
     plain = torch.cat([torch.cat(parts, 1) for parts in zip(dense, words)])
     keys = PriorKeys.cat([PriorKeys.of(*parts) for parts in zip(dense, words)])
-    queries = torch.randn(2, 3 + width)
+    queries = torch.cat([torch.randn(questions, 3), lexical(questions, width, seed + 20)], 1)
     torch.testing.assert_close(keys.products(queries), queries @ plain.T)
     mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(plain), max_size=len(plain))), dtype=torch.bool)
     kept = keys.kept(mask)

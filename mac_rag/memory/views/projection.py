@@ -275,7 +275,7 @@ class ProjectedBank:
 
             return self._needed[block].look_up(self._row_keys[index], project)
         ends = torch.tensor([len(piece.row_keys) for piece in self._pieces]).cumsum(0)
-        owner = torch.searchsorted(ends, index, right=True)
+        owner = torch.searchsorted(ends, index.contiguous(), right=True)
         first_keys, first_values = self._pieces[0].projected[block]
         keys, values = (
             first.new_empty(first.shape[0], len(index), *first.shape[2:]) for first in (first_keys, first_values)

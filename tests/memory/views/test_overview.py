@@ -121,8 +121,12 @@ def test_the_first_question_reads_the_rows_that_can_matter(budget: int, monkeypa
 
         monkeypatch.setattr(Contents, name, counted)
     with torch.no_grad():
-        found, _ = net(question, view(net, bank, budget))
+        projected = view(net, bank, budget)
+        found, _ = net(question, projected)
         assert 0 < sum(numbers) < 30
+        bytes_before = projected.bytes
+        assert projected.prior_keys is not None
+        assert projected.bytes > bytes_before  # with all their zeros, prior keys were not made for the question
         whole = net.project(MemoryTokens.split(phi.double(), LEXICAL))
         expected, _ = net(question, whole, attention=direct_attention)
     torch.testing.assert_close(found, expected, **CLOSE)
