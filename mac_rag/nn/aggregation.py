@@ -303,7 +303,15 @@ class AttendedBank:
         if floor is not None and is_bounded(self.bank):
             longest, weights = self.bank.longest(number), block.prior_weights
             assert weights is not None  # there is no floor without them
-            needed = needed_of_all(query, longest, self.bank.row_tokens, self._scores, weights, floor)
+            needed = needed_of_all(
+                query,
+                longest,
+                self.bank.row_tokens,
+                self._scores,
+                weights,
+                floor,
+                longest_of_all=self.bank.longest_of_all(number),
+            )
             if 2 * len(needed) < self.bank.documents:
                 for index in needed.split(_GATHERED):
                     keys, values = self.bank.rows(number, index.cpu())

@@ -62,6 +62,9 @@ class BoundedView(BankView, Protocol):
     def longest(self, block: int) -> Tensor:
         """The largest norm of each row's keys, `[H, K]`."""
 
+    def longest_of_all(self, block: int) -> Tensor:
+        """The largest norm of all keys, `[H]`."""
+
     def rows(self, block: int, index: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[H, n, T, d]` of the rows `index` `[n]`, which is on the CPU."""
 

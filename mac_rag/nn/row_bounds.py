@@ -43,7 +43,14 @@ def needed_rows(query: Tensor, longest: Tensor, tokens: int, bias: Tensor, floor
 
 
 def needed_of_all(
-    query: Tensor, longest: Tensor, tokens: int, scores: Tensor, weights: Tensor, floor: Tensor
+    query: Tensor,
+    longest: Tensor,
+    tokens: int,
+    scores: Tensor,
+    weights: Tensor,
+    floor: Tensor,
+    *,
+    longest_of_all: Tensor | None = None,
 ) -> Tensor:
     """Tells which rows of a whole bank can matter to some question, from one score for each question and row.
 
@@ -56,13 +63,15 @@ def needed_of_all(
         longest: `[H, K]`, the largest norm of each row's keys.
         scores: `[B, K]`, the document prior's scores.
         weights: `[H]`, how each head weighs them; their product is the bias.
+        longest_of_all: `[H]`, the largest of each head's `longest`, if it is known.
 
     Returns:
         Numbers of the rows `[n]`, ascending.
     """
     numbers = torch.promote_types(query.dtype, torch.float32)
     norms, rounding = query.to(numbers).norm(dim=-1), torch.finfo(numbers).eps
-    beside_bias = (norms * longest.amax(1)[:, None] - floor).amax(-1)  # [B, H]
+    largest = longest.amax(1) if longest_of_all is None else longest_of_all
+    beside_bias = (norms * largest[:, None] - floor).amax(-1)  # [B, H]
     nothing = math.log(rounding / (scores.shape[1] * tokens))
     needed = torch.zeros(scores.shape[1], dtype=torch.bool, device=scores.device)
     for head, weight in enumerate(weights):

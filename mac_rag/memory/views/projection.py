@@ -97,6 +97,7 @@ class ProjectedBank:
         self._row_keys = torch.empty(0, dtype=torch.int64)
         self._overview: Overview | None = None
         self._dense_prior_keys: Tensor | None = None
+        self._longest_of_all: Tensor | None = None
         self._needed: tuple[RowCache, ...] = ()  # for each block the rows that were needed last, unless all are cached
         self._pieces: list[_Piece] = []
         self.refresh()
@@ -134,7 +135,7 @@ class ProjectedBank:
                 overviews.append(computed_overview(self.network, phi, keys))
         # Nothing above changes this view, so an error leaves it as it was.
         self._overview = Overview.cat(overviews) if overviews else None
-        self._dense_prior_keys = None
+        self._dense_prior_keys = self._longest_of_all = None
         self._pieces = _joined(pieces, self.chunk_rows)
         self._row_keys, self._version, self.cached = row_keys, version, fits
         if self._pieces:
@@ -244,9 +245,19 @@ class ProjectedBank:
     def longest(self, block: int) -> Tensor:
         """The largest norm of each row's keys in a block, `[H, K]`; only for a network with a document prior."""
         assert self._overview is not None
-        heads = [each.heads for each in self._blocks]
-        longest: Tensor = self._overview.longest.split(heads, 1)[block].T
-        return longest
+        return self._of_block(self._overview.longest, block).T
+
+    def longest_of_all(self, block: int) -> Tensor:
+        """The largest norm of all keys in a block, `[H]`; only for a network with a document prior."""
+        assert self._overview is not None
+        if self._longest_of_all is None:
+            self._longest_of_all = self._overview.longest.amax(0)
+        return self._of_block(self._longest_of_all, block)
+
+    def _of_block(self, norms: Tensor, block: int) -> Tensor:
+        """Those of one block, of norms `[..., blocks H]`."""
+        of_block: Tensor = norms.split([each.heads for each in self._blocks], -1)[block]
+        return of_block
 
     def select(self, index: Tensor) -> SelectedRows:
         """A view in which each question sees its own rows, numbered by `index` `[B, N]`, in that order.
