@@ -99,7 +99,7 @@ def fitted(measured: Sequence[Measured], cores: int) -> Plan:
 def main(
     model: Annotated[str, typer.Option(help="A MAC model: a name or a folder.")] = "mac-small",
     data: DataOption = None,
-    documents: Annotated[int, typer.Option(min=8, help="Documents of the bank.")] = 16000,
+    documents: Annotated[int, typer.Option(min=8, help="Documents of the bank.")] = 4000,
     adapted: Annotated[int, typer.Option(min=1, help="Documents that are adapted to; the others are mixtures.")] = 1000,
     shards: Annotated[str, typer.Option(help="Numbers of shards to measure, at least three.")] = "1,2,4,8",
     check: Annotated[int, typer.Option(help="The number of shards that is predicted from the others.")] = 8,
