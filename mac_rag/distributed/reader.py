@@ -1,4 +1,4 @@
-"""How a model reads a bank in shards: one round trip to all shards for each block, and an exact merge."""
+"""How a model reads a bank in shards: two round trips to all shards for each block, and an exact merge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mac_rag.distributed.shard import ShardQuestion, to_array, to_tensor
+from mac_rag.distributed.shard import Array, ShardQuestion, to_array, to_tensor
 from mac_rag.distributed.transport import Request
 from mac_rag.errors import ConfigError, ShardLostError
 from mac_rag.memory.views.base_reader import Aggregated, Reader
@@ -153,16 +153,32 @@ class _ShardsAttention:
 
     def __call__(self, block: int, mass: bool, query: Tensor) -> tuple[Tensor, Tensor | None]:
         queries = to_array(query)
+        begin = {number: None if block else question for number, question in self.questions.items()}
+        sent: Array | None = queries
+        floor = None
+        if not mass and len(begin) > 1:
+            # A shard without the documents that a question is about would find that many of its rows can matter.
+            floor = self._floor(block, queries, begin)
+            begin, sent = dict.fromkeys(begin), None
         requests = {
-            number: Request(
-                "attend", (self.name, block, queries), {"mass": mass, "question": None if block else question}
-            )
-            for number, question in self.questions.items()
+            number: Request("attend", (self.name, block, sent), {"mass": mass, "question": question, "floor": floor})
+            for number, question in begin.items()
         }
         packed = self.bank.shards.done(requests)
         parts = (Partial.unpacked(to_tensor(packed[number], query.device)) for number in sorted(packed))
         whole = reduce(Partial.merged, parts)
         return whole.attended.to(query.dtype), self._mass(whole.lse).to(query.dtype) if mass else None
+
+    def _floor(self, block: int, queries: Array, begin: Mapping[int, ShardQuestion | None]) -> Array | None:
+        """A lower bound of the largest logits over all shards `[B, H, S]`; None if no shard has one."""
+        found = self.bank.shards.done(
+            {
+                number: Request("floor", (self.name, block, queries), {"question": question})
+                for number, question in begin.items()
+            }
+        )
+        floors = [floor for floor in found.values() if floor is not None]
+        return np.maximum.reduce(floors) if floors else None
 
     def _mass(self, lse: Tensor) -> Tensor:
         """The attention mass on the rows of all shards `[B, K]`; 0 on those of shards that are not asked."""

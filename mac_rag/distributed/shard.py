@@ -130,6 +130,7 @@ class Shard:
         self._view: ProjectedBank | None = None
         self._asked: OrderedDict[str, AttendedBank] = OrderedDict()  # by name of the questions, of one state
         self._last: dict[str, Partial] = {}  # what they attended to last
+        self._queries: dict[str, Tensor] = {}  # what they were asked with last
 
     def open(self, *, create: bool = False) -> ShardContents:
         """Opens the bank at its last commit.
@@ -172,17 +173,42 @@ class Shard:
         return self._opening, self.bank.version
 
     @torch.no_grad()
+    def floor(self, name: str, block: int, query: Array, *, question: ShardQuestion | None = None) -> Array | None:
+        """A lower bound of the largest logits of one block, `[B, H, S]`; None if this shard has none.
+
+        The largest of all shards tells each of them how few of its rows can matter.
+
+        Args:
+            name, block, query, question: as `attend` takes them.
+
+        Raises:
+            ShardLostError: as `attend`.
+        """
+        attended = self._attended(name, question, len(query))
+        queries = self._queries[name] = to_tensor(query, self.device, attended.dtype)
+        floor = attended.floor(block, queries)
+        return None if floor is None else to_array(floor)
+
+    @torch.no_grad()
     def attend(
-        self, name: str, block: int, query: Array, *, mass: bool = False, question: ShardQuestion | None = None
+        self,
+        name: str,
+        block: int,
+        query: Array | None,
+        *,
+        mass: bool = False,
+        question: ShardQuestion | None = None,
+        floor: Array | None = None,
     ) -> Array:
         """Attention of one block to the shard's rows.
 
         Args:
             name: name of the questions.
             block: number of the block.
-            query: `[B, H, S, d]`, already scaled.
+            query: `[B, H, S, d]`, already scaled; None for those that `floor` was asked with.
             mass: True if `mass` will be asked next.
-            question: the questions, with their first block.
+            question: the questions, with the first call about their first block.
+            floor: `[B, H, S]`, a lower bound of the largest logits over all shards; None where it is not known.
 
         Returns:
             `[B, H, S, d + 2]`, see `Partial.packed`.
@@ -190,17 +216,22 @@ class Shard:
         Raises:
             ShardLostError: when this shard was opened, or asked about another state, since the question began.
         """
-        if question is not None:
-            self._begin(question, len(query))
-        if name not in self._asked:
-            raise self._forgotten()
-        attended = self._asked[name]
-        queries = to_tensor(query, self.device, attended.dtype)
-        chunks, floor = attended.chunks(block, queries, mass=mass)
-        partial = partial_attention(queries, chunks, floor=floor, mass=mass)
+        attended = self._attended(name, question, 0 if query is None else len(query))
+        queries = self._queries[name] if query is None else to_tensor(query, self.device, attended.dtype)
+        bound = None if floor is None else to_tensor(floor, self.device, attended.dtype)
+        chunks, bound = attended.chunks(block, queries, mass=mass, floor=bound)
+        partial = partial_attention(queries, chunks, floor=bound, mass=mass)
         if mass:
             self._last[name] = partial
         return to_array(partial.packed)
+
+    def _attended(self, name: str, question: ShardQuestion | None, batch: int) -> AttendedBank:
+        """The shard's rows as these questions attend to them, which begin with `question`."""
+        if question is not None:
+            self._begin(question, batch)
+        if name not in self._asked:
+            raise self._forgotten()
+        return self._asked[name]
 
     def _begin(self, question: ShardQuestion, batch: int) -> None:
         view = self._refreshed_view(question)
@@ -214,7 +245,9 @@ class Shard:
             mask = torch.tensor(bits, device=self.device).bool().expand(batch, -1)
         self._asked[question.name] = AttendedBank(self.network, view, prior_queries, mask=mask, dtype=dtype)
         while len(self._asked) > _QUESTIONS:
-            self._last.pop(self._asked.popitem(last=False)[0], None)
+            name, _ = self._asked.popitem(last=False)
+            self._last.pop(name, None)
+            self._queries.pop(name, None)
 
     def _refreshed_view(self, question: ShardQuestion) -> ProjectedBank:
         opening, version = question.version
@@ -230,6 +263,7 @@ class Shard:
         if view is not self._view or view.bank.version != seen.version:
             self._asked.clear()  # they would go on with other rows than they began with
             self._last.clear()
+            self._queries.clear()
         view.bank = seen
         view.refresh()
         self._view = view

@@ -33,7 +33,7 @@ class ShardedBank(ShardedContents):
     """A bank in N shards. A document's id says which shard holds it, and a question attends to all of them.
 
     Each shard is an ordinary bank in a process of its own, with one folder under the bank's folder. A question costs
-    one round trip to all shards for each block of the aggregation network, and gives what one bank with all documents
+    two round trips to all shards for each block of the aggregation network, and gives what one bank with all documents
     gives, up to rounding. This process keeps ids, hashes and metadata of all documents; memory tokens stay in the
     shards. Documents are in the order of the shards, and in each shard in the order of arrival.
 

@@ -285,17 +285,32 @@ class AttendedBank:
         self.mask = mask
         self.dtype = dtype
 
-    def chunks(self, number: int, query: Tensor, *, mass: bool) -> tuple[Iterator[Chunk], Tensor | None]:
+    def floor(self, number: int, query: Tensor) -> Tensor | None:
+        """A lower bound `[B, H, S]` of the largest logits of queries `[B, H, S, d]`; None if it is of no use."""
+        block = self.blocks[number]
+        best = self._best(number, block)
+        if best is None or best.bias is None:
+            return None
+        return (query @ best.keys[:, :, 0].mT).amax(-1) + best.bias
+
+    def chunks(
+        self, number: int, query: Tensor, *, mass: bool, floor: Tensor | None = None
+    ) -> tuple[Iterator[Chunk], Tensor | None]:
         """What the queries `[B, H, S, d]` of a block attend to, and a lower bound `[B, H, S]` of their largest logits.
 
         With `mass`, these are all rows, and no bound, because no row is skipped where each has a mass.
+
+        Args:
+            number: number of the block.
+            query: its queries.
+            mass: see above.
+            floor: the bound, where more rows than these are known; None for that of these rows.
         """
-        block = self.blocks[number]
-        best = None if mass else self._best(number, block)
-        floor = None
-        if best is not None and best.bias is not None:
-            floor = (query @ best.keys[:, :, 0].mT).amax(-1) + best.bias
-        return self._chunks(number, block, query, floor), floor
+        if mass:
+            floor = None
+        elif floor is None:
+            floor = self.floor(number, query)
+        return self._chunks(number, self.blocks[number], query, floor), floor
 
     def _chunks(self, number: int, block: CrossAttentionBlock, query: Tensor, floor: Tensor | None) -> Iterator[Chunk]:
         """The bank as a block sees it; where a bound shows that most rows cannot matter, the others."""
@@ -313,7 +328,7 @@ class AttendedBank:
                 longest_of_all=self.bank.longest_of_all(number),
             )
             if 2 * len(needed) < self.bank.documents:
-                for index in needed.split(_GATHERED):
+                for index in needed.split(_GATHERED) if len(needed) else ():  # none, where others hold what matters
                     keys, values = self.bank.rows(number, index.cpu())
                     yield Chunk(keys, values, self._bias(block, query, index), longest[:, index])
                 return

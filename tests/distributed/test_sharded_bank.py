@@ -11,16 +11,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from mac_rag.atomic_files import sealed, unsealed
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.types import Document
+from mac_rag.distributed.shard import Shard
 from mac_rag.distributed.shard_files import shard_folder, shard_of, shards_of
 from mac_rag.distributed.sharded_bank import ShardedBank
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DamageError, FingerprintError, ShardLostError
 from mac_rag.lm.devices import DTYPES
 from mac_rag.memory import MemoryBank
+from mac_rag.memory.contents import Contents
 from mac_rag.memory.entry_table import id_hashes
 from mac_rag.memory.views.overview import layout_for
 from mac_rag.memory.views.reader import reader_of
@@ -125,6 +128,39 @@ def test_in_double_precision_shards_agree_with_direct_attention(
         close = {"rtol": 1e-5, "atol": 1e-6} if prior_width else CLOSE  # prior keys are kept in single precision
         torch.testing.assert_close(found.aggregate(QUESTIONS).phi, expected[0], **close)
         torch.testing.assert_close(found.attention_mass(QUESTIONS), expected[1], **close)
+
+
+def test_a_shard_learns_from_the_others_how_few_rows_matter(
+    tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bound of its own best document alone, it reads more; the result is the same."""
+    assert tiny_model.aggregation.prior is not None
+    with torch.no_grad():
+        tiny_model.aggregation.prior.log_scale.fill_(5.0)
+    read: list[int] = []
+    for name in ("take", "read"):
+        reads = getattr(Contents, name)
+
+        def counted(self: Contents, *index: Any, reads: Any = reads) -> Tensor:
+            rows: Tensor = reads(self, *index)
+            read.append(len(rows))
+            return rows
+
+        monkeypatch.setattr(Contents, name, counted)
+
+    def asked() -> tuple[int, Tensor]:
+        with fast_folder() as place, made(place / "bank", tiny_model, 3) as bank:
+            bank.put(documents(60), random_rows(tiny_model, 60, 0))
+            read.clear()
+            phi = reader(tiny_model, bank).aggregate(QUESTIONS).phi
+            return sum(read), phi
+
+    rows, phi = asked()
+    floor = Shard.floor
+    monkeypatch.setattr(Shard, "floor", lambda *args, **kwargs: [floor(*args, **kwargs), None][1])
+    more_rows, same_phi = asked()
+    assert rows < more_rows
+    torch.testing.assert_close(phi, same_phi)
 
 
 def test_documents_are_in_the_order_of_shards_and_then_of_arrival(loaded_tiny_model: MACModel, folder: Path) -> None:

@@ -58,7 +58,7 @@ class RowCache:
             self._keys[:, slots], self._values[:, slots] = keys, values
         assert self._keys is not None
         assert self._values is not None
-        slots = torch.tensor([self._slots[name] for name in names], device=self._keys.device)
+        slots = torch.tensor([self._slots[name] for name in names], dtype=torch.long, device=self._keys.device)
         return self._keys.index_select(1, slots), self._values.index_select(1, slots)
 
     def _free_slot(self, name: int) -> int:
