@@ -148,5 +148,5 @@ def test_slow_consumers_stall_nobody(engines: tuple[Any, Any]) -> None:
 
     others, ticks = asyncio.run(asked())
     assert others == expected
-    assert ticks > 10
+    assert ticks > 2  # a loop that is stalled turns once at most, and a busy machine is slow
     assert ["".join([head, *tail]) for head, tail in zip(begun, waiting)] == expected[:4]
