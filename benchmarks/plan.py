@@ -158,10 +158,14 @@ def main(
     for each in measured:
         predicted = plan.seconds(each.shards, each.documents, here)
         mark = " (predicted)" if each.shards == check else ""
-        times = (f"{1000 * value:.1f}" for value in (each.seconds, predicted, each.asking, each.attending))
-        one, two, three, four = times
         table.add_row(
-            f"{each.shards}", f"{each.documents:,.0f}", one, f"{two}{mark}", three, four, f"{each.bytes:,.0f}"
+            f"{each.shards}",
+            f"{each.documents:,.0f}",
+            f"{1000 * each.seconds:.1f}",
+            f"{1000 * predicted:.1f}{mark}",
+            f"{1000 * each.asking:.1f}",
+            f"{1000 * each.attending:.1f}",
+            f"{each.bytes:,.0f}",
         )
     console.print(table)
     console.print(" | ".join(f"{name} {1e3 * value:.3g} ms" for name, value in asdict(plan).items()))

@@ -82,10 +82,9 @@ def _adapt(place: Path, count: int, model: str, data: str | None, rows: Any, see
     from mac_rag.data.types import Document
     from mac_rag.engine import MACEngine
     from mac_rag.errors import DataError
-    from mac_rag.memory import MemoryBank
     from mac_rag.model import MACModel
 
-    if MemoryBank.exists(place) and len(MemoryBank.open(place)) == count:
+    if _holds(place, count):
         return
     documents = list(open_stream(data, "test", count, 1, seed=seed, scale="tiny")[0].documents)
     if data is not None:
@@ -95,15 +94,26 @@ def _adapt(place: Path, count: int, model: str, data: str | None, rows: Any, see
     if len(documents) < count:
         raise DataError(f"{data} has {len(documents):,} documents; give at most so many to --adapted")
     loaded = MACModel.from_pretrained(model, device="cpu")
-    bank = (
-        MemoryBank.open(place, write=True)
-        if MemoryBank.exists(place)
-        else MemoryBank.create(place, loaded.fingerprint, rows=rows)
-    )
-    with bank:
+    with _opened(place, loaded, rows) as bank:
         # The same paragraph may have the same id in two splits.
         numbered = [Document(f"{number}", each.text) for number, each in enumerate(documents[:count])]
         MACEngine(loaded, bank).adapt(numbered, progress=True)
+
+
+def _holds(place: Path, count: int) -> bool:
+    """True if a bank is complete."""
+    from mac_rag.memory import MemoryBank
+
+    return MemoryBank.exists(place) and len(MemoryBank.open(place)) == count
+
+
+def _opened(place: Path, model: MACModel, rows: Any) -> MemoryBank:
+    """A bank to go on with, or a new one."""
+    from mac_rag.memory import MemoryBank
+
+    if MemoryBank.exists(place):
+        return MemoryBank.open(place, write=True)
+    return MemoryBank.create(place, model.fingerprint, rows=rows)
 
 
 def _fill(place: Path, count: int, real: Path, model: str, rows: Any, seed: int) -> None:
@@ -115,18 +125,13 @@ def _fill(place: Path, count: int, real: Path, model: str, rows: Any, seed: int)
     from mac_rag.model import MACModel
     from mac_rag.progress import progress_bar
 
-    if MemoryBank.exists(place) and len(MemoryBank.open(place)) == count:
+    if _holds(place, count):
         return
     loaded = MACModel.from_pretrained(model, device="cpu")
     originals = MemoryBank.open(real)
     documents = [Document(entry.document_id, "") for entry in originals]
-    bank = (
-        MemoryBank.open(place, write=True)
-        if MemoryBank.exists(place)
-        else MemoryBank.create(place, loaded.fingerprint, rows=rows)
-    )
     lexical = loaded.aggregation.lexical_vectors
-    with bank, progress_bar("fill", count, done=len(bank)) as bar:
+    with _opened(place, loaded, rows) as bank, progress_bar("fill", count, done=len(bank)) as bar:
         for group, phi in mixed_documents(documents, originals.phi, lexical, len(bank), count, _GROUP, seed):
             put_with_overview(bank, loaded.aggregation, group, phi, [1] * len(group))
             bank.commit()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -11,20 +11,17 @@ from eval.harness.benchmark import (
     AnswersOption,
     BenchmarkModel,
     KOption,
+    Loaded,
     QuestionsOption,
     RetrieverOption,
     SplitOption,
     WeightOption,
     run_benchmark,
-    say_stream,
 )
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, SeedOption, generated
 from eval.harness.streams import DataOption, named_data
 from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.run import run_command
-
-if TYPE_CHECKING:
-    from mac_rag.data.types import QADataset
 
 
 def main(
@@ -60,27 +57,24 @@ def main(
     stream is generated news.
     """
 
-    def load() -> tuple[QADataset, str]:
-        from eval.harness.protocol import some_questions
+    def load() -> Loaded:
         from mac_rag.data import load_dataset
         from mac_rag.errors import ConfigError
 
         if columns is not None and data is None:
             raise ConfigError(f"--columns {columns!r} names columns of data of your own; give them with --data")
         if data is None:
-            dataset, source = generated(split, documents or NEWSWIRE_DOCUMENTS, seed), "generated"
-        else:
-            name, path = named_data(data)
-            dataset = load_dataset(name, split, path, documents=documents, columns=named_columns(columns))
-            source = str(path)
-        dataset = some_questions(dataset, questions, seed)
-        say_stream("The embedded newswire sample, because no --data was given" if data is None else source, dataset)
-        return dataset, source
+            about = "The embedded newswire sample, because no --data was given"
+            return Loaded(generated(split, documents or NEWSWIRE_DOCUMENTS, seed), "generated", about)
+        name, path = named_data(data)
+        dataset = load_dataset(name, split, path, documents=documents, columns=named_columns(columns))
+        return Loaded(dataset, str(path), str(path))
 
     run_benchmark(
         "qa",
         load,
         options=context.params,
+        questions=questions,
         model=model or ("mac-tiny" if data is None else DEFAULT_MODEL),
         retriever=retriever,
         k=k,

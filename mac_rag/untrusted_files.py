@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import codecs
 import errno
+import hashlib
 import json
 import math
 import os
 import re
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -52,7 +54,7 @@ class NulError(MalformedError):
     """A NUL in what should be text: it is something else, or a hole where a text was."""
 
 
-def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
+def open_file(path: Path, *, follow: bool = False) -> BufferedReader:
     """Opens a regular file for reading, and never waits for anything else to become readable.
 
     Args:
@@ -96,6 +98,16 @@ def read_file(path: Path, limit: int, *, follow: bool = False) -> bytes:
     """
     with open_file(path, follow=follow) as file:
         return file.read(_checked_size(file, limit))
+
+
+def file_digest(path: Path) -> str:
+    """Sha256 of a file, which is read to its end.
+
+    Raises:
+        MalformedError, OSError: as `open_file`.
+    """
+    with open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_text_bytes(path: Path, limit: int, *, follow: bool = False) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -91,25 +91,20 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
         answers: AnswersOption = None,
         output: OutputOption = None,
     ) -> None:
-        def load() -> tuple[QADataset, str]:
-            """The stream and its source; prints both as the first line of the output."""
-            from eval.harness.protocol import some_questions
+        def load() -> Loaded:
             from mac_rag.data import load_dataset
 
             if data is None:
-                dataset, source = generated(split, documents, seed), "generated"
                 about = f"The embedded newswire sample, because no --data was given for {title}"
-            else:
-                dataset, source = load_dataset(benchmark, split, data, documents=documents), str(data)
-                about = f"{title} from {data}"
-            dataset = some_questions(dataset, questions, seed)
-            say_stream(about, dataset)
-            return dataset, source
+                return Loaded(generated(split, documents, seed), "generated", about)
+            dataset = load_dataset(benchmark, split, data, documents=documents)
+            return Loaded(dataset, str(data), f"{title} from {data}")
 
         run_benchmark(
             benchmark,
             load,
             options=context.params,
+            questions=questions,
             model=model or ("mac-tiny" if data is None else DEFAULT_MODEL),
             retriever=retriever,
             k=k,
@@ -129,18 +124,26 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
     return main
 
 
-def say_stream(about: str, dataset: QADataset) -> None:
-    """Prints what is evaluated on."""
-    say(f"{about}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, split {dataset.split}")
-    for note in dataset.notes:
-        say(note, err=True)
+class Loaded(NamedTuple):
+    """A stream with all its questions.
+
+    Attributes:
+        dataset: the stream.
+        source: where it comes from, for the result.
+        about: what it is, for the first line of the output.
+    """
+
+    dataset: QADataset
+    source: str
+    about: str
 
 
 def run_benchmark(
     experiment: str,
-    load: Callable[[], tuple[QADataset, str]],
+    load: Callable[[], Loaded],
     *,
     options: Mapping[str, Any],
+    questions: int | None,
     model: str,
     retriever: str,
     k: str,
@@ -155,9 +158,10 @@ def run_benchmark(
 
     Args:
         experiment: name of the module, `eval.<experiment>`.
-        load: loads the stream; also gives its source.
+        load: loads the stream.
         options: all options of the command, for the result.
-        model, retriever, k, memory_weight, seed, batch_size, device, answers, output: the options of these names.
+        questions, model, retriever, k, memory_weight, seed, batch_size, device, answers, output: the options of these
+            names.
 
     Raises:
         ConfigError: for an option without meaning, before the stream is loaded.
@@ -175,9 +179,14 @@ def run_benchmark(
         made = make_retriever(name, progress=True)
         if made is not None:
             retrievers[name] = made
-    dataset, source = load()
     from eval.harness.kept_answers import KeptAnswers, answer_source
-    from eval.harness.protocol import run_protocol
+    from eval.harness.protocol import run_protocol, some_questions
+
+    dataset, source, about = load()
+    dataset = some_questions(dataset, questions, seed)
+    say(f"{about}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, split {dataset.split}")
+    for note in dataset.notes:
+        say(note, err=True)
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
 

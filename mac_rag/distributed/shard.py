@@ -24,7 +24,6 @@ from mac_rag.errors import BankError, ShardLostError
 from mac_rag.lm.devices import DTYPES
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.contents import Snapshot
-from mac_rag.memory.parts import PART_BITS
 from mac_rag.memory.records import Record
 from mac_rag.memory.views.overview import put_with_overview
 from mac_rag.memory.views.projection import ProjectedBank
@@ -163,9 +162,7 @@ class Shard:
 
     def contents(self) -> ShardContents:
         """The current documents, uncommitted changes included."""
-        sequences, rows = torch.unique_consecutive(self.bank.row_keys >> PART_BITS, return_counts=True)
-        members = {entry.sequence: entry.members for entry in self.bank}
-        records = tuple(Record(one, n, members[one]) for one, n in zip(sequences.tolist(), rows.tolist(), strict=True))
+        records = tuple(Record(entry.sequence, entry.rows, entry.members) for entry in self.bank)
         return ShardContents(self._version, records, self.bank.row_shape)
 
     @property

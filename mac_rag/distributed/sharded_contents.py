@@ -14,6 +14,7 @@ from mac_rag.distributed.shard_files import check_fingerprint, shard_of
 from mac_rag.distributed.transport import Request
 from mac_rag.distributed.watched_shards import WatchedShards
 from mac_rag.errors import BankError
+from mac_rag.memory.contents import rows_allowed
 from mac_rag.memory.records import Record
 
 
@@ -99,7 +100,7 @@ class ShardedContents:
 
     def visible_rows(self, allowed: Container[str]) -> Tensor:
         """Which rows stand for allowed documents only, bool `[N]`."""
-        return torch.tensor([all(name in allowed for name in members) for members in self.row_members]).bool()
+        return rows_allowed(self.row_members, allowed)
 
     def is_textless(self, document_id: str) -> bool:
         """False: shards keep no texts, so they have lost none."""

@@ -5,7 +5,7 @@ Rows are in the order of their entries' sequence numbers, so new rows come behin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -227,8 +227,7 @@ class Contents:
                 the records of its own documents are read.
         """
         if not isinstance(allowed, Set) or len(allowed) > len(self):
-            are_allowed = [all(name in allowed for name in members) for members in self.row_members]
-            return torch.tensor(are_allowed, dtype=torch.bool)
+            return rows_allowed(self.row_members, allowed)
         visible = torch.zeros(len(self.row_keys), dtype=torch.bool)
         firsts = dict(zip(map(id, self._parts), accumulate((part.count for part in self._parts), initial=0)))
         for part, placed in filter(None, map(self._find, allowed)):
@@ -379,6 +378,11 @@ class Contents:
         if found is None:
             raise BankError(f"the bank holds no document {document_id!r}")
         return found
+
+
+def rows_allowed(row_members: Iterable[Sequence[str]], allowed: Container[str]) -> Tensor:
+    """Which rows stand for allowed documents only, bool `[N]`, from the documents of each row."""
+    return torch.tensor([all(name in allowed for name in members) for members in row_members], dtype=torch.bool)
 
 
 class Snapshot(Contents):

@@ -98,8 +98,7 @@ class Part:
 
     def __contains__(self, sequence: int) -> bool:
         """True if the entry with this sequence number is here and was not deleted."""
-        number = self.table.number(sequence)
-        return number is not None and bool(self._live_entries.tensor[number])
+        return self._number(sequence) is not None
 
     def __getitem__(self, sequence: int) -> PlacedRecord:
         """The live entry with a sequence number.
@@ -108,10 +107,15 @@ class Part:
             KeyError: when there is none.
             DamageError: as `EntryTable.record`.
         """
-        number = self.table.number(sequence)
-        if number is None or not self._live_entries.tensor[number]:
+        number = self._number(sequence)
+        if number is None:
             raise KeyError(sequence)
         return self._placed(number)
+
+    def _number(self, sequence: int) -> int | None:
+        """The number in the table of the live entry with a sequence number; None if there is none."""
+        number = self.table.number(sequence)
+        return number if number is not None and self._live_entries.tensor[number] else None
 
     def __iter__(self) -> Iterator[PlacedRecord]:
         """The live entries, in order.

@@ -48,7 +48,8 @@ class EntryIndex(NamedTuple):
     @classmethod
     def of(cls, lines: Iterable[tuple[RecordLine, int]]) -> EntryIndex:
         """The index of consecutive lines, each with its length in bytes."""
-        sequences, rows, documents, lengths, hashes = [], [], [], [], []
+        sequences, rows, documents, lengths = [], [], [], []
+        names: list[str] = []
         checksums = bytearray()
         for (record, _, checksum), length in lines:
             sequences.append(record.sequence)
@@ -56,8 +57,8 @@ class EntryIndex(NamedTuple):
             documents.append(len(record.members))
             lengths.append(length)
             checksums += bytes.fromhex(checksum)
-            hashes.append(id_hashes(record.document_ids))
-        ids = torch.cat(hashes) if hashes else torch.empty(0, dtype=torch.long)
+            names += record.document_ids
+        ids = id_hashes(names)
         starts, before, places = (_sums(counts) for counts in (rows, documents, lengths))
         return cls(
             torch.tensor(sequences, dtype=torch.long),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mac_rag.errors import DamageError
-from mac_rag.memory.entry_table import EntryTable, id_hash, id_hashes
+from mac_rag.memory.entry_table import EntryTable, id_hash
 from mac_rag.memory.records import Record
 from mac_rag.memory.storage import record_lines
 from mac_rag.memory.storage.entry_index import EntryIndex
@@ -61,7 +61,7 @@ class RecordsFile(EntryTable):
             raise self._damage(number, str(error)) from None
         first, last = self.documents[number : number + 2].tolist()
         record = line.record
-        said = (record.sequence, line.start, line.stop, line.checksum, id_hashes(record.document_ids).tolist())
+        said = (record.sequence, line.start, line.stop, line.checksum, [*map(id_hash, record.document_ids)])
         expected = (
             int(self.sequences[number]),
             *self.starts[number : number + 2].tolist(),
@@ -95,9 +95,8 @@ class RecordsFile(EntryTable):
         return bytes(self._index.checksums[number].tolist()).hex()
 
     def agrees(self, index: EntryIndex) -> bool:
-        """True if an index that was made of the records says what this one says; where lines are does not count."""
-        mine, read = self._index._replace(lines=index.lines), index
-        return all(torch.equal(first, second) for first, second in zip(mine, read))
+        """True if an index that was made of the records says what this one says."""
+        return all(map(torch.equal, self._index, index))
 
     def _damage(self, number: int, problem: str) -> DamageError:
         return DamageError(f"{self._path} is damaged: line {number + 1}: {problem}{REMEDY}")

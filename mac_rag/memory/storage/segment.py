@@ -152,13 +152,9 @@ class Segment(Part):
             DamageError: when it is not what was written.
             FileNotFoundError: when it is missing.
         """
-        path, digest = self.folder / self._info.records_file, hashlib.sha256()
+        path = self.folder / self._info.records_file
         try:
-            with open_file(path) as file:
-                lines = record_lines.consecutive(_hashed(file, digest), self._info.entries, self._info.shape[0])
-                read = EntryIndex.of((line, 0) for line in lines)
-            if digest.hexdigest() != self._info.records:
-                raise MalformedError("its checksum differs from the manifest's")
+            read = _index_of(path, self._info)
         except MalformedError as error:
             raise DamageError(f"{path} is damaged: {error}{REMEDY}") from None
         if not self.table.agrees(read):
@@ -268,10 +264,13 @@ def write_segment(
         DamageError: when rows or texts to be copied from another segment are not what was written there.
     """
     name = f"segment-{secrets.token_hex(8)}"
-    checksums = [part.checksum(placed) for part, placed in _placed(parts)]
-    places = max(part.entry_rows(placed).needed_places for part, placed in _placed(parts))
+    entries = [(part, placed) for part in parts for placed in part]
+    checksums, places = [], 0
+    for part, placed in entries:
+        checksums.append(part.checksum(placed))
+        places = max(places, part.entry_rows(placed).needed_places)
     shape = (sum(part.count for part in parts), *parts[0].stored.main.shape[1:])
-    header = tokens_file.header([record for _, (record, _) in _placed(parts)], layout, shape, places)
+    header = tokens_file.header([entry.record for _, entry in entries], layout, shape, places)
     overview = hashlib.sha256()
 
     def column(name: str) -> Iterator[memoryview]:
@@ -292,7 +291,7 @@ def write_segment(
 
     def records_file() -> Iterator[bytes]:
         start = 0
-        for (_, (record, _)), checksum in zip(_placed(parts), checksums, strict=True):
+        for (_, (record, _)), checksum in zip(entries, checksums, strict=True):
             line = RecordLine(record, start, checksum)
             try:
                 data = record_lines.encode(line) + b"\n"
@@ -303,7 +302,7 @@ def write_segment(
             start += record.rows
 
     def texts_file() -> Iterator[bytes]:
-        for part, (record, _) in _placed(parts):
+        for part, (record, _) in entries:
             for member, text in zip(record.members, part.texts(record), strict=True):
                 if text is not None:
                     yield text_line(member.document_id, text)
@@ -318,7 +317,7 @@ def write_segment(
         digests["texts"] = write(folder / f"{name}.texts.jsonl", texts_file())
     if layout != RowLayout():
         digests |= {"overview": overview.hexdigest(), "index": write(folder / f"{name}.index", [index.encoded()])}
-    info = SegmentInfo(name=name, entries=len(checksums), shape=shape, places=places, offset=len(header), **digests)
+    info = SegmentInfo(name=name, entries=len(entries), shape=shape, places=places, offset=len(header), **digests)
     try:
         kept = (tokens_file.load_rows if secure_delete else tokens_file.map_rows)(folder, info, layout)
         records = RecordsFile(folder / info.records_file, index, in_memory=secure_delete)
@@ -326,11 +325,6 @@ def write_segment(
     except MalformedError as error:
         raise DamageError(f"{folder / name} is not what was written there just now: {error}") from None
     return Segment(folder, info, layout, kept, records, texts, verified=True)
-
-
-def _placed(parts: Sequence[Part]) -> Iterator[tuple[Part, PlacedRecord]]:
-    """The live entries of some parts."""
-    return ((part, placed) for part in parts for placed in part)
 
 
 def read_segment(
@@ -381,7 +375,12 @@ def read_segment(
 
 
 def _index_of(path: Path, info: SegmentInfo) -> EntryIndex:
-    """The index of a segment that has none, made of its records."""
+    """The index of a segment, made of its records, all of which are read and verified.
+
+    Raises:
+        MalformedError: when they are not what was written.
+        FileNotFoundError: when the file is missing.
+    """
     digest = hashlib.sha256()
     lengths: list[int] = []
     with open_file(path) as file:

@@ -19,7 +19,7 @@ import torch
 from mac_rag.memory.records import Record
 from mac_rag.memory.rows import RowLayout, Rows
 from mac_rag.memory.storage.manifest import SegmentInfo
-from mac_rag.untrusted_files import MalformedError, open_file, parse_json
+from mac_rag.untrusted_files import MalformedError, file_digest, open_file, parse_json
 
 _PIECE = 1 << 20
 _KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int32: "I32", torch.int8: "I8"}
@@ -83,11 +83,7 @@ def check_file(folder: Path, info: SegmentInfo) -> None:
         MalformedError: when they are not what was written.
         FileNotFoundError: when it is missing.
     """
-    digest = hashlib.sha256()
-    with open_file(folder / info.tokens_file) as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    if digest.hexdigest() != info.tokens:
+    if file_digest(folder / info.tokens_file) != info.tokens:
         raise MalformedError("its checksum differs from the manifest's")
 
 

@@ -31,7 +31,7 @@ from mac_rag.cache import CACHE_VARIABLE, LIMIT_VARIABLE, cache_folder, cache_li
 from mac_rag.errors import BankError, DamageError
 from mac_rag.memory.storage.manifest import SegmentInfo
 from mac_rag.memory.storage.remote.object_store import ObjectStore
-from mac_rag.untrusted_files import MalformedError, open_file
+from mac_rag.untrusted_files import MalformedError, file_digest
 
 _Result = TypeVar("_Result")
 
@@ -197,16 +197,10 @@ def _files(folder: Path) -> Iterator[tuple[float, int, Path]]:
 
 def _digest(path: Path) -> str | None:
     """Sha256 of a file; None if there is none, or something else in its place."""
-    digest = hashlib.sha256()
     try:
-        with open_file(path) as file:
-            while piece := file.read(_PIECE):
-                digest.update(piece)
-    except FileNotFoundError:
+        return file_digest(path)
+    except (FileNotFoundError, MalformedError):
         return None
-    except MalformedError:
-        return None
-    return digest.hexdigest()
 
 
 def attempts(call: Callable[[], _Result]) -> _Result:

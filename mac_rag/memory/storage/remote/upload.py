@@ -7,7 +7,6 @@ not gone on to the new commit still need the files of the former one.
 
 from __future__ import annotations
 
-import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from mac_rag.memory.storage.remote.object_store import ObjectStore
 from mac_rag.memory.storage.remote.store import read_remote_manifest
 from mac_rag.memory.storage.store import Store
 from mac_rag.shipped_models import describe
-from mac_rag.untrusted_files import MalformedError, open_file
+from mac_rag.untrusted_files import MalformedError, file_digest
 
 # Files that are uploaded at a time.
 _THREADS = 4
@@ -115,7 +114,7 @@ def _put_files(bank: Store, former: Manifest | None, store: ObjectStore, there: 
 
     def put(name: str) -> int:
         path = bank.folder / name
-        if _digest(path) != digests[name]:
+        if not _is(path, digests[name]):
             raise DamageError(f"{path} is damaged: its checksum differs from the manifest's; repair the bank")
         size = path.stat().st_size
         store.put(name, path)
@@ -128,15 +127,11 @@ def _put_files(bank: Store, former: Manifest | None, store: ObjectStore, there: 
         return list(threads.map(put, wanted))
 
 
-def _digest(path: Path) -> str | None:
-    digest = hashlib.sha256()
+def _is(path: Path, digest: str) -> bool:
     try:
-        with open_file(path) as file:
-            while piece := file.read(_PIECE):
-                digest.update(piece)
+        return file_digest(path) == digest
     except MalformedError:
-        return None
-    return digest.hexdigest()
+        return False
 
 
 def _holds(store: ObjectStore, data: bytes) -> bool:
