@@ -23,7 +23,6 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DamageError, FingerprintError, ShardLostError
 from mac_rag.lm.devices import DTYPES
 from mac_rag.memory import MemoryBank
-from mac_rag.memory.contents import Contents
 from mac_rag.memory.entry_table import id_hashes
 from mac_rag.memory.views.overview import layout_for
 from mac_rag.memory.views.reader import reader_of
@@ -31,7 +30,7 @@ from mac_rag.model import MACModel
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
 from tests.distributed.local_shards import assert_read_alike, documents, local, made, opened, reader
-from tests.memory.helpers import fast_folder, random_rows, rounded
+from tests.memory.helpers import fast_folder, random_rows, rounded, rows_read
 from tests.nn.helpers import TOKENS, WIDTH, network, random, random_texts
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -137,16 +136,7 @@ def test_a_shard_learns_from_the_others_how_few_rows_matter(
     assert tiny_model.aggregation.prior is not None
     with torch.no_grad():
         tiny_model.aggregation.prior.log_scale.fill_(5.0)
-    read: list[int] = []
-    for name in ("take", "read"):
-        reads = getattr(Contents, name)
-
-        def counted(self: Contents, *index: Any, reads: Any = reads) -> Tensor:
-            rows: Tensor = reads(self, *index)
-            read.append(len(rows))
-            return rows
-
-        monkeypatch.setattr(Contents, name, counted)
+    read = rows_read(monkeypatch)
 
     def asked() -> tuple[int, Tensor]:
         with fast_folder() as place, made(place / "bank", tiny_model, 3) as bank:

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -148,3 +149,18 @@ def change(folder: Path, what: str) -> None:
         elif what == "delete":
             bank.delete(bank.document_ids[0])
         bank.compact() if what == "compact" else bank.commit()
+
+
+def rows_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Takes the number of rows of each reading of any bank from now on."""
+    numbers: list[int] = []
+    for name in ("take", "read"):
+        reads = getattr(Contents, name)
+
+        def counted(self: Contents, *index: Any, reads: Any = reads) -> Tensor:
+            rows: Tensor = reads(self, *index)
+            numbers.append(len(rows))
+            return rows
+
+        monkeypatch.setattr(Contents, name, counted)
+    return numbers

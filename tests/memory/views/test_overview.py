@@ -12,12 +12,12 @@ from torch import Tensor
 
 from mac_rag.data.types import Document
 from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.contents import Contents
 from mac_rag.memory.views.overview import keeps_overview, layout_for, put_with_overview
 from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
+from tests.memory.helpers import rows_read
 
 TOKENS, LEXICAL, WIDTH = 3, 2, 8
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # summaries are kept in single precision
@@ -110,16 +110,7 @@ def test_the_first_question_reads_the_rows_that_can_matter(budget: int, monkeypa
     phi = rows_of(60, 7)
     put_with_overview(bank, net, [Document(f"{number}", "") for number in range(60)], phi, [1] * 60)
     question = MemoryTokens.split(rows_of(1, 8).double(), LEXICAL)
-    numbers: list[int] = []
-    for name in ("take", "read"):
-        reads = getattr(Contents, name)
-
-        def counted(self: Contents, *index: Any, reads: Any = reads) -> Tensor:
-            rows: Tensor = reads(self, *index)
-            numbers.append(len(rows))
-            return rows
-
-        monkeypatch.setattr(Contents, name, counted)
+    numbers = rows_read(monkeypatch)
     with torch.no_grad():
         projected = view(net, bank, budget)
         found, _ = net(question, projected)
