@@ -37,6 +37,7 @@ def main(
         "intermediate_size": 1536,
         "num_hidden_layers": 6,
         "num_attention_heads": 12,
+        "max_position_embeddings": length,
     }
     config = PrefixLMConfig(vocab_size=2000, is_decoder=True, hidden_dropout_prob=0.0, **sizes)
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Attention for training on a CPU: matrix products and a softmax instead of PyTorch's fused kernel.
 
-The backward pass of the fused kernel does not use a CPU's bf16 matrix units. So products are faster on a CPU that has
-them, and slower on any other: `python -m benchmarks.training_attention` measures both.
+The fused kernel's backward pass hardly uses a CPU's bf16 instructions. So products are faster in bf16 on a CPU that has
+them, and slower otherwise: `python -m benchmarks.training_attention` measures both.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 _NAME = "mac_products"
 
 
-def has_matrix_units() -> bool:
-    """True if the CPU has bf16 matrix units (Intel's AMX)."""
-    supported: bool = torch.cpu._is_amx_tile_supported()
+def multiplies_bf16() -> bool:
+    """True if the CPU multiplies bf16 numbers itself (AVX-512 BF16, or Intel's AMX)."""
+    supported: bool = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return supported
 
 

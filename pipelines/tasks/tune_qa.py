@@ -25,7 +25,7 @@ from mac_rag.lm.packaged import PACKAGED
 from pipelines.corpora.long_documents import within_sequences
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
 from pipelines.initializers.pointer_head import init_pointer_head
-from pipelines.tasks.cpu_attention import has_matrix_units, use_products
+from pipelines.tasks.cpu_attention import multiplies_bf16, use_products
 from pipelines.tasks.open_book import reading_scores
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
@@ -110,7 +110,7 @@ class TuneTask(Task):
                 "follows them; set it to 0"
             )
         make_trainable(self.lm, config.lora_rank if config.tune == "lora" else None)
-        if has_matrix_units():
+        if config.trainer.precision == "bf16" and multiplies_bf16():
             use_products(self.lm)
         self.encoder = prompt_encoder(tokenizer, config.prompt)
         data = config.data.training_set()
