@@ -106,7 +106,7 @@ def main(
     questions: Annotated[int, typer.Option(min=3, help="Questions, each asked alone; medians count.")] = 20,
     planned: Annotated[int, typer.Option(min=1, help="Documents of the bank to plan.")] = 100_000_000,
     machines: Annotated[str, typer.Option(help="Numbers of machines to plan for.")] = "8,32,128",
-    cores: Annotated[int, typer.Option(min=1, help="Cores of such a machine, with one shard each.")] = 16,
+    cores: Annotated[int, typer.Option(min=1, help="Cores of such a machine, each of which may have a shard.")] = 16,
     gigabits: Annotated[float, typer.Option(min=0.001, help="Its network, in gigabits a second.")] = 10.0,
     output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
     seed: SeedOption = 0,
@@ -172,24 +172,34 @@ def main(
 
     overview = _overview_bytes(loaded, real)
     per_shard = measured[-1].bytes / measured[-1].shards
-    console.print(f"{planned:,} documents, {cores} cores and shards on each machine, {gigabits:g} Gbit/s")
-    table = Table("machines", "documents on each", "disk GB", "memory GB", "a question, ms", "of it network", "bytes")
+    shard_network = per_shard * 8 / (gigabits * 1e9)  # seconds
+
+    def planned_seconds(total: int) -> float:
+        return plan.seconds(total, planned / total, total) + total * shard_network
+
+    console.print(
+        f"{planned:,} documents, {cores} cores on each machine, {gigabits:g} Gbit/s, as many shards as are fastest"
+    )
+    table = Table(
+        "machines", "shards", "documents on each", "disk GB", "memory GB", "a question, ms", "of it network", "bytes"
+    )
     rows: list[dict[str, Any]] = []
     for number in whole_numbers("--machines", machines):
-        total = number * cores
-        network = total * per_shard * 8 / (gigabits * 1e9)
+        total = min(range(number, number * cores + 1, number), key=planned_seconds)
         row = {
             "machines": number,
+            "shards": total,
             "documents": planned / number,
             "disk_gb": planned / number * disk / 1e9,
             "memory_gb": planned / number * overview / 1e9,
-            "seconds": plan.seconds(total, planned / total, total) + network,
-            "network": network,
+            "seconds": planned_seconds(total),
+            "network": total * shard_network,
             "bytes": total * per_shard,
         }
         rows.append(row)
         table.add_row(
             f"{number}",
+            f"{total}",
             f"{row['documents']:,.0f}",
             f"{row['disk_gb']:,.0f}",
             f"{row['memory_gb']:,.1f}",

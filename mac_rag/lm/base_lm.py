@@ -18,6 +18,7 @@ from mac_rag.lm.chat import prompt_encoder
 from mac_rag.lm.decoding import DecodingMixin
 from mac_rag.lm.device_map import DeviceMap, device_of
 from mac_rag.lm.loading import list_of_layers, load_causal_lm
+from mac_rag.nn.cpu_linear import use_onednn
 from mac_rag.nn.modulation import LMShape, Modulation, attached, linear_names
 
 # Last names of the linear layers that make queries and values, by default the targets of LoRA: in Llama, Mistral and
@@ -46,6 +47,7 @@ class BaseLM(DecodingMixin, nn.Module):
         self.prompts = prompt_encoder(tokenizer, prompt_format)
         self.end_tokens = sorted({*self.prompts.end_tokens, *_end_tokens(model)})
         model.get_output_embeddings().register_forward_pre_hook(_without_gaps)
+        use_onednn(model)
 
     @classmethod
     def load(

@@ -31,9 +31,11 @@ from mac_rag.model.stored_names import FROZEN, fingerprint_fields, stored_name
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.bank_view import BankProjection, BankView
+from mac_rag.nn.cpu_linear import use_onednn
 from mac_rag.nn.dtypes import use_master_weights
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import PrefixTuning
+from mac_rag.nn.unpadded_bert import last_states_without_gradients
 from mac_rag.progress import progress_bar
 
 
@@ -92,6 +94,7 @@ class MACModel(GenerationMixin, nn.Module):
         # The LM stays where it is; it may lie on several devices.
         for part in (self.amortization, self.input_encoder, self.aggregation, self.modulation):
             part.to(base_lm.device)
+            use_onednn(part)
 
     @classmethod
     def from_config(cls, config: MACConfig, *, device: str | torch.device | None = None) -> MACModel:
@@ -329,7 +332,9 @@ class MACModel(GenerationMixin, nn.Module):
         return mass
 
     def _encode(self, questions: Sequence[str]) -> MemoryTokens:
-        encoded: MemoryTokens = self.input_encoder([self.input_encoder.ids(question) for question in questions])
+        """Memory tokens of questions, without gradients."""
+        rows = [self.input_encoder.ids(question) for question in questions]
+        encoded: MemoryTokens = self.input_encoder(rows, last_states_without_gradients)
         return encoded
 
     def _view(self, bank: Tensor | BankView) -> BankView:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mac_rag.nn.cpu_linear import is_supported
+
 
 class PackedLinear:
     """`y = W x + b` in fp32, without gradients. Later changes of the weights are not seen.
@@ -19,7 +21,7 @@ class PackedLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         # Builds for x86 have oneDNN's kernels for these two operators, which torch's own compiler uses.
-        self._packed = torch.backends.mkldnn.is_available() and torch.cpu._is_avx2_supported()
+        self._packed = is_supported()
         weight = weight.detach().contiguous()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
         self._bias = None if bias is None else bias.detach()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import BertGenerationEncoder, BertModel
 
+from mac_rag.nn.cpu_linear import CPULinear
 from mac_rag.nn.packed_linear import PackedLinear
 
 # How a network computes the states `[K, L, width]` of a backbone for texts: from the backbone, and token ids and mask.
@@ -47,7 +48,7 @@ class UnpaddedBert:
         return (
             reads_both_ways
             and model.config.hidden_act == "gelu"
-            and all(type(module) is nn.Linear for module in linear)
+            and all(type(module) in (nn.Linear, CPULinear) for module in linear)
             and all(weight.device.type == "cpu" and weight.dtype == torch.float32 for weight in model.parameters())
         )
 

@@ -15,6 +15,7 @@ from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory.interface import BankContents
 from mac_rag.memory.views.question_cache import RecentQuestions
 from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.unpadded_bert import last_states_without_gradients
 
 if TYPE_CHECKING:
     from mac_rag.model import MACModel
@@ -170,7 +171,8 @@ class Reader(ABC):
 
     def _encoded(self, questions: Sequence[str], ids: Mapping[str, Sequence[int]]) -> MemoryTokens:
         encoder = self.model.input_encoder
-        encoded: MemoryTokens = encoder([ids.get(question) or encoder.ids(question) for question in questions])
+        rows = [ids.get(question) or encoder.ids(question) for question in questions]
+        encoded: MemoryTokens = encoder(rows, last_states_without_gradients)
         return encoded
 
     def _visible(self, allowed: Container[str] | None) -> Tensor | None:

@@ -20,6 +20,8 @@ from mac_rag.memory.views.codebook import quantize
 from mac_rag.memory.views.question_cache import RecentQuestions
 from mac_rag.memory.views.reader import BankReader
 from mac_rag.model import MACModel
+from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.unpadded_bert import Reading
 
 Strategy = Literal["streaming", "preselect", "hierarchical"]
 STRATEGIES: tuple[Strategy, ...] = ("streaming", "preselect", "hierarchical")
@@ -71,9 +73,9 @@ def test_a_question_asked_again_costs_nothing_until_the_bank_changes(
     encoded: list[int] = []
     forward = tiny_model.input_encoder.forward
 
-    def counting(rows: list[list[int]]) -> torch.Tensor:
+    def counting(rows: list[list[int]], read: Reading) -> MemoryTokens:
         encoded.append(len(rows))
-        return forward(rows)
+        return forward(rows, read)
 
     monkeypatch.setattr(tiny_model.input_encoder, "forward", counting)
     bank = bank_of(tiny_model, NEWS.documents[:8])
