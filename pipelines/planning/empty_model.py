@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mac_rag.config import BaseLMConfig, EncoderConfig, MACConfig
@@ -93,17 +92,25 @@ def _encoder(
     else:
         described = _described(part, folder, name)
     backbone = empty_backbone(part, described)
-    if part.quantization != "none":
-        freeze_quantized(backbone, part)
+    if part.name is not None and (folder is None or part.quantization != "none"):
+        _like_pretrained(backbone, part)
     alike = described.vocab_size == lm.vocab_size
     tokenizer = base_lm.tokenizer if alike else _tokenizer(described.vocab_size, _FEW)
     return make_encoder(config, part, backbone, tokenizer, base_lm, sentence_encoder, hashed_bm25)
 
 
-def freeze_quantized(backbone: nn.Module, part: EncoderConfig) -> None:
-    """What is quantised is frozen, and of a T5 the decoder is neither; as `mac_rag.lm.loading.load_backbone` does."""
-    for name, parameter in backbone.named_parameters():
-        parameter.requires_grad_(part.design == "encoder-decoder" and name.startswith("decoder."))
+def _like_pretrained(backbone: Any, part: EncoderConfig) -> None:
+    """What `mac_rag.lm.loading.load_backbone` does: freezes what is quantised, which is not the decoder of a T5.
+
+    transformers keeps some layers of a T5 in fp32 where the others are fp16.
+    """
+    if part.quantization != "none":
+        for name, parameter in backbone.named_parameters():
+            parameter.requires_grad_(part.design == "encoder-decoder" and name.startswith("decoder."))
+    if part.dtype == "fp16":
+        for name, module in backbone.named_modules():
+            if name.rpartition(".")[2] in (backbone._keep_in_fp32_modules or ()):
+                module.float()
 
 
 def _described(part: EncoderConfig, folder: Path | None, name: str) -> Any:
