@@ -370,8 +370,8 @@ class MACConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for part in (self.amortization, self.input_encoder):
-            kinds = {(config.dtype, config.quantization) for config in (self.base_lm, part)}
-            if part.embeddings == "base-lm" and (len(kinds) > 1 or part.quantization != "none"):
+            # Those of a quantised LM stay in its dtype.
+            if part.embeddings == "base-lm" and (part.dtype != self.base_lm.dtype or part.quantization != "none"):
                 raise ValueError("embeddings of the base LM can be shared only at its dtype and without quantization")
         serving = [] if self.sentence_encoder is None else [f"the sentence encoder {self.sentence_encoder.name!r}"]
         serving += [] if self.hashed_bm25 is None else ["hashed_bm25"]

@@ -32,7 +32,7 @@ from mac_rag.errors import ConfigError
 from mac_rag.lm.loading import resolve
 from mac_rag.model import MACModel
 from mac_rag.model.checkpoint import find, read_config
-from mac_rag.model.presets import preset
+from mac_rag.model.presets import PAPER, merged, preset
 from mac_rag.progress import progress_bar
 from pipelines.recipe import keep_recipe, load_recipe
 from pipelines.tasks.train import TrainConfig, TrainTask
@@ -136,10 +136,14 @@ class Training:
     def _paper(self, changes: Mapping[str, Any]) -> TrainConfig:
         name, folder = named_data(self.data or "")
         overrides = [f"data.name={name}", f"data.path={folder}", f"trainer.seed={self.seed}"]
+        recipe_name = f"{self.model}/train"
+        if self.model not in PAPER:
+            recipe_name = "small-lm/train"
+            overrides += [f"preset={self.model}"]
         overrides += [] if self.steps is None else [f"trainer.steps={self.steps}"]
         overrides += [] if self.learning_rate is None else [f"trainer.learning_rate={self.learning_rate}"]
-        recipe = load_recipe(TrainConfig, f"{self.model}/train", overrides)
-        return TrainConfig.parse(merged(recipe.model_dump(mode="json"), changes), f"{self.model}/train")
+        recipe = load_recipe(TrainConfig, recipe_name, overrides)
+        return TrainConfig.parse(merged(recipe.model_dump(mode="json"), changes), recipe_name)
 
     def _data(self) -> dict[str, Any]:
         if self.data is not None:
@@ -158,15 +162,6 @@ def stories(split: str, count: int, seed: int) -> QADataset:
     documents = [Document(document.id, lead, document.metadata) for document, lead in zip(whole.documents, leads)]
     questions = [question for question in whole.questions if question.id.endswith("-0")]
     return QADataset("newswire", split, tuple(documents), tuple(questions))
-
-
-def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of nested values with nested changes in their place; neither argument is modified."""
-    result = dict(values)
-    for name, change in changes.items():
-        old = result.get(name)
-        result[name] = merged(old, change) if isinstance(change, Mapping) and isinstance(old, Mapping) else change
-    return result
 
 
 def grafted(config: MACConfig, trained: Path, fresh: Part | None, folder: Path, seed: int) -> Path:

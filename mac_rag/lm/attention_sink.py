@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from mac_rag.config import ModulationConfig
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.key_rotation import key_rotation
-from mac_rag.nn.attention_sink import AttentionSink
+from mac_rag.nn.attention_sink import AttentionSink, KeyRotation
 
 
 def make_attention_sink(lm: BaseLM, slots: int, window: int | None) -> AttentionSink:
@@ -22,11 +24,23 @@ def make_attention_sink(lm: BaseLM, slots: int, window: int | None) -> Attention
     Raises:
         ModelLoadError: as `key_rotation`.
     """
+    if lm.device.type == "meta":
+        return _shapes_of_sink(lm, slots)
     keys_values = sink_keys_values(lm)
     first = keys_values.shape[3]
     positions = range(first, first + slots)
     longest = lm.context_window if window is None else window + positions.stop
     return AttentionSink(keys_values, key_rotation(lm.model, positions, longest))
+
+
+def _shapes_of_sink(lm: BaseLM, slots: int) -> AttentionSink:
+    """The sink of an LM without weights, which has shapes alone."""
+    shape = lm.shape(ModulationConfig())
+    with torch.device("meta"):
+        keys_values = torch.empty(shape.layers, 2, shape.kv_heads, len(first_tokens(lm)), shape.head_width)
+        cos, sin = torch.empty(2, shape.layers, slots, shape.head_width)
+        partner = torch.empty(shape.layers, shape.head_width, dtype=torch.long)
+    return AttentionSink(keys_values, KeyRotation(cos, sin, partner))
 
 
 def sink_keys_values(lm: BaseLM) -> Tensor:

@@ -11,7 +11,7 @@ from mac_rag.lm.attention_sink import make_attention_sink
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.fetched import FETCHABLE, exact_revision
 from mac_rag.lm.hub_revisions import pinned
-from mac_rag.lm.loading import check_vocabulary, keep_first_layers, load_backbone, load_tokenizer
+from mac_rag.lm.loading import check_vocabulary, keep_first_layers, load_backbone, load_first_layers, load_tokenizer
 from mac_rag.lm.packaged import PACKAGED
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.amortization import DESIGNS
@@ -145,20 +145,19 @@ def pretrained_encoder(
     """Loads an encoder's backbone, or starts it from the base LM's weights, and builds the encoder around it.
 
     Raises:
-        ModelLoadError: as `load_backbone` and `make_encoder`; and when an encoder should start from a quantised LM.
+        ModelLoadError: as `load_backbone`, `load_first_layers` and `make_encoder`.
     """
     if part.name is not None:
         backbone = load_backbone(part, base_lm.device)
         tokenizer = load_tokenizer(part.name, part.revision)
         return make_encoder(config, part, backbone, tokenizer, base_lm, sentence_encoder, hashed_bm25)
-    if config.base_lm.quantization != "none":
-        raise ModelLoadError(
-            f"the base LM is quantised ({config.base_lm.quantization}), so an encoder cannot start from its weights; "
-            "give the encoder a name"
-        )
-    backbone = copy.deepcopy(base_lm.model.base_model).float().requires_grad_(True)
-    if part.layers is not None:
-        keep_first_layers(backbone, part.layers)
+    if config.base_lm.quantization == "none":
+        backbone = copy.deepcopy(base_lm.model.base_model).float()
+        if part.layers is not None:
+            keep_first_layers(backbone, part.layers)
+    else:  # what is trained cannot start from rounded weights
+        backbone = load_first_layers(config.base_lm, part.layers, base_lm.device)
+    backbone.requires_grad_(True)
     return make_encoder(config, part, backbone, base_lm.tokenizer, base_lm, sentence_encoder, hashed_bm25)
 
 

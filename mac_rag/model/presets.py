@@ -1,11 +1,21 @@
-"""The four models of the paper (appendix A), by name. Training settings of each are in `pipelines/recipes/<name>/`."""
+"""Models by name: the four of the paper (appendix A), and one for each of some small open LMs of today.
+
+Training settings of the paper's are in `pipelines/recipes/<name>/`, those of others in `pipelines/recipes/small-lm/`.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from mac_rag.config import BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig
+from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig
 from mac_rag.errors import ConfigError
+
+# T * D, numbers in the memory of a document: with it, SmolLM2-135M has a memory token for two words of a paragraph, and
+# an LM as wide as LLaMA-2-7B has the paper's 24 tokens.
+_NUMBERS = 1 << 16
+_FEWEST, _MOST = 24, 96
+_HEAD = 64
 
 
 def _paper(
@@ -27,9 +37,68 @@ def _paper(
     )
 
 
+def sized_for(
+    lm: str, *, width: int, layers: int, quantized: bool = False, context_window: int | None = None
+) -> MACConfig:
+    """A MAC model around a rotary LM, whose sizes follow from the LM's by one rule.
+
+    Both encoders start from the LM's own first layers and read with its embeddings, so no other model is needed, and
+    the networks can start by `init: kv_regression`. The rule:
+
+    - encoders: a quarter of the LM's layers, rounded up; an eighth where the LM is quantised, since the encoders are
+      trained in 32 bits;
+    - tokens: T such that T * D is about 65,536, a multiple of 8 from 24 (the paper's) to 96;
+    - MLP of each token: D / 24, a multiple of 8;
+    - aggregation: two blocks with D / 64 heads of 64, so that what is attended to passes through as it is;
+    - document prior: as wide as the LM, up to 1,024;
+    - prefix: one linear layer without bottleneck, which `init: kv_regression` needs, behind an attention sink.
+
+    Examples:
+        >>> config = sized_for("my/llama", width=2048, layers=16)
+        >>> config.tokens, config.amortization.layers, config.aggregation.heads, config.mlp_width
+        (32, 4, 32, 80)
+
+    Args:
+        lm: name of the LM on the Hub, or a folder.
+        width: D, width of its hidden states, a multiple of 64.
+        layers: number of its layers.
+        quantized: True for an LM in 4 bit (NF4).
+        context_window: tokens that documents, question and answer may have together; None for all that the LM has.
+
+    Raises:
+        ConfigError: for a width that is no multiple of 64.
+    """
+    if width < _HEAD or width % _HEAD:
+        raise ConfigError(
+            f"width is {width}, but the heads of the aggregation network are {_HEAD} wide; give a multiple"
+        )
+    share = 8 if quantized else 4
+    encoder = EncoderConfig(
+        design="encoder-pooling", name=None, layers=-(-layers // share), embeddings="base-lm", dtype="bf16"
+    )
+    return MACConfig(
+        base_lm=BaseLMConfig(name=lm, dtype="bf16", quantization="nf4" if quantized else "none"),
+        amortization=encoder,
+        input_encoder=encoder,
+        tokens=min(_MOST, max(_FEWEST, _multiple_of_8(_NUMBERS / width))),
+        mlp_width=_multiple_of_8(width / 24),
+        max_document_tokens=1024,
+        context_window=context_window,
+        aggregation=AggregationConfig(
+            blocks=2, heads=width // _HEAD, head_width=_HEAD, feed_forward=2, prior_width=min(width, 1024)
+        ),
+        modulation=ModulationConfig(kind="prefix", attention_sink=True),
+    )
+
+
+def _multiple_of_8(number: float) -> int:
+    """The multiple of 8 that is nearest to a number, and at least 8."""
+    return max(8, 8 * int(number / 8 + 0.5))
+
+
 # The paper quantises the pretrained networks of the two large models to 4 bit. The bottlenecks in the prefix maps of
 # wide LMs are ours: one linear layer to all keys and values of LLaMA-2-7B would have a billion weights.
-PRESETS: dict[str, MACConfig] = {
+PAPER: dict[str, MACConfig] = {
     "distilgpt2": _paper("distilbert/distilgpt2", "google-t5/t5-small", "google-t5/t5-small", tokens=12),
     "gpt2-large": _paper("openai-community/gpt2-large", "google-t5/t5-base", "google-t5/t5-base", bottleneck=512),
     "gpt2-xl": _paper(
@@ -39,10 +108,24 @@ PRESETS: dict[str, MACConfig] = {
         "meta-llama/Llama-2-7b-hf", "google-t5/t5-large", "google-t5/t5-base", bottleneck=512, quantization="nf4"
     ),
 }
+# 4-bit weights from 4 billion parameters on. SmolLM2 has 8,192 positions; the window of the others is cut to as many.
+_WINDOW = 8192
+SMALL: dict[str, MACConfig] = {
+    "smollm2-135m": sized_for("smollm2-135m", width=576, layers=30),  # which `mac-rag fetch` brings
+    "smollm2-360m": sized_for("HuggingFaceTB/SmolLM2-360M", width=960, layers=32),
+    "smollm2-1.7b": sized_for("HuggingFaceTB/SmolLM2-1.7B", width=2048, layers=24),
+    "qwen3-0.6b": sized_for("Qwen/Qwen3-0.6B", width=1024, layers=28, context_window=_WINDOW),
+    "qwen3-4b": sized_for("Qwen/Qwen3-4B", width=2560, layers=36, quantized=True, context_window=_WINDOW),
+    "llama3.2-1b": sized_for("meta-llama/Llama-3.2-1B", width=2048, layers=16, context_window=_WINDOW),
+    "llama3.2-3b": sized_for("meta-llama/Llama-3.2-3B", width=3072, layers=28, context_window=_WINDOW),
+    "gemma3-1b": sized_for("google/gemma-3-1b-pt", width=1152, layers=26, context_window=_WINDOW),
+    "mistral-7b": sized_for("mistralai/Mistral-7B-v0.3", width=4096, layers=32, quantized=True, context_window=_WINDOW),
+}
+PRESETS: dict[str, MACConfig] = PAPER | SMALL
 
 
 def preset(name: str) -> MACConfig:
-    """The configuration of one of the paper's models.
+    """The configuration of a model by name.
 
     Raises:
         ConfigError: for an unknown name.
@@ -50,3 +133,35 @@ def preset(name: str) -> MACConfig:
     if name not in PRESETS:
         raise ConfigError(f"unknown preset {name!r}; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]
+
+
+def preset_values(name: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a preset with some in place of its own, not validated.
+
+    What a nested value does not say stays the preset's: `{"base_lm": {"name": "my/tuned"}}` keeps dtype and
+    quantisation.
+
+    Examples:
+        >>> preset_values("llama2-7b", {"base_lm": {"name": "my/tuned"}})["base_lm"]
+        {'name': 'my/tuned', 'dtype': 'bf16', 'quantization': 'nf4'}
+
+    Args:
+        name: name of the preset.
+        changes: fields of `MACConfig`, and of its parts.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    if not isinstance(name, str):
+        raise ConfigError(f"unknown preset {name!r:.80}; choose one of {', '.join(PRESETS)}")
+    # Without defaults, so that a change may still use the old name of a field.
+    return merged(preset(name).model_dump(exclude_defaults=True), changes)
+
+
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested values with nested changes in their place; neither argument is modified."""
+    result = dict(values)
+    for name, change in changes.items():
+        old = result.get(name)
+        result[name] = merged(old, change) if isinstance(change, Mapping) and isinstance(old, Mapping) else change
+    return result

@@ -108,7 +108,8 @@ class AmortizationNetwork(nn.Module):
 
     def initial_scale(self) -> float:
         """Standard deviation of the learned vectors at their start: that of the token embeddings beside them."""
-        return float(self.backbone.get_input_embeddings().weight.detach().float().std())
+        weight = self.backbone.get_input_embeddings().weight
+        return 1.0 if weight.is_meta else float(weight.detach().float().std())
 
     @property
     def tokens(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from mac_rag.config import BaseLMConfig, Config, MACConfig, Renaming
+from mac_rag.config import Config, MACConfig, Renaming
 from mac_rag.data.metrics import best_over, exact_match, f1
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
@@ -20,7 +20,7 @@ from mac_rag.lm.devices import DTYPES
 from mac_rag.lm.loading import require_gradients
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
-from mac_rag.model.presets import preset
+from mac_rag.model.presets import preset_values
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
@@ -52,9 +52,11 @@ class TrainConfig(Config):
     """A recipe of `pipelines.train`. `trainer.batch_size` counts documents, K in the paper.
 
     Attributes:
-        model: the networks. Give one of `model`, `preset` and `start_from`.
-        preset: name of one of the paper's models.
-        base_lm: another base LM for the preset, such as one tuned on questions.
+        model: the networks; beside a preset, the values that shall differ from the preset's. Give a model, a preset, or
+            `start_from`.
+        preset: name of a preset; see `mac_rag.model.presets`.
+        base_lm: short for `model: {base_lm: ...}` beside a preset, such as `{name: ...}` for an LM that was tuned on
+            questions. What it does not say stays the preset's, as dtype and quantisation do.
         start_from: name or folder of a MAC checkpoint whose training goes on.
         init: first weights of the networks of `model`: those of the pretrained backbones and random ones elsewhere
             (`pretrained`), or fitted by regression to the keys and values that the base LM computes (`kv_regression`;
@@ -103,16 +105,19 @@ class TrainConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, values: object) -> object:
-        """Replaces `preset` (and `base_lm`) by the model that they name."""
-        if not isinstance(values, dict) or "preset" not in values:
+        """Replaces `preset` by its model, with the values of `base_lm` and `model` in place of the preset's own."""
+        if not isinstance(values, Mapping) or "preset" not in values:
             return values
         values = dict(values)
-        chosen = preset(values.pop("preset"))
+        changes = values.pop("model", None) or {}
+        if not isinstance(changes, Mapping):
+            raise ValueError(f"model is {changes!r:.200}; give the values that shall differ from the preset's")
         if "base_lm" in values:
-            chosen = chosen.model_copy(update={"base_lm": BaseLMConfig.model_validate(values.pop("base_lm"))})
-        if "model" in values:
-            raise ValueError("give either preset or model, not both")
-        return {**values, "model": chosen}
+            if "base_lm" in changes:
+                raise ValueError("give either base_lm or model.base_lm, not both")
+            changes = {**changes, "base_lm": values.pop("base_lm")}
+        model = preset_values(values.pop("preset"), changes)
+        return {**values, "model": model}
 
     @property
     def all_losses(self) -> tuple[LossWeights, ...]:

@@ -22,6 +22,7 @@ from mac_rag.lm.chat import prompt_encoder
 from mac_rag.lm.loading import load_causal_lm, quiet
 from mac_rag.lm.lora_tuning import make_trainable, merged
 from mac_rag.lm.packaged import PACKAGED
+from mac_rag.model.presets import preset_values
 from pipelines.corpora.long_documents import within_sequences
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
 from pipelines.initializers.pointer_head import init_pointer_head
@@ -37,6 +38,8 @@ class TuneConfig(Config):
     """A recipe of `pipelines.tune_qa`.
 
     Attributes:
+        base_lm: the LM; beside a preset, the values that shall differ from the preset's LM.
+        preset: name of a preset (see `mac_rag.model.presets`), whose LM is tuned in its dtype, without quantisation.
         prompt: the templates. With `prompt.abstention`, this text is the target of a question whose own document is not
             in front of it; without, the answer always is.
         tune: train all weights (`full`), or low-rank updates that are merged at the end (`lora`).
@@ -64,6 +67,20 @@ class TuneConfig(Config):
     token_dropout: float = Field(0.0, ge=0, lt=1)
     sequence_length: int = Field(512, ge=16)
     trainer: TrainerConfig
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, values: object) -> object:
+        """Replaces `preset` by its LM, with the values of `base_lm` in place of its own."""
+        if not isinstance(values, Mapping) or "preset" not in values:
+            return values
+        values = dict(values)
+        changes = {"base_lm": values["base_lm"]} if "base_lm" in values else {}
+        base_lm = preset_values(values.pop("preset"), changes)["base_lm"]
+        if isinstance(base_lm, Mapping):
+            # What is trained cannot be quantised; the preset's own quantisation is for MAC, which leaves the LM frozen.
+            base_lm = {**base_lm, "quantization": changes.get("base_lm", {}).get("quantization", "none")}
+        return {**values, "base_lm": base_lm}
 
     @model_validator(mode="after")
     def _dropout_is_question_blind(self) -> Self:

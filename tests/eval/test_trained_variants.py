@@ -14,13 +14,14 @@ from eval.amortization import PAPER as DESIGNS
 from eval.amortization import tiny_designs
 from eval.dropout_memory import TABLE
 from eval.harness.results import Result
-from eval.harness.variants import Training, merged
+from eval.harness.variants import Training
 from eval.peft import KINDS
 from eval.quantization import PRECISIONS
 from mac_rag.config import EncoderConfig
 from mac_rag.lm.loading import INT8_LM, load_backbone
 from mac_rag.model import MACModel
 from mac_rag.model.checkpoint import read_config
+from mac_rag.model.presets import merged
 from tests.eval.helpers import Command
 
 SMALL = ("--steps", 2, "--documents", 5, "--output", "r.json")

@@ -105,13 +105,6 @@ def test_a_quantised_lm_cannot_be_tuned(model_folder: Folder) -> None:
         make_trainable(lm, None)
 
 
-def test_an_encoder_cannot_start_from_quantised_weights(model_folder: Folder) -> None:
-    config = mac_config(model_folder("llama"))
-    quantised = config.base_lm.model_copy(update={"quantization": "nf4"})
-    with pytest.raises(ModelLoadError, match="give the encoder a name"):
-        MACModel.from_config(config.model_copy(update={"base_lm": quantised}), device="cpu")
-
-
 def test_lora_without_a_target(model_folder: Folder) -> None:
     config = mac_config(model_folder("llama"), modulation=ModulationConfig(kind="lora", targets=("nothing",)))
     with pytest.raises(ModelLoadError, match=r"nothing.*modulation.targets"):

@@ -16,7 +16,7 @@ from mac_rag.config import AggregationConfig, ModulationConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import BankError, ConfigError, DocumentError, FingerprintError, ModelLoadError
 from mac_rag.model import MACModel
-from mac_rag.model.presets import PRESETS, preset
+from mac_rag.model.presets import PAPER, preset
 from tests.helpers import copy_of, mac_config
 
 Folder = Callable[[str], Path]
@@ -240,7 +240,7 @@ def test_the_prior_can_be_left_out_for_comparison(tiny_model: MACModel) -> None:
     torch.testing.assert_close(tiny_model.aggregate(QUESTIONS, bank), with_prior)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PAPER)
 def test_presets_are_the_papers(name: str) -> None:
     config = preset(name)
     assert config.tokens == (12 if name == "distilgpt2" else 24)

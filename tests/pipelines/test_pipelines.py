@@ -262,13 +262,6 @@ def test_training_through_quantised_weights_needs_a_gpu(model_folder: Folder) ->
         TrainTask(recipe.model_copy(update={"model": model}))
 
 
-def test_a_preset_stands_for_its_model(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump({"preset": "gpt2-xl", "base_lm": {"name": "my/tuned"}, "trainer": TRAINER}))
-    recipe = load_recipe(TrainConfig, str(path), ["trainer.steps=9"])
-    assert (recipe.model.base_lm.name, recipe.model.tokens, recipe.trainer.steps) == ("my/tuned", 24, 9)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -278,7 +271,6 @@ def test_a_preset_stands_for_its_model(tmp_path: Path) -> None:
         ("context: {retriever: google}", "unknown retriever 'google'"),
         ("context: {retriever: 'chroma:folder'}", "minilm finds the same"),
         ("context: {retriever: 'no_module:attr'}", "cannot import retriever 'no_module:attr'"),
-        ("preset: distilgpt2\nmodel: {}\ntrainer: {}", "not both"),
     ],
 )
 def test_bad_recipes_name_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:

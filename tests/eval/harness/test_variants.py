@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from eval.harness.variants import Training, evaluate, grafted, merged, stories
+from eval.harness.variants import Training, evaluate, grafted, stories
 from mac_rag.config import ModulationConfig
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
 from mac_rag.model.checkpoint import read_config
+from mac_rag.model.presets import merged
 
 
 def test_each_story_is_one_sentence_with_one_question() -> None:

@@ -1,0 +1,105 @@
+"""What a training step keeps for its backward pass, against steps that are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eval.harness.allocations import allocated_peak
+from mac_rag.config import MACConfig, ModulationConfig
+from mac_rag.model import MACModel
+from mac_rag.model.objective import Batch, LossWeights, mac_loss
+from pipelines.planning.activations import ANSWER_TOKENS, QUESTION_TOKENS, Step, activations
+from pipelines.planning.empty_model import empty_model
+from pipelines.planning.training import optimised
+from pipelines.planning.weights import weights_by_part
+from tests.helpers import VOCABULARY, mac_config, save_tokenizer
+
+FACTOR = 1.5
+DOCUMENTS, TOKENS = 4, 256
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers, so that the step of a test is mostly layers, as that of a large LM."""
+    folder = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=0, hidden_size=128, intermediate_size=384,
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    save_tokenizer(folder, "<s> $A")
+    return folder
+
+
+def grown(count: int, length: Callable[[str], int]) -> str:
+    """A text of so many tokens."""
+    text = "a"
+    while length(text) < count:
+        text += " b"
+    return text
+
+
+def measured(config: MACConfig, losses: LossWeights, bf16: bool) -> int:
+    """Bytes at the peak of a step, beyond weights and gradients."""
+    model = MACModel.from_config(config, device="cpu")
+    model.use_master_weights()
+    model.train()
+    prompts = model.base_lm.prompts
+    document = grown(TOKENS, lambda text: len(model.amortization.ids(text)))
+    question = grown(QUESTION_TOKENS, lambda text: len(prompts.prompt(text)))
+    answer = grown(ANSWER_TOKENS, lambda text: len(prompts.answer(text)))
+    batch = Batch([document] * DOCUMENTS, [question] * DOCUMENTS, [answer] * DOCUMENTS, range(DOCUMENTS))
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = mac_loss(model, batch, losses)[0]["loss"]
+        loss.backward()
+
+    step()  # gradients are there from now on
+    return allocated_peak(step, model.device)[1]
+
+
+def estimated(config: MACConfig, losses: LossWeights, bf16: bool) -> int:
+    model = empty_model(config)
+    model.use_master_weights()
+    step = Step(
+        documents=DOCUMENTS, live=DOCUMENTS, questions=DOCUMENTS, document_tokens=TOKENS, context_tokens=0,
+        further_rows=0, losses=losses, bf16=bf16,
+    )  # fmt: skip
+    copies = sum(optimised(part, True, bf16)["bf16 copies"] for part in weights_by_part(model))
+    return sum(activations(model, step).values()) + copies
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("design", ["encoder-pooling", "decoder-only", "encoder-decoder"])
+def test_the_estimate_is_near_the_measured_peak(
+    llama: Path, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, design: str, bf16: bool
+) -> None:
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
+    changes: dict[str, Any] = {"tokens": 16, "mlp_width": 16, "modulation": ModulationConfig(attention_sink=True)}
+    config = mac_config(llama, model_folder("t5") if design == "encoder-decoder" else None, design, **changes)
+    losses = LossWeights(answer=1, direct=0.5, contrastive=0.3)
+    found, real = estimated(config, losses, bf16), measured(config, losses, bf16)
+    assert real / FACTOR < found < real * FACTOR
+
+
+def test_what_a_loss_does_not_need_is_not_kept(model_folder: Callable[[str], Path]) -> None:
+    config = mac_config(model_folder("llama"))
+
+    def kept(**losses: float) -> dict[str, int]:
+        given = LossWeights(**{"answer": 0, **losses})
+        model = empty_model(config)
+        return activations(model, Step(4, 1, 4, 64, 0, 0, given, False))
+
+    direct, both = kept(direct=1), kept(direct=1, answer=1)
+    assert (direct["input encoder"], direct["aggregation network"]) == (0, 0)
+    assert both["base LM"] == 2 * direct["base LM"]
+    assert both["input encoder"] > 0
+    assert kept(contrastive=1)["base LM"] == 0
+    assert kept(reconstruction=1)["base LM"] > direct["base LM"]

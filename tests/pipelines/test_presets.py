@@ -1,0 +1,122 @@
+"""Recipes on presets: what a recipe says is changed, and everything else stays the preset's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mac_rag.config import BaseLMConfig, MACConfig
+from mac_rag.errors import ConfigError
+from mac_rag.model.presets import PRESETS, preset
+from pipelines.recipe import load_recipe
+from pipelines.tasks.train import TrainConfig
+from pipelines.tasks.tune_qa import TuneConfig
+from tests.pipelines.helpers import TRAINER
+
+
+def model_of(folder: Path, values: dict[str, Any], *overrides: str) -> MACConfig:
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**values, "trainer": TRAINER}))
+    model = load_recipe(TrainConfig, str(path), list(overrides)).model
+    assert model is not None
+    return model
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    ("values", "overrides"),
+    [
+        ({"base_lm": {"name": "runs/tuned"}}, ()),
+        ({"model": {"base_lm": {"name": "runs/tuned"}}}, ()),
+        ({}, ("base_lm.name=runs/tuned",)),
+        ({}, ("model.base_lm.name=runs/tuned",)),
+        ({"base_lm": {"name": "another"}}, ("base_lm.name=runs/tuned",)),
+    ],
+)
+def test_the_name_of_an_lm_keeps_everything_else_of_a_preset(
+    tmp_path: Path, name: str, values: dict[str, Any], overrides: tuple[str, ...]
+) -> None:
+    model = model_of(tmp_path, {"preset": name, **values}, *overrides)
+    expected = preset(name).model_dump()
+    expected["base_lm"]["name"] = "runs/tuned"
+    assert model.model_dump() == expected
+
+
+def test_nested_values_change_alone(tmp_path: Path) -> None:
+    changes = {"tokens": 8, "aggregation": {"prior_width": 32}, "base_lm": {"quantization": "none"}}
+    model = model_of(tmp_path, {"preset": "llama2-7b", "model": changes})
+    whole = preset("llama2-7b")
+    assert (model.tokens, model.aggregation.prior_width, model.aggregation.blocks) == (8, 32, whole.aggregation.blocks)
+    assert (model.base_lm.dtype, model.base_lm.quantization) == ("bf16", "none")
+    assert model.amortization == whole.amortization
+    assert preset("llama2-7b") == whole  # not changed in place
+
+
+def test_a_preset_alone_is_its_model(tmp_path: Path) -> None:
+    assert model_of(tmp_path, {"preset": "gpt2-xl"}) == preset("gpt2-xl")
+
+
+def test_old_names_of_fields_are_read_beside_a_preset(tmp_path: Path) -> None:
+    index = {"name": "minilm", "words": 4}
+    with pytest.warns(FutureWarning, match="index is now called sentence_encoder and hashed_bm25"):
+        model = model_of(tmp_path, {"preset": "smollm2-135m", "model": {"index": index}})
+    assert model.sentence_encoder is not None
+    assert model.hashed_bm25 is not None
+    assert (model.sentence_encoder.name, model.hashed_bm25.vectors) == ("minilm", 4)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"base_lm": {"nmae": "x"}}, r"model\.base_lm\.nmae: Extra inputs"),
+        ({"model": {"aggregation": {"block": 3}}}, r"model\.aggregation\.block: Extra inputs"),
+        ({"model": {"base_lm": {"dtype": "fp8"}}}, r"model\.base_lm\.dtype.*'fp8'"),
+        ({"base_lm": "runs/tuned"}, r"model\.base_lm.*'runs/tuned'"),
+        ({"base_lm": None}, r"model\.base_lm.*None"),
+        ({"model": 3}, "model is 3"),
+        ({"model": {"base_lm": {"name": "a"}}, "base_lm": {"name": "b"}}, r"base_lm or model\.base_lm, not both"),
+        ({"start_from": "mac-tiny"}, "give one of"),
+        ({"preset": "gpt9"}, "unknown preset 'gpt9'"),
+        ({"preset": ["gpt2-xl"]}, r"unknown preset \['gpt2-xl'\]"),
+        ({"preset": None}, "unknown preset None"),
+    ],
+)
+def test_wrong_values_beside_a_preset_are_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_of(tmp_path, {"preset": "gpt2-xl", **values})
+
+
+class TestTuning:
+    """Of a preset its LM is tuned, in its dtype."""
+
+    def base_lm(self, folder: Path, values: dict[str, Any], *overrides: str) -> BaseLMConfig:
+        path = folder / "recipe.yaml"
+        path.write_text(yaml.safe_dump({**values, "trainer": TRAINER}))
+        return load_recipe(TuneConfig, str(path), list(overrides)).base_lm
+
+    @pytest.mark.parametrize("name", PRESETS)
+    def test_the_lm_of_a_preset_is_tuned_unquantised(self, tmp_path: Path, name: str) -> None:
+        whole = preset(name).base_lm
+        assert self.base_lm(tmp_path, {"preset": name}) == whole.model_copy(update={"quantization": "none"})
+        tuned = self.base_lm(tmp_path, {"preset": name, "base_lm": {"name": "runs/tuned"}})
+        assert tuned == whole.model_copy(update={"name": "runs/tuned", "quantization": "none"})
+
+    def test_a_quantisation_that_somebody_asks_for_is_not_dropped(self, tmp_path: Path) -> None:
+        asked = self.base_lm(tmp_path, {"preset": "qwen3-4b"}, "base_lm.quantization=int8")
+        assert asked.quantization == "int8"  # loading says that it cannot be trained
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"preset": "gpt9"}, "unknown preset 'gpt9'"),
+            ({"preset": "gpt2-xl", "base_lm": {"nmae": "x"}}, r"base_lm\.nmae: Extra inputs"),
+            ({"preset": "gpt2-xl", "base_lm": None}, "base_lm.*None"),
+            ({"preset": "gpt2-xl", "base_lm": "runs/tuned"}, "base_lm.*'runs/tuned'"),
+        ],
+    )
+    def test_wrong_values_are_named(self, tmp_path: Path, values: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            self.base_lm(tmp_path, values)
