@@ -20,7 +20,9 @@ C = TypeVar("C", bound=Config)
 
 _KEPT = "config.yaml"  # in the folder of a run
 
-ConfigOption = Annotated[str, typer.Option("--config", help="A YAML file, or PIPELINE/STAGE, such as mac-tiny/train.")]
+ConfigOption = Annotated[
+    str, typer.Option("--config", help="A YAML file, or a recipe in the package, such as my-lm or mac-tiny/train.")
+]
 OutputOption = Annotated[Path, typer.Option("--output", help="Folder of the run. An interrupted run in it is resumed.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="Overrides one value of the recipe, e.g. --set trainer.steps=100.")
@@ -111,11 +113,10 @@ def recipe_names() -> list[str]:
     """Names of all shipped recipes: files and stages of pipelines."""
     names = []
     for path in sorted(RECIPES.rglob("*.yaml")):
-        folder = path.parent.relative_to(RECIPES)
         if path.name == "pipeline.yaml":
-            names += [f"{folder}/{stage.name}" for stage in read_stages(path)]
+            names += [f"{path.parent.relative_to(RECIPES)}/{stage.name}" for stage in read_stages(path)]
         else:
-            names.append(f"{folder}/{path.stem}")
+            names.append(str(path.relative_to(RECIPES).with_suffix("")))
     return names
 
 

@@ -198,6 +198,22 @@ def load_tokenizer(place: str, revision: str | None = None) -> Any:
     return loaded("a tokenizer", place, AutoTokenizer.from_pretrained, revision=pinned(place, revision))
 
 
+def load_architecture(config: BaseLMConfig) -> Any:
+    """Loads the transformers configuration of a base LM, and no weights.
+
+    Raises:
+        ModelLoadError: when there is no such model, or it is a GGUF file, whose sizes are known only once it is read.
+    """
+    if config.gguf_file is not None:
+        raise ModelLoadError(
+            f"the sizes of {config.gguf_file} are known only once it is read; give the folder of the LM in safetensors"
+        )
+    if config.name in PACKAGED:
+        return PACKAGED[config.name].lm().config
+    place = local_place(config.name, config.revision)
+    return loaded("a causal LM", place, AutoConfig.from_pretrained, revision=pinned(place, config.revision))
+
+
 def load_backbone(config: EncoderConfig, device: torch.device) -> nn.Module:
     """Loads the pretrained backbone of an amortization network or input encoder.
 

@@ -10,12 +10,16 @@ from typing import Any, Literal
 
 from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig
 from mac_rag.errors import ConfigError
+from mac_rag.lm.loading import load_architecture, load_tokenizer
+from mac_rag.prompt_format import PromptFormat
 
 # T * D, numbers in the memory of a document: with it, SmolLM2-135M has a memory token for two words of a paragraph, and
 # an LM as wide as LLaMA-2-7B has the paper's 24 tokens.
 _NUMBERS = 1 << 16
 _FEWEST, _MOST = 24, 96
 _HEAD = 64
+_WINDOW = 8192  # SmolLM2 has so many positions; the window of LMs with more is cut to as many
+AUTO = "auto"  # in place of a preset's name: `around` the LM that is named beside it
 
 
 def _paper(
@@ -91,6 +95,38 @@ def sized_for(
     )
 
 
+def around(base_lm: BaseLMConfig) -> MACConfig:
+    """A MAC model around any decoder-only LM: sizes by the rule of `sized_for`, prompts by the LM's own chat template.
+
+    The LM's configuration and tokenizer are read, and not its weights. An LM that has a chat template gets prompts in
+    its form.
+
+    Examples:
+        >>> around(BaseLMConfig(name="smollm2-135m", dtype="bf16")).tokens  # doctest: +SKIP
+        96
+
+    Args:
+        base_lm: the LM; both encoders start from its first layers in its dtype.
+
+    Raises:
+        ConfigError: for an LM whose width is no multiple of 64.
+        ModelLoadError: when there is no such LM.
+    """
+    architecture = load_architecture(base_lm).get_text_config()
+    positions = getattr(architecture, "max_position_embeddings", None) or 0
+    sized = sized_for(
+        base_lm.name,
+        width=architecture.hidden_size,
+        layers=architecture.num_hidden_layers,
+        quantized=base_lm.quantization != "none",
+        context_window=_WINDOW if positions >= 2 * _WINDOW else None,
+    )
+    encoder = sized.amortization.model_copy(update={"dtype": base_lm.dtype})
+    prompt = PromptFormat(chat=bool(load_tokenizer(base_lm.name, base_lm.revision).chat_template))
+    changes = {"base_lm": base_lm, "amortization": encoder, "input_encoder": encoder, "prompt": prompt}
+    return sized.model_copy(update=changes)
+
+
 def _multiple_of_8(number: float) -> int:
     """The multiple of 8 that is nearest to a number, and at least 8."""
     return max(8, 8 * int(number / 8 + 0.5))
@@ -108,8 +144,7 @@ PAPER: dict[str, MACConfig] = {
         "meta-llama/Llama-2-7b-hf", "google-t5/t5-large", "google-t5/t5-base", bottleneck=512, quantization="nf4"
     ),
 }
-# 4-bit weights from 4 billion parameters on. SmolLM2 has 8,192 positions; the window of the others is cut to as many.
-_WINDOW = 8192
+# 4-bit weights from 4 billion parameters on.
 SMALL: dict[str, MACConfig] = {
     "smollm2-135m": sized_for("smollm2-135m", width=576, layers=30),  # which `mac-rag fetch` brings
     "smollm2-360m": sized_for("HuggingFaceTB/SmolLM2-360M", width=960, layers=32),
@@ -139,7 +174,7 @@ def preset_values(name: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a preset with some in place of its own, not validated.
 
     What a nested value does not say stays the preset's: `{"base_lm": {"name": "my/tuned"}}` keeps dtype and
-    quantisation.
+    quantisation. The preset `auto` is a model `around` the LM of the changes, in bf16 unless they say otherwise.
 
     Examples:
         >>> preset_values("llama2-7b", {"base_lm": {"name": "my/tuned"}})["base_lm"]
@@ -150,12 +185,23 @@ def preset_values(name: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
         changes: fields of `MACConfig`, and of its parts.
 
     Raises:
-        ConfigError: for an unknown name.
+        ConfigError: for an unknown name, and for `auto` without an LM.
+        ModelLoadError: as `around`.
     """
+    known = ", ".join([*PRESETS, AUTO])
     if not isinstance(name, str):
-        raise ConfigError(f"unknown preset {name!r:.80}; choose one of {', '.join(PRESETS)}")
-    # Without defaults, so that a change may still use the old name of a field.
-    return merged(preset(name).model_dump(exclude_defaults=True), changes)
+        raise ConfigError(f"unknown preset {name!r:.80}; choose one of {known}")
+    if name != AUTO:
+        # Without defaults, so that a change may still use the old name of a field.
+        return merged(preset(name).model_dump(exclude_defaults=True), changes)
+    lm = changes.get("base_lm")
+    if not isinstance(lm, Mapping) or lm.get("name") is None:
+        raise ConfigError(
+            "the recipe names no LM: --set model.base_lm.name=LM, a name on the Hub, a folder, or what mac-rag fetch "
+            f"has brought; or choose another preset: {known}"
+        )
+    chosen = around(BaseLMConfig.parse({"dtype": "bf16", **lm}, "model.base_lm"))
+    return merged(chosen.model_dump(exclude_defaults=True), changes)
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -49,6 +49,12 @@ class DataConfig(Config):
     documents: int = Field(50_000, ge=2)
     validation_documents: int = Field(256, ge=1)
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _has_files(self) -> Self:
+        if self.name != "newswire" and self.path is None:
+            raise ValueError(f"path is missing: give the place of the files of {self.name}, --set data.path=FOLDER")
+        return self
 
     def training_set(self) -> QADataset:
         """The documents and questions to train on.
