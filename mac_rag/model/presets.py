@@ -101,10 +101,6 @@ def around(base_lm: BaseLMConfig) -> MACConfig:
     The LM's configuration and tokenizer are read, and not its weights. An LM that has a chat template gets prompts in
     its form.
 
-    Examples:
-        >>> around(BaseLMConfig(name="smollm2-135m", dtype="bf16")).tokens  # doctest: +SKIP
-        96
-
     Args:
         base_lm: the LM; both encoders start from its first layers in its dtype.
 
