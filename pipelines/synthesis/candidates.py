@@ -78,12 +78,13 @@ def choose_candidates(passage: str, count: int, rng: random.Random) -> list[Cand
         [('date', '1862'), ('name', 'Karl Ek'), ('name', 'Ulvby')]
     """
     left: dict[str, list[Candidate]] = {kind: [Candidate(kind)] for kind in OPEN_KINDS}
+    whole = f" {normalize(passage)} "
     for kind, spans in _spans(passage).items():
         by_answer = {normalize(passage[first:end]): (first, end) for first, end in reversed(spans)}
         left[kind] = [
             Candidate(kind, passage[first:end], sentence_of(passage, first))
             for words, (first, end) in sorted(by_answer.items(), key=lambda item: item[1])
-            if words and len(words.split()) <= _MOST_WORDS
+            if f" {words} " in whole and words and len(words.split()) <= _MOST_WORDS  # not a part of a word: 1950s
         ]
     chosen: list[Candidate] = []
     order = list(KINDS)
@@ -121,7 +122,12 @@ def _spans(passage: str) -> Mapping[str, Sequence[Span]]:
     known = list(_apart(dates(passage), ()))
     found = {"date": known + list(_apart(years, known))}
     taken = list(found["date"])
-    for kind, spans in (("number", in_digits), ("name", names(passage)), ("phrase", phrases)):
+    called = [
+        (first, end)
+        for first, end in names(passage)
+        if passage[first].isupper() and not passage[first:end].endswith(("'s", "’s"))
+    ]
+    for kind, spans in (("number", in_digits), ("name", called), ("phrase", phrases)):
         found[kind] = list(_apart(spans, taken))
         taken += found[kind]
     return found

@@ -8,7 +8,7 @@ import Stemmer
 
 from mac_rag.data.metrics import f1, normalize
 from pipelines.synthesis.candidates import SPAN_KINDS
-from pipelines.synthesis.prompts import Written
+from pipelines.synthesis.prompts import EXAMPLE_NAMES, Written
 
 # The checks in the order in which they are made, and what each finds. A pair counts for the first one that it fails.
 CHECKS = {
@@ -26,7 +26,7 @@ _NEAR = 0.8  # least share of common words, of all words of two questions that a
 _THE_TEXT = re.compile(
     r"\b(?:this|the|that|these|given|above|following|provided) (?:given |above |following |provided )?"
     r"(?:passage|text|document|paragraph|excerpt|article|sentence|context|answer|question)s?\b"
-    r"|\b(?:mentioned|described|stated|listed) (?:here|above|below)\b",
+    r"|\b(?:mentioned|described|stated|listed) (?:here|above|below)\b|\bof the following\b",
     re.IGNORECASE,
 )
 _PRONOUN = re.compile(r"\b(?:he|him|his|she|her|hers|it|its|they|them|their|theirs|this|these|those)\b", re.IGNORECASE)
@@ -40,18 +40,20 @@ _COMMON = frozenset(
 _stem = Stemmer.Stemmer("english").stemWords
 
 
-def fault_of_question(question: str) -> str | None:
-    """The check that a question fails by itself; None if it fails none.
+def fault_of_question(question: str, passage: str) -> str | None:
+    """The check that a question fails without regard to its answer; None if it fails none.
 
-    A pronoun is no fault in a question that names something in capitals or digits.
+    A pronoun is no fault in a question that names something in capitals or digits. A question about what an example of
+    the prompt is about is one, unless the passage is about it, too.
 
     Examples:
-        >>> fault_of_question("What does the passage say about rust?"), fault_of_question("When did he leave?")
-        ('outside', 'outside')
-        >>> fault_of_question("When did Karl Ek leave his mill?") is None
+        >>> [fault_of_question(asked, "A mill.") for asked in ("What does the passage say?", "When did he leave?")]
+        ['outside', 'outside']
+        >>> fault_of_question("When did Karl Ek leave his mill?", "A mill.") is None
         True
     """
-    if _THE_TEXT.search(question):
+    from_examples = EXAMPLE_NAMES.intersection(normalize(question).split()) - {*normalize(passage).split()}
+    if from_examples or _THE_TEXT.search(question):
         return "outside"
     return "outside" if _PRONOUN.search(question) and not _NAMES_SOMETHING.search(question) else None
 

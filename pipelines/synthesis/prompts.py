@@ -51,6 +51,8 @@ _SALT = (
     "first made it in 1874. It melts at 61 degrees and is used in glazes, since it makes them shine. Today about 900 "
     "tonnes of it are sold each year, most of them to potters in Portugal."
 )
+# What the examples are about, by single words.
+EXAMPLE_NAMES = frozenset({"kestrel", "solvane", "ardenne", "lindqvist"})
 _TO_ANSWER = (
     "Write one question about the passage whose answer is the given answer. Name what the question is about. Do not "
     "write the answer into the question."

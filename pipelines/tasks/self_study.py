@@ -207,7 +207,7 @@ def _written(group: Sequence[_Asked], config: SelfStudyConfig, writer: Writer) -
             row["question"] = text
             continue
         row |= {"question": pair.question, "answer": pair.answer, "stands": stands_in(pair.answer, passage)}
-        row["dropped"] = fault_of_question(pair.question)
+        row["dropped"] = fault_of_question(pair.question, passage)
         if row["dropped"] is None and not config.own_answers:
             row["dropped"] = fault_of_answer(kind, pair, passage)
         if row["dropped"] is None:

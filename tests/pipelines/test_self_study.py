@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from mac_rag.data import load_dataset
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import BankError, ConfigError, DataError, DocumentError, WorkerError
+from pipelines.synthesis import candidates, checks, prompts
 from pipelines.synthesis.candidates import KINDS, OPEN_KINDS, SPAN_KINDS, Candidate, choose_candidates, sentence_of
 from pipelines.synthesis.checks import (
     CHECKS,
@@ -77,6 +80,11 @@ class TestCandidates:
         assert sentences["400"] == "It ground 400 tonnes of rye a year for the bakers of Norby."
         assert sentences["1911"] == "Fire destroyed the wooden wheel in 1911, because lightning struck."
 
+    def test_parts_of_words_are_no_answers(self) -> None:
+        text = "All of Ulvby's 12-inch records of the 1950s were cut by Ek's firm (8 men), on the 2nd floor. Ada Voss"
+        found = {(each.kind, each.answer) for each in choose_candidates(text, 99, random.Random(0)) if each.answer}
+        assert found == {("name", "Ada Voss")}
+
     def test_kinds_take_turns(self) -> None:
         for seed in range(20):
             chosen = choose_candidates(MILL, len(KINDS), random.Random(seed))
@@ -101,6 +109,13 @@ class TestCandidates:
         sentence = sentence_of(text, place)
         assert sentence in text
         assert text[place].isspace() or text[place] in sentence
+
+
+@pytest.mark.parametrize("module", [candidates, checks, prompts])
+def test_the_examples_of_docstrings(module: ModuleType) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted >= 2
+    assert not found.failed
 
 
 class TestReadingWhatWasWritten:
@@ -152,10 +167,12 @@ class TestChecks:
             ("Who built the old mill?", None),
             ("What did they grind in 1862?", None),
             ("Which contexts exist?", None),
+            ("Which of the following is a mill?", "outside"),
+            ("Who built the Kestrel mill at Ulvby?", "outside"),
         ],
     )
     def test_questions_that_refer_to_something_outside(self, question: str, fault: str | None) -> None:
-        assert fault_of_question(question) == fault
+        assert fault_of_question(question, MILL) == fault
 
     @pytest.mark.parametrize(
         ("kind", "question", "answer", "fault"),
