@@ -30,7 +30,7 @@ from mac_rag.errors import BankError, DataError, DocumentError
 from mac_rag.progress import progress_bar
 from mac_rag.untrusted_files import ROW, MalformedError, read_file
 from pipelines.recipe import keep_recipe
-from pipelines.synthesis import candidates, prompts
+from pipelines.synthesis import candidates, checks, prompts
 from pipelines.synthesis.candidates import Candidate, choose_candidates
 from pipelines.synthesis.checks import Duplicates, agrees, fault_of_answer, fault_of_question, stands_in
 from pipelines.synthesis.prompts import Written, asking, most_tokens, read_answer, read_question, reading
@@ -52,7 +52,7 @@ class SelfStudyConfig(Config):
         per_passage: questions to write about each passage.
         own_answers: True to keep the LM's own answers, which are not checked.
         seed: random seed of what is asked about.
-        prompts_sha256: digest of the code that holds prompts and rules.
+        prompts_sha256: digest of the code of prompts, rules and checks.
     """
 
     documents: str
@@ -111,7 +111,7 @@ def study(
         per_passage=per_passage,
         own_answers=own_answers,
         seed=seed,
-        prompts_sha256=_digest(Path(str(module.__file__)).read_text() for module in (candidates, prompts)),
+        prompts_sha256=_digest(Path(str(module.__file__)).read_text() for module in (candidates, prompts, checks)),
     )
     make_folder(output)
     keep_recipe(config, output)

@@ -32,9 +32,11 @@ from pipelines.synthesis.prompts import Written, asking, read_answer, read_quest
 from pipelines.synthesis.writers import LlamaIndexWriter, LocalWriter, _messages
 from pipelines.tasks import self_study
 from pipelines.tasks.self_study import study
+from pipelines.tasks.train import TrainTask
 from tests.helpers import run_in_process
 from tests.pipelines.helpers import command
 from tests.pipelines.rule_llm import RuleLLM
+from tests.pipelines.test_pipelines import train_recipe
 
 LLM = "tests.pipelines.rule_llm:RuleLLM"
 MILL = (
@@ -258,7 +260,9 @@ def test_own_answers_are_kept_unchecked(tmp_path: Path, llm: type[RuleLLM]) -> N
     assert {check for check, count in report.total.dropped.items() if count} == {"outside", "duplicate"}
 
 
-def test_the_folder_is_data_of_ones_own(tmp_path: Path, llm: type[RuleLLM]) -> None:
+def test_the_folder_is_data_of_ones_own(
+    tmp_path: Path, llm: type[RuleLLM], model_folder: Callable[[str], Path]
+) -> None:
     texts = [document.text for document in generate("train", 8).documents]
     study([write(tmp_path, texts)], LLM, tmp_path / "out", per_passage=4)
     data = load_dataset("own", "all", tmp_path / "out")
@@ -267,6 +271,9 @@ def test_the_folder_is_data_of_ones_own(tmp_path: Path, llm: type[RuleLLM]) -> N
     by_id = {document.id: document for document in data.documents}
     assert len(data.questions) >= 8
     assert all(stands_in(question.answers[0], by_id[question.gold].text) for question in data.questions)
+    source = {"name": "own", "path": str(tmp_path / "out"), "train": "all", "val": "all"}
+    batch, _ = TrainTask(train_recipe(model_folder, data=source)).batch(0, 0, 4)
+    assert set(batch.questions) <= {question.question for question in data.questions}
 
 
 def test_long_documents_are_asked_about_in_passages(tmp_path: Path, llm: type[RuleLLM]) -> None:
