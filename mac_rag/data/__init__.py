@@ -28,6 +28,7 @@ def load_dataset(
     documents: int | None = None,
     hub: bool = False,
     columns: Mapping[str, str] | None = None,
+    unanswered: bool = False,
 ) -> QADataset:
     """Loads one split of a data set.
 
@@ -41,6 +42,7 @@ def load_dataset(
             newswire generates this many documents.
         hub: True to download SQuAD from the Hugging Face Hub instead of reading a path; SQuAD only.
         columns: only for `own`: field -> the column that holds it, where they differ; see `mac_rag.data.own.FIELDS`.
+        unanswered: True to read questions without answers, too, which only `own` may have.
 
     Raises:
         ConfigError: for an unknown data set or split, fewer than one document, a missing path, or a path that the data
@@ -78,7 +80,7 @@ def load_dataset(
     elif name == "streamingqa":
         dataset = streamingqa.read_streamingqa(path, split)
     elif name == "own":
-        dataset = own.read_own(path, split, columns)
+        dataset = own.read_own(path, split, columns, unanswered=unanswered)
     else:
         dataset = archivalqa.read_archivalqa(path, split)
     if not dataset.questions:

@@ -27,7 +27,9 @@ FIELDS = ("id", "document", "question", "answers", "document_id", "title", "date
 _VAL, _TEST = 0.8, 0.9
 
 
-def read_own(path: str | Path, split: str, columns: Mapping[str, str] | None = None) -> QADataset:
+def read_own(
+    path: str | Path, split: str, columns: Mapping[str, str] | None = None, *, unanswered: bool = False
+) -> QADataset:
     """Reads one split of a user's own data.
 
     Files named by splits are used as they are, and no text may be in two of them. Otherwise a hash of its title, or of
@@ -40,6 +42,7 @@ def read_own(path: str | Path, split: str, columns: Mapping[str, str] | None = N
         path: a file, a folder, or `hub:OWNER/NAME` (see `mac_rag.data.typed_rows.read_hub`).
         split: one of `SPLITS`; `all` is all of them.
         columns: one of `FIELDS` -> the column or key that holds it, where they differ.
+        unanswered: True to read questions without answers, too; they have none.
 
     Raises:
         ConfigError: for columns of unknown fields.
@@ -54,7 +57,8 @@ def read_own(path: str | Path, split: str, columns: Mapping[str, str] | None = N
             f"{path} has the split {' and '.join(files.splits)} by the names of its files, and no {split}; add "
             f"{split}.jsonl and give the folder, or give one file of another name, which is then divided"
         )
-    read = _read_corpus(files, columns or {}) if files.corpus is not None else _read_rows(files, columns or {})
+    reader = _read_rows if files.corpus is None else _read_corpus
+    read = reader(files, columns or {}, unanswered)
     documents = tuple(document for name, document in read.documents if split == "all" or name in (split, "all"))
     questions = tuple(question for name, question in read.questions if split in ("all", name))
     if not questions:
@@ -94,11 +98,11 @@ class _Read:
     unanswerable: Mapping[str, int]
 
 
-def _read_rows(files: Files, columns: Mapping[str, str]) -> _Read:
+def _read_rows(files: Files, columns: Mapping[str, str], unanswered: bool) -> _Read:
     """Reads files whose rows hold question and document."""
     contents: dict[str, Contents] = {}
     for name, file in files.splits.items():
-        contents[name] = Contents()
+        contents[name] = Contents(unanswered=unanswered)
         for record in read_records(file, columns):
             contents[name].add_row(record, may_be_alone=".json" in file.suffixes)
     unanswerable = {name: read.unanswerable for name, read in contents.items()}
@@ -126,10 +130,10 @@ def _read_rows(files: Files, columns: Mapping[str, str]) -> _Read:
     )
 
 
-def _read_corpus(files: Files, columns: Mapping[str, str]) -> _Read:
+def _read_corpus(files: Files, columns: Mapping[str, str], unanswered: bool) -> _Read:
     """Reads documents, and questions that name them or no document."""
     assert files.corpus is not None
-    contents = Contents()
+    contents = Contents(unanswered=unanswered)
     for record in read_records(files.corpus, {"text": columns["document"]} if "document" in columns else {}):
         contents.add_document(record)
     questions: list[tuple[str, Question]] = []

@@ -20,6 +20,9 @@ _NO_ANSWER = "give a text or a list of texts; leave unanswerable questions out, 
 class Contents:
     """Documents and questions as they are read.
 
+    Args:
+        unanswered: True to take questions without answers, too.
+
     Attributes:
         documents: by id, in the order of the rows.
         questions: by id, in the order of the rows.
@@ -27,7 +30,8 @@ class Contents:
         unanswerable: number of questions that were left out, because SQuAD 2.0 marks them as impossible to answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, unanswered: bool = False) -> None:
+        self._unanswered = unanswered
         self.documents: dict[str, Document] = {}
         self.questions: dict[str, Question] = {}
         self.unanswerable = 0
@@ -113,7 +117,7 @@ class Contents:
 
     def _add_question(self, record: Record, document_id: str | None) -> Question | None:
         question = _text(record, "question", "every row has a question").strip()
-        answers = _answers(record)
+        answers = () if self._unanswered and _has_none(record) else _answers(record)
         if answers is None:
             self.unanswerable += 1
             return None
@@ -122,6 +126,11 @@ class Contents:
             raise record.fault("id", f"{shown_id(question_id)} is the id of another question further up")
         added = self.questions[question_id] = Question(question_id, question, answers, document_id)
         return added
+
+
+def _has_none(record: Record) -> bool:
+    """True for a question without answers that is not marked as impossible to answer."""
+    return record.values.get("answers") in (None, []) and record.values.get("is_impossible") is not True
 
 
 def _answers(record: Record) -> tuple[str, ...] | None:

@@ -35,7 +35,8 @@ class Question:
     Attributes:
         id: id of the question, unique within its data set.
         question: text of the question.
-        answers: all accepted answers; the first one is used in training.
+        answers: all accepted answers; the first one is used in training. Empty where no answer is known: such
+            questions can be trained on by distillation.
         document_id: id of the document that contains the answer; None if nobody knows which one does.
 
     Examples:

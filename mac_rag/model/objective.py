@@ -3,12 +3,15 @@
 The paper's objective is the `answer` term alone. The others help a small model over its cold start: `direct`,
 `distillation` and `reconstruction` teach the amortization network without the aggregation network in between,
 `contrastive` teaches the document prior, and `alignment` the aggregation network without the LM.
+
+The two distillation terms need no answers: `aggregated_distillation` is to `answer` what `distillation` is to `direct`,
+with the LM behind the document as the teacher in place of the answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -18,7 +21,7 @@ from torch.nn import functional
 
 from mac_rag.config import Config, Renaming
 from mac_rag.errors import ConfigError
-from mac_rag.lm.batching import similar_lengths
+from mac_rag.lm.batching import length_buckets, similar_lengths
 from mac_rag.nn.attention import recomputing_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from mac_rag.model import MACModel
 
 _LENGTH_RATIO = 2.0  # largest ratio of the longest to the shortest prompt of a batch
+_ANSWERING_TOKENS = 8192  # prompt tokens that the LM answers behind at a time
 
 
 class LossWeights(Config):
@@ -36,6 +40,7 @@ class LossWeights(Config):
         direct: the same under the memory tokens of the question's own document, without aggregation.
         distillation: cross-entropy between the LM's predictions under these memory tokens and its predictions behind
             the document itself without memory, which are the teacher (context distillation; Askell et al., 2021).
+        aggregated_distillation: the same under phi*, the aggregate of all documents, as the model is used.
         reconstruction: negative log-likelihood of a document under its own memory tokens.
         contrastive: cross-entropy of the document prior, with the question's own document as the target.
         alignment: mean squared difference between phi* and the memory tokens of the question's own document, both
@@ -47,9 +52,15 @@ class LossWeights(Config):
     answer: float = Field(1.0, ge=0)
     direct: float = Field(0.0, ge=0)
     distillation: float = Field(0.0, ge=0)
+    aggregated_distillation: float = Field(0.0, ge=0)
     reconstruction: float = Field(0.0, ge=0)
     contrastive: float = Field(0.0, ge=0)
     alignment: float = Field(0.0, ge=0)
+
+    @property
+    def need_answers(self) -> bool:
+        """True if a term needs the answers of the questions."""
+        return self.answer > 0 or self.direct > 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,9 @@ class Batch:
 
     Attributes:
         documents: K texts.
-        questions, answers: B texts.
+        questions: B texts.
+        answers: B texts; an empty one where no answer is known. There the distillation terms read what the LM itself
+            answers behind the question's document.
         gold: for each question, the index of the document that answers it.
         contexts: retrieved documents in front of each question; empty if there are none for all questions.
         without_memory: True for each question that the LM answers without phi*; empty if it has phi* for all.
@@ -102,8 +115,17 @@ def mac_loss(
         `loss` and each term that has a weight, as scalars; and the memory tokens of the K documents, detached.
 
     Raises:
-        ConfigError: for a contrastive term or distractors without a document prior, or p outside [0, 1).
+        ConfigError: for a contrastive term or distractors without a document prior, p outside [0, 1), or a question
+            without an answer where a term needs one.
     """
+    if not all(batch.answers):
+        if weights.need_answers:
+            raise ConfigError(
+                f"the question {batch.questions[batch.answers.index('')]!r:.200} has no answer, which the terms answer "
+                "and direct need; set their weights to 0 and train by distillation, or give it an answer"
+            )
+        if weights.distillation or weights.aggregated_distillation:
+            batch = replace(batch, answers=with_own_answers(model, batch))
     prior = model.aggregation.prior
     if prior is None and (weights.contrastive or distractors):
         needs = "the contrastive loss trains" if weights.contrastive else "distractors are chosen by"
@@ -123,11 +145,12 @@ def mac_loss(
     ]
 
     terms: dict[str, Tensor] = {}
-    if weights.answer or weights.contrastive or weights.alignment:
+    aggregates = weights.answer or weights.aggregated_distillation or weights.alignment
+    if aggregates or weights.contrastive:
         encoded = model.input_encoder([model.input_encoder.ids(question) for question in batch.questions])
         known = phi if negatives is None else MemoryTokens.cat([phi, negatives.to(memory.dtype)])
         scores = None if prior is None else prior.score(prior.queries(encoded), prior.keys(known))
-    if weights.answer or weights.alignment:
+    if aggregates:
         attended = phi
         if scores is not None and distractors and len(known) > len(phi):
             others = scores.detach()[:, len(phi) :]
@@ -144,8 +167,14 @@ def mac_loss(
         )
     if weights.direct:
         terms["direct"] = _mean_loss(model, alone, answers, memory[gold])
+    if weights.distillation or weights.aggregated_distillation:
+        taught = _teacher(model, batch, answers)
     if weights.distillation:
-        terms["distillation"] = _distillation(model, batch, alone, answers, memory[gold])
+        said = _logits(model, alone, answers, memory[gold])
+        terms["distillation"] = functional.cross_entropy(said.float(), taught)
+    if weights.aggregated_distillation:
+        said = _logits(model, behind_contexts, answers, aggregated, batch.without_memory)
+        terms["aggregated_distillation"] = functional.cross_entropy(said.float(), taught)
     if weights.reconstruction:
         starts = [prompts.start or [prompts.eos]] * len(rows)
         texts = [prompts.document(document) for document in batch.documents]
@@ -197,25 +226,43 @@ def _mean_loss(
     return functional.cross_entropy(logits.float(), expected)
 
 
-def _distillation(
-    model: MACModel, batch: Batch, questions: Sequence[list[int]], answers: Sequence[list[int]], phi: Tensor
-) -> Tensor:
-    """Mean cross-entropy over all answer tokens; the teacher is the LM behind each question's own document."""
-    prompts = model.base_lm.prompts
-    open_book = [
-        prompts.prompt(question, [batch.documents[index]], model.context_window - len(answer))
-        for question, index, answer in zip(batch.questions, batch.gold, answers, strict=True)
+@torch.no_grad()
+def with_own_answers(model: MACModel, batch: Batch) -> list[str]:
+    """The answers of a batch; where none is known, what the LM itself answers behind the question's own document.
+
+    It answers greedily, without memory, in at most `max_new_tokens` tokens.
+    """
+    answers, most = list(batch.answers), model.config.max_new_tokens
+    rows = [row for row, answer in enumerate(answers) if not answer]
+    prompts = _open_book(model, batch, [most] * len(answers))
+    for group in length_buckets([len(prompts[row]) for row in rows], _ANSWERING_TOKENS):
+        chosen = [rows[i] for i in group]
+        texts = model.base_lm.generate([prompts[row] for row in chosen], None, max_new_tokens=most)
+        for row, text in zip(chosen, texts, strict=True):
+            answers[row] = text
+    return answers
+
+
+@torch.no_grad()
+def _teacher(model: MACModel, batch: Batch, answers: Sequence[list[int]]) -> Tensor:
+    """What the LM predicts of each answer token behind the question's own document: `[N, vocabulary]`, in float32."""
+    open_book = _open_book(model, batch, [len(answer) for answer in answers])
+    return _logits(model, open_book, answers, None).float().softmax(-1)
+
+
+def _open_book(model: MACModel, batch: Batch, behind: Sequence[int]) -> list[list[int]]:
+    """Each question behind its own document, with room for as many tokens behind it."""
+    return [
+        model.base_lm.prompts.prompt(question, [batch.documents[index]], model.context_window - room)
+        for question, index, room in zip(batch.questions, batch.gold, behind, strict=True)
     ]
-    with torch.no_grad():
-        teacher = _logits(model, open_book, answers, phi, [True] * len(open_book)).float().softmax(-1)
-    return functional.cross_entropy(_logits(model, questions, answers, phi).float(), teacher)
 
 
 def _logits(
     model: MACModel,
     prompts: Sequence[list[int]],
     targets: Sequence[list[int]],
-    phi: Tensor,
+    phi: Tensor | None,
     without_memory: Sequence[bool] = (),
 ) -> Tensor:
     """Logits of each token of all targets, row after row.
@@ -225,17 +272,17 @@ def _logits(
     Args:
         model: the model.
         prompts, targets: token ids of B rows.
-        phi: `[B, T, D]`, each row's modulation.
+        phi: `[B, T, D]`, each row's modulation; None for none.
         without_memory: True for each row without modulation; empty if all have one.
     """
-    bare = without_memory or [False] * len(prompts)
+    bare = without_memory or [phi is None] * len(prompts)
     by_row: dict[int, Tensor] = {}
     for without in (False, True):
         rows = [i for i, flag in enumerate(bare) if flag == without]
         lengths = [len(prompts[i]) + len(targets[i]) for i in rows]
         for group in similar_lengths(lengths, _LENGTH_RATIO):
             chosen = [rows[i] for i in group]
-            modulation = None if without else model.modulation(phi[chosen])
+            modulation = None if without or phi is None else model.modulation(phi[chosen])
             group_rows = [prompts[i] for i in chosen], [targets[i] for i in chosen]
             logits = model.base_lm.answer_logits(*group_rows, modulation)
             by_row |= zip(chosen, logits.split([len(targets[i]) for i in chosen]))

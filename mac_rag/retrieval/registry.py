@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mac_rag.errors import ConfigError
+from mac_rag.importing import import_object
 from mac_rag.retrieval import snapshot
 from mac_rag.retrieval.base import Retriever
 from mac_rag.retrieval.bm25 import BM25Retriever
@@ -104,19 +104,15 @@ def _encoder(spec: str) -> Callable[[], Encoder] | None:
 
 def _import(spec: str) -> Any:
     """The object that `module:attr` names."""
-    module, colon, attribute = spec.partition(":")
-    if not (colon and module and attribute):
+    if not all(spec.partition(":")):
         raise ConfigError(f"unknown retriever {spec!r}; choose one of {', '.join(RETRIEVERS)}")
     try:
-        value: Any = importlib.import_module(module)
-        for name in attribute.split("."):
-            value = getattr(value, name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        return import_object(spec)
+    except ConfigError as error:
         raise ConfigError(
-            f"cannot import retriever {spec!r}: {error}; choose one of {', '.join(RETRIEVERS)}, where module:attr is "
-            "an importable module and a name in it"
+            f"cannot import retriever {spec!r}: {error.__cause__}; choose one of {', '.join(RETRIEVERS)}, where "
+            "module:attr is an importable module and a name in it"
         ) from error
-    return value
 
 
 def _imported(spec: str) -> Retriever:

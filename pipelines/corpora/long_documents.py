@@ -34,7 +34,8 @@ def within_limits(data: QADataset, model: MACModel, *, reconstruction: bool = Fa
     for question in data.questions:
         try:
             model.input_encoder.ids(question.question)
-            used = len(prompts.prompt(question.question)) + len(prompts.answer(question.answers[0]))
+            answer = len(prompts.answer(question.answers[0])) if question.answers else model.config.max_new_tokens
+            used = len(prompts.prompt(question.question)) + answer
         except DocumentError as error:
             raise DataError(f"question {shown_id(question.id)}: {error}") from None
         if used > window:

@@ -56,8 +56,11 @@ class DataConfig(Config):
             raise ValueError(f"path is missing: give the place of the files of {self.name}, --set data.path=FOLDER")
         return self
 
-    def training_set(self) -> QADataset:
+    def training_set(self, *, unanswered: bool = False) -> QADataset:
         """The documents and questions to train on.
+
+        Args:
+            unanswered: True to take questions without answers, too.
 
         Raises:
             ConfigError: see `load_dataset`.
@@ -66,10 +69,10 @@ class DataConfig(Config):
         if self.name == "newswire":
             return generate("train", self.documents, seed=self.seed, questions_per_document=4)
         splits = (self.train,) if isinstance(self.train, str) else self.train
-        data = _usable(joined([self.load(split) for split in splits]))
+        data = _usable(joined([self.load(split, unanswered=unanswered) for split in splits]))
         if self.unlike is None:
             return data
-        held_out = {normalize(q.question) for q in self.load(self.unlike).questions}
+        held_out = {normalize(q.question) for q in self.load(self.unlike, unanswered=True).questions}
         questions = tuple(question for question in data.questions if normalize(question.question) not in held_out)
         return dataclasses.replace(data, questions=questions)
 
@@ -80,17 +83,22 @@ class DataConfig(Config):
             raise ValueError("train must name a split")
         return train
 
-    def validation_set(self) -> QADataset:
+    def validation_set(self, *, unanswered: bool = False) -> QADataset:
         """The documents and questions to validate on.
+
+        Args:
+            unanswered: True to take questions without answers, too.
 
         Raises:
             ConfigError, DataError: as `training_set`.
         """
-        return _usable(self.load(self.val, documents=self.validation_documents))
+        return _usable(self.load(self.val, documents=self.validation_documents, unanswered=unanswered))
 
-    def load(self, split: str, *, documents: int | None = None) -> QADataset:
+    def load(self, split: str, *, documents: int | None = None, unanswered: bool = False) -> QADataset:
         """One split of the data set; see `load_dataset`."""
-        return load_dataset(self.name, split, self.path, documents=documents, columns=self.columns)
+        return load_dataset(
+            self.name, split, self.path, documents=documents, columns=self.columns, unanswered=unanswered
+        )
 
 
 def _usable(data: QADataset) -> QADataset:

@@ -166,13 +166,16 @@ class TrainTask(Task):
         self.model.use_master_weights()
         # Now, not when a batch draws a text that is too long.
         reconstruction = any(losses.reconstruction for losses in config.all_losses)
-        data = within_limits(config.data.training_set(), self.model, reconstruction=reconstruction)
+        unanswered = not any(losses.need_answers for losses in config.all_losses)
+        data = config.data.training_set(unanswered=unanswered)
+        data = within_limits(data, self.model, reconstruction=reconstruction)
         if config.init == "kv_regression":
             init_by_kv_regression(self.model, data)
         self._questions = data.questions_by_document()
         self._stories = _stories(data, self._questions, config.group_by_title)
         self._miner = ContextMiner(config.context, data)
-        self._validation = within_limits(config.data.validation_set(), self.model, reconstruction=reconstruction)
+        held_out = config.data.validation_set(unanswered=unanswered)
+        self._validation = within_limits(held_out, self.model, reconstruction=reconstruction)
         self._validation_retrieved = retrieved(config.context, self._validation)
         # A ring of the newest documents' memory tokens; part of the state, so that a resumed run has the same.
         shape = config.negatives, *self.model.row_shape
@@ -202,13 +205,13 @@ class TrainTask(Task):
             chosen = rng.sample(known, count)
             questions += chosen
             gold += [index] * len(chosen)
-            answers = [question.answers[0] for question in chosen]
+            answers = [question.answers[0] for question in chosen if question.answers]
             texts.append(document.text if sentences is None else excerpt(document.text, answers, sentences))
         contexts = self._miner.mine(questions, rng)
         batch = Batch(
             documents=texts,
             questions=[question.question for question in questions],
-            answers=[question.answers[0] for question in questions],
+            answers=[_target(question) for question in questions],
             gold=gold,
             contexts=[[document.text for document in mined] for mined in contexts],
             without_memory=[bool(mined) and rng.random() < self.config.without_memory for mined in contexts],
@@ -247,25 +250,22 @@ class TrainTask(Task):
         return terms
 
     def validate(self) -> dict[str, float]:
-        """EM and F1 on the held-out stream, from memory alone and with retrieved documents, if any; and the losses."""
+        """EM and F1 on the held-out stream, from memory alone and with retrieved documents, if any; and the losses.
+
+        EM and F1 are those of the questions whose answers are known; they are left out if none is.
+        """
         data, retrieved = self._validation, self._validation_retrieved
+        questions = [question for question in data.questions if question.answers]
+        if not questions:
+            return self._losses()
         engine = MACEngine(self.model)
         engine.adapt(data.documents)
-        figures = self._figures(engine, None)
+        figures = _figures(engine, questions, None)
         if retrieved is not None:
             k = max(self.config.context.k)
-            contexts = [[document.text for document in retrieved[question.question][:k]] for question in data.questions]
-            figures |= {f"{name}_retrieved": value for name, value in self._figures(engine, contexts).items()}
+            contexts = [[document.text for document in retrieved[question.question][:k]] for question in questions]
+            figures |= {f"{name}_retrieved": value for name, value in _figures(engine, questions, contexts).items()}
         return figures | self._losses()
-
-    def _figures(self, engine: MACEngine, contexts: list[list[str]] | None) -> dict[str, float]:
-        questions = self._validation.questions
-        generated = engine.answer([question.question for question in questions], contexts=contexts, overflow="truncate")
-        pairs = [(answer.text, question.answers) for answer, question in zip(generated, questions, strict=True)]
-        return {
-            name: sum(best_over(metric, text, answers) for text, answers in pairs) / len(pairs)
-            for name, metric in (("em", exact_match), ("f1", f1))
-        }
 
     def _losses(self) -> dict[str, float]:
         """Each term on the held-out documents, in batches as in training; no documents stand in front of questions."""
@@ -280,7 +280,7 @@ class TrainTask(Task):
             batch = Batch(
                 documents=[document.text for document in part],
                 questions=[question.question for _, question in pairs],
-                answers=[question.answers[0] for _, question in pairs],
+                answers=[_target(question) for _, question in pairs],
                 gold=[i for i, _ in pairs],
             )
             terms, _ = mac_loss(self.model, batch, self.config.losses)
@@ -292,6 +292,21 @@ class TrainTask(Task):
     def save(self, folder: Path) -> None:
         stored = self.config.store_dtype
         self.model.save_pretrained(folder, dtype=torch.int8 if stored == "int8" else DTYPES[stored])
+
+
+def _target(question: Question) -> str:
+    """The answer that a question is trained on; empty if none is known."""
+    return question.answers[0] if question.answers else ""
+
+
+def _figures(engine: MACEngine, questions: Sequence[Question], contexts: list[list[str]] | None) -> dict[str, float]:
+    """EM and F1 of the engine's answers."""
+    generated = engine.answer([question.question for question in questions], contexts=contexts, overflow="truncate")
+    pairs = [(answer.text, question.answers) for answer, question in zip(generated, questions, strict=True)]
+    return {
+        name: sum(best_over(metric, text, answers) for text, answers in pairs) / len(pairs)
+        for name, metric in (("em", exact_match), ("f1", f1))
+    }
 
 
 def _require_gradients(network: MACConfig, device: torch.device) -> None:

@@ -133,8 +133,8 @@ def test_a_training_on_long_documents_starts_and_validates(
             data.questions,
         )
 
-    monkeypatch.setattr(DataConfig, "training_set", lambda self: longer(kept[0](self)))
-    monkeypatch.setattr(DataConfig, "validation_set", lambda self: longer(kept[1](self)))
+    monkeypatch.setattr(DataConfig, "training_set", lambda self, **_: longer(kept[0](self)))
+    monkeypatch.setattr(DataConfig, "validation_set", lambda self, **_: longer(kept[1](self)))
     recipe: dict[str, Any] = train_recipe(model_folder).model_dump(mode="json")
     recipe["model"]["max_document_tokens"] = 256
     task = TrainTask(type(train_recipe(model_folder)).parse(recipe, "test"))

@@ -97,7 +97,7 @@ def test_documents_of_one_title_stay_together(model_folder: Folder, monkeypatch:
     titles[1] = titles[0]
     documents = [dataclasses.replace(d, metadata={"title": t}) for d, t in zip(data.documents, titles, strict=True)]
     titled = dataclasses.replace(data, documents=tuple(documents))
-    monkeypatch.setattr(DataConfig, "training_set", lambda self: titled)
+    monkeypatch.setattr(DataConfig, "training_set", lambda self, **_: titled)
     task = TrainTask(train_recipe(model_folder, group_by_title=3))
     place = {document.text: i for i, document in enumerate(documents)}
     seen: set[int] = set()

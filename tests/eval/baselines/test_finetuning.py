@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from eval.baselines.finetuning import AnswerTuning, FineTuning, search_learning_rate, tune_answers
-from eval.baselines.spans import rule_spans, salient_spans
+from eval.baselines.spans import salient_spans
 from eval.baselines.weighting import SalientSpanWeights, TokenWeighting, UniformWeights
 from eval.harness.systems import System
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.errors import DocumentError
 from mac_rag.model import MACModel
+from pipelines.corpora.salient_spans import rule_spans
 
 STREAM = generate("test", 6, seed=2)
 ASKED = [question.question for question in STREAM.questions]

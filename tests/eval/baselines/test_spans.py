@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eval.baselines.spans import RULES, rule_spans, salient_spans
+from eval.baselines.spans import RULES, salient_spans
 from eval.baselines.weighting import Passage, SalientSpanWeights, UniformWeights, passages, weighted_loss
 from mac_rag.model import MACModel
+from pipelines.corpora.salient_spans import rule_spans
 
 TEXT = (
     "On May 3, 1999 the Lund Bank paid $1,200.50 to Ada Voss. Rain fell. It was her 2nd prize from University of Kell."

@@ -1,0 +1,75 @@
+"""Writes questions and answers about a user's documents: `python -m pipelines.self_study --help`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say, show_table
+
+
+def main(
+    documents: Annotated[
+        list[Path],
+        typer.Option(
+            help="Text or Markdown, one document each; .jsonl; .csv; .parquet; a folder of such files; or "
+            "hub:OWNER/NAME for a data set of the Hub. May be given several times."
+        ),
+    ],
+    lm: Annotated[
+        str,
+        typer.Option(
+            help="The LM that writes: smollm2-135m, a folder or a name on the Hub; or module:attr, a LlamaIndex LLM or "
+            "a function that makes one."
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for documents.jsonl, questions.jsonl, dropped.jsonl and study.json. An interrupted run in it "
+            "is resumed."
+        ),
+    ],
+    per_passage: Annotated[
+        int,
+        typer.Option(min=1, help="Questions to write about each passage of some 400 tokens; fewer pass the checks."),
+    ] = 6,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Most documents, the first ones.", show_default="all")
+    ] = None,
+    own_answers: Annotated[
+        bool,
+        typer.Option(
+            "--own-answers",
+            help="Keep all well-formed questions, with what the LM itself answers behind the passage: for training by "
+            "distillation alone.",
+        ),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Equal seeds ask about the same.")] = 0,
+) -> None:
+    """Let an LM write questions and answers about your documents, to train and evaluate on.
+
+    The answers are chosen from the documents (names, dates, numbers, phrases) or written by the LM (definitions,
+    reasons, overviews). A pair is dropped if its answer does not follow from the document, if the LM does not give this
+    answer to its own question, or if it fails another check. The folder is data of your own: `--data OUTPUT` of
+    eval.qa, and `--set data.name=own --set data.path=OUTPUT` of pipelines.train.
+    """
+    from mac_rag.errors import DataError
+    from pipelines.tasks.self_study import study
+
+    report = study(documents, lm, output, per_passage=per_passage, limit=limit, own_answers=own_answers, seed=seed)
+    for table in report.tables():
+        show_table(table)
+    if not report.total.kept:
+        raise DataError(f"no question passed the checks (see {output / 'dropped.jsonl'}); take a larger LM")
+    say(
+        f"{report.total.kept:,} questions about {report.documents:,} documents in {output}; the answers of "
+        f"{report.kept_standing:,} stand in their documents word for word"
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

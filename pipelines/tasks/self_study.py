@@ -1,0 +1,282 @@
+"""Self-study: an LM writes questions and answers about documents, and what does not pass the checks is dropped.
+
+The documents are cut into passages, and these go to the LM in groups. What comes of a group is one file in `groups/`,
+which depends on nothing but the group; so a run that was stopped goes on with the next group, and ends with the same
+files as one that was not. Duplicates are found at the end, over all groups.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from mac_rag.atomic_files import make_folder, sealed, sync_folder, unsealed, write_file, write_text
+from mac_rag.cli.terminal import say
+from mac_rag.config import Config
+from mac_rag.data.characters import check_text, shown_id
+from mac_rag.data.provenance import check_document, content_hash
+from mac_rag.data.readers import find_files, read_documents
+from mac_rag.data.types import Document
+from mac_rag.errors import BankError, DataError, DocumentError
+from mac_rag.progress import progress_bar
+from mac_rag.untrusted_files import ROW, MalformedError, read_file
+from pipelines.recipe import keep_recipe
+from pipelines.synthesis import candidates, checks, prompts
+from pipelines.synthesis.candidates import Candidate, choose_candidates
+from pipelines.synthesis.checks import Duplicates, agrees, fault_of_answer, fault_of_question, stands_in
+from pipelines.synthesis.prompts import Written, asking, most_tokens, read_answer, read_question, reading
+from pipelines.synthesis.report import Report, read_report
+from pipelines.synthesis.writers import Passage, Writer, make_writer
+
+_GROUP = 128  # questions
+_LARGEST_GROUP = 64 << 20  # bytes
+Row = dict[str, Any]
+
+
+class SelfStudyConfig(Config):
+    """What determines the questions.
+
+    Attributes:
+        documents: the path of the documents, or several, joined by spaces.
+        documents_sha256: digest of their ids, texts and metadata.
+        lm: name of the LM.
+        per_passage: questions to write about each passage.
+        own_answers: True to keep the LM's own answers, which are not checked.
+        seed: random seed of what is asked about.
+        prompts_sha256: digest of the code of prompts, rules and checks.
+    """
+
+    documents: str
+    documents_sha256: str
+    lm: str
+    per_passage: int = Field(ge=1)
+    own_answers: bool
+    seed: int
+    prompts_sha256: str
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A question to be written about a passage of a document."""
+
+    id: str
+    document_id: str
+    passage: Passage
+    candidate: Candidate
+
+
+def study(
+    paths: Sequence[Path],
+    lm: str,
+    output: Path,
+    *,
+    per_passage: int = 6,
+    limit: int | None = None,
+    own_answers: bool = False,
+    seed: int = 0,
+) -> Report:
+    """Writes questions and answers about documents into a folder, as files that `data.name: own` reads.
+
+    Args:
+        paths: files and folders of documents, as `mac-rag adapt` takes them.
+        lm: name of the LM that writes; see `pipelines.synthesis.writers.make_writer`.
+        output: the folder. A run in it that was stopped goes on; a finished one is left as it is.
+        per_passage: questions to write about each passage of a document.
+        limit: largest number of documents, the first ones; None for all.
+        own_answers: True to keep the questions with the answers that the LM gives behind the passage, unchecked.
+        seed: random seed of what is asked about.
+
+    Returns:
+        What was kept, and what was dropped for which reason.
+
+    Raises:
+        ConfigError: when the folder holds a run of another configuration; for an LM without room for a passage.
+        DataError, DocumentError, BankError: for documents that cannot be read or that `mac-rag adapt` refuses.
+        ModelLoadError, WorkerError: when the LM cannot be loaded, or fails.
+    """
+    documents = _checked(read_documents(find_files(paths))[:limit])
+    config = SelfStudyConfig(
+        documents=" ".join(map(str, paths)),
+        documents_sha256=_digest(content_hash(document) + document.id for document in documents),
+        lm=lm,
+        per_passage=per_passage,
+        own_answers=own_answers,
+        seed=seed,
+        prompts_sha256=_digest(Path(str(module.__file__)).read_text() for module in (candidates, prompts, checks)),
+    )
+    make_folder(output)
+    keep_recipe(config, output)
+    finished = read_report(output / "study.json")
+    if finished is None:
+        rows = _all_rows(documents, config, output / "groups", make_writer(lm))
+        finished = _finish(documents, rows, output)
+    shutil.rmtree(output / "groups", ignore_errors=True)
+    return finished
+
+
+def _checked(documents: list[Document]) -> list[Document]:
+    """The documents, if `mac-rag adapt` takes them and each fits into a row.
+
+    Raises:
+        DataError, DocumentError, BankError: for one that does not; names it.
+    """
+    seen: set[str] = set()
+    for document in documents:
+        check_document(document)
+        try:
+            check_text(document.text)
+        except DocumentError as error:
+            raise DocumentError(f"document {shown_id(document.id)}: {error}") from None
+        if document.id in seen:
+            raise BankError(f"document id {shown_id(document.id)} occurs twice; ids must be unique")
+        if len(_line(_document_row(document))) > ROW:
+            raise DataError(
+                f"document {shown_id(document.id)} takes more than {ROW:,} bytes, the most of a row; divide it"
+            )
+        seen.add(document.id)
+    if not documents:
+        raise DataError("there are no documents; give files with at least one")
+    return documents
+
+
+def _all_rows(documents: Sequence[Document], config: SelfStudyConfig, folder: Path, writer: Writer) -> list[Row]:
+    """The rows of all groups, those of an earlier run included; tells first what it will cost."""
+    asked = list(_plan(documents, config, writer))
+    groups = [asked[first : first + _GROUP] for first in range(0, len(asked), _GROUP)]
+    costs = [sum(writer.tokens(each.passage, each.candidate.kind) for each in group) for group in groups]
+    say(
+        f"{len(documents):,} documents: {len(asked):,} questions to write, and at most as many to answer; that makes "
+        f"up to {2 * len(asked):,} prompts and {sum(costs):,} tokens",
+        err=True,
+    )
+    make_folder(folder)
+    rows: list[Row] = []
+    told = False
+    with progress_bar("self-study", len(asked)) as bar:
+        for number, group in enumerate(groups):
+            path = folder / f"{number:06}.json"
+            known = _read_group(path, group)
+            if known is None:
+                began = time.perf_counter()
+                known = _written(group, config, writer)
+                write_text(path, sealed({"rows": known}).decode())
+                seconds = (time.perf_counter() - began) * sum(costs[number + 1 :]) / costs[number]
+                if not told and number + 1 < len(groups):
+                    bar.write(
+                        f"about {seconds / 60:,.0f} minutes are left" if seconds > 90 else "about a minute is left"
+                    )
+                told = True
+            rows += known
+            bar.advance(len(group))
+            bar.note(f"{sum(row['dropped'] is None for row in rows):,} kept")
+    return rows
+
+
+def _plan(documents: Sequence[Document], config: SelfStudyConfig, writer: Writer) -> Iterator[_Asked]:
+    """All questions to write, document by document."""
+    for document in documents:
+        for number, passage in enumerate(writer.passages(document.text), 1):
+            rng = random.Random(f"{config.seed}/{document.id}/{number}")
+            for place, candidate in enumerate(choose_candidates(passage.text, config.per_passage, rng), 1):
+                yield _Asked(f"{document.id}/{number}.{place}", document.id, passage, candidate)
+
+
+def _written(group: Sequence[_Asked], config: SelfStudyConfig, writer: Writer) -> list[Row]:
+    """What the LM writes for a group: a row for each question, and in it the first check that it fails, if any."""
+    texts = writer.write(
+        [asking(each.passage.text, each.candidate) for each in group],
+        [most_tokens(each.candidate.kind, answer=False) for each in group],
+    )
+    rows = []
+    waiting: list[tuple[_Asked, Written, Row]] = []
+    for each, text in zip(group, texts, strict=True):
+        kind, passage = each.candidate.kind, each.passage.text
+        row: Row = {"id": each.id, "document_id": each.document_id, "kind": kind, "dropped": "malformed"}
+        rows.append(row)
+        pair = read_question(each.candidate, text)
+        if pair is None:
+            row["question"] = text
+            continue
+        row |= {"question": pair.question, "answer": pair.answer, "stands": stands_in(pair.answer, passage)}
+        row["dropped"] = fault_of_question(pair.question, passage)
+        if row["dropped"] is None and not config.own_answers:
+            row["dropped"] = fault_of_answer(kind, pair, passage)
+        if row["dropped"] is None:
+            waiting.append((each, pair, row))
+    answers = writer.write(
+        [reading(each.passage.text, each.candidate.kind, pair.question) for each, pair, _ in waiting],
+        [most_tokens(each.candidate.kind, answer=True) for each, _, _ in waiting],
+    )
+    for (each, pair, row), text in zip(waiting, answers, strict=True):
+        own = read_answer(text)
+        row["own_answer"] = text if own is None else own
+        if not config.own_answers:
+            row["dropped"] = None if agrees(own, pair.answer) else "round trip"
+        elif own is None:
+            row["dropped"] = "malformed"
+        else:
+            row |= {"answer": own, "stands": stands_in(own, each.passage.text)}
+    return rows
+
+
+def _read_group(path: Path, group: Sequence[_Asked]) -> list[Row] | None:
+    """The rows of a group that an earlier run has written; None if they have to be written again."""
+    try:
+        rows = unsealed(read_file(path, _LARGEST_GROUP)).get("rows")
+    except (OSError, MalformedError):
+        return None
+    if not isinstance(rows, list) or [isinstance(row, dict) and row.get("id") for row in rows] != [
+        each.id for each in group
+    ]:
+        return None
+    return rows
+
+
+def _finish(documents: Sequence[Document], rows: Sequence[Row], output: Path) -> Report:
+    """Drops duplicates, and writes the files: last the report, by which a run is known to be finished."""
+    known = Duplicates()
+    for row in rows:
+        if row["dropped"] is None and known.add(row["document_id"], row["question"], row["answer"]):
+            row["dropped"] = "duplicate"
+    kept = [row for row in rows if row["dropped"] is None]
+    report = Report.of(len(documents), rows)
+    write_file(output / "documents.jsonl", (_line(_document_row(document)) for document in documents))
+    write_file(output / "questions.jsonl", (_line(_question_row(row)) for row in kept))
+    write_file(output / "dropped.jsonl", (_line(row) for row in rows if row["dropped"] is not None))
+    sync_folder(output)
+    write_text(output / "study.json", report.json())
+    return report
+
+
+def _document_row(document: Document) -> Row:
+    return {"id": document.id, "text": document.text, **document.metadata}
+
+
+def _question_row(row: Row) -> Row:
+    return {
+        "id": row["id"],
+        "document_id": row["document_id"],
+        "question": row["question"],
+        "answers": [row["answer"]],
+        "metadata": {"kind": row["kind"]},
+    }
+
+
+def _line(row: Row) -> bytes:
+    return json.dumps(row).encode() + b"\n"
+
+
+def _digest(texts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode() + b"\0")
+    return digest.hexdigest()
