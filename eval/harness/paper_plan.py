@@ -11,7 +11,7 @@ from eval.harness.scales import Scale
 from mac_rag.errors import ConfigError
 
 DATASETS = ("streamingqa", "squad", "archivalqa")
-LARGEST = "runs/llama2-7b/train/best"
+LARGEST = "runs/llama2-7b/train-joint/best"  # trained with memory and retrieved documents
 
 
 @dataclass(frozen=True)
