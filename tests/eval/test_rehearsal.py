@@ -70,6 +70,7 @@ def test_a_step_names_the_models_that_it_loads_and_their_sizes() -> None:
     assert order.index("runs/gpt2-xl/tune_qa-squad/best") < order.index("runs/gpt2-xl/train-squad/best")
 
 
+@pytest.mark.slow
 def test_variants_are_planned_as_their_commands_train_them() -> None:
     [found] = rehearse([paper_step("quantization-squad")], "paper", trained_variants())
     whole, in_4_bit, _ = found.uses
