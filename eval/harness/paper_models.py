@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mac_rag.errors import ConfigError
+from mac_rag.model.presets import PAPER
 
 FIRST = "streamingqa"  # whose models have no data set in their names
 # The questions that are set aside for tuning the LM: splits for training and validation.
@@ -84,7 +85,8 @@ class TrainedModel:
         if self.task == "tune_qa":
             train, val = TUNING_SPLITS[self.dataset]
             values += [f"data.train={train}", f"data.val={val}"]
-            values += ["context.retriever=bm25", "context.k=[1,3,5]"] if self.joint else []
+            # The LM that is tuned without documents is the start of the baselines and of MAC without retrieval.
+            values += ["context.retriever=bm25", "context.k=[1,3,5]"] if self.joint else ["context.retriever=none"]
         if self.starts_from is not None:
             values.append(f"base_lm.name={self.starts_from.path}")
         return tuple(values)
@@ -95,6 +97,16 @@ class TrainedModel:
         for value in self.overrides(data):
             words += ["--set", value]
         return shlex.join(words)
+
+
+def tuned_lm(name: str, dataset: str) -> TrainedModel | None:
+    """The LM that variants of a preset are trained around; None where no recipe tunes it on the data set.
+
+    Args:
+        name: name of the preset.
+        dataset: name of the data set.
+    """
+    return TrainedModel(name, "tune_qa", False, dataset) if name in PAPER and dataset in TUNING_SPLITS else None
 
 
 def trained_on(path: str, dataset: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.harness.benchmark import NEWSWIRE_DOCUMENTS
-from eval.harness.paper_models import TrainedModel, with_starts
+from eval.harness.paper_models import TrainedModel, tuned_lm, with_starts
 from eval.harness.paper_plan import Step
 from eval.harness.scales import SCALES, Scale, Setup
 from eval.harness.variants import Part, Training
@@ -112,7 +112,10 @@ def _rehearsed(step: Step, scale: Scale, variants: Mapping[str, tuple[Part | Non
             return found
         base_lm = _argument(step, "--lm") or setup.lm
         if name in PRESETS:
-            found.uses += [_trains(name, step, variant, *change) for variant, change in variants.items()]
+            for variant, (fresh, changes) in variants.items():
+                found.uses.append(_trains(name, step, variant, fresh, changes))
+            tuned = tuned_lm(name, Path(_argument(step, "--data") or "").name)
+            found.needs |= {} if tuned is None else {tuned.path: tuned}
             found.uses.append(_asks(f"{name}, trained", name, asking))
             lm = preset(name).base_lm
             if step.experiment == "perplexity":  # whose baselines start from the LM of a trained model
@@ -156,7 +159,7 @@ def _trains(name: str, step: Step, variant: str, fresh: Part | None, changes: Ma
     """Training a variant of a preset."""
     seed = int(_argument(step, "--seed") or 0)
     training = Training(name, _argument(step, "--data"), Path("variants"), seed, None, "paper")
-    plan = make_plan(Subject(variant, training.recipe(fresh, changes)), Asking())
+    plan = make_plan(Subject(variant, _with_published_lm(training.recipe(fresh, changes), name)), Asking())
     return Use(f"trains {name}: {variant}", sum(plan.parameters.values()), plan.training.total)
 
 

@@ -63,6 +63,8 @@ def test_every_recipe_takes_the_values_of_every_data_set(name: str, dataset: str
         assert {recipe.data.train, recipe.data.val} <= set(SPLITS[dataset])
         if model.joint:
             assert (recipe.context.retriever, recipe.context.k) == ("bm25", (1, 3, 5))
+        else:
+            assert recipe.context.retriever == "none"
         if isinstance(recipe, TrainConfig):
             assert recipe.model is not None
             assert recipe.model.base_lm.name == f"{model.starts_from.folder if model.starts_from else ''}/best"
