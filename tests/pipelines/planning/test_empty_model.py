@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from mac_rag.config import BaseLMConfig, EncoderConfig, ModulationConfig
@@ -86,6 +88,20 @@ def test_the_rule_of_sizes(name: str) -> None:
     assert config.aggregation.heads * config.aggregation.head_width == lm.hidden_size
     assert 24 <= config.tokens <= 96
     assert config.tokens in (24, 96) or abs(config.tokens * lm.hidden_size - 65_536) <= 4 * lm.hidden_size
+
+
+@given(heads=st.integers(1, 256), layers=st.integers(1, 200), quantized=st.booleans())
+def test_the_rule_gives_a_model_for_any_lm(heads: int, layers: int, quantized: bool) -> None:
+    config = sized_for("my/lm", width=64 * heads, layers=layers, quantized=quantized)
+    assert config.tokens % 8 == 0
+    assert 24 <= config.tokens <= 96
+    assert config.amortization.layers is not None
+    assert 1 <= config.amortization.layers <= layers
+    wider = sized_for("my/lm", width=64 * heads + 64, layers=layers, quantized=quantized)
+    assert wider.tokens <= config.tokens
+    assert wider.mlp_width is not None
+    assert config.mlp_width is not None
+    assert wider.mlp_width >= config.mlp_width
 
 
 def test_a_width_that_no_heads_fill_is_refused() -> None:
