@@ -141,6 +141,7 @@ class TestChecks:
             ("reason", "Why did the wheel burn?", "lightning was destroying its wheels", None),
             ("reason", "Why did the wheel burn?", "because of 3 lightnings that struck", "unsupported"),
             ("reason", "Why did the wheel burn?", "because children played with matches", "unsupported"),
+            ("reason", "Why did the wheel burn in 1911?", "the wheel was burning in 1911 by fire", "given away"),
             ("reason", "Why did the lightning strike the wheel?", "because of lightning", "given away"),
         ],
     )
