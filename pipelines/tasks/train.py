@@ -142,6 +142,23 @@ class TrainConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _processes_call_alike(self) -> Self:
+        """Processes that train in parts gather each layer together, so all must call it equally often."""
+        if self.trainer.parallel != "fsdp":
+            return self
+        if self.without_memory:
+            raise ValueError(
+                f"without_memory is {self.without_memory}, but with trainer.parallel: fsdp all processes must call the "
+                "LM equally often; set it to 0"
+            )
+        if self.group_by_title > 1 and self.backprop_dropout:
+            raise ValueError(
+                f"group_by_title is {self.group_by_title}, and with it the processes have batches of different sizes, "
+                "which backprop_dropout divides; with trainer.parallel: fsdp, set one of them to its default"
+            )
+        return self
+
 
 class TrainTask(Task):
     """A MAC model with its training batches and its validation on a held-out stream.
