@@ -9,7 +9,6 @@ from typing import Any
 from mac_rag.config import MACConfig
 from pipelines.planning.memory import Memory
 from pipelines.planning.subject import Subject
-from pipelines.planning.training import CHECKPOINTING, recomputes
 from pipelines.tasks.train import TrainConfig
 
 _DROPOUT = 0.75  # the paper's, for its large models
@@ -66,8 +65,8 @@ def _changes(subject: Subject) -> Iterator[dict[str, Any]]:
     if trainer.batch_size > 1:
         # As many documents in a step, and fewer at once.
         yield {"trainer": {"batch_size": 1, "accumulate": trainer.batch_size * trainer.accumulate}}
-    if CHECKPOINTING in type(trainer).model_fields and not recomputes(trainer):
-        yield {"trainer": {CHECKPOINTING: True}}
+    if not trainer.gradient_checkpointing:
+        yield {"trainer": {"gradient_checkpointing": True}}
     if trainer.precision == "fp32":
         yield {"trainer": {"precision": "bf16"}}
     if not isinstance(recipe, TrainConfig):

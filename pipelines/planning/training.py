@@ -15,9 +15,7 @@ from pipelines.planning.memory import Memory
 from pipelines.planning.weights import AGGREGATION, AMORTIZATION, BASE_LM, INPUT, MODULATION, Weights, weights_by_part
 from pipelines.tasks.train import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig
-from pipelines.trainer import TrainerConfig
 
-CHECKPOINTING = "gradient_checkpointing"  # a setting of the trainer
 _ADAM = 8  # bytes of a weight's two moments
 _ADAM_STEP = 4  # bytes of each tensor's step
 
@@ -128,13 +126,8 @@ def _step(recipe: TrainConfig, losses: LossWeights, document_tokens: int, bf16: 
         further_rows=min(recipe.negatives, recipe.distractors * questions),
         losses=losses,
         bf16=bf16,
-        recompute=recomputes(recipe.trainer),
+        recompute=recipe.trainer.gradient_checkpointing,
     )
-
-
-def recomputes(trainer: TrainerConfig) -> bool:
-    """True if a trainer keeps only the inputs of layers (`gradient_checkpointing`, where it has this setting)."""
-    return bool(getattr(trainer, CHECKPOINTING, False))
 
 
 def tuning_memory(base_lm: BaseLM, recipe: TuneConfig) -> Memory:
@@ -156,7 +149,7 @@ def tuning_memory(base_lm: BaseLM, recipe: TuneConfig) -> Memory:
     length = QUESTION_TOKENS if recipe.context.retriever == "none" else recipe.sequence_length
     layer = layer_bytes(lm.hidden_size, inner_width(lm), number)
     layers = lm.num_hidden_layers * layer
-    if recomputes(recipe.trainer):
+    if recipe.trainer.gradient_checkpointing:
         layers = 4 * lm.num_hidden_layers * lm.hidden_size + layer
     kept = recipe.trainer.batch_size * min(length, base_lm.context_window) * (layers + lm.vocab_size * (number + 8))
     return Memory({BASE_LM: {**optimised(weights, True, bf16), "activations": kept}})

@@ -153,3 +153,11 @@ def test_other_tasks_ask_for_answers(tmp_path: Path) -> None:
     source = {"name": "own", "path": str(write(tmp_path, answered=False)), "train": "all"}
     with pytest.raises(DataError, match="field 'answers'"):
         DataConfig.parse(source, "test").training_set()
+
+
+def test_processes_that_train_in_parts_need_answers(model_folder: Folder, tmp_path: Path) -> None:
+    trainer = {**TRAINER, "best": "loss", "best_mode": "min", "parallel": "fsdp"}
+    config = recipe(model_folder, write(tmp_path, answered=False), trainer=trainer)
+    with pytest.raises(DataError, match=r"has no answer.*--own-answers"):
+        TrainTask(config)
+    TrainTask(recipe(model_folder, write(tmp_path, answered=True), trainer=trainer))
