@@ -1,6 +1,6 @@
-"""Reads documents from a user's own files and standard input: text and Markdown, JSON Lines, CSV, and Parquet.
+"""Reads documents from a user's own files and standard input: texts, JSON Lines, CSV, Parquet, HTML, PDF and DOCX.
 
-Files are read as a stream, and from any document on.
+Files of rows are read as a stream, and from any document on.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from contextlib import closing, contextmanager
 from io import BufferedReader
 from itertools import repeat
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
+from mac_rag.data.conversion.converter import convert, is_converted
 from mac_rag.data.table import Place, read_table
 from mac_rag.data.typed_rows import HUB, read_hub, read_parquet
 from mac_rag.data.types import Document
@@ -39,13 +41,15 @@ def read_documents(paths: Iterable[Path]) -> list[Document]:
 
     A `.jsonl` file holds one document per line, `{"id": ..., "text": ...}`; `.csv` and `.parquet` files have the
     columns `id` and `text`. Further keys and columns become metadata. Any other file is one document with its path as
-    id. The path `-` is standard input: JSON Lines if it starts with `{`, otherwise one document with the id `-`. The
-    path `hub:OWNER/NAME` is a data set of the Hugging Face Hub (see `mac_rag.data.typed_rows.read_hub`). A row may have
+    id; of an HTML, PDF or DOCX file it is the text, and the title becomes metadata (see `mac_rag.data.conversion`). The
+    path `-` is standard input: JSON Lines if it starts with `{`, otherwise one document with the id `-`. The path
+    `hub:OWNER/NAME` is a data set of the Hugging Face Hub (see `mac_rag.data.typed_rows.read_hub`). A row may have
     8 MiB, and a file that is one document 64 MiB.
 
     Raises:
-        DataError: for a file that is missing, too long, no regular file, or not UTF-8 text; for a row that is malformed
-            or too long, or behind 200,000 blank lines; names the file and the row.
+        DataError: for a file that is missing, too long, no regular file, or not UTF-8 text, for a list in JSON, and for
+            a file that cannot be converted; for a row that is malformed or too long, or behind 200,000 blank lines;
+            names the file and the row.
     """
     return [document for path in paths for _, document in placed_documents(path)]
 
@@ -104,7 +108,16 @@ def placed_documents(path: Path, start: Place = Place()) -> Iterator[tuple[Place
         for number, document in enumerate(read(path, start.rows), start.rows):
             yield Place(number), document
         return
+    if is_converted(path):
+        text, title = convert(path)
+        yield Place(), Document(str(path), text, {} if title is None else {"title": title})
+        return
     with _readable(path), closing(_Lines(path)) as lines:
+        if path.suffix == ".json" and lines.start_with(b"["):
+            raise DataError(
+                f"{path} is a list in JSON, and only JSON Lines are read as several documents; write one object a line "
+                f"to a .jsonl file: jq -c '.[]' {quote(str(path))} > {quote(str(path.with_suffix('.jsonl')))}"
+            )
         if path.suffix == ".jsonl" or (path == STDIN and lines.start_with(b"{")):
             lines.go_on(start)
             yield from _rows(path, lines, start)

@@ -84,6 +84,18 @@ def test_a_long_document_is_remembered_in_parts_or_refused(model: str, tmp_path:
     assert len(bank.phi) > 1
 
 
+def test_a_folder_of_pages_is_remembered_with_their_titles(model: str, tmp_path: Path) -> None:
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / "deep" / "a.html").write_text("<title>May</title><p>Ada Voss opened the harbour.")
+    (tmp_path / "in" / "b.txt").write_text("The bridge of Orm was closed.")
+    done = run("adapt", tmp_path / "in", "--bank", tmp_path / "bank", "--model", model)
+    assert done.stdout.startswith("2 added"), done.output
+    bank = MemoryBank.open(tmp_path / "bank")
+    assert bank[str(tmp_path / "in" / "deep" / "a.html")].metadata == {"title": "May"}
+    (tmp_path / "in" / "c.docx").write_bytes(b"PK")
+    assert "c.docx is no Word file" in refusal("adapt", tmp_path / "in", "--bank", tmp_path / "bank", "--model", model)
+
+
 def test_rows_of_a_table_and_standard_input(model: str, tmp_path: Path) -> None:
     bank = tmp_path / "bank"
     (tmp_path / "t.csv").write_text("id,text,source\n1,Rain fell on Kell.,radio\n2,Snow fell on Tarn.,post\n")
