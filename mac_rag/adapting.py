@@ -15,7 +15,7 @@ from mac_rag.config import BoundConfig
 from mac_rag.data.characters import shown_id
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError, DocumentError
+from mac_rag.errors import BankError, DocumentError, MACError
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.interface import Bank, BankContents
 from mac_rag.memory.parts import PART_BITS
@@ -51,6 +51,7 @@ class Adapter:
         on_long: Literal["chunk", "error"] = "chunk",
         known: Mapping[str, list[list[int]]] | None = None,
         *,
+        on_bad: Callable[[int, MACError], object] | None = None,
         progress: bool = False,
     ) -> Plan:
         """Token ids of the documents that are new to a bank or changed: for each document a row for each chunk.
@@ -62,6 +63,7 @@ class Adapter:
             bank: the bank, or a snapshot of it.
             on_long: for a document beyond the model's limit: split it into chunks, or raise an error.
             known: token ids of some of the documents, from an earlier plan.
+            on_bad: takes the index and the error of a document that is left out of the plan; None to raise the error.
             progress: shows a progress bar, which also moves within a long document.
 
         Raises:
@@ -71,17 +73,30 @@ class Adapter:
             DamageError: when the bank keeps texts, and their file is damaged.
         """
         members: dict[str, Member] = {}
-        for document in documents:
-            member = Member.of(document)
-            if document.id in members:
-                raise BankError(f"document id {shown_id(document.id)} occurs twice; ids must be unique")
-            members[document.id] = member
-        new = [document for document in documents if is_lacking(bank, document.id, members[document.id].content_hash)]
+        good: list[tuple[int, Document]] = []
+        for index, document in enumerate(documents):
+            try:
+                member = Member.of(document)
+                if document.id in members:
+                    raise BankError(f"document id {shown_id(document.id)} occurs twice; ids must be unique")
+            except (DocumentError, BankError) as error:
+                if on_bad is None:
+                    raise
+                on_bad(index, error)
+            else:
+                members[document.id] = member
+                good.append((index, document))
+        new = [each for each in good if is_lacking(bank, each[1].id, members[each[1].id].content_hash)]
         plan: Plan = {}
-        with progress_bar("split", sum(len(document.text) for document in new), disable=not progress) as bar:
-            for document in new:
+        with progress_bar("split", sum(len(document.text) for _, document in new), disable=not progress) as bar:
+            for index, document in new:
                 rows = None if known is None else known.get(document.id)
-                plan[document.id] = self._rows(document, on_long, bar.advance) if rows is None else rows
+                try:
+                    plan[document.id] = self._rows(document, on_long, bar.advance) if rows is None else rows
+                except DocumentError as error:
+                    if on_bad is None:
+                        raise
+                    on_bad(index, error)
         return plan
 
     def _rows(

@@ -9,6 +9,7 @@ import typer
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.cli import bank, fetch, rebuild, try_out
+from mac_rag.cli.left_out import LeftOut
 from mac_rag.cli.options import (
     BankOption,
     DeviceMapOption,
@@ -98,6 +99,13 @@ def adapt(
     ] = False,
     rows: RowsOption = None,
     device_map: DeviceMapOption = None,
+    skip_bad: Annotated[
+        bool,
+        typer.Option(
+            "--skip-bad",
+            help="Leave out files, rows and documents that cannot be read or adapted, and list them with the reasons.",
+        ),
+    ] = False,
     ray: Annotated[
         bool,
         typer.Option(
@@ -120,11 +128,15 @@ def adapt(
     A document with a known id replaces the older version; an unchanged document costs nothing. The bank is saved every
     few hundred documents. If the command is interrupted, run it again.
 
+    If anything is bad, nothing is adapted. With --skip-bad, everything else is: what is left out is listed at the end,
+    and the exit code is 0, or 1 if nothing is good.
+
     Whether a bank keeps texts, whether it overwrites what it deletes, and in which numbers it keeps memory tokens, is
     decided when it is created; later calls need not repeat --keep-texts, --secure-delete and --rows.
     """
     from mac_rag.config import BoundConfig
     from mac_rag.data.readers import find_files, read_documents
+    from mac_rag.data.table import raise_error
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
     from mac_rag.model import MACModel
@@ -133,8 +145,14 @@ def adapt(
         raise ConfigError(f"--actors {actors} is for --ray; add --ray, or leave it out")
     if device_map is not None and ray:
         raise ConfigError(f"--device-map {device_map} is for one process; leave it out, or --ray")
-    found = find_files(files)
-    documents = [] if ray else read_documents(found)
+    if skip_bad and ray:
+        raise ConfigError("--skip-bad is for one process; leave it out, or --ray")
+    left_out = LeftOut() if skip_bad else None
+    found = find_files(files, refuse=raise_error if left_out is None else left_out.add)
+    if left_out is not None:
+        documents = left_out.read(found)
+    else:
+        documents = [] if ray else read_documents(found)
     text_retriever = open_retriever(retriever, retriever_folder)
     # An existing bank is opened before the model is loaded, so that its errors come at once. The folder of a new bank
     # is created by its first commit, so that refused documents leave no empty folder behind.
@@ -169,7 +187,8 @@ def adapt(
                 report = bulk.adapt(found, on_long=on_long, progress=True)
             else:
                 engine = MACEngine(loaded, opened, text_retriever, bound=bound)
-                report = engine.adapt(documents, on_long=on_long, progress=True)
+                on_bad = None if left_out is None else left_out.add_document
+                report = engine.adapt(documents, on_long=on_long, on_bad=on_bad, progress=True)
         finally:
             if text_retriever is not None and retriever_folder is not None:
                 text_retriever.save(retriever_folder)
@@ -182,6 +201,8 @@ def adapt(
         if text_retriever is not None:
             say(f"{report.filed} documents written to {retriever}, which holds {len(text_retriever)}")
         warn_of_disagreement(opened, text_retriever, retriever, retriever_folder)
+    if left_out is not None:
+        left_out.show()
 
 
 @app.command()

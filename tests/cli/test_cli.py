@@ -96,6 +96,49 @@ def test_a_folder_of_pages_is_remembered_with_their_titles(model: str, tmp_path:
     assert "c.docx is no Word file" in refusal("adapt", tmp_path / "in", "--bank", tmp_path / "bank", "--model", model)
 
 
+def test_what_is_bad_is_left_out_and_listed_and_nothing_else(model: str, tmp_path: Path) -> None:
+    good, bad = '{{"id": "{0}", "text": "Rain fell on {0}."}}', tmp_path / "rows.jsonl"
+    rows = [good.format("a"), "{", good.format("b"), '{"id": "c"}', good.format("a"), '{"id": "d", "text": " "}']
+    bad.write_text("\n".join(rows))
+    (tmp_path / "table.csv").write_text('id,text\ne,Snow.\nf\n,No id.\ng,Hail.\nh,"Open\n')
+    (tmp_path / "binary.txt").write_bytes(b"GIF\0")
+    (tmp_path / "note.md").write_text("Fog lay on Tarn.")
+    (tmp_path / "empty").mkdir()
+    names = ("rows.jsonl", "table.csv", "binary.txt", "missing.txt", "note.md", "empty")
+    arguments = ["adapt", *(tmp_path / name for name in names), "--bank", tmp_path / "bank", "--model", model]
+    refusal(*arguments)
+    assert not (tmp_path / "bank").exists()
+    done = run(*arguments, "--skip-bad", "--retriever", "bm25", "--retriever-folder", tmp_path / "texts")
+    assert done.exit_code == 0, done.output
+    remembered = MemoryBank.open(tmp_path / "bank").document_ids
+    assert remembered == ["a", "b", "e", "g", str(tmp_path / "note.md")]
+    assert "5 documents written to bm25, which holds 5" in done.stdout
+    lines = [line for line in done.stderr.splitlines() if "left out" in line]
+    listed = [line.removeprefix(f"left out: {tmp_path}/") for line in lines]
+    starts = (
+        "empty is a folder without files",
+        "rows.jsonl, row 2: not JSON",
+        "rows.jsonl, row 4: no 'text'",
+        "table.csv, row 2 (line 3), column 'text'",
+        "table.csv, row 3 (line 4), column 'id': the cell is empty",
+        "table.csv, row 5 (line 6): not well-formed CSV",
+        "binary.txt is not a text in UTF-8",
+        "missing.txt cannot be read",
+        "rows.jsonl, row 5: document id 'a' occurs twice",
+        "rows.jsonl, row 6: document 'd'",
+        "10 left out",
+    )
+    assert len(listed) == len(starts), listed
+    for line, start in zip(listed, starts):
+        assert line.startswith(start), line
+    assert listed[5].endswith("nothing behind it in this file is read")
+
+    again = run(*arguments, "--skip-bad")
+    assert again.stdout.startswith("0 added, 0 updated, 5 unchanged")
+    nothing = run("adapt", tmp_path / "binary.txt", "--skip-bad", "--bank", tmp_path / "other", "--model", model)
+    assert (nothing.exit_code, (tmp_path / "other").exists()) == (1, False)
+
+
 def test_rows_of_a_table_and_standard_input(model: str, tmp_path: Path) -> None:
     bank = tmp_path / "bank"
     (tmp_path / "t.csv").write_text("id,text,source\n1,Rain fell on Kell.,radio\n2,Snow fell on Tarn.,post\n")
