@@ -141,8 +141,8 @@ class MACEngine:
 
         A document that the bank already holds with this id, text and metadata costs nothing. A document with a known id
         and other text or metadata replaces the old one. All documents are checked before the first is written, so bad
-        input changes nothing. A bank on disk is committed every few hundred documents; after an interruption, the same
-        call resumes.
+        input changes nothing. A bank on disk is committed every 30 seconds or 512 documents, whichever comes
+        first; after an interruption, the same call resumes.
 
         Args:
             documents: documents with unique ids.

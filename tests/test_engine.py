@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,9 +48,9 @@ def test_an_unchanged_document_is_free_and_a_changed_one_replaces_the_old(
     encoded: list[str] = []
     amortize, decode = engine.model.amortize_rows, engine.model.amortization.tokenizer.decode
 
-    def counting(rows: list[list[int]]) -> torch.Tensor:
+    def counting(rows: list[list[int]], **options: Any) -> torch.Tensor:
         encoded.extend(decode(row, skip_special_tokens=True) for row in rows)
-        return amortize(rows)
+        return amortize(rows, **options)
 
     monkeypatch.setattr(engine.model, "amortize_rows", counting)
     first = STREAM.documents[0]

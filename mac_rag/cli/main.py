@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -27,7 +28,9 @@ from mac_rag.cli.terminal import cell, say, show_table
 from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
+    from mac_rag.data.types import Document
     from mac_rag.engine import MACEngine
+    from mac_rag.memory.bank import MemoryBank
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 bank.app.command()(rebuild.rebuild)
@@ -126,7 +129,8 @@ def adapt(
     the id -.
 
     A document with a known id replaces the older version; an unchanged document costs nothing. The bank is saved every
-    few hundred documents. If the command is interrupted, run it again.
+    30 seconds or 512 documents, whichever comes first. If the command is interrupted, as by Ctrl-C, it says what is
+    kept; run it again for the rest.
 
     If anything is bad, nothing is adapted. With --skip-bad, everything else is: what is left out is listed at the end,
     and the exit code is 0, or 1 if nothing is good.
@@ -189,6 +193,9 @@ def adapt(
                 engine = MACEngine(loaded, opened, text_retriever, bound=bound)
                 on_bad = None if left_out is None else left_out.add_document
                 report = engine.adapt(documents, on_long=on_long, on_bad=on_bad, progress=True)
+        except KeyboardInterrupt:
+            _say_what_is_kept(opened, bank, documents)
+            raise typer.Exit(130) from None
         finally:
             if text_retriever is not None and retriever_folder is not None:
                 text_retriever.save(retriever_folder)
@@ -203,6 +210,20 @@ def adapt(
         warn_of_disagreement(opened, text_retriever, retriever, retriever_folder)
     if left_out is not None:
         left_out.show()
+
+
+def _say_what_is_kept(bank: MemoryBank, folder: Path, documents: list[Document]) -> None:
+    """After an interrupt: tells how many of the documents the bank holds at its last commit."""
+    from mac_rag.data.provenance import content_hash
+    from mac_rag.errors import BankError, DocumentError
+    from mac_rag.sync import is_held
+
+    kept = 0
+    for document in documents:
+        with suppress(BankError, DocumentError):  # those that were to be left out
+            kept += is_held(bank.committed, document.id, content_hash(document))
+    done = f"{kept:,} of {len(documents):,} documents are in {folder}" if documents else "what is finished is kept"
+    say(f"interrupted: {done}; run the command again for the rest", err=True, fg="yellow")
 
 
 @app.command()
