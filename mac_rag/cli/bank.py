@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mac_rag.cli.models import known_name
 from mac_rag.cli.options import BankOption, FolderOption, ReadBankOption, RetrieverOption, open_retriever
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
 from mac_rag.printable import printable
-from mac_rag.shipped_models import version_of
 
 if TYPE_CHECKING:
     from mac_rag.memory.bank import MemoryBank
@@ -40,8 +40,8 @@ def info(bank: ReadBankOption) -> None:
         say(f"{'stored' if is_url(bank) else 'on disk':<15}{size / 2**20:,.1f} MiB{each}")
         say(f"texts          {'kept' if opened.keep_texts else 'not kept'}")
         say(f"deleted files  {'overwritten and removed' if opened.secure_delete else 'removed'}")
-        version = version_of(opened.fingerprint)
-        say(f"model          {f'{version}, ' if version else ''}{opened.fingerprint}")
+        name = known_name(opened, bank)
+        say(f"model          {f'{name}, ' if name else ''}{opened.fingerprint}")
 
 
 @app.command("list")

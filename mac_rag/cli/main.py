@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mac_rag import DEFAULT_MODEL
 from mac_rag.cli import bank, fetch, rebuild, try_out
 from mac_rag.cli.left_out import LeftOut
+from mac_rag.cli.models import keep_model_name, load_model, model_for
 from mac_rag.cli.options import (
+    BankModelOption,
     BankOption,
     DeviceMapOption,
     FolderOption,
-    ModelOption,
     ReadBankOption,
     RetrieverOption,
     RowsOption,
@@ -72,7 +72,7 @@ def adapt(
         ),
     ],
     bank: BankOption,
-    model: ModelOption = DEFAULT_MODEL,
+    model: BankModelOption = None,
     on_long: Annotated[
         Literal["chunk", "error"],
         typer.Option(help="Split a document beyond the model's limit into chunks, or stop with an error."),
@@ -143,7 +143,6 @@ def adapt(
     from mac_rag.data.table import raise_error
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
-    from mac_rag.model import MACModel
 
     if actors is not None and not ray:
         raise ConfigError(f"--actors {actors} is for --ray; add --ray, or leave it out")
@@ -176,7 +175,8 @@ def adapt(
             f"{bank} keeps its rows as {kept}; leave --rows out, or make a new bank: mac-rag bank migrate --rows {rows}"
         )
     # With --ray, a GPU is for the actors.
-    loaded = MACModel.from_pretrained(model, device="cpu" if ray else None, device_map=device_map)
+    model = model_for(model, opened, bank)
+    loaded = load_model(model, opened, bank, device="cpu" if ray else None, device_map=device_map)
     if opened is None:  # an empty bank is false, too
         opened = MemoryBank.create_on_commit(
             bank, loaded.fingerprint, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows
@@ -197,6 +197,7 @@ def adapt(
             _say_what_is_kept(opened, bank, documents)
             raise typer.Exit(130) from None
         finally:
+            keep_model_name(bank, opened, model)
             if text_retriever is not None and retriever_folder is not None:
                 text_retriever.save(retriever_folder)
         say(
@@ -230,20 +231,22 @@ def _say_what_is_kept(bank: MemoryBank, folder: Path, documents: list[Document])
 def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
     bank: ReadBankOption,
-    model: ModelOption = DEFAULT_MODEL,
+    model: BankModelOption = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the documents with the most attention.")] = False,
     retriever: RetrieverOption = "none",
     retriever_folder: FolderOption = None,
     k: Annotated[int, typer.Option(min=1, help="Number of retrieved documents in front of the question.")] = 5,
     device_map: DeviceMapOption = None,
 ) -> None:
-    """Answer a question from a bank. With --retriever, answer from the bank and retrieved documents."""
+    """Answer a question from a bank. With --retriever, answer from the bank and retrieved documents.
+
+    Without --model, the model is the one that wrote the bank, if it is a shipped one or still in its folder.
+    """
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
-    from mac_rag.model import MACModel
 
     opened, text_retriever = MemoryBank.open(bank), open_retriever(retriever, retriever_folder)
-    engine = MACEngine(MACModel.from_pretrained(model, device_map=device_map), opened, text_retriever, k=k)
+    engine = MACEngine(load_model(model, opened, bank, device_map=device_map), opened, text_retriever, k=k)
     warn_of_disagreement(engine.bank, engine.retriever, retriever, retriever_folder)
     say(engine.answer([question], overflow="truncate")[0].text, lines=True)
     if explain:
@@ -254,7 +257,7 @@ def ask(
 def reconcile(
     bank: BankOption,
     retriever: RetrieverOption,
-    model: ModelOption = DEFAULT_MODEL,
+    model: BankModelOption = None,
     retriever_folder: FolderOption = None,
     allow_emptying: Annotated[
         bool,
@@ -269,11 +272,10 @@ def reconcile(
     """
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
-    from mac_rag.model import MACModel
 
     with MemoryBank.open(bank, write=True) as opened:
         text_retriever = open_retriever(retriever, retriever_folder)
-        engine = MACEngine(MACModel.from_pretrained(model, device_map=device_map), opened, text_retriever)
+        engine = MACEngine(load_model(model, opened, bank, device_map=device_map), opened, text_retriever)
         changes = engine.reconcile(allow_emptying=allow_emptying)
         say(
             f"{len(changes.added)} added, {len(changes.updated)} updated, {len(changes.deleted)} deleted; "
