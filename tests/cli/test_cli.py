@@ -166,6 +166,42 @@ class TestBank:
         assert [row["documents"][0]["id"] for row in rows] == [notes[0], notes[1], "r[1]", "r2"]
         assert rows[2]["documents"][0]["metadata"] == {"date": "2024-05-01"}
 
+    def test_list_filters_and_pages(self, bank: Path, notes: list[str]) -> None:
+        def listed(*options: object) -> list[str]:
+            lines = run("bank", "list", "--bank", bank, *options).stdout.splitlines()
+            return [document["id"] for line in lines for document in json.loads(line)["documents"]]
+
+        assert listed("--id", "r[1]") == ["r[1]"]
+        assert listed("--id", "r*") == ["r[1]", "r2"]
+        assert listed("--id", "r") == []
+        assert listed("--id", "*.md", "--id", "r2") == [notes[1], "r2"]
+        assert listed("--where", "date=2024-05-01") == ["r[1]"]
+        assert listed("--where", "date=2024-05-01", "--id", "r2") == []
+        assert listed("--after", notes[1]) == ["r[1]", "r2"]
+        first = run("bank", "list", "--bank", bank, "--limit", 3)
+        assert first.stderr == "there are more; go on with --after 'r[1]'\n"
+        assert listed("--limit", 3) + listed("--limit", 3, "--after", "r[1]") == [*notes[:2], "r[1]", "r2"]
+        assert run("bank", "list", "--bank", bank, "--limit", 4).stderr == ""
+        assert "'nowhere'" in refusal("bank", "list", "--bank", bank, "--after", "nowhere")
+        assert run("bank", "list", "--bank", bank, "--where", "date").exit_code == 2
+
+    def test_metadata_of_all_kinds_are_compared(self, tmp_path: Path) -> None:
+        metadata = {"n": 2005, "text": "2005", "truth": True, "none": None, "names": ["Ada", "Ines", 3], "empty": ""}
+        bank = MemoryBank("0" * 64)
+        bank.put([Document("all", "", metadata), Document("nothing", "")], torch.zeros(2, 1, 4))
+        bank.save(tmp_path / "bank")
+
+        def found(condition: str) -> bool:
+            lines = run("bank", "list", "--bank", tmp_path / "bank", "--where", condition).stdout.splitlines()
+            assert [json.loads(line)["documents"][0]["id"] for line in lines] in ([], ["all"])
+            return bool(lines)
+
+        fitting = ("n=2005", "text=2005", "truth=true", "none=null", "names=Ines", "names=3", "empty=")
+        assert all(map(found, fitting))
+        assert not any(
+            map(found, ("n=2005.0", "n=20", "truth=True", "none=", "names=Ad", "empty=a", "lost=", "lost=null"))
+        )
+
     def test_compaction_of_a_bank_with_chroma(self, tmp_path: Path) -> None:
         documents = [Document("a", "Quizzaciously rain fell."), Document("b", "Snow fell on Tarn.")]
         retriever = ChromaRetriever(tmp_path / "texts", minilm())
