@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mac_rag.cli import bank, fetch, rebuild, try_out
+from mac_rag.cli import bank, chat, fetch, rebuild, try_out
+from mac_rag.cli.explanation import show_attention
 from mac_rag.cli.left_out import LeftOut
 from mac_rag.cli.models import keep_model_name, load_model, model_for
 from mac_rag.cli.options import (
@@ -24,12 +25,11 @@ from mac_rag.cli.options import (
     warn_of_disagreement,
 )
 from mac_rag.cli.run import run_app
-from mac_rag.cli.terminal import cell, say, show_table
+from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from mac_rag.data.types import Document
-    from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -37,6 +37,7 @@ bank.app.command()(rebuild.rebuild)
 bank.app.command()(rebuild.migrate)
 app.add_typer(bank.app, name="bank")
 app.command("try")(try_out.try_out)
+app.command()(chat.chat)
 app.command()(fetch.fetch)
 
 
@@ -250,7 +251,7 @@ def ask(
     warn_of_disagreement(engine.bank, engine.retriever, retriever, retriever_folder)
     say(engine.answer([question], overflow="truncate")[0].text, lines=True)
     if explain:
-        _explain(engine, question)
+        show_attention(engine, question)
 
 
 @app.command()
@@ -281,14 +282,3 @@ def reconcile(
             f"{len(changes.added)} added, {len(changes.updated)} updated, {len(changes.deleted)} deleted; "
             f"bank and {retriever} hold {len(opened)} documents"
         )
-
-
-def _explain(engine: MACEngine, question: str, shown: int = 5) -> None:
-    """Prints a table of the documents with the most attention."""
-    from rich.table import Table
-
-    ids, mass = engine.document_attention([question])
-    table = Table("attention", "document")
-    for i in mass[0].argsort(descending=True)[:shown].tolist():
-        table.add_row(f"{float(mass[0, i]):.1%}", cell(ids[i]))
-    show_table(table)
