@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mac_rag.data.types import Document
     from mac_rag.memory.bank import MemoryBank
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 bank.app.command()(rebuild.rebuild)
 bank.app.command()(rebuild.migrate)
 app.add_typer(bank.app, name="bank")

@@ -390,7 +390,17 @@ def test_version() -> None:
 
 
 def test_help_needs_no_torch() -> None:
-    commands = [[], ["adapt"], ["ask"], ["bank"], ["bank", "info"], ["bank", "rebuild"], ["fetch"]]
+    commands = [
+        [],
+        ["adapt"],
+        ["ask"],
+        ["chat"],
+        ["bank"],
+        ["bank", "info"],
+        ["bank", "list"],
+        ["bank", "rebuild"],
+        ["fetch"],
+    ]
     code = (
         "import sys\n"
         "from mac_rag.cli.main import main\n"
@@ -405,6 +415,17 @@ def test_help_needs_no_torch() -> None:
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("Usage") == len(commands)
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [("ada", ["adapt"]), ("bank re", ["repair", "restore", "rebuild"]), ("adapt --rows i", ["int8"])],
+)
+def test_a_shell_completes_commands_and_values(typed: str, completed: list[str]) -> None:
+    words = f"mac-rag {typed}"
+    asked = {"_MAC_RAG_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = CliRunner().invoke(app, [], prog_name="mac-rag", env=asked)
+    assert sorted(done.stdout.split()) == sorted(completed), done.output
 
 
 def test_lines_typed_in_are_remembered_and_asked(model: str) -> None:
