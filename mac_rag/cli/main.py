@@ -25,6 +25,7 @@ from mac_rag.cli.options import (
     warn_of_disagreement,
 )
 from mac_rag.cli.run import run_app
+from mac_rag.cli.startup import rare_garbage_collection
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
 
@@ -43,7 +44,8 @@ app.command()(fetch.fetch)
 
 def main() -> None:
     """Runs the command. Bad input ends it with one message and exit code 1, wrong usage with exit code 2."""
-    run_app(app)
+    with rare_garbage_collection():
+        run_app(app)
 
 
 def _show_version(show: bool) -> None:

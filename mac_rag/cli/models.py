@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mac_rag import DEFAULT_MODEL
+from mac_rag.cli.startup import settle
 from mac_rag.errors import ConfigError, FingerprintError
 from mac_rag.shipped_models import describe, version_of
 
@@ -40,6 +41,7 @@ def load_model(
 
     chosen = model_for(name, bank, place)
     model = MACModel.from_pretrained(chosen, device=device, device_map=device_map)
+    settle()
     if bank is not None and bank.fingerprint != model.fingerprint:
         writer = known_name(bank, place)
         remedy = f"use --model {writer}" if writer else "use the model that wrote it"
