@@ -112,7 +112,7 @@ class Conversation:
         pieces = []
         for piece in engine.stream(prompt):
             pieces.append(piece)
-            say(piece, lines=True, nl=False)
+            say(piece, lines=True, nl=False, reset=False)
         say("")
         self.question, self.document_ids = question, tuple(hit.document_id for hit in hits)
         self._exchanges = [*self._exchanges, (question, "".join(pieces))][-_MOST_EXCHANGES:]

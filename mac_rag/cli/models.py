@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.startup import settle
 from mac_rag.errors import ConfigError, FingerprintError
-from mac_rag.shipped_models import describe, version_of
+from mac_rag.shipped_models import describe, version_of, versions
 
 if TYPE_CHECKING:
     from mac_rag.memory.bank import MemoryBank
@@ -79,10 +79,12 @@ def keep_model_name(folder: Path, bank: MemoryBank, name: str) -> None:
     """Writes the name of its model beside a bank that is on disk, unless the fingerprint tells it."""
     from mac_rag.memory.storage.model_name import write_model_name
 
-    if bank.folder is None or version_of(bank.fingerprint):
+    is_folder = Path(name).is_dir()
+    # A shipped name that this version has no fingerprint for would lead to other weights.
+    if bank.folder is None or version_of(bank.fingerprint) or (not is_folder and versions(name.partition("@")[0])):
         return
     with suppress(OSError):  # it is a help, and the bank is whole without
-        write_model_name(folder, bank.fingerprint, str(Path(name).resolve()) if Path(name).is_dir() else name)
+        write_model_name(folder, bank.fingerprint, str(Path(name).resolve()) if is_folder else name)
 
 
 def _described(name: str | None, fingerprint: str) -> str:
