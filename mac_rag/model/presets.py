@@ -60,7 +60,7 @@ def sized_for(
     Examples:
         >>> config = sized_for("my/llama", width=2048, layers=16)
         >>> config.tokens, config.amortization.layers, config.aggregation.heads, config.mlp_width
-        (32, 4, 32, 80)
+        (32, 4, 32, 88)
 
     Args:
         lm: name of the LM on the Hub, or a folder.
