@@ -233,6 +233,8 @@ def _open(bank: Path | str, *, write: bool = False) -> MemoryBank:
 
 def _records(bank: MemoryBank, *, with_texts: bool = False) -> list[dict[str, object]]:
     """One record per entry: the number of its rows, and its document, or the documents that were merged into it."""
+    from mac_rag.data.dates import ALWAYS, written
+
     return [
         {
             "rows": entry.rows,
@@ -241,6 +243,7 @@ def _records(bank: MemoryBank, *, with_texts: bool = False) -> list[dict[str, ob
                     "id": member.document_id,
                     "content_hash": member.content_hash,
                     "added": member.added,
+                    "date": written(member.moment) if member.moment != ALWAYS else None,
                     "metadata": dict(member.metadata),
                     **({"text": text} if with_texts else {}),
                 }

@@ -192,6 +192,12 @@ def ask(
     retriever: RetrieverOption = "none",
     retriever_folder: FolderOption = None,
     k: Annotated[int, typer.Option(min=1, help="Number of retrieved documents in front of the question.")] = 5,
+    as_of: Annotated[
+        str | None,
+        typer.Option(
+            help="A date, such as 2004-05-31: answer as if nothing later had been remembered.", show_default="all dates"
+        ),
+    ] = None,
     device_map: DeviceMapOption = None,
 ) -> None:
     """Answer a question from a bank. With --retriever, answer from the bank and retrieved documents."""
@@ -202,9 +208,9 @@ def ask(
     opened, text_retriever = MemoryBank.open(bank), open_retriever(retriever, retriever_folder)
     engine = MACEngine(MACModel.from_pretrained(model, device_map=device_map), opened, text_retriever, k=k)
     warn_of_disagreement(engine.bank, engine.retriever, retriever, retriever_folder)
-    say(engine.answer([question], overflow="truncate")[0].text, lines=True)
+    say(engine.answer([question], overflow="truncate", as_of=as_of)[0].text, lines=True)
     if explain:
-        _explain(engine, question)
+        _explain(engine, question, as_of)
 
 
 @app.command()
@@ -238,11 +244,11 @@ def reconcile(
         )
 
 
-def _explain(engine: MACEngine, question: str, shown: int = 5) -> None:
+def _explain(engine: MACEngine, question: str, as_of: str | None, shown: int = 5) -> None:
     """Prints a table of the documents with the most attention."""
     from rich.table import Table
 
-    ids, mass = engine.document_attention([question])
+    ids, mass = engine.document_attention([question], as_of=as_of)
     table = Table("attention", "document")
     for i in mass[0].argsort(descending=True)[:shown].tolist():
         table.add_row(f"{float(mass[0, i]):.1%}", cell(ids[i]))
