@@ -44,7 +44,7 @@ def main(
     loaded = MACModel.from_pretrained(model, device="cpu")
     stream, _ = open_stream(data, "test", documents, questions, seed=seed, scale="tiny")
     plan = [loaded.amortization.plan(document.text) for document in stream.documents]
-    phi = loaded.amortize_rows([row for rows in plan for row in rows], progress=True)
+    phi = loaded.amortize_rows([row for rows in plan for row in rows])
     asked = [question.question for question in stream.questions]
     text_bytes = sum(len(document.text.encode()) for document in stream.documents)
     exact: list[float] = []

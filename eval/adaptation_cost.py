@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.baselines.methods import ADAPTING
-from eval.baselines.options import chosen_methods, open_factory
+from eval.baselines.options import LMOption, chosen_methods, open_factory
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, open_stream
@@ -37,6 +37,7 @@ def main(
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
     device: DeviceOption = None,
+    lm: LMOption = None,
     output: OutputOption = None,
 ) -> None:
     """Measure the time and peak memory of adapting to documents.
@@ -58,7 +59,7 @@ def main(
     setup = SCALES[scale]["adaptation_cost"].override(model=model, documents=documents)
     options = setup.options(context.params)
     dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
-    factory = open_factory(setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size)
+    factory = open_factory(setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size, lm=lm)
     rows: list[Row] = []
     not_run: dict[str, str] = {}
     for method in names:

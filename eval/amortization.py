@@ -72,11 +72,7 @@ def main(
     designs = PAPER if scale == "paper" else tiny_designs(setup.model, training.runs, seed)
     pretrained = {"encoder-decoder": t5, "encoder-only": t5, "decoder-only": decoder}
     designs = {name: {**design, "name": pretrained.get(name) or design["name"]} for name, design in designs.items()}
-    plain = {"quantization": "none", "dtype": "fp32", "revision": None, "embeddings": "own", "layers": None}
-    variants = [
-        Variant(name, training.recipe("amortization", {"model": {"amortization": {**plain, **design}}}))
-        for name, design in designs.items()
-    ]
+    variants = [Variant(name, training.recipe("amortization", changed(design))) for name, design in designs.items()]
     run_variants(
         "amortization",
         variants,
@@ -87,6 +83,12 @@ def main(
         options=setup.options(context.params),
         notes=[describe_starts(setup.model, pretrained)] if scale == "tiny" else [],
     )
+
+
+def changed(design: dict[str, Any]) -> dict[str, Any]:
+    """The changes of a recipe for a design of the amortization network, all other settings of which are plain."""
+    plain = {"quantization": "none", "dtype": "fp32", "revision": None, "embeddings": "own", "layers": None}
+    return {"model": {"amortization": {**plain, **design}}}
 
 
 def describe_starts(model: str, pretrained: dict[str, str | None]) -> str:

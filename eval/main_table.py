@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.baselines.methods import METHODS
-from eval.baselines.options import TrainedOption, chosen_methods, open_factory, searched_notes
+from eval.baselines.options import LMOption, TrainedOption, chosen_methods, open_factory, searched_notes
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
@@ -49,6 +49,7 @@ def main(
     batch_size: BatchOption = 32,
     device: DeviceOption = None,
     trained: TrainedOption = None,
+    lm: LMOption = None,
     output: OutputOption = None,
 ) -> None:
     """Compare all systems by the paper's protocol: one pass over a stream of documents, then all questions.
@@ -64,6 +65,8 @@ def main(
     options = setup.options(context.params)
     dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
     say(f"{dataset.name}: {len(dataset.documents):,} documents, {len(dataset.questions):,} questions, {source}")
+
+    import torch
 
     from eval.baselines.finetuning import AnswerTuning
     from eval.harness.protocol import samples
@@ -81,6 +84,7 @@ def main(
         trained=trained,
         tuning=AnswerTuning(steps=tuning_steps),
         retriever=retriever,
+        lm=lm,
     )
     rows: list[Row] = []
     verdicts: dict[str, list[Verdict]] = {}
@@ -89,13 +93,17 @@ def main(
         say(method, err=True)
         try:
             system = factory.make(method, learning_rate=learning_rate)
+            began = time.perf_counter()
+            system.adapt(dataset.documents)
+            seconds = time.perf_counter() - began
+            row, verdicts[system.name] = ask(system.name, system, dataset.questions, len(dataset.documents))
         except (ConfigError, QuantizationError) as error:
             not_run[method] = str(error)
             continue
-        began = time.perf_counter()
-        system.adapt(dataset.documents)
-        seconds = time.perf_counter() - began
-        row, verdicts[system.name] = ask(system.name, system, dataset.questions, len(dataset.documents))
+        except torch.OutOfMemoryError as error:  # as in the paper's table, for one GPU
+            not_run[method] = f"out of memory: {str(error).splitlines()[0]}"
+            torch.cuda.empty_cache()
+            continue
         rows.append(row.model_copy(update={"measures": {"adaptation_seconds": round(seconds, 3)}}))
         say(f"{row.name}: EM {100 * (row.em or 0):.1f} %, F1 {100 * (row.f1 or 0):.1f} %", err=True)
     report(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.options import RateOption, TrainedOption, chosen_methods
+from eval.baselines.options import LMOption, RateOption, TrainedOption, chosen_methods
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.scales import SCALES
 from eval.harness.streams import DocumentsOption, ModelByScale, QuestionsOption, open_stream
@@ -41,6 +41,7 @@ def main(
     batch_size: BatchOption = 32,
     device: DeviceOption = None,
     trained: TrainedOption = None,
+    lm: LMOption = None,
     output: OutputOption = None,
 ) -> None:
     """Adapt to data sets that no system was trained on, and ask about each.
@@ -76,7 +77,15 @@ def main(
     from eval.harness.systems import ask
 
     factory = open_factory(
-        setup, path, scale=scale, data=trained_on, seed=seed, device=device, batch_size=batch_size, trained=trained
+        setup,
+        path,
+        scale=scale,
+        data=trained_on,
+        seed=seed,
+        device=device,
+        batch_size=batch_size,
+        trained=trained,
+        lm=lm,
     )
     rows: list[Row] = []
     sampled: list[Sample] = []

@@ -17,6 +17,7 @@ from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
     from eval.harness.paper_plan import Step
+    from eval.harness.paper_rehearsal import Use, Variants
     from eval.harness.paper_steps import StepRecord
     from eval.harness.results import Commit, Result
 
@@ -37,6 +38,14 @@ def main(
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of every experiment.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for results, logs and the report.")] = Path("results/paper"),
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Run nothing, but show each step's command, the models that it needs and how to train them, and the "
+            "sizes of all models, which are built without weights.",
+        ),
+    ] = False,
 ) -> None:
     """Run every experiment of the paper, step by step, and make the report.
 
@@ -48,6 +57,9 @@ def main(
     from mac_rag.errors import ConfigError, DataError
 
     planned = steps(scale, data, seed)
+    if dry_run:
+        show_rehearsal(planned, scale, data, output)
+        return
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -65,6 +77,95 @@ def main(
         say(f"No report: {error}", lines=True, err=True)
     if failed:
         raise typer.Exit(1)
+
+
+def show_rehearsal(planned: Sequence[Step], scale: Scale, data: Path | None, output: Path) -> None:
+    """Shows what steps would run.
+
+    Args:
+        planned: the steps.
+        scale: their scale.
+        data: the folder with the data sets; None for none.
+        output: the folder of results.
+
+    Raises:
+        typer.Exit: if a step could not run for another reason than data or trained models that are missing.
+    """
+    from eval.harness.paper_rehearsal import models_to_train, rehearse, training_use
+
+    rehearsed = rehearse(planned, scale, trained_variants())
+    for each in rehearsed:
+        each.fault = each.fault or refusal(each.step, output)
+    models = models_to_train(rehearsed)
+    if models:
+        say("First, train:")
+    for model in models:
+        folder = (data or Path("DATA")) / model.dataset
+        _show_use(training_use(model, folder), "" if folder.is_dir() else f"; bring {folder}")
+        say(f"    {model.command(folder)}")
+    for number, each in enumerate(rehearsed, 1):
+        say(f"[{number}/{len(rehearsed)}] {each.step.name}")
+        say(f"    {each.step.shown(output)}")
+        for use in each.uses:
+            _show_use(use, "")
+        if each.needs:
+            say(f"    needs {', '.join(each.needs)}")
+        if each.step.missing:
+            say(f"    data that you bring: {each.step.missing}")
+        if each.fault:
+            say(f"    cannot run: {each.fault}", err=True)
+    largest = max((use.bytes for each in rehearsed for use in each.uses), default=0)
+    faults = sum(bool(each.fault) for each in rehearsed)
+    waiting = sum(bool(each.step.missing) for each in rehearsed)
+    say(
+        f"{len(rehearsed)} steps: {waiting} wait for data, {faults} cannot run; {len(models)} models to train first; "
+        f"the largest use takes about {largest / (1 << 30):.0f} GiB of one GPU"
+    )
+    if faults:
+        raise typer.Exit(1)
+
+
+def refusal(step: Step, output: Path) -> str:
+    """Why a step's command would refuse its options; empty if it takes them."""
+    import importlib
+
+    from typer.main import get_command
+
+    app = typer.Typer()
+    try:
+        app.command()(importlib.import_module(f"eval.{step.experiment}").main)
+        get_command(app).make_context(step.name, list(step.command(output)[1:]))
+    except ImportError as error:
+        return f"there is no eval.{step.experiment}: {error}"
+    except Exception as error:
+        message = getattr(error, "format_message", None)  # of usage errors, whose class is private to typer
+        if message is None:
+            raise
+        return str(message())
+    return ""
+
+
+def _show_use(use: Use, more: str) -> None:
+    say(f"    {use.what}: {use.weights / 1e9:.2f} billion weights, about {use.bytes / (1 << 30):.1f} GiB{more}")
+
+
+def trained_variants() -> Variants:
+    """The variants that experiments train at the paper's scale, as their commands train them."""
+    from eval import amortization, dropout_memory, peft, perplexity, quantization
+
+    table = dropout_memory.TABLE["paper"]
+    return {
+        "peft": {name: ("modulation", {"model": {"modulation": {"kind": kind}}}) for name, kind in peft.KINDS.items()},
+        "amortization": {
+            name: ("amortization", amortization.changed(design)) for name, design in amortization.PAPER.items()
+        },
+        "quantization": {name: ("modulation", changes) for name, changes in quantization.PRECISIONS["paper"].items()},
+        "dropout_memory": {
+            name: ("amortization", {"backprop_dropout": p, "trainer": {"batch_size": k, "accumulate": passes}})
+            for name, (k, passes, p) in {**table, "a step of 32 documents": (32, 1, 0.0)}.items()
+        },
+        "perplexity": {"MAC": (None, {"model": {"prompt": perplexity.PROMPT}})},
+    }
 
 
 def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:

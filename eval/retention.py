@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.baselines.methods import ADAPTING, FINE_TUNING
-from eval.baselines.options import TrainedOption, chosen_methods, open_factory
+from eval.baselines.options import LMOption, TrainedOption, chosen_methods, open_factory
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, ModelByScale, QuestionsOption, open_stream
@@ -38,6 +38,7 @@ def main(
     batch_size: BatchOption = 32,
     device: DeviceOption = None,
     trained: TrainedOption = None,
+    lm: LMOption = None,
     output: OutputOption = None,
 ) -> None:
     """Ask about the first documents of a stream again and again while further documents follow.
@@ -68,7 +69,7 @@ def main(
     if not about_first.questions:
         raise DataError(f"there are no questions about the first {first:,} documents; give a larger --first")
     factory = open_factory(
-        setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size, trained=trained
+        setup, path, scale=scale, data=data, seed=seed, device=device, batch_size=batch_size, trained=trained, lm=lm
     )
     rate = factory.setup.retention_rate if learning_rate is None else learning_rate
     rows: list[Row] = []

@@ -5,28 +5,35 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 from mac_rag.config import BoundConfig
 from mac_rag.data.characters import shown_id
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError, DocumentError
+from mac_rag.errors import BankError, DocumentError, MACError
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.interface import Bank, BankContents
 from mac_rag.memory.parts import PART_BITS
 from mac_rag.memory.reduction import BoundedBank
 from mac_rag.memory.views.overview import layout_for, put_with_overview
-from mac_rag.model import MACModel
+from mac_rag.model import BATCH_TOKENS, MACModel
 from mac_rag.progress import progress_bar
 from mac_rag.sync import SyncedBank, is_held
 
-# Documents encoded and committed at a time: enough to fill length-sorted batches, few enough to lose little in a crash.
+# Most documents of one commit: they are in memory until then.
 GROUP = 512
+# Seconds from one commit to the next, or a little more: what a crash or an interrupt may lose.
+SECONDS = 30.0
+# Tokens that are encoded together, or a little more: some batches, so that texts of similar length share one. What
+# belongs together does not depend on time, because the shape of a batch can change the last bits.
+WINDOW = 4 * BATCH_TOKENS
 
 # Document id -> token ids of its rows; no rows for a document whose text the bank holds with other metadata.
 Plan: TypeAlias = dict[str, list[list[int]]]
@@ -52,6 +59,7 @@ class Adapter:
         on_long: Literal["chunk", "error"] = "chunk",
         known: Mapping[str, list[list[int]]] | None = None,
         *,
+        on_bad: Callable[[int, MACError], object] | None = None,
         progress: bool = False,
     ) -> Plan:
         """Token ids of the documents that are new to a bank or changed: for each document a row for each chunk.
@@ -64,6 +72,7 @@ class Adapter:
             bank: the bank, or a snapshot of it.
             on_long: for a document beyond the model's limit: split it into chunks, or raise an error.
             known: token ids of some of the documents, from an earlier plan.
+            on_bad: takes the index and the error of a document that is left out of the plan; None to raise the error.
             progress: shows a progress bar, which also moves within a long document.
 
         Raises:
@@ -73,22 +82,35 @@ class Adapter:
             DamageError: when the bank keeps texts, and their file is damaged.
         """
         members: dict[str, Member] = {}
-        for document in documents:
-            member = Member.of(document)
-            if document.id in members:
-                raise BankError(f"document id {shown_id(document.id)} occurs twice; ids must be unique")
-            members[document.id] = member
+        good: list[tuple[int, Document]] = []
+        for index, document in enumerate(documents):
+            try:
+                member = Member.of(document)
+                if document.id in members:
+                    raise BankError(f"document id {shown_id(document.id)} occurs twice; ids must be unique")
+            except (DocumentError, BankError) as error:
+                if on_bad is None:
+                    raise
+                on_bad(index, error)
+            else:
+                members[document.id] = member
+                good.append((index, document))
         check_supersession(members, bank)
-        new = [document for document in documents if is_lacking(bank, document.id, members[document.id].content_hash)]
+        new = [each for each in good if is_lacking(bank, each[1].id, members[each[1].id].content_hash)]
         plan: Plan = {}
-        with progress_bar("split", sum(len(document.text) for document in new), disable=not progress) as bar:
-            for document in new:
+        with progress_bar("split", sum(len(document.text) for _, document in new), disable=not progress) as bar:
+            for index, document in new:
                 if holds_text(bank, document):
                     plan[document.id] = []
                     bar.advance(len(document.text))
-                else:
-                    rows = None if known is None else known.get(document.id)
+                    continue
+                rows = None if known is None else known.get(document.id)
+                try:
                     plan[document.id] = rows or self._rows(document, on_long, bar.advance)
+                except DocumentError as error:
+                    if on_bad is None:
+                        raise
+                    on_bad(index, error)
         return plan
 
     def _rows(
@@ -104,8 +126,13 @@ class Adapter:
 
     def encode(self, documents: Sequence[Document], plan: Plan) -> Tensor | None:
         """Memory tokens `[rows, T, D]` of planned documents; None for no documents."""
-        rows = [row for document in documents for row in plan[document.id]]
-        return self.model.amortize_rows(rows) if rows else None
+        return joined([self._encode(window, plan, None) for window in windows(documents, plan)])
+
+    def _encode(
+        self, documents: Sequence[Document], plan: Plan, advance: Callable[[int], object] | None
+    ) -> Tensor | None:
+        rows = [row for document in documents for row in plan.get(document.id, ())]
+        return self.model.amortize_rows(rows, advance=advance) if rows else None
 
     def write(
         self,
@@ -116,33 +143,43 @@ class Adapter:
         *,
         progress: bool = False,
     ) -> tuple[int, tuple[str, ...]]:
-        """Writes the `unfiled` documents to the retriever and the planned ones to the bank, and commits, in groups.
+        """Writes the `unfiled` documents to the retriever and the planned ones to the bank, and commits in between.
+
+        It commits every `SECONDS`, and at the latest after `GROUP` documents.
 
         Args:
             synced: bank and retriever.
             documents: the documents, each of them planned or unfiled.
             plan: token ids of those that the bank lacks.
             unfiled: ids of those that the retriever lacks.
-            progress: shows a progress bar.
+            progress: shows a progress bar, which moves with every batch.
 
         Returns:
             The number of rows of memory tokens that were written, and the ids of documents that the bank forgot.
         """
-        rows = 0
+        count = saved = 0
         forgotten: list[str] = []
-        with progress_bar("adapt", len(documents), disable=not progress) as bar:
+        committed = time.monotonic()
+        with progress_bar("adapt", sum(map(len, plan.values())), disable=not progress) as bar:
             for first in range(0, len(documents), GROUP):
-                group = documents[first : first + GROUP]
-                new = [document for document in group if document.id in plan]
-                for document in new:  # a group before may have cost the bank a document whose text it held
-                    if not plan[document.id] and not holds_text(synced.bank, document):
-                        plan[document.id] = self._rows(document, "chunk", lambda _: None)
-                phi = self.encode(new, plan)  # first: if it fails, nothing has changed yet
-                counts = {document.id: len(plan[document.id]) for document in new}
-                forgotten += self.write_encoded(synced, group, phi, counts, unfiled)
-                rows += 0 if phi is None else len(phi)
-                bar.advance(len(group))
-        return rows, tuple(forgotten)
+                end = min(first + GROUP, len(documents))
+                encoded: list[Tensor | None] = []
+                reached = first
+                for window in windows(documents[first:end], plan):
+                    for document in window:  # a commit before may have cost the bank a document whose text it held
+                        if plan.get(document.id) == [] and not holds_text(synced.bank, document):
+                            plan[document.id] = self._rows(document, "chunk", lambda _: None)
+                    encoded.append(self._encode(window, plan, bar.advance))  # if it fails, nothing changes
+                    reached += len(window)
+                    if reached < end and time.monotonic() - committed < SECONDS:
+                        continue
+                    some = documents[saved:reached]
+                    rows = {document.id: len(plan[document.id]) for document in some if document.id in plan}
+                    forgotten += self.write_encoded(synced, some, joined(encoded), rows, unfiled)
+                    count += sum(rows.values())
+                    encoded, saved, committed = [], reached, time.monotonic()
+                    bar.note(f"{saved:,} of {len(documents):,} documents saved")
+        return count, tuple(forgotten)
 
     def write_encoded(
         self,
@@ -204,6 +241,29 @@ class Adapter:
         plan = self.plan(documents, bank)
         new = [document for document in documents if document.id in plan]
         self.put(bank, new, self.encode(new, plan), [len(plan[document.id]) for document in new])
+
+
+def windows(documents: Sequence[Document], plan: Plan) -> Iterator[list[Document]]:
+    """Divides documents, in their order, into those that are encoded together: of some `WINDOW` tokens, or one longer.
+
+    Documents that are not planned go along.
+    """
+    window: list[Document] = []
+    tokens = 0
+    for document in documents:
+        window.append(document)
+        tokens += sum(map(len, plan.get(document.id, ())))
+        if tokens >= WINDOW:
+            yield window
+            window, tokens = [], 0
+    if window:
+        yield window
+
+
+def joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The rows of all parts; None if there are none."""
+    tensors = [part for part in parts if part is not None]
+    return (tensors[0] if len(tensors) == 1 else torch.cat(tensors)) if tensors else None
 
 
 def is_lacking(bank: BankContents, document_id: str, content: str) -> bool:

@@ -8,7 +8,7 @@ meanwhile, questions are answered from its last commit.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -22,7 +22,7 @@ from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.consistent_retrieval import ConsistentRetrieval
 from mac_rag.data.dates import AsOf, moment_of_question
 from mac_rag.data.types import AdaptReport, Answer, Document
-from mac_rag.errors import ConfigError
+from mac_rag.errors import ConfigError, MACError
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.memory.bank import MemoryBank
@@ -138,6 +138,7 @@ class MACEngine:
         documents: Iterable[Document],
         *,
         on_long: Literal["chunk", "error"] = "chunk",
+        on_bad: Callable[[Document, MACError], object] | None = None,
         progress: bool = False,
     ) -> AdaptReport:
         """Remembers documents (the online stage of algorithm 2): no gradient, no question, one pass.
@@ -145,7 +146,8 @@ class MACEngine:
         A document that the bank already holds with this id, text and metadata costs nothing. A document with a known id
         and another text replaces the old one; with other metadata alone, such as another date, it keeps its memory
         tokens, and nothing is computed. All documents are checked before the first is written, so bad input changes
-        nothing. A bank on disk is committed every few hundred documents; after an interruption, the same call resumes.
+        nothing. A bank on disk is committed every 30 seconds or 512 documents, whichever comes first; after an
+        interruption, the same call resumes.
 
         A document counts from its `date` on, or else from now on, and the documents that it `supersedes` stop counting
         then; see `Document` and `as_of` of `answer`.
@@ -153,6 +155,8 @@ class MACEngine:
         Args:
             documents: documents with unique ids.
             on_long: for a document beyond the model's limit: split it into chunks, or raise an error.
+            on_bad: takes a document that cannot be adapted, and its error; it is left out, and all others are adapted.
+                Of several with the same id, the first is good. None to raise the error.
             progress: shows a progress bar.
 
         Raises:
@@ -164,8 +168,15 @@ class MACEngine:
             FingerprintError: when another model wrote the bank.
         """
         documents, seen = list(documents), self.snapshot
+        bad: dict[int, MACError] = {}
         # Before others have to wait: it can take long.
-        plan = self._adapter.plan(documents, seen, on_long, progress=progress)
+        plan = self._adapter.plan(
+            documents, seen, on_long, on_bad=None if on_bad is None else bad.__setitem__, progress=progress
+        )
+        if on_bad is not None:
+            for index in sorted(bad):
+                on_bad(documents[index], bad[index])
+        documents = [document for index, document in enumerate(documents) if index not in bad]
         with self._shared.changing():
             self.bank.check_model(self.model.fingerprint)
             self._finish()

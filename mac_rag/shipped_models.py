@@ -1,6 +1,6 @@
 """The models in the package by version, and the fingerprints by which banks know them.
 
-`mac-small@1` names one version of the weights for good; the plain name `mac-small` is the newest. A bank carries only
+`mac-small@1` names one version of the weights for good; the plain name `mac-small` is the newest. A bank carries
 the fingerprint of its model, and this table gives it back its name.
 """
 

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from mac_rag.errors import DataError
 from mac_rag.untrusted_files import ROW, MalformedError, lines_of, open_file, read_json
 
 _LARGEST_STATE = 1 << 16  # bytes
 _LOGGED = re.compile(rb'\{"kind": "\w+", "step": (\d{1,18})[,}]')
+
+
+class Progress(NamedTuple):
+    """How far a run has come.
+
+    Attributes:
+        step: optimiser steps that are done.
+        best: the best validation until then; None without one.
+        passes: forward passes of one step over all processes; None in a checkpoint of an earlier release.
+        finished: True once the run has exported its last weights. Its checkpoint then holds nothing else.
+    """
+
+    step: int
+    best: float | None
+    passes: int | None
+    finished: bool
 
 
 def finished_steps(output: Path) -> int:
@@ -23,8 +40,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*"))
 
 
-def progress_of(checkpoint: Path) -> tuple[int, float | None]:
-    """The step at which a checkpoint was written, and the best validation until then.
+def progress_of(checkpoint: Path) -> Progress:
+    """What a checkpoint says of its run.
 
     Raises:
         DataError: when it is damaged; names its file.
@@ -32,11 +49,13 @@ def progress_of(checkpoint: Path) -> tuple[int, float | None]:
     path = checkpoint / "trainer.json"
     try:
         state = read_json(path, _LARGEST_STATE)
-        step, best = state["step"], state["best"]
+        step, best, passes, finished = state["step"], state["best"], state.get("passes"), state.get("finished", False)
         if type(step) is not int or step < 0 or isinstance(best, bool) or not isinstance(best, int | float | None):
             raise MalformedError(f"step is {step!r:.40}, and best is {best!r:.40}")
-        return step, best
-    except (ValueError, KeyError, TypeError) as error:
+        if not (passes is None or (type(passes) is int and passes > 0)) or type(finished) is not bool:
+            raise MalformedError(f"passes is {passes!r:.40}, and finished is {finished!r:.40}")
+        return Progress(step, best, passes, finished)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged: {error}; remove {checkpoint}, and the run starts anew") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None

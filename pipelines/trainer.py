@@ -2,160 +2,45 @@
 
 A run is a pure function of its configuration. The batch of step `i` depends on the seed, `i` and the process alone, and
 all randomness of a step is seeded from the same numbers. So a run that is killed and started again has the same batches
-and the same dropout as one that never stopped. The checkpoint holds parameters, optimiser and step.
+and the same dropout as one that never stopped. The checkpoint holds parameters, optimiser and step
+(`pipelines.checkpoints`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
+import os
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 import torch.distributed.nn  # imported later, as by DDP, its functions' defaults would hold the process group
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
-from pydantic import Field, model_validator
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    gather_object,
+)
+from torch import Tensor
 
 from mac_rag.atomic_files import write_folder, write_text
-from mac_rag.config import Config
-from mac_rag.errors import ConfigError, ModelLoadError
-from mac_rag.lm.devices import default_device
+from mac_rag.errors import ConfigError, DataError
+from mac_rag.lm.batching import one_group
 from mac_rag.progress import progress_bar
-from pipelines.resumption import checkpoints_in, logged_until, progress_of
+from pipelines.checkpoints import Checkpoints, optimizer_tensors
+from pipelines.cost import CostMeter
+from pipelines.recomputation import recompute_activations
+from pipelines.resumption import Progress, logged_until
+from pipelines.sharding import ShardedTask
+from pipelines.training_task import Task, TrainerConfig, mixed, shuffled
 
-
-class TrainerConfig(Config):
-    """How long and how fast to train; every pipeline's YAML has these under `trainer:`.
-
-    Attributes:
-        steps: optimiser steps.
-        batch_size: examples of one forward pass on one process.
-        accumulate: forward passes per optimiser step; gradients are averaged over them.
-        warmup_steps: steps of linear warm-up, after which `schedule` applies (constant in the paper).
-        schedule_steps: step at which the schedule ends; None for the last step. With a later step, the run does not
-            end at a rate of zero, which helps a run that starts from it.
-        clip: largest gradient norm; longer gradients are scaled down.
-        precision: `fp32`, or `bf16` for mixed precision.
-        validate_every, save_every, log_every: intervals in steps.
-        best: name of the validation figure that chooses the best checkpoint.
-        best_mode: `max` if a higher figure is better, `min` if a lower one is.
-        cpu: True to train on the CPU even if there is a GPU.
-    """
-
-    steps: int = Field(ge=1)
-    batch_size: int = Field(ge=1)
-    learning_rate: float = Field(gt=0)
-    accumulate: int = Field(1, ge=1)
-    warmup_steps: int = Field(0, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    schedule_steps: int | None = Field(None, ge=1)
-    weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    clip: float = Field(1.0, gt=0)
-    precision: Literal["fp32", "bf16"] = "fp32"
-    seed: int = 0
-    validate_every: int = Field(500, ge=1)
-    save_every: int = Field(500, ge=1)
-    log_every: int = Field(25, ge=1)
-    best: str = "em"
-    best_mode: Literal["max", "min"] = "max"
-    cpu: bool = False
-
-    @model_validator(mode="after")
-    def _check(self) -> TrainerConfig:
-        if self.schedule_steps is not None and self.schedule_steps < self.steps:
-            raise ValueError(f"schedule_steps is {self.schedule_steps}, before the last of {self.steps} steps")
-        return self
-
-    @property
-    def device(self) -> torch.device:
-        """Where to train: a GPU if there is one, unless `cpu`."""
-        return default_device("cpu" if self.cpu else None)
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step, as a share of `learning_rate`."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        end = self.schedule_steps or self.steps
-        done = (step - self.warmup_steps) / max(1, end - self.warmup_steps)
-        if self.schedule == "linear":
-            return max(0.0, 1.0 - done)
-        if self.schedule == "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
-        return 1.0
-
-
-class Task(nn.Module, ABC):
-    """A model with its data, losses and validation; a module, so that data-parallel wrappers see its forward pass.
-
-    Attributes:
-        passes: forward passes of one optimiser step over all processes; the trainer sets it.
-    """
-
-    passes: int = 1
-
-    @abstractmethod
-    def batch(self, step: int, micro: int, size: int) -> Any:
-        """The batch of micro step `micro` of optimiser step `step`; a pure function of its arguments.
-
-        `micro` counts over the accumulated passes of all processes, from 0 to `passes - 1`.
-        """
-
-    def begin_step(self, step: int) -> None:
-        """Called before each optimiser step; a task may change its settings here."""
-
-    @abstractmethod
-    def forward(self, batch: Any) -> dict[str, Tensor]:
-        """Returns `loss` and any other scalars to log."""
-
-    @abstractmethod
-    def validate(self) -> dict[str, float]:
-        """Figures on held-out data."""
-
-    def speed(self, examples: float) -> dict[str, float]:
-        """Figures of speed to log; `examples` is the number of examples per second over all processes."""
-        return {}
-
-    @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Exports the trained model in the form in which users load it."""
-
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """Matrices with weight decay, vectors without."""
-        trained = [p for p in self.parameters() if p.requires_grad]
-        return [
-            {"params": [p for p in trained if p.ndim >= 2]},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ]
-
-    def training_state(self) -> dict[str, Tensor]:
-        """All tensors that training changes: trained parameters and persistent buffers, tied weights once."""
-        persistent = self.state_dict(keep_vars=True).keys()
-        state: dict[str, Tensor] = {name: p for name, p in self.named_parameters() if p.requires_grad}
-        state |= {name: buffer for name, buffer in self.named_buffers() if name in persistent}
-        return {name: tensor.detach().contiguous() for name, tensor in state.items()}
-
-    def load_training_state(self, state: dict[str, Tensor]) -> None:
-        """Restores what `training_state` returned.
-
-        Raises:
-            ModelLoadError: when a name or a shape differs; names them.
-        """
-        ours, theirs = ({name: tensor.shape for name, tensor in s.items()} for s in (self.training_state(), state))
-        differ = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        if differ:
-            raise ModelLoadError(f"the checkpoint belongs to another configuration; what differs: {', '.join(differ)}")
-        self.load_state_dict(state, strict=False)
+__all__ = ["Task", "Trainer", "TrainerConfig", "shuffled"]
 
 
 class Trainer:
@@ -166,6 +51,9 @@ class Trainer:
         config: length, learning rate and intervals of the training.
         output: the run's folder: `metrics.jsonl`, `tensorboard/`, `checkpoints/`, and the exported `best/` and `last/`.
         label: label of the progress bar.
+
+    Raises:
+        ConfigError: when Accelerate's own configuration asks for FSDP or DeepSpeed.
     """
 
     def __init__(self, task: Task, config: TrainerConfig, output: Path, *, label: str = "train") -> None:
@@ -173,28 +61,25 @@ class Trainer:
         self.output = output
         self._label = label
         output.mkdir(parents=True, exist_ok=True)
-        AcceleratorState._reset_state()  # the process may have trained in another precision before
-        self.accelerator = Accelerator(
-            cpu=config.cpu,
-            mixed_precision="bf16" if config.precision == "bf16" else "no",
-            log_with="tensorboard",
-            project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output)),
-            # A batch need not reach every weight: the first steps of MAC train without the aggregation network.
-            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
-        )
-        optimizer = torch.optim.AdamW(
-            task.parameter_groups(),
-            lr=config.learning_rate,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self.accelerator = _accelerator(config, output)
+        self.checkpoints = Checkpoints(output / "checkpoints", self.accelerator)
         self.task = task
         task.passes = config.accumulate * self.accelerator.num_processes
-        task.to(self.accelerator.device)
+        if config.gradient_checkpointing:
+            recompute_activations(task)
+        self._sharded: ShardedTask | None = None
+        if config.parallel == "fsdp" and self.accelerator.num_processes > 1:
+            self._sharded = ShardedTask(task, self.accelerator, offload=config.offload)
+            self.model: torch.nn.Module = task
+        else:
+            self.model = self.accelerator.prepare(task.to(self.accelerator.device))
+        # Behind the sharding, which replaces the parameters.
+        groups = task.parameter_groups() if self._sharded is None else self._sharded.parameter_groups()
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay, fused=True
+        )
         self.step = 0
         self.best: float | None = None
-        self.model, self.optimizer = self.accelerator.prepare(task, optimizer)
 
     def run(self) -> dict[str, float]:
         """Trains, validates, saves.
@@ -203,27 +88,38 @@ class Trainer:
             The figures of the last validation; empty if the run was already done, and on all processes but the first.
 
         Raises:
-            ConfigError: when the loss is no longer finite, or `trainer.best` is not a figure of the validation.
+            ConfigError: when the loss is no longer finite, `trainer.best` is not a figure of the validation, or the
+                checkpoint was made with another number of passes in a step.
             ModelLoadError: when the folder's checkpoint belongs to another configuration.
+            DataError: when it is damaged.
         """
-        self._resume()
+        if self._resume():
+            self._leave()
+            return {}
         config, main = self.config, self.accelerator.is_main_process
         self.accelerator.init_trackers("tensorboard", config={})
         figures: dict[str, float] = {}
         seconds, timed = 0.0, 0
+        cost = CostMeter(self.task, self.accelerator, config.steps, self.step, config.batch_size * self.task.passes)
         with progress_bar(self._label, config.steps, done=self.step, disable=not main) as bar:
             while self.step < config.steps:
                 began = time.perf_counter()
-                scalars = self._optimiser_step()
+                with cost.step():
+                    scalars = self._optimiser_step(cost)
                 self.step += 1
                 seconds += time.perf_counter() - began
                 timed += 1
+                told = cost.measured(self.optimizer)
+                for line in told.splitlines():
+                    bar.write(line)
+                if told:
+                    self._log("cost", cost.report or {})
                 if self.step % config.log_every == 0 or self.step == config.steps:
                     scalars["seconds_per_step"] = seconds / timed
                     scalars |= self.task.speed(config.batch_size * self.task.passes * timed / seconds)
                     seconds, timed = 0.0, 0
                     self._log("train", scalars)
-                    bar.note(f"loss {scalars['loss']:.4f}  rate {scalars['rate']:.2e}")
+                    bar.note(f"loss {scalars['loss']:.4f}  rate {scalars['rate']:.2e}  {cost.left(self.step)} left")
                 bar.advance()
                 last = self.step == config.steps
                 if self.step % config.validate_every == 0 or last:
@@ -232,8 +128,10 @@ class Trainer:
                     bar.write("  ".join([f"{self._label}: step {self.step} of {config.steps}", *shown]))
                 if self.step % config.save_every == 0 or last:
                     self._checkpoint()
-        if main:
-            self._export("last")
+        with self._whole(torch.device("cpu")) as whole:
+            if whole:
+                self._export("last")
+        self.checkpoints.finish(self._progress())
         self._leave()
         return figures
 
@@ -248,49 +146,84 @@ class Trainer:
         self.accelerator.free_memory()
         self.accelerator.end_training()
 
-    def _optimiser_step(self) -> dict[str, float]:
+    def _optimiser_step(self, cost: CostMeter) -> dict[str, float]:
         config, accelerator = self.config, self.accelerator
         rate = config.learning_rate * config.rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.task.begin_step(self.step)
+        if self._sharded is not None:
+            self._sharded.begin_step()
         self.model.train()
         total: dict[str, Tensor] = {}
         for index in range(config.accumulate):
             micro = index * accelerator.num_processes + accelerator.process_index
-            torch.manual_seed(_mix(config.seed, self.step, micro))
+            torch.manual_seed(mixed(config.seed, self.step, micro))
             batch = self.task.batch(self.step, micro, config.batch_size)
-            with _synchronise(accelerator, self.model, last=index == config.accumulate - 1):
-                with accelerator.autocast():
+            with self._synchronise(last=index == config.accumulate - 1):
+                with accelerator.autocast(), one_group() if config.parallel == "fsdp" else nullcontext():
                     scalars = self.model(batch)
                 accelerator.backward(scalars["loss"] / config.accumulate)
             for name, value in scalars.items():
                 total[name] = total.get(name, 0) + value.detach() / config.accumulate
-        norm = accelerator.clip_grad_norm_(self.model.parameters(), config.clip)
+        if self._sharded is None:
+            norm = float(accelerator.clip_grad_norm_(self.model.parameters(), config.clip))
+        else:
+            norm = self._sharded.clip_gradients(config.clip)
+        cost.gradients()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if not torch.isfinite(total["loss"]):
-            raise ConfigError(
-                f"the loss became {float(total['loss'])} at step {self.step}; lower trainer.learning_rate"
-            )
-        mean = {name: float(accelerator.reduce(value, "mean")) for name, value in total.items()}
-        return {**mean, "rate": rate, "gradient_norm": float(norm)}
+        mean = self._mean({name: float(value) for name, value in total.items()})
+        if not math.isfinite(mean["loss"]):
+            raise ConfigError(f"the loss became {mean['loss']} at step {self.step}; lower trainer.learning_rate")
+        return {**mean, "rate": rate, "gradient_norm": norm}
+
+    @contextmanager
+    def _synchronise(self, last: bool) -> Iterator[None]:
+        """Averages the gradients of several processes once, on the last pass of an optimiser step.
+
+        Where they are sharded, this is done in each pass: a process would have no room for all of them.
+        """
+        if last or self._sharded is not None:
+            yield
+        else:
+            with self.accelerator.no_sync(self.model):
+                yield
+
+    def _mean(self, scalars: dict[str, float]) -> dict[str, float]:
+        """The mean of each scalar over the processes that have it; a batch need not have all of them."""
+        if self.accelerator.num_processes == 1:
+            return scalars
+        everyone: list[dict[str, float]] = gather_object([scalars])
+        names = dict.fromkeys(name for one in everyone for name in one)
+        values = {name: [one[name] for one in everyone if name in one] for name in names}
+        return {name: sum(of) / len(of) for name, of in values.items()}
+
+    @contextmanager
+    def _whole(self, device: torch.device) -> Iterator[bool]:
+        """A context in which the main process has the whole task; it alone gets True."""
+        if self._sharded is not None:
+            with self._sharded.whole(device) as main:
+                yield main
+        else:
+            yield self.accelerator.is_main_process
+            self.accelerator.wait_for_everyone()
 
     def _validate(self) -> dict[str, float]:
         figures: dict[str, float] = {}
-        if self.accelerator.is_main_process:
-            self.task.eval()
-            with torch.no_grad():
-                figures = self.task.validate()
-            self._log("val", figures)
-            if self.config.best not in figures:
-                raise ConfigError(f"trainer.best names {self.config.best!r}; validation gives {sorted(figures)}")
-            value = figures[self.config.best]
-            sign = 1 if self.config.best_mode == "max" else -1
-            if self.best is None or math.isnan(self.best) or sign * value > sign * self.best:
-                self.best = value
-                self._export("best")
-        self.accelerator.wait_for_everyone()
+        with self._whole(self.accelerator.device) as whole:
+            if whole:
+                self.task.eval()
+                with torch.no_grad():
+                    figures = self.task.validate()
+                self._log("val", figures)
+                if self.config.best not in figures:
+                    raise ConfigError(f"trainer.best names {self.config.best!r}; validation gives {sorted(figures)}")
+                value = figures[self.config.best]
+                sign = 1 if self.config.best_mode == "max" else -1
+                if self.best is None or math.isnan(self.best) or sign * value > sign * self.best:
+                    self.best = value
+                    self._export("best")
         return figures
 
     def _log(self, kind: str, scalars: dict[str, float]) -> None:
@@ -304,32 +237,32 @@ class Trainer:
         with write_folder(self.output / name) as new:
             self.task.save(new)
 
-    def _checkpoint(self) -> None:
-        if not self.accelerator.is_main_process:
-            self.accelerator.wait_for_everyone()
-            return
-        folder = self.output / "checkpoints"
-        with write_folder(folder / f"step-{self.step:08d}") as new:
-            save_file(self.task.training_state(), new / "model.safetensors")
-            torch.save(self.optimizer.state_dict(), new / "optimizer.pt")
-            best = self.best if self.best is not None and math.isfinite(self.best) else None  # JSON has no others
-            (new / "trainer.json").write_text(json.dumps({"step": self.step, "best": best}))
-        for older in checkpoints_in(folder)[:-1]:
-            shutil.rmtree(older)
-        self.accelerator.wait_for_everyone()
+    def _progress(self) -> Progress:
+        return Progress(self.step, self.best, self.task.passes, finished=False)
 
-    def _resume(self) -> None:
-        checkpoints = checkpoints_in(self.output / "checkpoints")
-        if not checkpoints:
-            self._keep_metrics()
-            return
-        newest = checkpoints[-1]
-        step, best = progress_of(newest)
-        self.task.load_training_state(load_file(newest / "model.safetensors"))
-        self.optimizer.load_state_dict(torch.load(newest / "optimizer.pt", map_location="cpu", weights_only=True))
-        self.step, self.best = step, best
+    def _checkpoint(self) -> None:
+        state = optimizer_tensors(self.optimizer, self.task)
+        self.checkpoints.write(self.task.training_state(), state, self._progress())
+
+    def _resume(self) -> bool:
+        """Goes to where the folder's newest checkpoint was written; returns True if the run was finished there."""
+        progress = self.checkpoints.newest_progress()
+        if progress is not None and progress.finished:
+            if not (self.output / "last").exists():
+                raise DataError(f"{self.output} was finished, but {self.output / 'last'} is gone; delete {self.output}")
+            return True
+        if progress is not None:
+            if progress.passes not in (None, self.task.passes):
+                raise ConfigError(
+                    f"{self.output} was trained with {progress.passes} passes a step (trainer.accumulate x processes), "
+                    f"and now there are {self.task.passes}; start as many processes as before"
+                )
+            self.checkpoints.read(self.task.load_training_state, self.task.training_state(), self.optimizer, self.task)
+            self.step, self.best = progress.step, progress.best
+            self.accelerator.print(f"resumed {self.output} at step {self.step}")
         self._keep_metrics()
-        self.accelerator.print(f"resumed {self.output} at step {self.step}")
+        self.checkpoints.tidy()
+        return False
 
     def _keep_metrics(self) -> None:
         """Drops the log's lines beyond the current step; the steps to come write them again."""
@@ -339,35 +272,24 @@ class Trainer:
         write_text(log, logged_until(log, self.step))
 
 
-def _mix(*numbers: int) -> int:
-    """One seed from several numbers, so that neighbouring steps draw unrelated values."""
-    seed = 0
-    for number in numbers:
-        seed = (seed * 1_000_003 + number + 1) % (2**63 - 1)
-    return seed
-
-
-@contextmanager
-def _synchronise(accelerator: Accelerator, model: nn.Module, last: bool) -> Iterator[None]:
-    """Averages the gradients of several processes once, on the last pass of an optimiser step."""
-    if last:
-        yield
-    else:
-        with accelerator.no_sync(model):
-            yield
-
-
-def shuffled(length: int, step: int, micro: int, size: int, *, seed: int, per_step: int) -> Sequence[int]:
-    """Indices of a batch out of `length` items, each epoch in an order of its own; a pure function of its arguments.
-
-    Args:
-        per_step: examples of one optimiser step over all processes and micro steps.
-    """
-    first = step * per_step + micro * size
-    indices, orders = [], {}
-    for position in range(first, first + size):
-        epoch, place = divmod(position, length)
-        if epoch not in orders:
-            orders[epoch] = torch.randperm(length, generator=torch.Generator().manual_seed(_mix(seed, epoch)))
-        indices.append(int(orders[epoch][place]))
-    return indices
+def _accelerator(config: TrainerConfig, output: Path) -> Accelerator:
+    for engine in ("FSDP", "DEEPSPEED"):
+        if os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true":
+            raise ConfigError(
+                f"Accelerate's configuration asks for {engine}, but a recipe says how processes share a model: take it "
+                "out of the configuration, and set trainer.parallel: fsdp"
+            )
+    AcceleratorState._reset_state()  # the process may have trained in another precision before
+    return Accelerator(
+        # Without a GPU, several processes that are not told so would not know of each other.
+        cpu=config.cpu or (int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.cuda.is_available()),
+        mixed_precision="bf16" if config.precision == "bf16" else "no",
+        log_with="tensorboard",
+        project_config=ProjectConfiguration(project_dir=str(output), logging_dir=str(output)),
+        kwargs_handlers=[
+            # A batch need not reach every weight: the first steps of MAC train without the aggregation network.
+            DistributedDataParallelKwargs(find_unused_parameters=True),
+            # All others wait while one process validates.
+            InitProcessGroupKwargs(timeout=timedelta(hours=12)),
+        ],
+    )

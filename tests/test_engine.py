@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,9 +48,9 @@ def test_an_unchanged_document_is_free_and_a_changed_one_replaces_the_old(
     encoded: list[str] = []
     amortize, decode = engine.model.amortize_rows, engine.model.amortization.tokenizer.decode
 
-    def counting(rows: list[list[int]]) -> torch.Tensor:
+    def counting(rows: list[list[int]], **options: Any) -> torch.Tensor:
         encoded.extend(decode(row, skip_special_tokens=True) for row in rows)
-        return amortize(rows)
+        return amortize(rows, **options)
 
     monkeypatch.setattr(engine.model, "amortize_rows", counting)
     first = STREAM.documents[0]
@@ -59,6 +60,22 @@ def test_an_unchanged_document_is_free_and_a_changed_one_replaces_the_old(
     assert len(engine.bank) == 12
     assert engine.retriever is not None
     assert [hit.document_id for hit in engine.retriever.retrieve(["Something else"], 1)[0]] == [first.id]
+
+
+def test_bad_documents_are_left_out_and_all_others_adapted(engine: MACEngine) -> None:
+    long = Document("long", " ".join(document.text for document in generate("val", 40).documents))
+    twice, blank, half = Document("twice", "One text."), Document("blank", " "), Document("half", "\ud83d")
+    documents = [twice, long, blank, STREAM.documents[0], twice, Document("twice", "Other."), half, STREAM.documents[1]]
+    bad: list[tuple[Document, str]] = []
+    report = engine.adapt(documents, on_long="error", on_bad=lambda document, error: bad.append((document, str(error))))
+    good = ["twice", STREAM.documents[0].id, STREAM.documents[1].id]
+    assert engine.bank.document_ids == good
+    assert (report.added, report.unchanged) == (3, 0)
+    assert [document for document, _ in bad] == [long, blank, twice, documents[5], half]
+    for (_, message), part in zip(bad, ("longer than the limit", "empty", "occurs twice", "occurs twice", "surrogate")):
+        assert part in message
+    again = engine.adapt(documents, on_long="error", on_bad=lambda document, error: None)
+    assert (again.added, again.unchanged) == (0, 3)
 
 
 def test_a_long_document_is_chunked_whole_or_refused(engine: MACEngine) -> None:

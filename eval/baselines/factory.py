@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from eval.baselines.scales import BaselineSetup
     from eval.baselines.weighting import TokenWeighting
     from mac_rag.data.types import QADataset
+    from mac_rag.lm.base_lm import BaseLM
     from mac_rag.model import MACModel
 
 
@@ -32,6 +33,8 @@ class SystemFactory:
         retriever: name of the retriever of the method `retriever`.
         batch_size: questions of one generation.
         seed: random seed of all training.
+        lm: name or folder of the LM that fine-tuning updates and CCM compresses with; None for the model's own. Where
+            that is quantised, it is loaded once more, without quantisation.
 
     Attributes:
         searched: F1 by learning rate, for each method whose learning rate was searched.
@@ -49,6 +52,7 @@ class SystemFactory:
         retriever: str = "bm25",
         batch_size: int = 32,
         seed: int = 0,
+        lm: str | None = None,
     ) -> None:
         self.model = model
         self.setup = setup
@@ -60,6 +64,35 @@ class SystemFactory:
         self._retriever = retriever
         self._batch_size = batch_size
         self._seed = seed
+        self._lm = lm
+
+    @cached_property
+    def unquantized_lm(self) -> BaseLM:
+        """The LM of the baselines, frozen, in the dtype of the model's: quantised weights cannot be updated.
+
+        Raises:
+            ConfigError: for a quantised LM that the model's checkpoint holds in no other form, or an LM with another
+                tokenizer than the model's.
+            ModelLoadError: when there is no such LM.
+        """
+        own = self.model.config.base_lm
+        if self._lm is None and own.quantization == "none":
+            return self.model.base_lm
+        from eval.baselines.camels import check_proxy
+        from mac_rag.lm.base_lm import BaseLM
+
+        if self._lm is None and own.name.startswith("./"):
+            raise ConfigError(
+                f"the model's LM is in {own.quantization}, whose weights cannot be updated, and its checkpoint holds "
+                "no others; give the LM as it was before, the tuned one: --lm FOLDER"
+            )
+        changes: dict[str, str | None] = {"quantization": "none"}
+        if self._lm is not None:
+            changes |= {"name": self._lm, "revision": None, "gguf_file": None}
+        base_lm = self.model.base_lm
+        whole = BaseLM.load(own.model_copy(update=changes), base_lm.prompts.format, base_lm.device)
+        check_proxy(whole, base_lm)
+        return whole
 
     @cached_property
     def training_set(self) -> QADataset:
@@ -109,7 +142,7 @@ class SystemFactory:
 
         def make(rate: float) -> FineTuning:
             return FineTuning(
-                self.model.base_lm,
+                self.unquantized_lm,
                 weighting,
                 rate,
                 max_new_tokens=self.model.config.max_new_tokens,
@@ -145,7 +178,7 @@ class SystemFactory:
         from eval.baselines.camels_training import trained_network
         from mac_rag.lm.base_lm import BaseLM
 
-        config, base_lm = self.setup.camels, self.model.base_lm
+        config, base_lm = self.setup.camels, self.unquantized_lm
         proxy = base_lm
         if config.proxy is not None:
             proxy = BaseLM.load(config.proxy, base_lm.prompts.format, base_lm.device)
@@ -158,7 +191,7 @@ class SystemFactory:
         from eval.baselines.ccm import CCM
         from eval.baselines.ccm_system import CCMSystem, trained_ccm
 
-        config, base_lm = self.setup.ccm, self.model.base_lm
+        config, base_lm = self.setup.ccm, self.unquantized_lm
         if trained:
             ccm = trained_ccm(base_lm, self.training_set, config, seed=self._seed, folder=self._folder)
         else:

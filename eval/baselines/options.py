@@ -22,6 +22,13 @@ TrainedOption = Annotated[
         show_default="trained/ beside the result",
     ),
 ]
+LMOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Name or folder of the LM that fine-tuning and CCM start from.",
+        show_default="the model's own, loaded again where it is quantised; at the paper's scale, what tune_qa leaves",
+    ),
+]
 RateOption = Annotated[
     float | None,
     typer.Option(
@@ -42,6 +49,7 @@ def open_factory(
     trained: Path | None = None,
     tuning: AnswerTuning | None = None,
     retriever: str = "bm25",
+    lm: str | None = None,
 ) -> SystemFactory:
     """The factory of systems around a command's model.
 
@@ -51,6 +59,7 @@ def open_factory(
         scale, data, seed, device, batch_size: the command's options.
         trained: another cache of trained networks.
         tuning, retriever: see `SystemFactory`.
+        lm: the command's option; None for the setup's.
 
     Raises:
         ModelLoadError: if there is no such model.
@@ -75,6 +84,7 @@ def open_factory(
         retriever=retriever,
         batch_size=batch_size,
         seed=seed,
+        lm=setup.lm if lm is None else lm,
     )
 
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.harness.scales import Scale
+from eval.harness.paper_models import trained_on
+from eval.harness.scales import SCALES, Scale, Setup
 from mac_rag.errors import ConfigError
 
 DATASETS = ("streamingqa", "squad", "archivalqa")
-LARGEST = "runs/llama2-7b/train/best"
+LARGEST = "runs/llama2-7b/train-joint/best"  # trained with memory and retrieved documents
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Plan:
         tiny_arguments: further arguments on newswire.
         also_arguments: further arguments on the data sets in `also`, whose documents are longer than newswire's.
         paper_arguments: further arguments at the paper's scale.
+        own_model: True if the model that it evaluates at the paper's scale is trained on the step's data set.
+        trained_on: the data set of the option --trained-on at the paper's scale; empty without such an option.
     """
 
     experiment: str
@@ -39,6 +42,8 @@ class Plan:
     tiny_arguments: tuple[str, ...] = ()
     also_arguments: tuple[str, ...] = ()
     paper_arguments: tuple[str, ...] = ()
+    own_model: bool = False
+    trained_on: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,8 @@ def _retrieval(dataset: str, *, newswire: bool = False) -> Plan:
         scaled=False,
         tiny_arguments=few,
         also_arguments=few,
-        paper_arguments=("--model", LARGEST, "--retriever", "bm25,contriever,dpr", "--k", "1,3,5"),
+        paper_arguments=("--retriever", "bm25,contriever,dpr", "--k", "1,3,5"),
+        own_model=True,
     )
 
 
@@ -96,6 +102,7 @@ PLANS = (
         also=("squad",),
         tiny_arguments=("--questions", "500"),
         also_arguments=("--documents", "256", "--questions", "256"),
+        own_model=True,
     ),
     _retrieval("archivalqa", newswire=True),
     _retrieval("squad"),
@@ -109,7 +116,7 @@ PLANS = (
         also_arguments=("--first", "50", "--further", "350", "--step", "50", "--questions", "100"),
     ),
     Plan("dropout_memory", 4, ("streamingqa",)),
-    Plan("hierarchical", 1, ("archivalqa",)),
+    Plan("hierarchical", 1, ("archivalqa",), own_model=True),
     Plan("cross_attention", 1, ("streamingqa",)),
     Plan("reduction", 1, ("streamingqa",)),
     Plan("peft", 4, ("streamingqa",)),
@@ -119,6 +126,7 @@ PLANS = (
         ("squad", "archivalqa"),
         also=("squad",),
         also_arguments=("--documents", "256", "--questions", "256"),
+        trained_on="streamingqa",
     ),
     Plan("perplexity", 2, ("streamingqa",)),
     Plan("amortization", 4, ("streamingqa",)),
@@ -131,7 +139,7 @@ PLANS = (
         scaled=False,
         tiny_arguments=("--sizes", "32,256,1665", "--questions", "512"),
     ),
-    Plan("conflict", 1, ("archivalqa",)),
+    Plan("conflict", 1, ("archivalqa",), own_model=True),
 )
 
 
@@ -171,8 +179,21 @@ def _on_data(
 ) -> Iterator[Step]:
     for dataset in datasets:
         name = plan.experiment if plan.experiment == dataset else f"{plan.experiment}-{dataset}"
-        folder = folders.get(dataset)
-        source = ("--data", str(folder or f"DATA/{dataset}"))
-        missing = "" if folder else f"no folder {dataset} in --data"
+        options = {"--data": dataset}
+        if scale == "paper" and plan.trained_on:
+            options["--trained-on"] = plan.trained_on
+        source = tuple(
+            text for option, each in options.items() for text in (option, str(folders.get(each, f"DATA/{each}")))
+        )
+        lacking = [each for each in options.values() if each not in folders]
+        missing = f"no folder {' and no folder '.join(lacking)} in --data" if lacking else ""
         minutes = plan.minutes if scale == "tiny" else None
-        yield Step(name, plan.experiment, (*_common(plan, scale, seed), *source, *arguments), missing, minutes)
+        model = _own_model(plan, dataset) if scale == "paper" and plan.own_model else ()
+        yield Step(name, plan.experiment, (*_common(plan, scale, seed), *source, *model, *arguments), missing, minutes)
+
+
+def _own_model(plan: Plan, dataset: str) -> tuple[str, ...]:
+    """Arguments that name the model of the paper's scale that is trained on a data set, and the LM of its baselines."""
+    setup = SCALES["paper"].get(plan.experiment, Setup(LARGEST, 0))
+    lm = () if setup.lm is None else ("--lm", trained_on(setup.lm, dataset))
+    return ("--model", trained_on(setup.model, dataset), *lm)

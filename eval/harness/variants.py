@@ -1,8 +1,9 @@
 """Variants of MAC: trained by one recipe with one change each, cached, and evaluated on the same questions.
 
-At the paper's scale a variant is trained by the recipe of a preset (`pipelines/recipes/<preset>/train.yaml`). At the
-tiny scale one part of a trained model is initialized anew, and the model trains for a minute or two on stories of one
-sentence. A whole new model would not leave its plateau in that time.
+At the paper's scale a variant is trained by the recipe of a preset (`pipelines/recipes/<preset>/train.yaml`), around
+the LM that was tuned on questions of the data set before (`runs/<preset>/tune_qa/best`). At the tiny scale one part of
+a trained model is initialized anew, and the model trains for a minute or two on stories of one sentence. A whole new
+model would not leave its plateau in that time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from filelock import FileLock
 
 from eval.harness.command import report
+from eval.harness.paper_models import tuned_lm
 from eval.harness.protocol import judge, samples, summarize
 from eval.harness.scales import Scale, Setup
 from eval.harness.streams import named_data, open_stream, write_once
@@ -137,6 +139,8 @@ class Training:
         name, folder = named_data(self.data or "")
         overrides = [f"data.name={name}", f"data.path={folder}", f"trainer.seed={self.seed}"]
         recipe_name = f"{self.model}/train"
+        lm = tuned_lm(self.model, name)
+        overrides += [] if lm is None else [f"base_lm.name={lm.path}"]
         if self.model not in PAPER:
             recipe_name = "small-lm/train"
             overrides += [f"preset={self.model}"]

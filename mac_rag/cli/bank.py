@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mac_rag.cli.listing import selection
+from mac_rag.cli.models import known_name
 from mac_rag.cli.options import BankOption, FolderOption, ReadBankOption, RetrieverOption, open_retriever
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
 from mac_rag.printable import printable
-from mac_rag.shipped_models import version_of
 
 if TYPE_CHECKING:
-    from mac_rag.memory.bank import MemoryBank
+    from mac_rag.memory.bank import BankEntry, MemoryBank
 
 app = typer.Typer(
     no_args_is_help=True, help="Inspect a memory bank, delete from it, check, repair, back up and export it."
@@ -40,18 +42,53 @@ def info(bank: ReadBankOption) -> None:
         say(f"{'stored' if is_url(bank) else 'on disk':<15}{size / 2**20:,.1f} MiB{each}")
         say(f"texts          {'kept' if opened.keep_texts else 'not kept'}")
         say(f"deleted files  {'overwritten and removed' if opened.secure_delete else 'removed'}")
-        version = version_of(opened.fingerprint)
-        say(f"model          {f'{version}, ' if version else ''}{opened.fingerprint}")
+        name = known_name(opened, bank)
+        say(f"model          {f'{name}, ' if name else ''}{opened.fingerprint}")
 
 
 @app.command("list")
-def list_documents(bank: ReadBankOption) -> None:
-    """List the entries of a bank, oldest first: one JSON object per line."""
-    import json
+def list_documents(
+    bank: ReadBankOption,
+    ids: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--id",
+            help="Only documents of this id; * stands for any characters: 'notes/*'. Repeat it for several ids.",
+            show_default="all",
+        ),
+    ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Only documents with this in their metadata: year=2005. Of several, all must fit.",
+            show_default="all",
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most entries to list.", show_default="no limit")] = None,
+    after: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Begin behind the entry of this document.", show_default="the oldest"),
+    ] = None,
+) -> None:
+    """List the entries of a bank, oldest first: one JSON object per line.
 
+    With --limit, standard error tells how to go on, if there are more. Documents that a bounded bank has merged are one
+    entry, which is listed as a whole if one of them is looked for.
+    """
+    import json
+    from itertools import islice
+
+    is_shown = selection(ids or (), where or ())
     with _open(bank) as opened:
-        for record in _records(opened):
-            say(json.dumps(record, ensure_ascii=False))
+        begin = -1 if after is None else opened[after].sequence
+        entries = (entry for entry in opened if entry.sequence > begin and is_shown(entry))
+        last = None
+        for entry in islice(entries, limit):
+            last = entry
+            say(json.dumps(_record(entry), ensure_ascii=False))
+        if last is not None and next(entries, None) is not None:
+            say(f"there are more; go on with --after {quote(last.members[-1].document_id)}", err=True)
 
 
 @app.command()
@@ -208,7 +245,7 @@ def export(
         phi = opened.phi
         make_folder(output)
         write_file(output / "memory.safetensors", [tensor_bytes({"phi": phi.contiguous()})])
-        records = _records(opened, with_texts=opened.keep_texts)
+        records = [_record(entry, with_texts=opened.keep_texts) for entry in opened]
         lines = [printable(json.dumps(record, ensure_ascii=False)) for record in records]
         write_text(output / "documents.jsonl", "\n".join(lines) + "\n")
         texts = "with their texts" if opened.keep_texts else "without texts, which this bank does not keep"
@@ -231,24 +268,21 @@ def _open(bank: Path | str, *, write: bool = False) -> MemoryBank:
     return MemoryBank.open(bank, write=write)
 
 
-def _records(bank: MemoryBank, *, with_texts: bool = False) -> list[dict[str, object]]:
-    """One record per entry: the number of its rows, and its document, or the documents that were merged into it."""
+def _record(entry: BankEntry, *, with_texts: bool = False) -> dict[str, object]:
+    """The number of an entry's rows, and its document, or the documents that were merged into it."""
     from mac_rag.data.dates import ALWAYS, written
 
-    return [
-        {
-            "rows": entry.rows,
-            "documents": [
-                {
-                    "id": member.document_id,
-                    "content_hash": member.content_hash,
-                    "added": member.added,
-                    "date": written(member.moment) if member.moment != ALWAYS else None,
-                    "metadata": dict(member.metadata),
-                    **({"text": text} if with_texts else {}),
-                }
-                for member, text in zip(entry.members, entry.texts if with_texts else (None,) * len(entry.members))
-            ],
-        }
-        for entry in bank
-    ]
+    return {
+        "rows": entry.rows,
+        "documents": [
+            {
+                "id": member.document_id,
+                "content_hash": member.content_hash,
+                "added": member.added,
+                "date": written(member.moment) if member.moment != ALWAYS else None,
+                "metadata": dict(member.metadata),
+                **({"text": text} if with_texts else {}),
+            }
+            for member, text in zip(entry.members, entry.texts if with_texts else (None,) * len(entry.members))
+        ],
+    }

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mac_rag import DEFAULT_MODEL
-from mac_rag.cli import bank, fetch, rebuild, try_out
+from mac_rag.cli import bank, chat, fetch, rebuild, try_out
+from mac_rag.cli.explanation import show_attention
+from mac_rag.cli.left_out import LeftOut
+from mac_rag.cli.models import keep_model_name, load_model, model_for
 from mac_rag.cli.options import (
+    BankModelOption,
     BankOption,
     DeviceMapOption,
     FolderOption,
-    ModelOption,
     ReadBankOption,
     RetrieverOption,
     RowsOption,
@@ -22,23 +25,27 @@ from mac_rag.cli.options import (
     warn_of_disagreement,
 )
 from mac_rag.cli.run import run_app
-from mac_rag.cli.terminal import cell, say, show_table
+from mac_rag.cli.startup import rare_garbage_collection
+from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mac_rag.engine import MACEngine
+    from mac_rag.data.types import Document
+    from mac_rag.memory.bank import MemoryBank
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 bank.app.command()(rebuild.rebuild)
 bank.app.command()(rebuild.migrate)
 app.add_typer(bank.app, name="bank")
 app.command("try")(try_out.try_out)
+app.command()(chat.chat)
 app.command()(fetch.fetch)
 
 
 def main() -> None:
     """Runs the command. Bad input ends it with one message and exit code 1, wrong usage with exit code 2."""
-    run_app(app)
+    with rare_garbage_collection():
+        run_app(app)
 
 
 def _show_version(show: bool) -> None:
@@ -63,12 +70,12 @@ def adapt(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="Text or Markdown, one document each; .jsonl; .csv; .parquet; folders of such files; hub:OWNER/NAME "
-            "for a data set of the Hub; or - for standard input."
+            help="Text, Markdown, HTML, PDF or DOCX, one document each; .jsonl; .csv; .parquet; folders of such "
+            "files; hub:OWNER/NAME for a data set of the Hub; or - for standard input."
         ),
     ],
     bank: BankOption,
-    model: ModelOption = DEFAULT_MODEL,
+    model: BankModelOption = None,
     on_long: Annotated[
         Literal["chunk", "error"],
         typer.Option(help="Split a document beyond the model's limit into chunks, or stop with an error."),
@@ -98,6 +105,13 @@ def adapt(
     ] = False,
     rows: RowsOption = None,
     device_map: DeviceMapOption = None,
+    skip_bad: Annotated[
+        bool,
+        typer.Option(
+            "--skip-bad",
+            help="Leave out files, rows and documents that cannot be read or adapted, and list them with the reasons.",
+        ),
+    ] = False,
     ray: Annotated[
         bool,
         typer.Option(
@@ -113,27 +127,38 @@ def adapt(
 
     The bank is created if it does not exist. Each line of a .jsonl file is a document {"id": ..., "text": ...}, and so
     is each row of a .csv or .parquet file with the columns id and text; other keys and columns become metadata. Any
-    other file is one document, and its path is the id. Standard input is read as JSON Lines if it starts with {,
-    otherwise as one document with the id -.
+    other file is one document, and its path is the id; the title of an HTML, PDF or DOCX file becomes metadata. PDF
+    needs the extra `files`. Standard input is read as JSON Lines if it starts with {, otherwise as one document with
+    the id -.
 
     A document with a known id replaces the older version; an unchanged document costs nothing. The bank is saved every
-    few hundred documents. If the command is interrupted, run it again.
+    30 seconds or 512 documents, whichever comes first. If the command is interrupted, as by Ctrl-C, it says what is
+    kept; run it again for the rest.
+
+    If anything is bad, nothing is adapted. With --skip-bad, everything else is: what is left out is listed at the end,
+    and the exit code is 0, or 1 if nothing is good.
 
     Whether a bank keeps texts, whether it overwrites what it deletes, and in which numbers it keeps memory tokens, is
     decided when it is created; later calls need not repeat --keep-texts, --secure-delete and --rows.
     """
     from mac_rag.config import BoundConfig
     from mac_rag.data.readers import find_files, read_documents
+    from mac_rag.data.table import raise_error
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
-    from mac_rag.model import MACModel
 
     if actors is not None and not ray:
         raise ConfigError(f"--actors {actors} is for --ray; add --ray, or leave it out")
     if device_map is not None and ray:
         raise ConfigError(f"--device-map {device_map} is for one process; leave it out, or --ray")
-    found = find_files(files)
-    documents = [] if ray else read_documents(found)
+    if skip_bad and ray:
+        raise ConfigError("--skip-bad is for one process; leave it out, or --ray")
+    left_out = LeftOut() if skip_bad else None
+    found = find_files(files, refuse=raise_error if left_out is None else left_out.add)
+    if left_out is not None:
+        documents = left_out.read(found)
+    else:
+        documents = [] if ray else read_documents(found)
     text_retriever = open_retriever(retriever, retriever_folder)
     # An existing bank is opened before the model is loaded, so that its errors come at once. The folder of a new bank
     # is created by its first commit, so that refused documents leave no empty folder behind.
@@ -153,7 +178,8 @@ def adapt(
             f"{bank} keeps its rows as {kept}; leave --rows out, or make a new bank: mac-rag bank migrate --rows {rows}"
         )
     # With --ray, a GPU is for the actors.
-    loaded = MACModel.from_pretrained(model, device="cpu" if ray else None, device_map=device_map)
+    model = model_for(model, opened, bank)
+    loaded = load_model(model, opened, bank, device="cpu" if ray else None, device_map=device_map)
     if opened is None:  # an empty bank is false, too
         opened = MemoryBank.create_on_commit(
             bank, loaded.fingerprint, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows
@@ -168,8 +194,13 @@ def adapt(
                 report = bulk.adapt(found, on_long=on_long, progress=True)
             else:
                 engine = MACEngine(loaded, opened, text_retriever, bound=bound)
-                report = engine.adapt(documents, on_long=on_long, progress=True)
+                on_bad = None if left_out is None else left_out.add_document
+                report = engine.adapt(documents, on_long=on_long, on_bad=on_bad, progress=True)
+        except KeyboardInterrupt:
+            _say_what_is_kept(opened, bank, documents)
+            raise typer.Exit(130) from None
         finally:
+            keep_model_name(bank, opened, model)
             if text_retriever is not None and retriever_folder is not None:
                 text_retriever.save(retriever_folder)
         say(
@@ -181,13 +212,29 @@ def adapt(
         if text_retriever is not None:
             say(f"{report.filed} documents written to {retriever}, which holds {len(text_retriever)}")
         warn_of_disagreement(opened, text_retriever, retriever, retriever_folder)
+    if left_out is not None:
+        left_out.show()
+
+
+def _say_what_is_kept(bank: MemoryBank, folder: Path, documents: list[Document]) -> None:
+    """After an interrupt: tells how many of the documents the bank holds at its last commit."""
+    from mac_rag.data.provenance import content_hash
+    from mac_rag.errors import BankError, DocumentError
+    from mac_rag.sync import is_held
+
+    kept = 0
+    for document in documents:
+        with suppress(BankError, DocumentError):  # those that were to be left out
+            kept += is_held(bank.committed, document.id, content_hash(document))
+    done = f"{kept:,} of {len(documents):,} documents are in {folder}" if documents else "what is finished is kept"
+    say(f"interrupted: {done}; run the command again for the rest", err=True, fg="yellow")
 
 
 @app.command()
 def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
     bank: ReadBankOption,
-    model: ModelOption = DEFAULT_MODEL,
+    model: BankModelOption = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the documents with the most attention.")] = False,
     retriever: RetrieverOption = "none",
     retriever_folder: FolderOption = None,
@@ -200,24 +247,26 @@ def ask(
     ] = None,
     device_map: DeviceMapOption = None,
 ) -> None:
-    """Answer a question from a bank. With --retriever, answer from the bank and retrieved documents."""
+    """Answer a question from a bank. With --retriever, answer from the bank and retrieved documents.
+
+    Without --model, the model is the one that wrote the bank, if it is a shipped one or still in its folder.
+    """
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
-    from mac_rag.model import MACModel
 
     opened, text_retriever = MemoryBank.open(bank), open_retriever(retriever, retriever_folder)
-    engine = MACEngine(MACModel.from_pretrained(model, device_map=device_map), opened, text_retriever, k=k)
+    engine = MACEngine(load_model(model, opened, bank, device_map=device_map), opened, text_retriever, k=k)
     warn_of_disagreement(engine.bank, engine.retriever, retriever, retriever_folder)
     say(engine.answer([question], overflow="truncate", as_of=as_of)[0].text, lines=True)
     if explain:
-        _explain(engine, question, as_of)
+        show_attention(engine, question, as_of)
 
 
 @app.command()
 def reconcile(
     bank: BankOption,
     retriever: RetrieverOption,
-    model: ModelOption = DEFAULT_MODEL,
+    model: BankModelOption = None,
     retriever_folder: FolderOption = None,
     allow_emptying: Annotated[
         bool,
@@ -232,24 +281,12 @@ def reconcile(
     """
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
-    from mac_rag.model import MACModel
 
     with MemoryBank.open(bank, write=True) as opened:
         text_retriever = open_retriever(retriever, retriever_folder)
-        engine = MACEngine(MACModel.from_pretrained(model, device_map=device_map), opened, text_retriever)
+        engine = MACEngine(load_model(model, opened, bank, device_map=device_map), opened, text_retriever)
         changes = engine.reconcile(allow_emptying=allow_emptying)
         say(
             f"{len(changes.added)} added, {len(changes.updated)} updated, {len(changes.deleted)} deleted; "
             f"bank and {retriever} hold {len(opened)} documents"
         )
-
-
-def _explain(engine: MACEngine, question: str, as_of: str | None, shown: int = 5) -> None:
-    """Prints a table of the documents with the most attention."""
-    from rich.table import Table
-
-    ids, mass = engine.document_attention([question], as_of=as_of)
-    table = Table("attention", "document")
-    for i in mass[0].argsort(descending=True)[:shown].tolist():
-        table.add_row(f"{float(mass[0, i]):.1%}", cell(ids[i]))
-    show_table(table)

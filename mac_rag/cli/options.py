@@ -23,6 +23,15 @@ ModelOption = Annotated[
         "the Hugging Face Hub.",
     ),
 ]
+BankModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="A shipped model (mac-small, or one version of it: mac-small@1), a checkpoint folder, or a repository on "
+        "the Hugging Face Hub.",
+        show_default="the model that wrote the bank; mac-small for a new one",
+    ),
+]
 DeviceMapOption = Annotated[
     str | None,
     typer.Option(

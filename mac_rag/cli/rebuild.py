@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from mac_rag import DEFAULT_MODEL
+from mac_rag.cli.models import keep_model_name, load_model, model_for
 from mac_rag.cli.options import (
+    BankModelOption,
     DeviceMapOption,
     FolderOption,
     ModelOption,
@@ -85,7 +87,10 @@ def rebuild(
         )
     engine = MACEngine(loaded, begun)
     with engine.bank:
-        report = make_anew(old, engine, text_retriever, skip_missing=skip_missing, progress=True)
+        try:
+            report = make_anew(old, engine, text_retriever, skip_missing=skip_missing, progress=True)
+        finally:
+            keep_model_name(into, begun, model)
     for document_id in report.skipped:
         say(f"skipped: {document_id}", err=True)
     say(
@@ -97,7 +102,7 @@ def rebuild(
 def migrate(
     bank: ReadBankOption,
     into: Annotated[Path, typer.Option(help="Folder of the new bank.", file_okay=False)],
-    model: ModelOption = DEFAULT_MODEL,
+    model: BankModelOption = None,
     rows: RowsOption = None,
     device_map: DeviceMapOption = None,
 ) -> None:
@@ -109,7 +114,6 @@ def migrate(
     """
     from mac_rag.memory.bank import MemoryBank
     from mac_rag.migrating import migrate as copy
-    from mac_rag.model import MACModel
 
     _check_apart(bank, into)
     old = MemoryBank.open(bank)
@@ -119,13 +123,14 @@ def migrate(
             f"{into} was begun with rows as {begun.layout.dtype or 'fp32'}; repeat its command, or choose a new folder "
             "for --into"
         )
-    loaded = MACModel.from_pretrained(model, device_map=device_map)
-    old.check_model(loaded.fingerprint)
+    model = model_for(model, old, bank)
+    loaded = load_model(model, old, bank, device_map=device_map)
     if begun is None:
         settings = {"keep_texts": old.keep_texts, "secure_delete": old.secure_delete}
         begun = MemoryBank.create_on_commit(into, loaded.fingerprint, rows=rows, **settings)
     with begun:
         documents = copy(old, begun, loaded, progress=True)
+        keep_model_name(into, begun, model)
     say(f"{into} is complete and holds {documents:,} documents")
 
 

@@ -1,19 +1,21 @@
-"""Reads documents from a user's own files and standard input: text and Markdown, JSON Lines, CSV, and Parquet.
+"""Reads documents from a user's own files and standard input: texts, JSON Lines, CSV, Parquet, HTML, PDF and DOCX.
 
-Files are read as a stream, and from any document on.
+Files of rows are read as a stream, and from any document on.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from io import BufferedReader
 from itertools import repeat
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
-from mac_rag.data.table import Place, read_table
+from mac_rag.data.conversion.converter import convert, is_converted
+from mac_rag.data.table import Place, raise_error, read_table
 from mac_rag.data.typed_rows import HUB, read_hub, read_parquet
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
@@ -39,40 +41,69 @@ def read_documents(paths: Iterable[Path]) -> list[Document]:
 
     A `.jsonl` file holds one document per line, `{"id": ..., "text": ...}`; `.csv` and `.parquet` files have the
     columns `id` and `text`. Further keys and columns become metadata. Any other file is one document with its path as
-    id. The path `-` is standard input: JSON Lines if it starts with `{`, otherwise one document with the id `-`. The
-    path `hub:OWNER/NAME` is a data set of the Hugging Face Hub (see `mac_rag.data.typed_rows.read_hub`). A row may have
+    id; of an HTML, PDF or DOCX file it is the text, and the title becomes metadata (see `mac_rag.data.conversion`). The
+    path `-` is standard input: JSON Lines if it starts with `{`, otherwise one document with the id `-`. The path
+    `hub:OWNER/NAME` is a data set of the Hugging Face Hub (see `mac_rag.data.typed_rows.read_hub`). A row may have
     8 MiB, and a file that is one document 64 MiB.
 
     Raises:
-        DataError: for a file that is missing, too long, no regular file, or not UTF-8 text; for a row that is malformed
-            or too long, or behind 200,000 blank lines; names the file and the row.
+        DataError: for a file that is missing, too long, no regular file, or not UTF-8 text, for a list in JSON, and for
+            a file that cannot be converted; for a row that is malformed or too long, or behind 200,000 blank lines;
+            names the file and the row.
     """
     return [document for path in paths for _, document in placed_documents(path)]
 
 
-def find_files(paths: Iterable[Path]) -> list[Path]:
+def read_good_documents(paths: Iterable[Path], refuse: Callable[[DataError], object]) -> Iterator[tuple[str, Document]]:
+    """As `read_documents`, but leaves out what is bad. Yields each document behind its file and row, for messages.
+
+    Args:
+        paths: the files.
+        refuse: takes the error of each file and row that is left out. If a file of rows cannot be read on from a row,
+            as where a quote is open, the rest of it is left out with that row, and the error says so.
+    """
+    for path in paths:
+        has_rows = path.suffix in (".jsonl", ".csv", ".parquet") or str(path).startswith(HUB)
+        try:
+            for place, document in placed_documents(path, refuse=refuse):
+                yield f"{path}, row {place.rows + 1}" if has_rows else str(path), document
+        except DataError as error:
+            refuse(DataError(f"{error}; nothing behind it in this file is read") if has_rows else error)
+
+
+def find_files(paths: Iterable[Path], *, refuse: Callable[[DataError], object] = raise_error) -> list[Path]:
     """The files that paths name: for a folder all files in it and below, in the order of their names.
 
     What begins with a dot is left out.
+
+    Args:
+        paths: files and folders.
+        refuse: takes the error of a path that is left out; by default, it is raised.
 
     Raises:
         DataError: for a folder without files, and for what the system refuses to look at.
     """
     files: list[Path] = []
     for path in paths:
-        with _readable(path):
-            if not path.is_dir():
-                files.append(path)
-                continue
-            inside = [
-                file
-                for file in sorted(path.rglob("*"))
-                if not file.is_dir() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-            ]
-        if not inside:
-            raise DataError(f"{path} is a folder without files; give files, or a folder of them")
-        files += inside
+        try:
+            files += _files(path)
+        except DataError as error:
+            refuse(error)
     return files
+
+
+def _files(path: Path) -> list[Path]:
+    with _readable(path):
+        if not path.is_dir():
+            return [path]
+        inside = [
+            file
+            for file in sorted(path.rglob("*"))
+            if not file.is_dir() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
+    if not inside:
+        raise DataError(f"{path} is a folder without files; give files, or a folder of them")
+    return inside
 
 
 @contextmanager
@@ -84,30 +115,47 @@ def _readable(path: Path) -> Iterator[None]:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def placed_documents(path: Path, start: Place = Place()) -> Iterator[tuple[Place, Document]]:
+def placed_documents(
+    path: Path, start: Place = Place(), *, refuse: Callable[[DataError], object] = raise_error
+) -> Iterator[tuple[Place, Document]]:
     """Yields the documents of a file, and the place of each, from which on the file can be read.
 
     Args:
         path: see `read_documents`.
         start: where to begin; standard input can be read from its beginning only, and once.
+        refuse: takes the error of a row that is left out; by default, it is raised.
 
     Raises:
         DataError: see `read_documents`.
     """
     if path.suffix == ".csv":
-        for row in read_table(path, ("id", "text"), start):
+        for row in read_table(path, ("id", "text"), start, refuse=refuse):
             others = {column: cell for column, cell in row.cells.items() if column not in ("id", "text")}
-            yield row.place, Document(row.filled("id"), row.filled("text"), others)
+            try:
+                document = Document(row.filled("id"), row.filled("text"), others)
+            except DataError as error:
+                refuse(error)
+            else:
+                yield row.place, document
         return
     if path.suffix == ".parquet" or str(path).startswith(HUB):
         read = read_hub if str(path).startswith(HUB) else read_parquet
-        for number, document in enumerate(read(path, start.rows), start.rows):
+        for number, document in read(path, start.rows, refuse=refuse):
             yield Place(number), document
         return
+    if is_converted(path):
+        text, title = convert(path)
+        yield Place(), Document(str(path), text, {} if title is None else {"title": title})
+        return
     with _readable(path), closing(_Lines(path)) as lines:
+        if path.suffix == ".json" and lines.start_with(b"["):
+            raise DataError(
+                f"{path} is a list in JSON, and only JSON Lines are read as several documents; write one object a line "
+                f"to a .jsonl file: jq -c '.[]' {quote(str(path))} > {quote(str(path.with_suffix('.jsonl')))}"
+            )
         if path.suffix == ".jsonl" or (path == STDIN and lines.start_with(b"{")):
             lines.go_on(start)
-            yield from _rows(path, lines, start)
+            yield from _rows(path, lines, start, refuse)
         else:
             yield Place(), Document(str(path), lines.text())
 
@@ -198,37 +246,59 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         DataError: see `read_documents`; also for a row that is no object.
     """
     with _readable(path), closing(_Lines(path)) as lines:
-        for _, where, row in _objects(path, lines, Place()):
+        for _, where, row in _objects(path, lines, Place(), raise_error):
             yield where, row
 
 
-def _rows(path: Path, lines: Iterable[bytes], start: Place) -> Iterator[tuple[Place, Document]]:
-    for place, where, row in _objects(path, lines, start):
-        for key in ("id", "text"):
-            if key not in row:
-                raise DataError(f"{where}: no {key!r}; it has {', '.join(map(repr, row)) or 'no keys'}")
-            if not isinstance(row[key], str):
-                raise DataError(f"{where}: {key!r} must be a text, got {row[key]!r:.80}")
-        yield place, Document(row.pop("id"), row.pop("text"), row)
+def _rows(
+    path: Path, lines: Iterable[bytes], start: Place, refuse: Callable[[DataError], object]
+) -> Iterator[tuple[Place, Document]]:
+    for place, where, row in _objects(path, lines, start, refuse):
+        fault = _fault(row)
+        if fault is None:
+            yield place, Document(row.pop("id"), row.pop("text"), row)
+        else:
+            refuse(DataError(f"{where}: {fault}"))
 
 
-def _objects(path: Path, lines: Iterable[bytes], start: Place) -> Iterator[tuple[Place, str, dict[str, Any]]]:
+def _fault(row: dict[str, Any]) -> str | None:
+    """Why a row is no document."""
+    for key in ("id", "text"):
+        if key not in row:
+            return f"no {key!r}; it has {', '.join(map(repr, row)) or 'no keys'}"
+        if not isinstance(row[key], str):
+            return f"{key!r} must be a text, got {row[key]!r:.80}"
+    return None
+
+
+def _objects(
+    path: Path, lines: Iterable[bytes], start: Place, refuse: Callable[[DataError], object]
+) -> Iterator[tuple[Place, str, dict[str, Any]]]:
     blank, size = 0, start.size
     for number, data in enumerate(lines, start.lines + 1):
         where = f"{path}, row {number}"
         place = Place(number - 1, number - 1, size)
         size += len(data)
-        line = _decoded(where, data.removesuffix(b"\n"))
-        if not line.strip():
-            blank += 1
-            if blank > ROW_LINES:
-                raise DataError(f"{where}: it comes after {ROW_LINES:,} blank lines; remove them")
-            continue
-        blank = 0
         try:
-            row: Any = parse_json(line, depth=METADATA_DEPTH, containers=ROW_CONTAINERS)
-        except MalformedError as error:
-            raise DataError(f"{where}: {error}") from None
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: not a JSON object but {type(row).__name__}")
-        yield place, where, row
+            line = _decoded(where, data.removesuffix(b"\n"))
+            row = _object(where, line) if line.strip() else None
+        except DataError as error:
+            refuse(error)
+            continue
+        if row is not None:
+            blank = 0
+            yield place, where, row
+            continue
+        blank += 1
+        if blank > ROW_LINES:
+            raise DataError(f"{where}: it comes after {ROW_LINES:,} blank lines; remove them")
+
+
+def _object(where: str, line: str) -> dict[str, Any]:
+    try:
+        row: Any = parse_json(line, depth=METADATA_DEPTH, containers=ROW_CONTAINERS)
+    except MalformedError as error:
+        raise DataError(f"{where}: {error}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: not a JSON object but {type(row).__name__}")
+    return row

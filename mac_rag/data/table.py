@@ -9,11 +9,16 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, NoReturn
 
 from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.errors import DataError
 from mac_rag.untrusted_files import ROW, ROW_LINES, MalformedError, lines_of, open_file
+
+
+def raise_error(error: DataError) -> NoReturn:
+    """Raises an error: what is done about a bad row, unless it is to be left out."""
+    raise error from None
 
 
 class Place(NamedTuple):
@@ -63,13 +68,16 @@ class Row:
         return DataError(f"{self.file}, row {self.number} (line {self.line}), column {column!r}: {problem}")
 
 
-def read_table(file: Path, columns: Sequence[str], start: Place = Place()) -> Iterator[Row]:
+def read_table(
+    file: Path, columns: Sequence[str], start: Place = Place(), *, refuse: Callable[[DataError], object] = raise_error
+) -> Iterator[Row]:
     """Yields the rows of a CSV file in UTF-8 whose first row is the header. Blank lines are skipped.
 
     Args:
         file: the file.
         columns: the columns that the file must have; it may have others.
         start: where to begin, from `Row.place`.
+        refuse: takes the error of a row that is left out; by default, it is raised.
 
     Raises:
         DataError: for a missing file or column, a row with too few or too many cells, broken quotes, or bytes that are
@@ -95,7 +103,12 @@ def read_table(file: Path, columns: Sequence[str], start: Place = Place()) -> It
             for cells in reader:
                 if cells:
                     lines.row_ends()
-                    yield _row(file, place, header, cells)
+                    try:
+                        row = _row(file, place, header, cells)
+                    except DataError as error:
+                        refuse(error)
+                    else:
+                        yield row
                 place = Place(place.rows + bool(cells), lines.count, lines.size)
         except (csv.Error, MalformedError) as error:
             where = f"row {place.rows + 1} (line {place.lines + 1})"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from mac_rag.data.table import raise_error
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
 from mac_rag.untrusted_files import ROW, MalformedError, open_file
@@ -16,31 +17,37 @@ HUB = "hub:"
 _BATCH = 256  # rows that are in memory at a time
 
 
-def read_parquet(path: Path, start: int = 0) -> Iterator[Document]:
-    """The rows of a Parquet file as documents, a few hundred in memory at a time.
+def read_parquet(
+    path: Path, start: int = 0, *, refuse: Callable[[DataError], object] = raise_error
+) -> Iterator[tuple[int, Document]]:
+    """The rows of a Parquet file as documents with their numbers from 0, a few hundred in memory at a time.
 
     Args:
         path: the file; its columns `id` and `text` hold texts, and all others become metadata.
         start: number of the first row to read, from 0.
+        refuse: takes the error of a row that is left out; by default, it is raised.
 
     Raises:
         DataError: when pyarrow is missing; for a file that cannot be read, and a row without an id or a text, or with
             one that is too long; names the file and the row.
     """
-    return (_document(where, row) for where, row in parquet_rows(path, start))
+    return _documents(parquet_rows(path, start), start, refuse)
 
 
-def read_hub(name: str | Path, start: int = 0) -> Iterator[Document]:
-    """The rows of a data set of the Hub as documents, from the cache of the `datasets` library.
+def read_hub(
+    name: str | Path, start: int = 0, *, refuse: Callable[[DataError], object] = raise_error
+) -> Iterator[tuple[int, Document]]:
+    """The rows of a data set of the Hub as documents with their numbers, from the cache of the `datasets` library.
 
     Args:
         name: `hub:OWNER/NAME`, `hub:OWNER/NAME/CONFIGURATION`, either with `:SPLIT` behind it; `train` without.
         start: number of the first row to read, from 0.
+        refuse: takes the error of a row that is left out; by default, it is raised.
 
     Raises:
         DataError: when `datasets` is missing; for a data set that is not found; for a row as `read_parquet`.
     """
-    return (_document(where, row) for where, row in hub_rows(name, start))
+    return _documents(hub_rows(name, start), start, refuse)
 
 
 def parquet_rows(path: Path, start: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -142,6 +149,18 @@ def _rows(where: str, batch: Any, number: int) -> Iterator[dict[str, Any]]:
                 yield from batch.slice(index, 1).to_pylist()
             except (ValueError, OverflowError) as error:
                 raise DataError(f"{where}, row {number + index + 1}: a value cannot be read: {error}") from None
+
+
+def _documents(
+    rows: Iterable[tuple[str, dict[str, Any]]], start: int, refuse: Callable[[DataError], object]
+) -> Iterator[tuple[int, Document]]:
+    for number, (where, row) in enumerate(rows, start):
+        try:
+            document = _document(where, row)
+        except DataError as error:
+            refuse(error)
+        else:
+            yield number, document
 
 
 def _document(where: str, row: dict[str, Any]) -> Document:

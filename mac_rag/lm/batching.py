@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+_one_group: ContextVar[bool] = ContextVar("one_group", default=False)
+
+
+@contextmanager
+def one_group() -> Iterator[None]:
+    """A context in which rows of all lengths share one group.
+
+    Processes that train one model in parts must call its layers equally often, whatever the lengths of their rows are.
+    """
+    before = _one_group.set(True)
+    try:
+        yield
+    finally:
+        _one_group.reset(before)
 
 
 def pad_rows(
@@ -44,8 +62,10 @@ def pad_rows(
 def similar_lengths(lengths: Sequence[int], ratio: float) -> list[list[int]]:
     """Groups indices so that the longest text of a group is at most `ratio` times as long as its shortest.
 
-    Every index is in exactly one group. Groups and their members ascend in length.
+    Every index is in exactly one group. Groups and their members ascend in length. In `one_group`, there is one group.
     """
+    if _one_group.get():
+        ratio = math.inf
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
         if not groups or lengths[index] > ratio * lengths[groups[-1][0]]:
@@ -57,8 +77,11 @@ def similar_lengths(lengths: Sequence[int], ratio: float) -> list[list[int]]:
 def length_buckets(lengths: Sequence[int], budget: float) -> list[list[int]]:
     """Groups indices of texts of similar length so that each padded group stays within a budget of tokens.
 
-    Every index is in exactly one group. A text longer than the budget is a group of its own.
+    Every index is in exactly one group. A text longer than the budget is a group of its own. In `one_group`, there is
+    one group.
     """
+    if _one_group.get():
+        budget = math.inf
     buckets: list[list[int]] = []
     current: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):

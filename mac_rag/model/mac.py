@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -37,6 +37,9 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import PrefixTuning
 from mac_rag.nn.unpadded_bert import last_states_without_gradients
 from mac_rag.progress import progress_bar
+
+# Tokens that the amortization network reads at a time, padding included.
+BATCH_TOKENS = 8192
 
 
 class MACModel(GenerationMixin, nn.Module):
@@ -263,7 +266,7 @@ class MACModel(GenerationMixin, nn.Module):
             return {}
         return {"embeddings": self.base_lm.model.get_input_embeddings().weight}
 
-    def amortize(self, documents: Sequence[str], *, batch_tokens: int = 8192, progress: bool = False) -> Tensor:
+    def amortize(self, documents: Sequence[str], *, batch_tokens: int = BATCH_TOKENS, progress: bool = False) -> Tensor:
         """Encodes documents to memory tokens, each once and without gradients.
 
         Args:
@@ -279,14 +282,21 @@ class MACModel(GenerationMixin, nn.Module):
             DocumentError: for an empty document, one that is no text, or one beyond the limit of tokens.
         """
         rows = [self.amortization.ids(document) for document in documents]
-        return self.amortize_rows(rows, batch_tokens=batch_tokens, progress=progress)
+        with progress_bar("adapt", len(rows), disable=not progress) as bar:
+            return self.amortize_rows(rows, batch_tokens=batch_tokens, advance=bar.advance)
 
     def amortize_rows(
-        self, rows: Sequence[Sequence[int]], *, batch_tokens: int = 8192, progress: bool = False
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        batch_tokens: int = BATCH_TOKENS,
+        advance: Callable[[int], object] | None = None,
     ) -> Tensor:
-        """As `amortize`, for documents that are already token ids (`TextEncoder.plan`)."""
-        with progress_bar("adapt", len(rows), disable=not progress) as bar:
-            return self.amortization.encode(rows, batch_tokens, bar.advance).stacked()
+        """As `amortize`, for documents that are already token ids (`TextEncoder.plan`).
+
+        `advance` is called after each batch, with its number of rows.
+        """
+        return self.amortization.encode(rows, batch_tokens, advance).stacked()
 
     @property
     def row_shape(self) -> tuple[int, int]:

@@ -11,6 +11,7 @@ Where the prefix has an attention sink, the LM reads the text behind the sink, a
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from mac_rag.nn.amortization import EncoderPooling
 from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import PrefixModulation, PrefixTuning
-from mac_rag.progress import progress_bar
+from mac_rag.progress import ProgressBar, progress_bar
 from pipelines.initializers.ridge import Ridge
 
 _READ = 256  # texts to which the maps are fitted
@@ -69,13 +70,17 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     model.eval()
     questions_of = data.questions_by_document()
     documents = [document for document in data.documents if questions_of[document.id]]
-    rows = [model.amortization.ids(document.text) for document in documents]
+    rows = []
+    with _progress("tokenize", len(documents)) as bar:
+        for document in documents:
+            rows.append(model.amortization.ids(document.text))
+            bar.advance()
     if network.hashed_bm25 is not None:
         network.hashed_bm25.count(rows)
     some = range(0, len(rows), -(-len(rows) // _READ))
     rows_read = [rows[i] for i in some]
     questions = [model.input_encoder.ids(questions_of[documents[i].id][0].question) for i in some]
-    with progress_bar("kv_regression: read", len(rows_read)) as bar:
+    with _progress("read documents", len(rows_read)) as bar:
         states = [_states(network, row, bar.advance) for row in rows_read]
     _fit_salience(network, rows, rows_read, states)
     count = len(network.queries)
@@ -88,13 +93,20 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     read += places  # as the bias makes them, in phi too
     _fit_prefix(model, prefix, memory, rows_read, states)
     if model.aggregation.prior is not None:
-        _fit_prior(model.aggregation.prior, model.input_encoder.encode(questions, _BATCH), phi)
+        with _progress("read questions", len(questions)) as bar:
+            encoded = model.input_encoder.encode(questions, _BATCH, bar.advance)
+        _fit_prior(model.aggregation.prior, encoded, phi)
     along = places.T @ torch.linalg.pinv(places.T)  # the projection onto the marks
     for block in model.aggregation.blocks:
         assert isinstance(block, CrossAttentionBlock)
         for linear in (block.to_query, block.to_key):
             linear.weight.add_(linear.weight @ along, alpha=_SHARP - 1)
     model.train(training)
+
+
+def _progress(label: str, total: int) -> ProgressBar:
+    """A bar of one phase; of several processes, the first shows it."""
+    return progress_bar(f"kv_regression: {label}", total, disable=os.environ.get("RANK", "0") != "0")
 
 
 def _states(network: EncoderPooling, row: Sequence[int], advance: Callable[[], None]) -> Tensor:
@@ -171,7 +183,7 @@ def _fit_prefix(
     if sink is not None:
         longest = sink.length + max(map(len, rows))
         rotation = key_rotation(base_lm.model, range(sink.length, longest), longest)
-    with progress_bar("kv_regression: fit", len(rows)) as bar:
+    with _progress("fit", len(rows)) as bar:
         for row, tokens, text in zip(rows, phi, states, strict=True):
             # The sink is what the tokenizer puts in front of a text, where it does so.
             skipped = len(start) if sink is not None and list(row[: len(start)]) == start else 0

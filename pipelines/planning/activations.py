@@ -7,8 +7,9 @@ A layer of width d whose feed-forward network is m wide keeps, for each token,
 where e is 2 in bf16 and 4 in fp32: inputs of the linear layers, queries, keys, values and what attention gives, what
 the feed-forward network's product needs, and in fp32 the inputs of the norms. Attention that keeps its scores (T5)
 adds 12 h n bytes for each token that attends to n others by h heads. Logits are kept once in their dtype and twice in
-fp32. Nothing is added for short-lived tensors of the backward pass. So this is an estimate; it was within a factor of
-1.5 of the measured peak of a step in `tests/pipelines/planning/test_activations.py`.
+fp32. With gradient checkpointing a layer keeps its input, 4 d bytes, and one layer at a time is computed again.
+Nothing is added for short-lived tensors of the backward pass. So this is an estimate; it was within a factor of 1.5 of
+the measured peak of a step in `tests/pipelines/planning/test_activations.py`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Step:
         further_rows: documents of earlier batches that questions attend to as well.
         losses: weights of the terms.
         bf16: True for mixed precision.
+        recompute: True for gradient checkpointing.
     """
 
     documents: int
@@ -48,6 +50,17 @@ class Step:
     further_rows: int
     losses: LossWeights
     bf16: bool
+    recompute: bool = False
+
+    def layers(self, count: int, width: int, layer: int) -> int:
+        """Bytes that layers keep for each token.
+
+        Args:
+            count: number of layers.
+            width: d.
+            layer: bytes that one layer keeps where nothing is computed again.
+        """
+        return count * 4 * width + layer if self.recompute else count * layer
 
     def bytes_of(self, half: bool = False) -> int:
         """Bytes of a number that a network computes; `half` for one whose weights are in half precision."""
@@ -92,24 +105,22 @@ def activations(model: MACModel, step: Step) -> dict[str, int]:
 def _encoder(network: Any, tokens: int, step: Step) -> int:
     """Bytes of one text with gradients in an encoder."""
     config, count, number = network.backbone.config, len(network.queries), step.bytes_of()
-    layer, heads = layer_bytes(config.hidden_size, inner_width(config), number), config.num_attention_heads
+    width, heads = config.hidden_size, config.num_attention_heads
+    layer = layer_bytes(width, inner_width(config), number)
     width_out, inner = network.mlps.outer.shape[2], network.mlps.outer.shape[1]
-    found = count * (4 * (3 * config.hidden_size + width_out) + 3 * number * inner)
+    found = count * (4 * (3 * width + width_out) + 3 * number * inner)
     if hasattr(network, "to_key"):  # pooling: the distances of all words from each token's stretch, and three maps
-        return int(
-            found + tokens * config.num_hidden_layers * layer + 12 * heads * count * tokens
-            + tokens * (16 + 5 * number) * config.hidden_size
-        )  # fmt: skip
+        found += tokens * step.layers(config.num_hidden_layers, width, layer)
+        return int(found + 12 * heads * count * tokens + tokens * (16 + 5 * number) * width)
     if getattr(config, "num_decoder_layers", None) and hasattr(network.backbone, "decoder"):
-        decoder = config.num_decoder_layers * count * (layer + 4 * number * config.hidden_size)
-        scores = _SCORE * heads * count * (count + tokens) * config.num_decoder_layers
-        encoder = 0
+        decoder = layer + 4 * number * width + _SCORE * heads * (count + tokens)
+        found += count * step.layers(config.num_decoder_layers, width, decoder)
         if any(parameter.requires_grad for parameter in network.backbone.encoder.parameters()):
-            encoder = config.num_layers * tokens * (layer + _SCORE * heads * tokens)
-        return int(found + decoder + scores + encoder)
+            found += tokens * step.layers(config.num_layers, width, layer + _SCORE * heads * tokens)
+        return int(found)
     read = tokens + count
     eager = _SCORE * heads * read if config.model_type == "t5" else 0
-    return int(found + read * config.num_hidden_layers * (layer + eager))
+    return int(found + read * step.layers(config.num_hidden_layers, width, layer + eager))
 
 
 def _aggregation(model: MACModel, step: Step) -> int:
@@ -130,7 +141,8 @@ def _lm(model: MACModel, step: Step, rows: int, prompt: int, answer: int) -> int
     number = step.bytes_of(half=model.base_lm.dtype.itemsize == 2)
     layer = layer_bytes(lm.hidden_size, inner_width(lm), number)
     window = min(prompt + answer, model.context_window)
-    return rows * int(window * lm.num_hidden_layers * layer + answer * lm.vocab_size * (number + 8))
+    layers = step.layers(lm.num_hidden_layers, lm.hidden_size, layer)
+    return rows * int(window * layers + answer * lm.vocab_size * (number + 8))
 
 
 def _modulation(model: MACModel, step: Step) -> int:

@@ -65,6 +65,8 @@ def _changes(subject: Subject) -> Iterator[dict[str, Any]]:
     if trainer.batch_size > 1:
         # As many documents in a step, and fewer at once.
         yield {"trainer": {"batch_size": 1, "accumulate": trainer.batch_size * trainer.accumulate}}
+    if not trainer.gradient_checkpointing:
+        yield {"trainer": {"gradient_checkpointing": True}}
     if trainer.precision == "fp32":
         yield {"trainer": {"precision": "bf16"}}
     if not isinstance(recipe, TrainConfig):

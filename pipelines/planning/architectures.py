@@ -40,7 +40,10 @@ def architecture(name: str, revision: str | None = None, folder: Path | None = N
         ModelLoadError: when there is no such model.
     """
     if name.startswith("${"):
-        raise ConfigError(f"{name} is the result of another stage; give its folder, such as --set base_lm.name=FOLDER")
+        raise ConfigError(
+            f"{name} is the result of another stage; give its folder: --set base_lm.name=FOLDER, or "
+            "model.base_lm.name where the recipe has a model"
+        )
     place = resolve(name, folder)
     if not Path(place).is_dir():
         if place in PACKAGED:

@@ -126,6 +126,7 @@ def _step(recipe: TrainConfig, losses: LossWeights, document_tokens: int, bf16: 
         further_rows=min(recipe.negatives, recipe.distractors * questions),
         losses=losses,
         bf16=bf16,
+        recompute=recipe.trainer.gradient_checkpointing,
     )
 
 
@@ -146,6 +147,9 @@ def tuning_memory(base_lm: BaseLM, recipe: TuneConfig) -> Memory:
     weights = Weights(BASE_LM, tuple(parameters), tuple(base_lm.model.buffers()), {})
     lm, number = base_lm.model.config, 2 if bf16 or base_lm.dtype.itemsize == 2 else 4
     length = QUESTION_TOKENS if recipe.context.retriever == "none" else recipe.sequence_length
-    layers = lm.num_hidden_layers * layer_bytes(lm.hidden_size, inner_width(lm), number)
+    layer = layer_bytes(lm.hidden_size, inner_width(lm), number)
+    layers = lm.num_hidden_layers * layer
+    if recipe.trainer.gradient_checkpointing:
+        layers = 4 * lm.num_hidden_layers * lm.hidden_size + layer
     kept = recipe.trainer.batch_size * min(length, base_lm.context_window) * (layers + lm.vocab_size * (number + 8))
     return Memory({BASE_LM: {**optimised(weights, True, bf16), "activations": kept}})

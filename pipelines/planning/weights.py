@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mac_rag.config import Quantization
 from mac_rag.model import MACModel
+from mac_rag.nn.cpu_linear import CPULinear
 
 BASE_LM, SENTENCE, AMORTIZATION, INPUT = "base LM", "sentence encoder", "amortization network", "input encoder"
 AGGREGATION, MODULATION = "aggregation network", "modulation"
@@ -115,7 +116,7 @@ def quantized_bytes(model: Any, quantization: Quantization, skipped: tuple[str, 
     left |= set(model._keep_in_fp32_modules or ())
     found = {}
     for name, module in model.named_modules():
-        if (isinstance(module, Conv1D) or type(module) is nn.Linear) and not _left_out(name, left):
+        if (isinstance(module, Conv1D) or type(module) in (nn.Linear, CPULinear)) and not _left_out(name, left):
             count, rows = module.weight.numel(), module.weight.shape[1 if isinstance(module, Conv1D) else 0]
             nf4 = -(-count // 2) + 4 * -(-count // _NF4_BLOCK) + _NF4_CODE
             found[id(module.weight)] = nf4 if quantization == "nf4" else count + 4 * rows

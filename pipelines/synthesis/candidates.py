@@ -19,8 +19,7 @@ KINDS = SPAN_KINDS + OPEN_KINDS
 
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[\"'“‘(]?[A-Z0-9])|\n+")
 _YEAR = re.compile(r"1\d{3}|20\d\d")
-_PLACE = re.compile(r"\b(?:in|at|from|near|to) (?:the )?$")
-_OPENINGS = {"date": "When", "number": "How", "phrase": "What", "name": "Which"}
+_OPENINGS = {"date": "When", "number": "How", "phrase": "What"}
 # Two or three words behind an article, up to a word or a sign that ends a noun phrase.
 _PHRASE = re.compile(
     r"\b(?:[Tt]he|[Aa]n?) ([a-z][a-z'-]{2,}(?: [a-z][a-z'-]{2,}){1,2})"
@@ -49,16 +48,8 @@ class Candidate:
 
     @property
     def opening(self) -> str:
-        """The word that the question begins with; empty without a chosen answer.
-
-        Examples:
-            >>> Candidate("name", "Ulvby", "The mill was built in Ulvby.").opening
-            'Where'
-        """
-        if self.answer is None:
-            return ""
-        in_front = self.sentence.partition(self.answer)[0]
-        return "Where" if self.kind == "name" and _PLACE.search(in_front) else _OPENINGS[self.kind]
+        """The word that the question begins with; empty if it may be any. A name may be anything's."""
+        return _OPENINGS.get(self.kind, "")
 
 
 def choose_candidates(passage: str, count: int, rng: random.Random) -> list[Candidate]:

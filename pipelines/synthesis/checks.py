@@ -21,6 +21,7 @@ CHECKS = {
 }
 AGREEMENT = 0.5  # least F1 of the LM's own answer on the answer
 _SUPPORTED = 0.8  # least share of an answer's words that the document holds
+_NEW = 0.5  # least share of an answer's words that its question has not; small LMs like to say the question again
 _NEAR = 0.8  # least share of common words, of all words of two questions that are nearly the same
 
 _THE_TEXT = re.compile(
@@ -61,7 +62,8 @@ def fault_of_question(question: str, passage: str) -> str | None:
 def fault_of_answer(kind: str, pair: Written, passage: str) -> str | None:
     """The check that an answer fails beside its question and its passage; None if it fails none.
 
-    A chosen answer must stand in the passage, and an answer that the LM wrote must follow from it (see `follows`).
+    A chosen answer must stand in the passage, and an answer that the LM wrote must follow from it (see `follows`) and
+    say something: half of its words must be others than the question's.
 
     Examples:
         >>> fault_of_answer("name", Written("Who was Ada Berg?", "Ada Berg"), "Ada Berg left.")
@@ -72,7 +74,8 @@ def fault_of_answer(kind: str, pair: Written, passage: str) -> str | None:
     if stands_in(pair.answer, pair.question):
         return "given away"
     words = _content(pair.answer)
-    if words and words <= _content(pair.question):
+    new = words - _content(pair.question)
+    if words and (not new or (kind not in SPAN_KINDS and len(new) < _NEW * len(words))):
         return "given away"
     supported = stands_in(pair.answer, passage) or (kind not in SPAN_KINDS and follows(pair.answer, passage))
     return None if supported else "unsupported"

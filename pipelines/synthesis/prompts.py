@@ -67,7 +67,7 @@ _INSTRUCTIONS = {
 # For each kind: passage, answer, question.
 _EXAMPLES = {
     "name": (
-        (_BRIDGE, "Ada Lindqvist", "Which engineer designed the Kestrel Bridge?"),
+        (_BRIDGE, "Ada Lindqvist", "Who designed the Kestrel Bridge?"),
         (_SALT, "Portugal", "Where do most of the potters live who buy solvane?"),
     ),
     "date": (
@@ -108,7 +108,7 @@ _TO_ANSWER_FORM = "Passage: {passage}\n\nSentence: {sentence}\n\nAnswer: {answer
 _READING = {
     True: (
         "Answer the question with a few words from the passage.",
-        (("Which engineer designed the Kestrel Bridge?", "Ada Lindqvist"), ("How long is it?", "412 metres")),
+        (("Who designed the Kestrel Bridge?", "Ada Lindqvist"), ("How long is it?", "412 metres")),
     ),
     False: (
         "Answer the question in one sentence, with words from the passage.",
@@ -134,15 +134,19 @@ def asking(passage: str, candidate: Candidate) -> Conversation:
             shown.append((f"Passage: {text}", f"Question: {question}\nAnswer: {answer}"))
         else:
             sentence = sentence_of(text, text.index(answer))
-            shown.append((_to_answer(text, sentence, answer, question.split()[0]), question))
+            shown.append((_to_answer(text, Candidate(kind, answer, sentence)), question))
     if candidate.answer is None:
         return Conversation(_INSTRUCTIONS[kind], tuple(shown), f"Passage: {passage}", "Question:")
-    request = _to_answer(passage, candidate.sentence, candidate.answer, candidate.opening)
-    return Conversation(_INSTRUCTIONS[kind], tuple(shown), request, candidate.opening)
+    return Conversation(_INSTRUCTIONS[kind], tuple(shown), _to_answer(passage, candidate), candidate.opening)
 
 
-def _to_answer(passage: str, sentence: str, answer: str, opening: str) -> str:
-    return _TO_ANSWER_FORM.format(passage=passage, sentence=sentence, answer=answer, opening=opening)
+def _to_answer(passage: str, candidate: Candidate) -> str:
+    return _TO_ANSWER_FORM.format(
+        passage=passage,
+        sentence=candidate.sentence,
+        answer=candidate.answer,
+        opening=candidate.opening or "Who, What, Where or Which",
+    )
 
 
 def reading(passage: str, kind: str, question: str) -> Conversation:

@@ -13,9 +13,11 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from mac_rag.config import Config, MACConfig, Renaming
+from mac_rag.data.characters import shown_id
 from mac_rag.data.metrics import best_over, exact_match, f1
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
+from mac_rag.errors import DataError
 from mac_rag.lm.devices import DTYPES
 from mac_rag.lm.loading import require_gradients
 from mac_rag.model import MACModel
@@ -142,6 +144,23 @@ class TrainConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _processes_call_alike(self) -> Self:
+        """Processes that train in parts gather each layer together, so all must call it equally often."""
+        if self.trainer.parallel != "fsdp":
+            return self
+        if self.without_memory:
+            raise ValueError(
+                f"without_memory is {self.without_memory}, but with trainer.parallel: fsdp all processes must call the "
+                "LM equally often; set it to 0"
+            )
+        if self.group_by_title > 1 and self.backprop_dropout:
+            raise ValueError(
+                f"group_by_title is {self.group_by_title}, and with it the processes have batches of different sizes, "
+                "which backprop_dropout divides; with trainer.parallel: fsdp, set one of them to its default"
+            )
+        return self
+
 
 class TrainTask(Task):
     """A MAC model with its training batches and its validation on a held-out stream.
@@ -168,6 +187,8 @@ class TrainTask(Task):
         reconstruction = any(losses.reconstruction for losses in config.all_losses)
         unanswered = not any(losses.need_answers for losses in config.all_losses)
         data = config.data.training_set(unanswered=unanswered)
+        if config.trainer.parallel == "fsdp":
+            _require_answers(data)
         data = within_limits(data, self.model, reconstruction=reconstruction)
         if config.init == "kv_regression":
             init_by_kv_regression(self.model, data)
@@ -312,6 +333,20 @@ def _figures(engine: MACEngine, questions: Sequence[Question], contexts: list[li
 def _require_gradients(network: MACConfig, device: torch.device) -> None:
     for part in (network.base_lm, network.amortization, network.input_encoder):
         require_gradients(part.quantization, device)
+
+
+def _require_answers(data: QADataset) -> None:
+    """Refuses questions without answers for processes that train in parts.
+
+    The LM would write the answers in each step, and processes would call it as often as their answers are long.
+    """
+    for question in data.questions:
+        if not question.answers:
+            raise DataError(
+                f"question {shown_id(question.id)} has no answer. With trainer.parallel: fsdp, all processes must call "
+                "the LM equally often, so answers have to be there before: let pipelines.self_study --own-answers "
+                "write them, or train with parallel: ddp"
+            )
 
 
 def excerpt(text: str, answers: Sequence[str], count: int) -> str:

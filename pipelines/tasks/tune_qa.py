@@ -127,7 +127,8 @@ class TuneTask(Task):
                 "follows them; set it to 0"
             )
         make_trainable(self.lm, config.lora_rank if config.tune == "lora" else None)
-        if config.trainer.precision == "bf16" and multiplies_bf16():
+        on_cpu = config.trainer.training_device.type == "cpu"
+        if on_cpu and config.trainer.precision == "bf16" and multiplies_bf16():
             use_products(self.lm)
         self.encoder = prompt_encoder(tokenizer, config.prompt)
         data = config.data.training_set()

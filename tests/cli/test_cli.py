@@ -84,6 +84,61 @@ def test_a_long_document_is_remembered_in_parts_or_refused(model: str, tmp_path:
     assert len(bank.phi) > 1
 
 
+def test_a_folder_of_pages_is_remembered_with_their_titles(model: str, tmp_path: Path) -> None:
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / "deep" / "a.html").write_text("<title>May</title><p>Ada Voss opened the harbour.")
+    (tmp_path / "in" / "b.txt").write_text("The bridge of Orm was closed.")
+    done = run("adapt", tmp_path / "in", "--bank", tmp_path / "bank", "--model", model)
+    assert done.stdout.startswith("2 added"), done.output
+    bank = MemoryBank.open(tmp_path / "bank")
+    assert bank[str(tmp_path / "in" / "deep" / "a.html")].metadata == {"title": "May"}
+    (tmp_path / "in" / "c.docx").write_bytes(b"PK")
+    assert "c.docx is no Word file" in refusal("adapt", tmp_path / "in", "--bank", tmp_path / "bank", "--model", model)
+
+
+def test_what_is_bad_is_left_out_and_listed_and_nothing_else(model: str, tmp_path: Path) -> None:
+    good, bad = '{{"id": "{0}", "text": "Rain fell on {0}."}}', tmp_path / "rows.jsonl"
+    rows = [good.format("a"), "{", good.format("b"), '{"id": "c"}', good.format("a"), '{"id": "d", "text": " "}']
+    bad.write_text("\n".join(rows))
+    (tmp_path / "table.csv").write_text('id,text\ne,Snow.\nf\n,No id.\ng,Hail.\nh,"Open\n')
+    (tmp_path / "binary.txt").write_bytes(b"GIF\0")
+    (tmp_path / "note.md").write_text("Fog lay on Tarn.")
+    (tmp_path / "empty").mkdir()
+    names = ("rows.jsonl", "table.csv", "binary.txt", "missing.txt", "note.md", "empty")
+    arguments = ["adapt", *(tmp_path / name for name in names), "--bank", tmp_path / "bank", "--model", model]
+    refusal(*arguments)
+    assert not (tmp_path / "bank").exists()
+    done = run(*arguments, "--skip-bad", "--retriever", "bm25", "--retriever-folder", tmp_path / "texts")
+    assert done.exit_code == 0, done.output
+    remembered = MemoryBank.open(tmp_path / "bank").document_ids
+    assert remembered == ["a", "b", "e", "g", str(tmp_path / "note.md")]
+    assert "5 documents written to bm25, which holds 5" in done.stdout
+    lines = [line for line in done.stderr.splitlines() if "left out" in line]
+    listed = [line.removeprefix(f"left out: {tmp_path}/") for line in lines]
+    starts = (
+        "empty is a folder without files",
+        "rows.jsonl, row 2: not JSON",
+        "rows.jsonl, row 4: no 'text'",
+        "table.csv, row 2 (line 3), column 'text'",
+        "table.csv, row 3 (line 4), column 'id': the cell is empty",
+        "table.csv, row 5 (line 6): not well-formed CSV",
+        "binary.txt is not a text in UTF-8",
+        "missing.txt cannot be read",
+        "rows.jsonl, row 5: document id 'a' occurs twice",
+        "rows.jsonl, row 6: document 'd'",
+        "10 left out",
+    )
+    assert len(listed) == len(starts), listed
+    for line, start in zip(listed, starts):
+        assert line.startswith(start), line
+    assert listed[5].endswith("nothing behind it in this file is read")
+
+    again = run(*arguments, "--skip-bad")
+    assert again.stdout.startswith("0 added, 0 updated, 5 unchanged")
+    nothing = run("adapt", tmp_path / "binary.txt", "--skip-bad", "--bank", tmp_path / "other", "--model", model)
+    assert (nothing.exit_code, (tmp_path / "other").exists()) == (1, False)
+
+
 def test_rows_of_a_table_and_standard_input(model: str, tmp_path: Path) -> None:
     bank = tmp_path / "bank"
     (tmp_path / "t.csv").write_text("id,text,source\n1,Rain fell on Kell.,radio\n2,Snow fell on Tarn.,post\n")
@@ -120,6 +175,42 @@ class TestBank:
         assert "r[1]" in explained.stdout
         refused = run(*asking, "--as-of", "03/04/2024")
         assert "can be read in several ways" in str(refused.exception)
+
+    def test_list_filters_and_pages(self, bank: Path, notes: list[str]) -> None:
+        def listed(*options: object) -> list[str]:
+            lines = run("bank", "list", "--bank", bank, *options).stdout.splitlines()
+            return [document["id"] for line in lines for document in json.loads(line)["documents"]]
+
+        assert listed("--id", "r[1]") == ["r[1]"]
+        assert listed("--id", "r*") == ["r[1]", "r2"]
+        assert listed("--id", "r") == []
+        assert listed("--id", "*.md", "--id", "r2") == [notes[1], "r2"]
+        assert listed("--where", "date=2024-05-01") == ["r[1]"]
+        assert listed("--where", "date=2024-05-01", "--id", "r2") == []
+        assert listed("--after", notes[1]) == ["r[1]", "r2"]
+        first = run("bank", "list", "--bank", bank, "--limit", 3)
+        assert first.stderr == "there are more; go on with --after 'r[1]'\n"
+        assert listed("--limit", 3) + listed("--limit", 3, "--after", "r[1]") == [*notes[:2], "r[1]", "r2"]
+        assert run("bank", "list", "--bank", bank, "--limit", 4).stderr == ""
+        assert "'nowhere'" in refusal("bank", "list", "--bank", bank, "--after", "nowhere")
+        assert run("bank", "list", "--bank", bank, "--where", "date").exit_code == 2
+
+    def test_metadata_of_all_kinds_are_compared(self, tmp_path: Path) -> None:
+        metadata = {"n": 2005, "text": "2005", "truth": True, "none": None, "names": ["Ada", "Ines", 3], "empty": ""}
+        bank = MemoryBank("0" * 64)
+        bank.put([Document("all", "", metadata), Document("nothing", "")], torch.zeros(2, 1, 4))
+        bank.save(tmp_path / "bank")
+
+        def found(condition: str) -> bool:
+            lines = run("bank", "list", "--bank", tmp_path / "bank", "--where", condition).stdout.splitlines()
+            assert [json.loads(line)["documents"][0]["id"] for line in lines] in ([], ["all"])
+            return bool(lines)
+
+        fitting = ("n=2005", "text=2005", "truth=true", "none=null", "names=Ines", "names=3", "empty=")
+        assert all(map(found, fitting))
+        assert not any(
+            map(found, ("n=2005.0", "n=20", "truth=True", "none=", "names=Ad", "empty=a", "lost=", "lost=null"))
+        )
 
     def test_compaction_of_a_bank_with_chroma(self, tmp_path: Path) -> None:
         documents = [Document("a", "Quizzaciously rain fell."), Document("b", "Snow fell on Tarn.")]
@@ -309,7 +400,17 @@ def test_version() -> None:
 
 
 def test_help_needs_no_torch() -> None:
-    commands = [[], ["adapt"], ["ask"], ["bank"], ["bank", "info"], ["bank", "rebuild"], ["fetch"]]
+    commands = [
+        [],
+        ["adapt"],
+        ["ask"],
+        ["chat"],
+        ["bank"],
+        ["bank", "info"],
+        ["bank", "list"],
+        ["bank", "rebuild"],
+        ["fetch"],
+    ]
     code = (
         "import sys\n"
         "from mac_rag.cli.main import main\n"
@@ -324,6 +425,17 @@ def test_help_needs_no_torch() -> None:
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("Usage") == len(commands)
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [("ada", ["adapt"]), ("bank re", ["repair", "restore", "rebuild"]), ("adapt --rows i", ["int8"])],
+)
+def test_a_shell_completes_commands_and_values(typed: str, completed: list[str]) -> None:
+    words = f"mac-rag {typed}"
+    asked = {"_MAC_RAG_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = CliRunner().invoke(app, [], prog_name="mac-rag", env=asked)
+    assert sorted(done.stdout.split()) == sorted(completed), done.output
 
 
 def test_lines_typed_in_are_remembered_and_asked(model: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mac_rag.data.provenance import Member
-from mac_rag.data.readers import find_files, placed_documents, read_documents
+from mac_rag.data.readers import find_files, placed_documents, read_documents, read_good_documents
 from mac_rag.data.typed_rows import read_hub
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
@@ -47,6 +47,15 @@ def test_a_bad_row_is_named(tmp_path: Path, row: dict[str, Any], message: str) -
     rows = [{"id": f"{number}", "text": "Text."} for number in range(2)]
     with pytest.raises(DataError, match=message):
         read_documents([write(tmp_path / "rows.parquet", [*rows, row])])
+
+
+def test_bad_rows_are_left_out_by_their_numbers(tmp_path: Path) -> None:
+    rows = [{"id": f"{number}", "text": None if number in (0, 2) else "Text."} for number in range(5)]
+    refused: list[str] = []
+    good = list(read_good_documents([write(tmp_path / "rows.parquet", rows)], lambda error: refused.append(str(error))))
+    path = tmp_path / "rows.parquet"
+    assert good == [(f"{path}, row {number + 1}", Document(f"{number}", "Text.")) for number in (1, 3, 4)]
+    assert [message.split(":")[0] for message in refused] == [f"{path}, row 1", f"{path}, row 3"]
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:

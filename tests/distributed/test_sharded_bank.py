@@ -114,7 +114,7 @@ def test_in_double_precision_shards_agree_with_direct_attention(
     monkeypatch.setitem(DTYPES, "fp32", torch.float64)  # of cached keys and values
     built, question = network(prior_width), random_texts(3)
     texts = rounded(layout_for(built), random(20, TOKENS, WIDTH, seed=1).float())
-    encoder = lambda ids: question  # noqa: E731
+    encoder = lambda ids, read: question  # noqa: E731
     encoder.ids = lambda text: [1]  # type: ignore[attr-defined]
     model: Any = SimpleNamespace(aggregation=built, fingerprint="f00d", input_encoder=encoder, device="cpu")
     with made(folder, model, 4) as bank:

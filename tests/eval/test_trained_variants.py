@@ -116,5 +116,6 @@ def test_the_papers_recipes_load(preset: str, fresh: Any, changes: dict[str, Any
     recipe = training.recipe(fresh, changes)
     assert recipe.model is not None
     assert (recipe.data.name, recipe.data.path, recipe.trainer.seed) == ("streamingqa", "data/streamingqa", 3)
+    assert recipe.model.base_lm.name == f"runs/{preset}/tune_qa/best"
     values = recipe.model_dump(mode="json")
     assert merged(values, changes) == values

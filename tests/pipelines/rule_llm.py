@@ -12,6 +12,10 @@ from llama_index.core.base.llms.types import ChatMessage, ChatResponse, Completi
 from llama_index.core.llms import CustomLLM
 
 GAP = "the gap"
+MILL = (
+    "The old mill at Ulvby was built by Karl Ek in May 1862. It ground 400 tonnes of rye a year for the bakers of "
+    "Norby. Fire destroyed the wooden wheel in 1911, because lightning struck."
+)
 
 
 class RuleLLM(CustomLLM):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 
 import pytest
@@ -55,8 +57,11 @@ def build(layers: int | None = 4, sentence_encoder: bool = False) -> MACModel:
 )
 def started(request: pytest.FixtureRequest) -> tuple[MACModel, MACModel]:
     """A model as it is built, and the same after the start."""
-    model = build(sentence_encoder=request.param)
-    init_by_kv_regression(model, DATA)
+    model, shown = build(sentence_encoder=request.param), io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        init_by_kv_regression(model, DATA)
+    for phase in ("tokenize", "read documents", "read questions", "fit"):
+        assert f"kv_regression: {phase}" in shown.getvalue()
     return build(sentence_encoder=request.param), model
 
 

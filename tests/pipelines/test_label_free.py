@@ -89,6 +89,31 @@ def test_a_training_without_answers_goes_through_and_resumes_exactly(model_folde
     assert models[0].fingerprint == models[1].fingerprint
 
 
+@pytest.mark.parametrize(
+    ("losses", "trained"),
+    [
+        ({"answer": 0, "distillation": 1, "contrastive": 0.3}, {"amortization", "input_encoder", "aggregation"}),
+        ({"answer": 0, "aggregated_distillation": 1}, {"amortization", "input_encoder", "aggregation", "modulation"}),
+        ({"answer": 0, "distillation": 1, "reconstruction": 1}, {"amortization", "modulation"}),
+    ],
+)
+def test_losses_without_answers_train_their_networks(
+    model_folder: Folder, tmp_path: Path, losses: dict[str, float], trained: set[str]
+) -> None:
+    task = TrainTask(recipe(model_folder, write(tmp_path, answered=False), losses=losses))
+    terms = task(task.batch(0, 0, 3))
+    assert set(terms) == {"loss", *(name for name, weight in losses.items() if weight)}
+    terms["loss"].backward()
+    reached = {
+        name
+        for name, part in task.model.named_children()
+        for p in part.parameters()
+        if p.grad is not None and p.grad.any()
+    }
+    assert trained <= reached
+    assert "base_lm" not in reached
+
+
 def test_figures_are_those_of_questions_with_answers(model_folder: Folder, tmp_path: Path) -> None:
     config = recipe(model_folder, write(tmp_path, answered=True))
     with torch.no_grad():
@@ -128,3 +153,11 @@ def test_other_tasks_ask_for_answers(tmp_path: Path) -> None:
     source = {"name": "own", "path": str(write(tmp_path, answered=False)), "train": "all"}
     with pytest.raises(DataError, match="field 'answers'"):
         DataConfig.parse(source, "test").training_set()
+
+
+def test_processes_that_train_in_parts_need_answers(model_folder: Folder, tmp_path: Path) -> None:
+    trainer = {**TRAINER, "best": "loss", "best_mode": "min", "parallel": "fsdp"}
+    config = recipe(model_folder, write(tmp_path, answered=False), trainer=trainer)
+    with pytest.raises(DataError, match=r"has no answer.*--own-answers"):
+        TrainTask(config)
+    TrainTask(recipe(model_folder, write(tmp_path, answered=True), trainer=trainer))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,8 +28,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log without the timings."""
+    """The lines of a run's log without what is measured of the machine."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["kind"] != "cost"]
     for line in lines:
         line.pop("seconds_per_step", None)
     return lines
@@ -34,6 +38,13 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
     return load_file(run / name / "model.safetensors")
+
+
+def interrupted(run: Path, step: int = 13, **trainer: Any) -> Path:
+    """Interrupts a run in a step, and returns its newest checkpoint."""
+    with pytest.raises(KeyboardInterrupt):
+        train(run, stop=("batch", step), **trainer)
+    return max((run / "checkpoints").iterdir())
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -62,9 +73,8 @@ class TestResume:
             torch.testing.assert_close(weights(tmp_path, name), weights(whole, name), rtol=0, atol=0)
 
     def test_a_line_cut_by_a_crash_is_written_again(self, whole: Path, tmp_path: Path) -> None:
-        train(tmp_path, dropout=0.2, steps=24, save_every=24)
+        interrupted(tmp_path, dropout=0.2)
         log = tmp_path / "metrics.jsonl"
-        (tmp_path / "checkpoints" / "step-00000024").rename(tmp_path / "checkpoints" / "incomplete")
         log.write_text(log.read_text()[:-9])
         train(tmp_path, dropout=0.2)
         assert metrics(tmp_path) == metrics(whole)
@@ -73,23 +83,21 @@ class TestResume:
         "content", [DEEP, f'{{"step": {DIGITS}, "best": null}}', '{"step": -1, "best": null}', '{"step": 1}', "[]", "{"]
     )
     def test_a_damaged_checkpoint_is_named(self, tmp_path: Path, content: str) -> None:
-        train(tmp_path, steps=2, save_every=2)
-        [file] = tmp_path.rglob("trainer.json")
-        file.write_text(content)
-        with pytest.raises(DataError, match=r"trainer\.json is damaged: .* remove .*step-00000002"):
-            train(tmp_path, steps=2, save_every=2)
+        (interrupted(tmp_path) / "trainer.json").write_text(content)
+        with pytest.raises(DataError, match=r"trainer\.json is damaged: .* remove .*step-00000008"):
+            train(tmp_path)
 
     def test_a_damaged_log_is_named(self, tmp_path: Path) -> None:
-        train(tmp_path, steps=2, save_every=2)
+        interrupted(tmp_path, step=8)
         log = tmp_path / "metrics.jsonl"
         before = log.read_text()
         log.write_text('{"kind": "train", "step": 1, "loss": NaN}\n' + before)  # what json.dumps writes
-        train(tmp_path, steps=2, save_every=2)
-        assert log.read_text().endswith(before)
+        interrupted(tmp_path, step=8)
+        assert before in log.read_text()
         for line in (DEEP, f'{{"kind": "train", "step": {DIGITS}}}', "null"):
             log.write_text(f"{before}{line}\n")
             with pytest.raises(DataError, match=rf"metrics\.jsonl is damaged: line {len(before.splitlines()) + 1} "):
-                train(tmp_path, steps=2, save_every=2)
+                train(tmp_path)
 
     def test_a_finished_run_trains_no_further(self, tmp_path: Path) -> None:
         train(tmp_path)
@@ -98,13 +106,105 @@ class TestResume:
         assert task.drawn == []
         assert figures == {}
         assert metrics(tmp_path) == before
+        (tmp_path / "last" / "model.safetensors").unlink()
+        (tmp_path / "last").rmdir()
+        with pytest.raises(DataError, match=r"was finished, but .*last is gone; delete"):
+            train(tmp_path)
 
-    def test_one_checkpoint_is_kept(self, whole: Path) -> None:
-        assert [path.name for path in (whole / "checkpoints").iterdir()] == ["step-00000024"]
+    def test_there_are_never_more_than_two_checkpoints_and_one_when_all_is_well(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder, most = tmp_path / "checkpoints", []
+        save = safetensors.torch.save_file
+
+        def watched(tensors: dict[str, torch.Tensor], path: Path) -> None:
+            save(tensors, path)
+            most.append(len(list(folder.rglob("optimizer*"))))
+
+        monkeypatch.setattr("pipelines.checkpoints.save_file", watched)
+        with monkeypatch.context() as patched:
+            patched.setattr("shutil.rmtree", _refused_for("step-00000002"))
+            with pytest.raises(OSError, match="no more"):  # as by a kill before the older one was removed
+                train(tmp_path, save_every=2)
+        (folder / ".step-00000009.new").mkdir()
+        (folder / ".step-00000009.new" / "optimizer.safetensors").touch()
+        newest = interrupted(tmp_path, step=23, save_every=2)
+        assert [path.name for path in folder.iterdir()] == ["step-00000022"]
+        assert {path.name for path in newest.iterdir()} == {
+            "model.safetensors",
+            "optimizer.safetensors",
+            "trainer.json",
+        }
+        assert "frozen.weight" not in load_file(newest / "model.safetensors")
+        assert max(most) == 2
+
+    def test_a_finished_run_keeps_no_optimiser(self, whole: Path) -> None:
+        assert [path.name for path in (whole / "checkpoints").rglob("*")] == ["step-00000024", "trainer.json"]
+
+    def test_a_run_that_was_killed_before_it_was_finished_exports_its_last_weights(
+        self, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(Trainer, "_export", _failing_for("last"))
+            with pytest.raises(OSError, match="no space"):
+                train(tmp_path, dropout=0.2)
+        task, _ = train(tmp_path, dropout=0.2)
+        assert task.drawn == []
+        torch.testing.assert_close(weights(tmp_path), weights(whole), rtol=0, atol=0)
+
+    def test_a_checkpoint_of_an_earlier_release_goes_on_exactly(self, whole: Path, tmp_path: Path) -> None:
+        newest = interrupted(tmp_path, dropout=0.2)
+        task = ToyTask()
+        optimizer = torch.optim.AdamW(task.parameter_groups(), fused=True)
+        for parameter in task.layers.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        stored = load_file(newest / "optimizer.safetensors")
+        for name, parameter in task.layers.named_parameters():
+            for key, value in optimizer.state[parameter].items():
+                value.copy_(stored[f"{key}/layers.{name}"])
+        torch.save(optimizer.state_dict(), newest / "optimizer.pt")  # as it was until optimizer.safetensors
+        (newest / "optimizer.safetensors").unlink()
+        state = json.loads((newest / "trainer.json").read_text())
+        (newest / "trainer.json").write_text(json.dumps({"step": state["step"], "best": state["best"]}))
+        task, _ = train(tmp_path, dropout=0.2)
+        assert len(task.drawn) == 16 * 8
+        assert metrics(tmp_path) == metrics(whole)
+        torch.testing.assert_close(weights(tmp_path), weights(whole), rtol=0, atol=0)
+
+    def test_a_pickle_of_anything_but_tensors_is_refused(self, tmp_path: Path) -> None:
+        newest = interrupted(tmp_path)
+        torch.save({"state": Path("a")}, newest / "optimizer.pt")
+        with pytest.raises(DataError, match=r"optimizer\.pt is damaged, or holds more .*; remove .*step-00000008"):
+            train(tmp_path)
+
+    @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
+    @pytest.mark.parametrize("damage", ["cut", "gone"])
+    def test_damaged_tensors_are_named(self, tmp_path: Path, file: str, damage: str) -> None:
+        path = interrupted(tmp_path) / file
+        if damage == "cut":
+            path.write_bytes(path.read_bytes()[:-8])
+        else:
+            path.unlink()
+        with pytest.raises(DataError, match=rf"step-00000008 is damaged \({path.stem}\): .*the run starts anew"):
+            train(tmp_path)
+
+    def test_a_step_of_another_number_of_passes_is_refused(self, tmp_path: Path) -> None:
+        interrupted(tmp_path)
+        with pytest.raises(ConfigError, match=r"with 1 passes a step .*, and now there are 2; start as many processes"):
+            train(tmp_path, accumulate=2)
+
+    @pytest.mark.parametrize("name", ["exp_avg/layers.0.weight", "step/layers.3.bias"])
+    def test_an_optimiser_of_other_weights_is_refused(self, tmp_path: Path, name: str) -> None:
+        path = interrupted(tmp_path) / "optimizer.safetensors"
+        state = load_file(path)
+        state["exp_avg/layers.9.weight"] = state.pop(name)
+        save_file(state, path)
+        with pytest.raises(ModelLoadError, match=rf"exp_avg/layers\.9\.weight.*|.*{name}"):
+            train(tmp_path)
 
     def test_names_that_differ_are_refused(self, tmp_path: Path) -> None:
-        train(tmp_path)
-        path = tmp_path / "checkpoints" / "step-00000024" / "model.safetensors"
+        path = interrupted(tmp_path) / "model.safetensors"
         state = load_file(path)
         state["layers.9.weight"] = state.pop("layers.0.weight")
         save_file(state, path)
@@ -122,6 +222,28 @@ class TestResume:
         keep_recipe(config, tmp_path)
         with pytest.raises(ConfigError, match="another configuration"):
             keep_recipe(config.model_copy(update={"steps": 6}), tmp_path)
+
+
+def _refused_for(name: str) -> Callable[..., None]:
+    remove = shutil.rmtree
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if Path(path).name == name:
+            raise OSError("no more")
+        remove(path, ignore_errors=ignore_errors)
+
+    return refuse
+
+
+def _failing_for(name: str) -> Callable[[Trainer, str], None]:
+    export = Trainer._export
+
+    def failing(self: Trainer, exported: str) -> None:
+        if exported == name:
+            raise OSError("no space")
+        export(self, exported)
+
+    return failing
 
 
 def test_training_state_holds_what_steps_change_each_once() -> None:

@@ -24,9 +24,12 @@ class ToyTask(Task):
     Args:
         dropout: its probability; drawn anew for every pass.
         kill: `(place, step)`; the process dies as by kill -9 on reaching `batch`, `validate` or `save` in that step.
+        stop: `(place, step)`; there the training is interrupted by Ctrl-C.
     """
 
-    def __init__(self, dropout: float = 0.0, kill: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self, dropout: float = 0.0, kill: tuple[str, int] | None = None, stop: tuple[str, int] | None = None
+    ) -> None:
         super().__init__()
         torch.manual_seed(7)
         self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1))
@@ -35,13 +38,15 @@ class ToyTask(Task):
         generator = torch.Generator().manual_seed(8)
         self.x = torch.randn(ITEMS, 6, generator=generator)
         self.y = self.x.prod(dim=1, keepdim=True)
-        self.kill = kill
+        self.kill, self.stop = kill, stop
         self.now = 0
         self.drawn: list[int] = []
 
     def _reached(self, place: str) -> None:
         if self.kill == (place, self.now):
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.stop == (place, self.now):
+            raise KeyboardInterrupt
 
     def batch(self, step: int, micro: int, size: int) -> tuple[Tensor, Tensor]:
         self.now = step
@@ -68,7 +73,12 @@ class ToyTask(Task):
 
 
 def train(
-    output: Path, *, dropout: float = 0.0, kill: tuple[str, int] | None = None, **trainer: Any
+    output: Path,
+    *,
+    dropout: float = 0.0,
+    kill: tuple[str, int] | None = None,
+    stop: tuple[str, int] | None = None,
+    **trainer: Any,
 ) -> tuple[ToyTask, dict[str, float]]:
     """Trains 24 steps, or as `trainer` says; returns the task and the last figures."""
     values = {
@@ -86,7 +96,7 @@ def train(
         "cpu": True,
         **trainer,
     }
-    task = ToyTask(dropout, kill)
+    task = ToyTask(dropout, kill, stop)
     return task, Trainer(task, TrainerConfig.parse(values, "toy"), output).run()
 
 

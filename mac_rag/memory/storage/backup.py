@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory.storage.folder import is_vacant
+from mac_rag.memory.storage.model_name import read_model_name, write_model_name
 from mac_rag.memory.storage.place import local_folder
 from mac_rag.memory.storage.remote.store import open_store
 from mac_rag.memory.storage.store import Store
@@ -28,7 +30,7 @@ def backup(folder: str | Path, into: str | Path) -> int:
     Raises:
         BankError: when there is no bank, it is damaged, or `into` holds other files.
     """
-    return _copy(open_store(folder), local_folder(into))
+    return _copy(open_store(folder), folder, local_folder(into))
 
 
 def restore(source: str | Path, folder: str | Path, *, replace: bool = False) -> int:
@@ -49,7 +51,7 @@ def restore(source: str | Path, folder: str | Path, *, replace: bool = False) ->
     """
     saved, folder = open_store(source), local_folder(folder)
     if not replace or is_vacant(folder):
-        return _copy(saved, folder)
+        return _copy(saved, source, folder)
     bank = Store.open(folder, write=True)
     try:
         mine, theirs = bank.manifest, saved.manifest
@@ -74,10 +76,15 @@ def restore(source: str | Path, folder: str | Path, *, replace: bool = False) ->
     return _documents(saved)
 
 
-def _copy(store: Store, folder: Path) -> int:
+def _copy(store: Store, source: str | Path, folder: Path) -> int:
     if not is_vacant(folder):
         raise BankError(f"{folder} is not empty; choose a new folder")
     Store.create(folder, store.manifest, store.codebook, store.segments).close()
+    fingerprint = store.manifest.fingerprint
+    name = read_model_name(source, fingerprint)
+    if name is not None:
+        with suppress(OSError):  # it is a help, and the bank is whole without
+            write_model_name(folder, fingerprint, name)
     return _documents(store)
 
 

@@ -13,13 +13,15 @@ from mac_rag.atomic_files import REPLACED, UNFINISHED, remove_file
 from mac_rag.errors import BankError
 from mac_rag.memory.storage.lock import HOLDER, LOCK
 from mac_rag.memory.storage.manifest import FORMERS, MANIFEST
+from mac_rag.memory.storage.model_name import MODEL_NAME
 
 QUARANTINE = "quarantine"  # folder of what a repair has dropped
 SEGMENT_FILE = re.compile(r"segment-[0-9a-f]{16}\.(safetensors|jsonl|texts\.jsonl|index)")
 CODEBOOK_FILE = re.compile(r"codebook(-[0-9a-f]{16})?(\.copy)?\.safetensors")
 # All names of unfinished and replaced files; beside unused segments and codebooks they are all that is ever deleted.
 _UNFINISHED_FILE = re.compile(
-    rf"({SEGMENT_FILE.pattern}|manifest[a-z.]*|{CODEBOOK_FILE.pattern}|writer\.json)({UNFINISHED}|{REPLACED})"
+    rf"({SEGMENT_FILE.pattern}|manifest[a-z.]*|{CODEBOOK_FILE.pattern}|writer\.json|{re.escape(MODEL_NAME)})"
+    rf"({UNFINISHED}|{REPLACED})"
     rf"|{'|'.join(FORMERS)}"
 )
 

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from mac_rag.config import BaseLMConfig, EncoderConfig, ModulationConfig
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model import MACModel
+from mac_rag.model.checkpoint import find, read_config
 from mac_rag.model.presets import PAPER, PRESETS, SMALL, preset, sized_for
 from mac_rag.nn.modulation import PrefixTuning
 from pipelines.planning.architectures import architecture, known, lm_architecture
@@ -87,6 +90,20 @@ def test_the_rule_of_sizes(name: str) -> None:
     assert config.tokens in (24, 96) or abs(config.tokens * lm.hidden_size - 65_536) <= 4 * lm.hidden_size
 
 
+@given(heads=st.integers(1, 256), layers=st.integers(1, 200), quantized=st.booleans())
+def test_the_rule_gives_a_model_for_any_lm(heads: int, layers: int, quantized: bool) -> None:
+    config = sized_for("my/lm", width=64 * heads, layers=layers, quantized=quantized)
+    assert config.tokens % 8 == 0
+    assert 24 <= config.tokens <= 96
+    assert config.amortization.layers is not None
+    assert 1 <= config.amortization.layers <= layers
+    wider = sized_for("my/lm", width=64 * heads + 64, layers=layers, quantized=quantized)
+    assert wider.tokens <= config.tokens
+    assert wider.mlp_width is not None
+    assert config.mlp_width is not None
+    assert wider.mlp_width >= config.mlp_width
+
+
 def test_a_width_that_no_heads_fill_is_refused() -> None:
     with pytest.raises(ConfigError, match="width is 100"):
         sized_for("my/lm", width=100, layers=4)
@@ -119,12 +136,11 @@ def _shapes(model: MACModel) -> dict[str, tuple[Any, ...]]:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
-def test_checkpoints_are_built_from_their_own_files(tiny_checkpoint: Path) -> None:
-    from mac_rag.model.checkpoint import find, read_config
-
-    for folder in (tiny_checkpoint, find("mac-tiny", None), find("mac-small", None)):
-        real, empty = MACModel.from_pretrained(folder), empty_model(read_config(folder), folder)
-        assert _shapes(empty) == _shapes(real), folder
+@pytest.mark.parametrize("name", ["tiny", pytest.param("mac-small", marks=pytest.mark.slow)])
+def test_checkpoints_are_built_from_their_own_files(tiny_checkpoint: Path, name: str) -> None:
+    folder = tiny_checkpoint if name == "tiny" else find(name, None)
+    real, empty = MACModel.from_pretrained(folder), empty_model(read_config(folder), folder)
+    assert _shapes(empty) == _shapes(real)
 
 
 def test_names_that_say_no_sizes(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:

@@ -112,6 +112,7 @@ class TestAdvice:
         assert "quantization=nf4" in found[-1].settings
         assert "precision=bf16" not in found[-1].settings  # at one document its copies are more than it saves
 
+    @pytest.mark.slow
     def test_a_tuning(self) -> None:
         settings = [each.settings for each in advice(subject("distilgpt2/tune_qa"), GIB)]
         assert "--set tune=lora" in settings

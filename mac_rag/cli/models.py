@@ -1,0 +1,92 @@
+"""Which model a command loads for a bank: the one that is named, or else the one that wrote the bank."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mac_rag import DEFAULT_MODEL
+from mac_rag.cli.startup import settle
+from mac_rag.errors import ConfigError, FingerprintError
+from mac_rag.shipped_models import describe, version_of, versions
+
+if TYPE_CHECKING:
+    from mac_rag.memory.bank import MemoryBank
+    from mac_rag.model import MACModel
+
+
+def load_model(
+    name: str | None,
+    bank: MemoryBank | None,
+    place: Path | str,
+    *,
+    device: str | None = None,
+    device_map: str | None = None,
+) -> MACModel:
+    """Loads the model for a bank.
+
+    Args:
+        name: the model; None for the one that wrote the bank, or for a new bank the default.
+        bank: the bank; None for a new one.
+        place: its folder or URL.
+        device, device_map: as `MACModel.from_pretrained` takes them.
+
+    Raises:
+        ConfigError: without a name, when the bank was written by a model that is not shipped and in no folder.
+        FingerprintError: when another model wrote the bank; names both.
+        ModelLoadError: see `MACModel.from_pretrained`.
+    """
+    from mac_rag.model import MACModel
+
+    chosen = model_for(name, bank, place)
+    model = MACModel.from_pretrained(chosen, device=device, device_map=device_map)
+    settle()
+    if bank is not None and bank.fingerprint != model.fingerprint:
+        writer = known_name(bank, place)
+        remedy = f"use --model {writer}" if writer else "use the model that wrote it"
+        raise FingerprintError(
+            f"{place} was written by {_described(writer, bank.fingerprint)} and cannot be read by "
+            f"{_described(chosen, model.fingerprint)}; {remedy}, or make a new bank for this one: mac-rag bank rebuild "
+            f"--bank {place} --into NEW --model {chosen}"
+        )
+    return model
+
+
+def model_for(name: str | None, bank: MemoryBank | None, place: Path | str) -> str:
+    """The name of the model to load; see `load_model`."""
+    if name is not None or bank is None:
+        return name or DEFAULT_MODEL
+    writer = known_name(bank, place)
+    if writer is None or version_of(bank.fingerprint):
+        return writer or DEFAULT_MODEL
+    # The file with the name may be anybody's: nothing is fetched because of it, and no other machine is asked.
+    if Path(writer).is_absolute() and not writer.startswith(("//", "\\\\")) and Path(writer).is_dir():
+        return writer
+    raise ConfigError(
+        f"{place} was written by {writer}, which is not in a folder of that name here; name the model: --model {writer}"
+    )
+
+
+def known_name(bank: MemoryBank, place: Path | str) -> str | None:
+    """The name of the model that wrote a bank, for people; None where nobody has kept it."""
+    from mac_rag.memory.storage.model_name import read_model_name
+
+    return version_of(bank.fingerprint) or read_model_name(place, bank.fingerprint)
+
+
+def keep_model_name(folder: Path, bank: MemoryBank, name: str) -> None:
+    """Writes the name of its model beside a bank that is on disk, unless the fingerprint tells it."""
+    from mac_rag.memory.storage.model_name import write_model_name
+
+    is_folder = Path(name).is_dir()
+    # A shipped name that this version has no fingerprint for would lead to other weights.
+    if bank.folder is None or version_of(bank.fingerprint) or (not is_folder and versions(name.partition("@")[0])):
+        return
+    with suppress(OSError):  # it is a help, and the bank is whole without
+        write_model_name(folder, bank.fingerprint, str(Path(name).resolve()) if is_folder else name)
+
+
+def _described(name: str | None, fingerprint: str) -> str:
+    shipped = version_of(fingerprint)
+    return f"{name} ({describe(fingerprint)})" if name and not shipped else describe(fingerprint)

@@ -1,0 +1,49 @@
+"""The name of the model that wrote a bank, in a file of its own beside the manifest.
+
+The fingerprint says which model can read a bank; the name says where to find it. So the name is a hint: what is found
+there must have the fingerprint. A bank need not have the file, and versions that do not know it leave it alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mac_rag.atomic_files import sealed, unsealed, write_text
+from mac_rag.memory.storage.place import is_url
+from mac_rag.untrusted_files import MalformedError, read_text_bytes
+
+MODEL_NAME = "model.json"
+_LONGEST = 4096  # characters of a name
+_LARGEST = 64 << 10  # bytes of the file
+
+
+def read_model_name(place: str | Path, fingerprint: str) -> str | None:
+    """The name of the model that wrote a bank.
+
+    Args:
+        place: folder of the bank; behind a URL there is no name.
+        fingerprint: fingerprint of the bank.
+
+    Returns:
+        The name; None where there is none, it cannot be read, or it is that of another bank's model.
+    """
+    if is_url(place):
+        return None
+    try:
+        content = unsealed(read_text_bytes(Path(place) / MODEL_NAME, _LARGEST))
+    except (OSError, MalformedError):
+        return None
+    name = content.get("name")
+    if content.get("fingerprint") != fingerprint or not isinstance(name, str) or not 0 < len(name) <= _LONGEST:
+        return None
+    return name
+
+
+def write_model_name(folder: Path, fingerprint: str, name: str) -> None:
+    """Writes the name of the model that wrote the bank in a folder, if it is not there.
+
+    Raises:
+        OSError: when the file cannot be written.
+    """
+    if len(name) <= _LONGEST and read_model_name(folder, fingerprint) != name:
+        write_text(folder / MODEL_NAME, sealed({"fingerprint": fingerprint, "name": name}).decode())

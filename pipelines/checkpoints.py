@@ -1,0 +1,262 @@
+"""The checkpoints of a run: trained tensors and one optimiser state, in safetensors, whole or in rows of each process.
+
+    checkpoints/step-00000500/
+      trainer.json                              step, best validation, passes of a step
+      model.safetensors                         what training changes; frozen weights are not stored
+      optimizer.safetensors                     the optimiser's state, `exp_avg/NAME` and so on for the weight NAME
+      model-00000-of-00002.safetensors, ...     in place of these two, where parameters are sharded: each process's rows
+
+A newer checkpoint is complete before the older one goes, so there are never more than two. When the run has exported
+its last weights, `trainer.json` alone is left.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mac_rag.atomic_files import write_folder, write_text
+from mac_rag.errors import DataError, ModelLoadError
+from pipelines.resumption import Progress, checkpoints_in, progress_of
+
+_STATE = "trainer.json"
+_MODEL, _OPTIMIZER = "model", "optimizer"
+_FORMER_OPTIMIZER = "optimizer.pt"  # of releases that stored the optimiser with torch.save
+_PER_WEIGHT = ("exp_avg", "exp_avg_sq")  # of a weight's shape; `step` is a scalar
+
+Load: TypeAlias = Callable[[dict[str, Tensor]], None]
+
+
+class Checkpoints:
+    """The checkpoints in a run's folder.
+
+    All processes call the same methods in the same order.
+
+    Args:
+        folder: where they lie; all processes must see it.
+        accelerator: the processes.
+    """
+
+    def __init__(self, folder: Path, accelerator: Accelerator) -> None:
+        self.folder = folder
+        self._accelerator = accelerator
+
+    def write(self, state: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], progress: Progress) -> None:
+        """Writes a checkpoint and removes the older one.
+
+        Args:
+            state: trained tensors by name.
+            optimizer: see `optimizer_tensors`.
+            progress: how far the run has come.
+        """
+        accelerator = self._accelerator
+        with ExitStack() as stack:
+            new = [""]
+            if accelerator.is_main_process:
+                new = [str(stack.enter_context(write_folder(self.folder / f"step-{progress.step:08d}")))]
+            if accelerator.num_processes > 1:
+                new = broadcast_object_list(new)  # the others wait here until the folder is there
+            for kind, tensors in ((_MODEL, state), (_OPTIMIZER, optimizer)):
+                self._write_tensors(Path(new[0]), kind, tensors)
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                (Path(new[0]) / _STATE).write_text(_state(progress))
+        self.tidy()
+
+    def _write_tensors(self, folder: Path, kind: str, tensors: Mapping[str, Tensor]) -> None:
+        rank, count = self._accelerator.process_index, self._accelerator.num_processes
+        whole = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+        if len(whole) == len(tensors):
+            if rank == 0:
+                save_file(whole, folder / f"{kind}.safetensors")
+            return
+        rows = {name: tensor.to_local().contiguous() for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+        save_file(rows | (whole if rank == 0 else {}), folder / f"{kind}-{rank:05d}-of-{count:05d}.safetensors")
+
+    def tidy(self) -> None:
+        """Removes all but the newest checkpoint, and what a killed process has left of others."""
+        if self._accelerator.is_main_process:
+            for path in (*checkpoints_in(self.folder)[:-1], *self.folder.glob(".step-*")):
+                shutil.rmtree(path)
+        self._accelerator.wait_for_everyone()
+
+    def finish(self, progress: Progress) -> None:
+        """Leaves the step of a finished run, and removes its tensors: nothing will start from them any more."""
+        if self._accelerator.is_main_process:
+            newest = checkpoints_in(self.folder)[-1]
+            write_text(newest / _STATE, _state(progress._replace(finished=True)))
+            for path in newest.iterdir():
+                if path.name != _STATE:
+                    path.unlink()
+        self._accelerator.wait_for_everyone()
+
+    def read(self, load: Load, state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, task: nn.Module) -> None:
+        """Restores the newest checkpoint.
+
+        Args:
+            load: takes the trained tensors.
+            state: the present ones, for names, shapes and the rows of this process.
+            optimizer: gets its state.
+            task: has the optimiser's weights.
+
+        Raises:
+            DataError: for a damaged or missing file, which it names.
+            ModelLoadError: when a name or a shape differs; names them.
+        """
+        newest = checkpoints_in(self.folder)[-1]
+        with _opened(newest, _MODEL) as files:
+            require_same_shapes(_shapes(state), files.shapes)
+            load({name: files.like(name, tensor) for name, tensor in state.items()})
+        former = newest / _FORMER_OPTIMIZER
+        if former.exists():
+            _load_former(former, optimizer)
+            return
+        with _opened(newest, _OPTIMIZER) as files:
+            _load_optimizer(files, optimizer, task)
+
+    def newest_progress(self) -> Progress | None:
+        """How far the newest checkpoint has come; None without one."""
+        checkpoints = checkpoints_in(self.folder)
+        return progress_of(checkpoints[-1]) if checkpoints else None
+
+
+def _state(progress: Progress) -> str:
+    best = progress.best if progress.best is not None and math.isfinite(progress.best) else None  # JSON has no others
+    finished = {"finished": True} if progress.finished else {}
+    return json.dumps({"step": progress.step, "best": best, "passes": progress.passes, **finished})
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, task: nn.Module) -> dict[str, Tensor]:
+    """The optimiser's state as tensors: `STATE/NAME` for each state of the weight NAME that has had a gradient."""
+    named = {parameter: name for name, parameter in task.named_parameters()}
+    return {
+        f"{key}/{named[parameter]}": value
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _load_optimizer(files: _Files, optimizer: torch.optim.Optimizer, task: nn.Module) -> None:
+    parameters = dict(task.named_parameters())
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    names = {name for name, parameter in parameters.items() if parameter in trained}
+    stored = {full.partition("/")[2] for full in files.shapes}
+    like = {f"{key}/{name}": parameters[name] for name in stored & names for key in _PER_WEIGHT}
+    steps = {f"step/{name}": torch.zeros(()) for name in stored & names}
+    require_same_shapes(_shapes(like) | _shapes(steps), files.shapes)
+    for name in sorted(stored):
+        parameter = parameters[name]
+        step = files.like(f"step/{name}", steps[f"step/{name}"]).to(parameter.device)
+        moments = {key: files.like(f"{key}/{name}", parameter.detach()) for key in _PER_WEIGHT}
+        optimizer.state[parameter] = {"step": step, **moments}
+
+
+def _load_former(path: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Reads the optimiser's state as releases until 0.1 wrote it."""
+    try:
+        # Only tensors, numbers, lists and dictionaries: a pickle of anything else is refused.
+        optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:  # torch raises errors of many kinds, whose advice is to trust the file
+        raise DataError(
+            f"{path} is damaged, or holds more than an optimiser's numbers ({type(error).__name__}); remove "
+            f"{path.parent}, and the run starts anew"
+        ) from None
+
+
+def require_same_shapes(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]) -> None:
+    """Compares the tensors of a run with those of its checkpoint.
+
+    Raises:
+        ModelLoadError: when a name or a shape differs; names them.
+    """
+    differ = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    if differ:
+        raise ModelLoadError(f"the checkpoint belongs to another configuration; what differs: {', '.join(differ)}")
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+class _Files:
+    """The files of one kind in a checkpoint: one with whole tensors, or one of each process with its rows.
+
+    Attributes:
+        shapes: shapes of the whole tensors, by name.
+    """
+
+    def __init__(self, files: list[Any]) -> None:
+        self._holding: dict[str, list[Any]] = {}
+        for file in files:
+            for name in file.keys():  # noqa: SIM118, a file is no mapping
+                self._holding.setdefault(name, []).append(file)
+        self.shapes = {name: self._shape(name) for name in self._holding}
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shapes = [tuple(file.get_slice(name).get_shape()) for file in self._holding[name]]
+        if len(shapes) == 1:
+            return shapes[0]
+        if any(shape[1:] != shapes[0][1:] or not shape for shape in shapes):
+            raise ValueError(f"the processes have {name} in different shapes")
+        return sum(shape[0] for shape in shapes), *shapes[0][1:]
+
+    def like(self, name: str, tensor: Tensor) -> Tensor:
+        """A stored tensor, whole or sharded as another tensor of its shape is, on the device of that."""
+        if not isinstance(tensor, DTensor):
+            return self._rows(name, 0, tensor.shape[0] if tensor.ndim else 1).to(tensor.device)
+        mesh = tensor.device_mesh
+        first = min(mesh.get_local_rank() * -(-tensor.shape[0] // mesh.size()), tensor.shape[0])
+        local = tensor.to_local()
+        rows = self._rows(name, first, first + len(local)).to(local.device)
+        return DTensor.from_local(
+            rows, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+
+    def _rows(self, name: str, first: int, end: int) -> Tensor:
+        """The rows from `first` to `end`; a scalar as it is."""
+        if not self.shapes[name]:
+            scalar: Tensor = self._holding[name][0].get_tensor(name)
+            return scalar
+        parts, start = [], 0
+        for file in self._holding[name]:
+            part = file.get_slice(name)
+            count = part.get_shape()[0]
+            if max(first, start) < min(end, start + count):
+                parts.append(part[max(first - start, 0) : min(end - start, count)])
+            start += count
+        if not parts:  # a process may have no rows of a small tensor
+            none: Tensor = self._holding[name][0].get_tensor(name)[:0]
+            return none
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@contextmanager
+def _opened(checkpoint: Path, kind: str) -> Any:
+    """Opens the files of one kind.
+
+    Raises:
+        DataError: for a damaged or missing file.
+    """
+    whole = checkpoint / f"{kind}.safetensors"
+    paths = [whole] if whole.exists() else sorted(checkpoint.glob(f"{kind}-*-of-*.safetensors"))
+    try:
+        if not paths or (paths != [whole] and paths[0].name != f"{kind}-00000-of-{len(paths):05d}.safetensors"):
+            raise ValueError(f"of the files {kind}-*.safetensors, some are missing")
+        with ExitStack() as stack:
+            yield _Files([stack.enter_context(safe_open(path, framework="pt")) for path in paths])
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DataError(f"{checkpoint} is damaged ({kind}): {error}; remove it, and the run starts anew") from None

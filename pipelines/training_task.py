@@ -1,0 +1,190 @@
+"""What the trainer takes: a task, which is a model with its data, and how long and how fast to train it."""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from mac_rag.config import Config
+from mac_rag.lm.devices import default_device
+from pipelines.checkpoints import require_same_shapes
+
+
+class TrainerConfig(Config):
+    """How long and how fast to train; every pipeline's YAML has these under `trainer:`.
+
+    Attributes:
+        steps: optimiser steps.
+        batch_size: examples of one forward pass on one process.
+        accumulate: forward passes per optimiser step; gradients are averaged over them.
+        warmup_steps: steps of linear warm-up, after which `schedule` applies (constant in the paper).
+        schedule_steps: step at which the schedule ends; None for the last step. With a later step, the run does not
+            end at a rate of zero, which helps a run that starts from it.
+        clip: largest gradient norm; longer gradients are scaled down.
+        precision: `fp32`, or `bf16` for mixed precision.
+        validate_every, save_every, log_every: intervals in steps.
+        best: name of the validation figure that chooses the best checkpoint.
+        best_mode: `max` if a higher figure is better, `min` if a lower one is.
+        cpu: True to train on the CPU even if there is a GPU.
+        parallel: how several processes share the work: each has the whole model (`ddp`), or parameters, gradients and
+            optimiser state lie in parts on all of them (`fsdp`). One process trains as it does with `ddp`.
+        offload: with `fsdp`, keep the parts in the CPU's memory.
+        gradient_checkpointing: keep only the inputs of a transformer's layers, and compute the rest again in the
+            backward pass: less memory, and about a third more time.
+    """
+
+    steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+    learning_rate: float = Field(gt=0)
+    accumulate: int = Field(1, ge=1)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule_steps: int | None = Field(None, ge=1)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip: float = Field(1.0, gt=0)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    seed: int = 0
+    validate_every: int = Field(500, ge=1)
+    save_every: int = Field(500, ge=1)
+    log_every: int = Field(25, ge=1)
+    best: str = "em"
+    best_mode: Literal["max", "min"] = "max"
+    cpu: bool = False
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    offload: bool = False
+    gradient_checkpointing: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainerConfig:
+        if self.schedule_steps is not None and self.schedule_steps < self.steps:
+            raise ValueError(f"schedule_steps is {self.schedule_steps}, before the last of {self.steps} steps")
+        if self.offload and self.parallel != "fsdp":
+            raise ValueError(f"offload is true, but parallel is {self.parallel}; set parallel: fsdp")
+        return self
+
+    @property
+    def shards(self) -> bool:
+        """True if several processes each hold a part of the model."""
+        return self.parallel == "fsdp" and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+    @property
+    def training_device(self) -> torch.device:
+        """Where this process trains: its own GPU if there is one, unless `cpu`."""
+        if self.cpu or not torch.cuda.is_available():
+            return default_device("cpu")
+        return default_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+
+    @property
+    def device(self) -> torch.device:
+        """Where to load the model: where it is trained, or the CPU if no process has room for the whole."""
+        return default_device("cpu") if self.shards else self.training_device
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, as a share of `learning_rate`."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        end = self.schedule_steps or self.steps
+        done = (step - self.warmup_steps) / max(1, end - self.warmup_steps)
+        if self.schedule == "linear":
+            return max(0.0, 1.0 - done)
+        if self.schedule == "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+        return 1.0
+
+
+class Task(nn.Module, ABC):
+    """A model with its data, losses and validation; a module, so that data-parallel wrappers see its forward pass.
+
+    Attributes:
+        passes: forward passes of one optimiser step over all processes; the trainer sets it.
+    """
+
+    passes: int = 1
+
+    @abstractmethod
+    def batch(self, step: int, micro: int, size: int) -> Any:
+        """The batch of micro step `micro` of optimiser step `step`; a pure function of its arguments.
+
+        `micro` counts over the accumulated passes of all processes, from 0 to `passes - 1`.
+        """
+
+    def begin_step(self, step: int) -> None:
+        """Called before each optimiser step; a task may change its settings here."""
+
+    @abstractmethod
+    def forward(self, batch: Any) -> dict[str, Tensor]:
+        """Returns `loss` and any other scalars to log.
+
+        With `trainer.parallel: fsdp`, it must call the layers of each network equally often on all processes. It runs
+        in `mac_rag.lm.batching.one_group` then.
+        """
+
+    @abstractmethod
+    def validate(self) -> dict[str, float]:
+        """Figures on held-out data."""
+
+    def speed(self, examples: float) -> dict[str, float]:
+        """Figures of speed to log; `examples` is the number of examples per second over all processes."""
+        return {}
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Exports the trained model in the form in which users load it."""
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Matrices with weight decay, vectors without."""
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return [
+            {"params": [p for p in trained if p.ndim >= 2]},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+
+    def training_state(self) -> dict[str, Tensor]:
+        """All tensors that training changes: trained parameters and persistent buffers, tied weights once."""
+        persistent = self.state_dict(keep_vars=True).keys()
+        state: dict[str, Tensor] = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        state |= {name: buffer for name, buffer in self.named_buffers() if name in persistent}
+        return {name: tensor.detach().contiguous() for name, tensor in state.items()}
+
+    def load_training_state(self, state: dict[str, Tensor]) -> None:
+        """Restores what `training_state` returned.
+
+        Raises:
+            ModelLoadError: when a name or a shape differs; names them.
+        """
+        ours, theirs = ({name: tuple(t.shape) for name, t in s.items()} for s in (self.training_state(), state))
+        require_same_shapes(ours, theirs)
+        self.load_state_dict(state, strict=False)
+
+
+def mixed(*numbers: int) -> int:
+    """One seed from several numbers, so that neighbouring steps draw unrelated values."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number + 1) % (2**63 - 1)
+    return seed
+
+
+def shuffled(length: int, step: int, micro: int, size: int, *, seed: int, per_step: int) -> Sequence[int]:
+    """Indices of a batch out of `length` items, each epoch in an order of its own; a pure function of its arguments.
+
+    Args:
+        per_step: examples of one optimiser step over all processes and micro steps.
+    """
+    first = step * per_step + micro * size
+    indices, orders = [], {}
+    for position in range(first, first + size):
+        epoch, place = divmod(position, length)
+        if epoch not in orders:
+            orders[epoch] = torch.randperm(length, generator=torch.Generator().manual_seed(mixed(seed, epoch)))
+        indices.append(int(orders[epoch][place]))
+    return indices

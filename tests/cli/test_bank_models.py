@@ -1,0 +1,129 @@
+"""Commands without --model: the bank says which model wrote it, and who does not trust it is not led anywhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mac_rag.atomic_files import sealed
+from mac_rag.memory import MemoryBank
+from mac_rag.memory.storage.manifest import MANIFEST
+from mac_rag.memory.storage.model_name import MODEL_NAME, read_model_name, write_model_name
+from mac_rag.model import MACModel
+from tests.cli.helpers import refusal, run
+
+
+@pytest.fixture
+def checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> Path:
+    """A model in a folder of its own, which a test may move."""
+    shutil.copytree(tiny_checkpoint, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def bank(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("Ada Voss opened the harbour of Lund in May.")
+    # The path as one types it: the bank keeps it in full.
+    assert run("adapt", "a.txt", "--bank", "bank", "--model", "model").exit_code == 0
+    return tmp_path / "bank"
+
+
+def test_the_model_of_the_bank_is_found_again(bank: Path, checkpoint: Path, tmp_path: Path) -> None:
+    asked = run("ask", "Who opened it?", "--bank", bank, "--model", checkpoint)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.chdir("/")
+    found = run("ask", "Who opened it?", "--bank", bank)
+    monkeypatch.undo()
+    assert (found.exit_code, found.stdout) == (0, asked.stdout), found.output
+    assert (
+        f"model          {checkpoint}, {MemoryBank.open(bank).fingerprint}"
+        in run("bank", "info", "--bank", bank).stdout
+    )
+    (tmp_path / "b.txt").write_text("Rain fell on Kell.")
+    for command in (
+        ["adapt", "b.txt", "--bank", bank],
+        ["bank", "migrate", "--bank", bank, "--into", "migrated", "--rows", "int8"],
+        ["bank", "backup", "--bank", bank, "--output", "saved"],
+        ["bank", "restore", "saved", "--bank", "restored"],
+        ["ask", "Who opened it?", "--bank", "restored"],
+        ["ask", "Who opened it?", "--bank", "migrated"],
+        ["bank", "verify", "--bank", bank],
+    ):
+        done = run(*command)
+        assert done.exit_code == 0, (command, done.output)
+
+
+def test_a_shipped_model_needs_no_file(bank: Path, tmp_path: Path) -> None:
+    assert run("adapt", "a.txt", "--bank", "other", "--model", "mac-tiny").exit_code == 0
+    assert not (tmp_path / "other" / MODEL_NAME).exists()
+    assert run("ask", "Who opened it?", "--bank", "other").exit_code == 0
+    assert run("adapt", "a.txt", "--bank", "other").stdout.startswith("0 added, 0 updated, 1 unchanged")
+
+
+def test_both_models_are_named_when_they_differ(bank: Path, checkpoint: Path) -> None:
+    message = refusal("ask", "Who?", "--bank", bank, "--model", "mac-tiny")
+    short = MACModel.from_pretrained(checkpoint).fingerprint[:12]
+    assert message.startswith(
+        f"{bank} was written by {checkpoint} (model {short}) and cannot be read by mac-tiny@1; use"
+    )
+    assert f"--model {checkpoint}, or make a new bank" in message
+    assert message.endswith(f"mac-rag bank rebuild --bank {bank} --into NEW --model mac-tiny")
+    assert refusal("adapt", "a.txt", "--bank", bank, "--model", "mac-tiny") == message
+
+
+def test_a_model_that_has_gone_is_named(bank: Path, checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint.rename(tmp_path / "moved")
+    message = refusal("ask", "Who?", "--bank", bank)
+    assert message.startswith(f"{bank} was written by {checkpoint}, which is not in a folder of that name here")
+    assert run("ask", "Who?", "--bank", bank, "--model", tmp_path / "moved").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["someone/model", "model", "./model", "//host/share", "\\\\host\\share", "/dev/null"])
+def test_nothing_is_fetched_because_a_bank_says_so(bank: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mac_rag.model.checkpoint.find", lambda *arguments: pytest.fail("a model was looked for"))
+    write_model_name(bank, MemoryBank.open(bank).fingerprint, name)
+    assert f"was written by {name}, which is not in a folder" in refusal("ask", "Who?", "--bank", bank)
+
+
+def test_a_bank_without_the_file_is_as_before(bank: Path, checkpoint: Path) -> None:
+    manifest = (bank / MANIFEST).read_bytes()
+    (bank / MODEL_NAME).unlink()
+    message = refusal("ask", "Who?", "--bank", bank)
+    assert "cannot be read by mac-small@1; use the model that wrote it" in message
+    assert run("ask", "Who?", "--bank", bank, "--model", checkpoint).exit_code == 0
+    assert run("adapt", "a.txt", "--bank", bank, "--model", checkpoint).exit_code == 0
+    assert read_model_name(bank, MemoryBank.open(bank).fingerprint) == str(checkpoint)
+    assert (bank / MANIFEST).read_bytes() == manifest
+
+
+@given(
+    st.binary(max_size=60)
+    | st.builds(lambda name: sealed({"fingerprint": "f", "name": name}), st.integers() | st.none())
+)
+def test_a_damaged_file_is_no_name(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    (folder / MODEL_NAME).write_bytes(content)
+    assert read_model_name(folder, "f") is None
+
+
+def test_a_pipe_or_another_banks_name_is_no_name(tmp_path: Path) -> None:
+    write_model_name(tmp_path, "f", "name")
+    assert read_model_name(tmp_path, "f") == "name"
+    assert read_model_name(tmp_path, "g") is None
+    (tmp_path / MODEL_NAME).unlink()
+    os.mkfifo(tmp_path / MODEL_NAME)
+    assert read_model_name(tmp_path, "f") is None
+    assert read_model_name("s3://bucket/bank", "f") is None
+
+
+def test_what_a_killed_writer_left_is_removed(bank: Path) -> None:
+    (bank / f"{MODEL_NAME}.new").write_text("half")
+    MemoryBank.open(bank, write=True).close()
+    assert not (bank / f"{MODEL_NAME}.new").exists()
+    assert (bank / MODEL_NAME).exists()

@@ -1,0 +1,43 @@
+"""The start of a command: garbage is looked for rarely, and as always once the model is there."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+
+from mac_rag.cli import main, startup
+from mac_rag.cli.models import load_model
+
+
+def test_garbage_is_collected_rarely_until_the_model_is_there(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = gc.get_threshold()
+    seen = []
+
+    def command(app: object) -> None:
+        seen.append(gc.get_threshold())
+        load_model(str(tiny_checkpoint), None, "")
+        seen.append(gc.get_threshold())
+        assert gc.get_freeze_count() > 0
+
+    monkeypatch.setattr(main, "run_app", command)
+    try:
+        main.main()
+        assert seen == [(startup._OBJECTS, *usual[1:]), usual]
+        assert gc.get_threshold() == usual
+    finally:
+        gc.unfreeze()
+    load_model(str(tiny_checkpoint), None, "")
+    assert gc.get_freeze_count() == 0  # only a command is frozen, never somebody's process
+
+
+def test_an_error_ends_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = gc.get_threshold()
+    monkeypatch.setattr(sys, "argv", ["mac-rag", "bank", "info", "--bank", "/nowhere"])
+    with pytest.raises(SystemExit):
+        main.main()
+    assert gc.get_threshold() == usual
