@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -152,9 +153,9 @@ def test_a_new_date_costs_no_amortization(
     amortized: list[int] = []
     amortize = tiny_model.amortize_rows
 
-    def counted(rows: list[list[int]]) -> torch.Tensor:
+    def counted(rows: list[list[int]], advance: Callable[[int], object] | None) -> torch.Tensor:
         amortized.append(len(rows))
-        return amortize(rows)
+        return amortize(rows, advance=advance)
 
     monkeypatch.setattr(tiny_model, "amortize_rows", counted)
     later = [Document(one.id, one.text, {"date": "2020"}) for one in DATED[:5]]
