@@ -35,7 +35,8 @@ SECONDS = 30.0
 # belongs together does not depend on time, because the shape of a batch can change the last bits.
 WINDOW = 4 * BATCH_TOKENS
 
-Plan: TypeAlias = dict[str, list[list[int]]]  # document id -> token ids of its rows
+# Document id -> token ids of its rows; no rows for a document whose text the bank holds with other metadata.
+Plan: TypeAlias = dict[str, list[list[int]]]
 
 
 class Adapter:
@@ -63,7 +64,8 @@ class Adapter:
     ) -> Plan:
         """Token ids of the documents that are new to a bank or changed: for each document a row for each chunk.
 
-        A document whose kept text was lost counts as changed, so that the bank keeps the text again.
+        A document whose kept text was lost counts as changed, so that the bank keeps the text again. One whose metadata
+        alone have changed has no rows: its memory tokens stay.
 
         Args:
             documents: documents with unique ids.
@@ -76,7 +78,7 @@ class Adapter:
         Raises:
             DocumentError: for an empty document, one of too many rows for a bank, and with `on_long="error"` one beyond
                 the limit; and as `Member.of`.
-            BankError: for an id that occurs twice; and as `Member.of`.
+            BankError: for an id that occurs twice, and for documents that supersede each other; and as `Member.of`.
             DamageError: when the bank keeps texts, and their file is damaged.
         """
         members: dict[str, Member] = {}
@@ -93,13 +95,18 @@ class Adapter:
             else:
                 members[document.id] = member
                 good.append((index, document))
+        check_supersession(members, bank)
         new = [each for each in good if is_lacking(bank, each[1].id, members[each[1].id].content_hash)]
         plan: Plan = {}
         with progress_bar("split", sum(len(document.text) for _, document in new), disable=not progress) as bar:
             for index, document in new:
+                if holds_text(bank, document):
+                    plan[document.id] = []
+                    bar.advance(len(document.text))
+                    continue
                 rows = None if known is None else known.get(document.id)
                 try:
-                    plan[document.id] = self._rows(document, on_long, bar.advance) if rows is None else rows
+                    plan[document.id] = rows or self._rows(document, on_long, bar.advance)
                 except DocumentError as error:
                     if on_bad is None:
                         raise
@@ -159,6 +166,9 @@ class Adapter:
                 encoded: list[Tensor | None] = []
                 reached = first
                 for window in windows(documents[first:end], plan):
+                    for document in window:  # a commit before may have cost the bank a document whose text it held
+                        if plan.get(document.id) == [] and not holds_text(synced.bank, document):
+                            plan[document.id] = self._rows(document, "chunk", lambda _: None)
                     encoded.append(self._encode(window, plan, bar.advance))  # if it fails, nothing changes
                     reached += len(window)
                     if reached < end and time.monotonic() - committed < SECONDS:
@@ -184,9 +194,9 @@ class Adapter:
         Args:
             synced: bank and retriever.
             documents: the documents.
-            phi: memory tokens `[rows, T, D]` of those that the bank lacks, in the order of `documents`; None if it
-                lacks none.
-            rows: the ids of those that the bank lacks, and the number of rows of each.
+            phi: memory tokens `[rows, T, D]` of those that the bank lacks, in the order of `documents`; None if there
+                are none.
+            rows: the ids of those that the bank lacks, and the number of rows of each; 0 where it lacks the metadata.
             unfiled: ids of those that the retriever lacks.
 
         Returns:
@@ -205,12 +215,15 @@ class Adapter:
         Args:
             bank: the bank.
             documents: the documents.
-            phi: their memory tokens `[rows, T, D]`; None for no documents.
-            rows: number of rows of each document.
+            phi: their memory tokens `[rows, T, D]`; None for none.
+            rows: number of rows of each document; 0 for one that only gets other metadata.
 
         Returns:
             The ids of documents that it forgot to stay within its bound.
         """
+        if not all(rows):  # before others come, for which the bank may forget these
+            bank.describe([document for document, count in zip(documents, rows) if not count])
+            documents, rows = zip(*[each for each in zip(documents, rows) if each[1]]) if any(rows) else ((), ())
         if phi is None:
             return ()
         if self.bound is None:
@@ -260,3 +273,48 @@ def is_lacking(bank: BankContents, document_id: str, content: str) -> bool:
         DamageError: when the bank keeps texts, and their file is damaged.
     """
     return not is_held(bank, document_id, content) or bank.is_textless(document_id)
+
+
+def holds_text(bank: BankContents, document: Document) -> bool:
+    """True if the bank holds a document with this text, whatever its metadata, and has not lost the kept text."""
+    if document.id not in bank or bank.is_textless(document.id):
+        return False
+    return any(
+        member.document_id == document.id and member.matches(document.text) for member in bank[document.id].members
+    )
+
+
+def check_supersession(members: Mapping[str, Member], bank: BankContents) -> None:
+    """Refuses documents that would supersede each other in a circle.
+
+    Args:
+        members: the documents that come, by id.
+        bank: the bank that they come to.
+
+    Raises:
+        BankError: names the documents of the circle.
+    """
+
+    def superseded(name: str) -> tuple[str, ...]:
+        member = members.get(name)
+        if member is None and name in bank:
+            member = next(one for one in bank[name].members if one.document_id == name)
+        return () if member is None else member.supersedes
+
+    done: set[str] = set()
+    for first in (name for name, member in members.items() if member.supersedes):
+        path: dict[str, Iterator[str]] = {} if first in done else {first: iter(superseded(first))}
+        while path:
+            name = next(reversed(path))
+            following = next(path[name], None)
+            if following is None:
+                done.add(name)
+                del path[name]
+            elif following in path:
+                circle = [*list(path)[list(path).index(following) :], following]
+                raise BankError(
+                    f"documents supersede each other in a circle: {' -> '.join(map(shown_id, circle))}; take one of "
+                    "them out of `supersedes`"
+                )
+            elif following not in done:
+                path[following] = iter(superseded(following))

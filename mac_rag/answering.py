@@ -54,6 +54,7 @@ class Settings:
     k: int
     memory_weight: float | None
     allowed: Container[str] | None = field(compare=False)
+    as_of: int | None  # in microseconds since 1970
     overflow: Literal["error", "truncate"]
     max_new_tokens: int | None
     num_beams: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -19,12 +20,14 @@ from mac_rag.answering import Call, Retrieval, Settings, answer_calls, contexts_
 from mac_rag.batching_queue import BatchingQueue, isolating_errors
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.consistent_retrieval import ConsistentRetrieval
+from mac_rag.data.dates import AsOf, moment_of_question
 from mac_rag.data.types import AdaptReport, Answer, Document
 from mac_rag.errors import ConfigError, MACError
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.interface import Bank, BankContents
+from mac_rag.memory.known_documents import KnownDocuments
 from mac_rag.memory.shared import SharedBank
 from mac_rag.memory.views.base_reader import Aggregated
 from mac_rag.memory.views.reader import reader_of
@@ -94,6 +97,7 @@ class MACEngine:
         self._queue = BatchingQueue()
         self._seen = self._shared.latest()  # by the question whose turn it is
         self._reader = reader_of(self.model, self._seen, self.attention)
+        self._last_known: KnownDocuments | None = None  # of the last question without `allowed`
         if self.bank.writable:
             with self._shared.changing():
                 self._finish()
@@ -140,9 +144,13 @@ class MACEngine:
         """Remembers documents (the online stage of algorithm 2): no gradient, no question, one pass.
 
         A document that the bank already holds with this id, text and metadata costs nothing. A document with a known id
-        and other text or metadata replaces the old one. All documents are checked before the first is written, so bad
-        input changes nothing. A bank on disk is committed every 30 seconds or 512 documents, whichever comes
-        first; after an interruption, the same call resumes.
+        and another text replaces the old one; with other metadata alone, such as another date, it keeps its memory
+        tokens, and nothing is computed. All documents are checked before the first is written, so bad input changes
+        nothing. A bank on disk is committed every 30 seconds or 512 documents, whichever comes first; after an
+        interruption, the same call resumes.
+
+        A document counts from its `date` on, or else from now on, and the documents that it `supersedes` stop counting
+        then; see `Document` and `as_of` of `answer`.
 
         Args:
             documents: documents with unique ids.
@@ -154,8 +162,9 @@ class MACEngine:
         Raises:
             DocumentError: for an empty document, one that is no text, one with half of a surrogate pair or NUL, or
                 with `on_long="error"` one beyond the limit; names the document, and the place in its text.
-            BankError: for an id that occurs twice in the call; for an id or metadata that cannot be kept exactly (see
-                `mac_rag.data.provenance.Member.of`).
+            BankError: for an id that occurs twice in the call; for an id or metadata that cannot be kept exactly, or a
+                date that cannot be read (see `mac_rag.data.provenance.Member.of`); for documents that supersede each
+                other in a circle.
             FingerprintError: when another model wrote the bank.
         """
         documents, seen = list(documents), self.snapshot
@@ -251,6 +260,7 @@ class MACEngine:
         k: int | None = None,
         memory_weight: float | None = None,
         allowed: Container[str] | None = None,
+        as_of: AsOf = None,
         overflow: Literal["error", "truncate"] = "error",
         max_new_tokens: int | None = None,
         num_beams: int = 1,
@@ -270,6 +280,10 @@ class MACEngine:
             k: number of documents to retrieve; None for the engine's number.
             memory_weight: lambda behind documents; None for the engine's.
             allowed: ids of the documents that may have any influence, through the retriever or the bank; None for all.
+            as_of: the moment of the question, as `mac_rag.data.dates.read_date` takes it. Documents of a later date
+                have no influence, nor have those that another has superseded by then: answers are those of a bank that
+                never held them. Only what the bank holds is retrieved. None for all dates: what another document
+                supersedes has no influence, whatever the date of that.
             overflow: if documents and question are beyond the LM's window: raise an error, or cut the documents from
                 the last one on. The question is never cut.
             max_new_tokens: None for the model's configured length.
@@ -279,7 +293,8 @@ class MACEngine:
             progress: shows a progress bar.
 
         Raises:
-            BankError: with `use_memory`, for an empty bank, or if none of its documents is allowed.
+            BankError: with `use_memory`, for an empty bank, or if none of its documents is allowed or counts by then.
+            DataError: for an `as_of` that is no date.
             DocumentError: for an empty question, or a prompt beyond the window.
             FingerprintError: when another model wrote the bank.
         """
@@ -289,6 +304,7 @@ class MACEngine:
             k=self.k if k is None else k,
             memory_weight=self.memory_weight if memory_weight is None else memory_weight,
             allowed=allowed,
+            as_of=moment_of_question(as_of),
             overflow=overflow,
             max_new_tokens=max_new_tokens,
             num_beams=num_beams,
@@ -306,6 +322,7 @@ class MACEngine:
 
     def _answer(self, calls: Sequence[Call], settings: Settings) -> list[list[Answer] | Exception]:
         retriever = self._begin()
+        settings = replace(settings, allowed=self._known(settings.allowed, settings.as_of))
         return answer_calls(calls, settings, self.model, retriever, self._aggregated)
 
     def stream(
@@ -316,16 +333,19 @@ class MACEngine:
         use_memory: bool = True,
         use_retriever: bool = True,
         allowed: Container[str] | None = None,
+        as_of: AsOf = None,
         max_new_tokens: int | None = None,
         sampling: Sampling = GREEDY,
     ) -> Iterator[str]:
         """Yields the answer to one question piece by piece; the pieces joined are what `answer` returns.
 
         Raises:
-            BankError, DocumentError, FingerprintError: as `answer`; at the call, not at the first piece.
+            BankError, DataError, DocumentError, FingerprintError: as `answer`; at the call, not at the first piece.
         """
+        moment = moment_of_question(as_of)
         with self._queue.turn():
             found = self._begin()
+            allowed = self._known(allowed, moment)
             retriever = found if use_retriever else None
             [(texts, _)] = contexts_of([question], None if contexts is None else [contexts], retriever, self.k, allowed)
             prompt = self.model.fit_to_window(question, texts, max_new_tokens=max_new_tokens)
@@ -348,24 +368,29 @@ class MACEngine:
 
         return locked()
 
-    def aggregate(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor:
-        """phi* `[B, T, D]` of each question (equation 1).
+    def aggregate(
+        self, questions: Sequence[str], allowed: Container[str] | None = None, *, as_of: AsOf = None
+    ) -> Tensor:
+        """phi* `[B, T, D]` of each question (equation 1); `allowed` and `as_of` as `answer` takes them.
 
         Raises:
             BankError: for an empty bank, or none of its documents allowed.
+            DataError: for an `as_of` that is no date.
             DocumentError: for an empty question, or one beyond the limit.
             FingerprintError: when another model wrote the bank.
         """
+        moment = moment_of_question(as_of)
         with self._queue.turn():
             self._begin()
-            return self._reader.aggregate(questions, allowed).phi
+            return self._reader.aggregate(questions, self._known(allowed, moment)).phi
 
     def document_attention(
-        self, questions: Sequence[str], allowed: Container[str] | None = None
+        self, questions: Sequence[str], allowed: Container[str] | None = None, *, as_of: AsOf = None
     ) -> tuple[list[str], Tensor]:
         """The share of each question's attention that goes to each document that may have influence.
 
-        Documents that were merged share the attention to their one entry equally.
+        Documents that were merged share the attention to their one entry equally. `allowed` and `as_of` are as `answer`
+        takes them.
 
         Returns:
             The document ids, and the attention mass `[B, documents]`; each row sums to 1.
@@ -373,19 +398,22 @@ class MACEngine:
         Raises:
             BankError: for an empty bank, or none of its documents allowed.
             ConfigError: for an `attention` that does not tell single documents apart.
+            DataError: for an `as_of` that is no date.
         """
+        moment = moment_of_question(as_of)
         return self._queue.submit(
-            lambda calls: isolating_errors(lambda some: self._attention(some, allowed), calls),
+            lambda calls: isolating_errors(lambda some: self._attention(some, allowed, moment), calls),
             questions,
-            group=("attention", group_of(allowed)),
+            group=("attention", group_of(allowed), moment),
             size=len(questions),
             limit=_ATTENTION_BATCH,
         )
 
     def _attention(
-        self, calls: Sequence[Sequence[str]], allowed: Container[str] | None
+        self, calls: Sequence[Sequence[str]], allowed: Container[str] | None, as_of: int | None
     ) -> list[tuple[list[str], Tensor]]:
         self._begin()
+        allowed = self._known(allowed, as_of)
         ids, mass = self._reader.document_mass([question for questions in calls for question in questions], allowed)
         return [(list(ids), rows) for rows in mass.split([len(questions) for questions in calls])]
 
@@ -393,11 +421,25 @@ class MACEngine:
         questions, ids = [prompt.question for prompt in prompts], [prompt.question_ids for prompt in prompts]
         return self._reader.aggregate(questions, allowed, ids=ids)
 
+    def _known(self, allowed: Container[str] | None, as_of: int | None) -> Container[str] | None:
+        """The documents that may influence the question whose turn it is: those of `allowed` that count by then."""
+        seen = self._seen
+        if as_of is None and not seen.supersedes:
+            return allowed
+        if allowed is not None:
+            return KnownDocuments(seen, as_of, allowed)
+        last = self._last_known
+        if last is None or last.as_of != as_of:
+            last = self._last_known = KnownDocuments(seen, as_of)
+        return last
+
     def _begin(self) -> Retrieval | None:
         """Begins a question: chooses the snapshot that it sees, and returns the retriever as it sees it."""
         changes = self._shared.changes
         self._seen = self._shared.latest()
         self._seen.check_model(self.model.fingerprint)
+        if self._last_known is not None and self._last_known.bank is not self._seen:
+            self._last_known = None
         self._reader.follow(self._seen)
         if self.retriever is None:
             return None

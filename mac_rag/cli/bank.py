@@ -270,6 +270,8 @@ def _open(bank: Path | str, *, write: bool = False) -> MemoryBank:
 
 def _record(entry: BankEntry, *, with_texts: bool = False) -> dict[str, object]:
     """The number of an entry's rows, and its document, or the documents that were merged into it."""
+    from mac_rag.data.dates import ALWAYS, written
+
     return {
         "rows": entry.rows,
         "documents": [
@@ -277,6 +279,7 @@ def _record(entry: BankEntry, *, with_texts: bool = False) -> dict[str, object]:
                 "id": member.document_id,
                 "content_hash": member.content_hash,
                 "added": member.added,
+                "date": written(member.moment) if member.moment != ALWAYS else None,
                 "metadata": dict(member.metadata),
                 **({"text": text} if with_texts else {}),
             }

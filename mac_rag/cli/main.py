@@ -239,6 +239,12 @@ def ask(
     retriever: RetrieverOption = "none",
     retriever_folder: FolderOption = None,
     k: Annotated[int, typer.Option(min=1, help="Number of retrieved documents in front of the question.")] = 5,
+    as_of: Annotated[
+        str | None,
+        typer.Option(
+            help="A date, such as 2004-05-31: answer as if nothing later had been remembered.", show_default="all dates"
+        ),
+    ] = None,
     device_map: DeviceMapOption = None,
 ) -> None:
     """Answer a question from a bank. With --retriever, answer from the bank and retrieved documents.
@@ -251,9 +257,9 @@ def ask(
     opened, text_retriever = MemoryBank.open(bank), open_retriever(retriever, retriever_folder)
     engine = MACEngine(load_model(model, opened, bank, device_map=device_map), opened, text_retriever, k=k)
     warn_of_disagreement(engine.bank, engine.retriever, retriever, retriever_folder)
-    say(engine.answer([question], overflow="truncate")[0].text, lines=True)
+    say(engine.answer([question], overflow="truncate", as_of=as_of)[0].text, lines=True)
     if explain:
-        show_attention(engine, question)
+        show_attention(engine, question, as_of)
 
 
 @app.command()

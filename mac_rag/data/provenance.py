@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from mac_rag.data.characters import check_characters, fault_of, is_blank, shown, shown_id
+from mac_rag.data.dates import ALWAYS, date_in, moment_of, superseded_in
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError, DocumentError
+from mac_rag.errors import BankError, DataError, DocumentError
 from mac_rag.untrusted_files import METADATA_DEPTH, NUMBER, parse_json
 
 
@@ -38,11 +40,38 @@ class Member:
         Raises:
             DocumentError: for a text that is none, or that has half of a surrogate pair or NUL; names the document.
             BankError: for an id that is blank or no text, or metadata that JSON does not keep exactly; names the
-                document, and the place in the metadata.
+                document, and the place in the metadata. For a `date` that is none, or can be read in two ways, and for
+                a `supersedes` that names no ids.
         """
         check_document(document)
+        try:
+            date_in(document.metadata)
+            superseded_in(document.metadata)
+        except DataError as error:
+            raise BankError(f"metadata of document {shown_id(document.id)}: {error}") from None
         added = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(document.id, content_hash(document), _as_json(document), added)
+
+    @property
+    def moment(self) -> int:
+        """The moment from which the document counts, in microseconds since 1970.
+
+        It is the date of its metadata, or else that at which it was added. A bank from before dates had a meaning may
+        hold something else there, which then says nothing.
+        """
+        with suppress(DataError):
+            date = date_in(self.metadata)
+            return moment_of(self.added if date is None else date)
+        with suppress(DataError):
+            return moment_of(self.added)
+        return ALWAYS
+
+    @property
+    def supersedes(self) -> tuple[str, ...]:
+        """Ids of the documents that stop counting when this one counts; none where the bank holds no ids there."""
+        with suppress(DataError):
+            return superseded_in(self.metadata)
+        return ()
 
     def matches(self, text: str) -> bool:
         """True if this is the text that the content hash was made of."""

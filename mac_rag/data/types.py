@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
+from mac_rag.data.dates import date_in, superseded_in
 from mac_rag.errors import DataError
 
 
@@ -16,16 +18,38 @@ class Document:
     Attributes:
         id: id of the document, unique within its data set; its key in the memory bank.
         text: text of the document.
-        metadata: provenance such as `title` and `date`, stored with the memory tokens; must fit into JSON.
+        metadata: provenance such as `title` and `date`, stored with the memory tokens; must fit into JSON. Two keys
+            have a meaning of their own: `date` and `supersedes`, see the properties.
 
     Examples:
-        >>> Document("bridge", "Anna Berg opened the bridge.", {"date": "2004-05-01"}).metadata["date"]
-        '2004-05-01'
+        >>> bridge = Document("bridge", "Anna Berg opened the bridge.", {"date": "2004-05", "supersedes": "plan"})
+        >>> bridge.date.isoformat(), bridge.supersedes
+        ('2004-05-01T00:00:00+00:00', ('plan',))
     """
 
     id: str
     text: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def date(self) -> datetime | None:
+        """The moment from which the document counts, in UTC: `date` of its metadata, see `mac_rag.data.dates`.
+
+        None without one: it then counts from the moment at which a bank adapts to it.
+
+        Raises:
+            DataError: for what is no date, or can be read in two ways.
+        """
+        return date_in(self.metadata)
+
+    @property
+    def supersedes(self) -> tuple[str, ...]:
+        """Ids of the documents that stop counting when this one counts: `supersedes` of its metadata, one or a list.
+
+        Raises:
+            DataError: for anything but ids.
+        """
+        return superseded_in(self.metadata)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mac_rag.adapting import GROUP, Adapter, is_lacking
+from mac_rag.adapting import GROUP, Adapter, check_supersession, is_lacking
 from mac_rag.config import BoundConfig
 from mac_rag.data.characters import shown_id
+from mac_rag.data.provenance import Member
 from mac_rag.data.readers import STDIN
 from mac_rag.data.types import AdaptReport
 from mac_rag.distributed.cluster import connected_ray
@@ -97,7 +98,8 @@ class BulkAdapter:
             ConfigError: when Ray is missing, its cluster cannot be reached, or a worker does not see the same files;
                 for standard input.
             DataError: for a file as `read_documents`, and for one that changes meanwhile.
-            DocumentError, BankError: as `MACEngine.adapt`.
+            DocumentError, BankError: as `MACEngine.adapt`; but documents of several groups that supersede each other in
+                a circle are noticed when the last of them is committed, behind the groups before.
             WorkerError: when a group's workers die again and again, or one fails for a reason that is none of ours.
         """
         if STDIN in files:
@@ -171,6 +173,9 @@ class BulkAdapter:
         with progress_bar("commit", sum(len(group.lacking) for group in pending.groups), disable=not progress) as bar:
             for number, group in enumerate(pending.groups):
                 documents = group.read(job.files)
+                if any(document.supersedes for document in documents):
+                    members = {document.id: Member.of(document) for document in documents}
+                    check_supersession(members, self._synced.bank)
                 phi, rows = None, {}
                 if number in blocks:
                     new = group.new(documents)

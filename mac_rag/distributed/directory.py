@@ -9,6 +9,8 @@ from torch import Tensor
 
 from mac_rag.distributed.shard import ShardChange, ShardContents, Version
 from mac_rag.memory.contents import Described
+from mac_rag.memory.entry_table import RecordList
+from mac_rag.memory.known_documents import Timeline
 from mac_rag.memory.parts import Texts
 from mac_rag.memory.records import Record
 
@@ -24,6 +26,7 @@ class ShardDirectory:
         records: the entries by sequence number, in the order of their rows.
         sequences: sequence number of each document's entry.
         rows: number of rows.
+        superseded: number of documents that its documents name as superseded.
         row_shape: (T, D) of a row; None until the shard has one.
     """
 
@@ -32,8 +35,9 @@ class ShardDirectory:
         self.row_shape = contents.row_shape
         self.records: dict[int, Record] = {}
         self.sequences: dict[str, int] = {}
-        self.rows = 0
+        self.rows = self.superseded = 0
         self._is_shared = False
+        self._made: list[Timeline] = []  # the timeline, once it is made; shared with copies
         self._add(contents.records)
 
     def copy(self) -> ShardDirectory:
@@ -56,7 +60,10 @@ class ShardDirectory:
         self.row_shape = self.row_shape or row_shape
         for name in change.removed:
             record = self.records.pop(self.sequences.pop(name), None)
-            self.rows -= 0 if record is None else record.rows
+            if record is not None:
+                self.rows -= record.rows
+                self.superseded -= _superseded(record)
+        self._made = []
         self._add(change.added)
         if not self.records:
             self.row_shape = None
@@ -66,6 +73,18 @@ class ShardDirectory:
             self.records[record.sequence] = record
             self.sequences |= dict.fromkeys(record.document_ids, record.sequence)
             self.rows += record.rows
+            self.superseded += _superseded(record)
+
+    @property
+    def timeline(self) -> Timeline:
+        """Its documents, in the order of their rows, with what says when they count; made once for each state."""
+        if not self._made:
+            self._made.append(Timeline.of(RecordList(list(self.records.values()))))
+        return self._made[0]
+
+
+def _superseded(record: Record) -> int:
+    return sum(len(member.supersedes) for member in record.members)
 
 
 @dataclass(frozen=True)

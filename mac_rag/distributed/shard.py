@@ -299,6 +299,19 @@ class Shard:
         added = tuple(Record(entry.sequence, n, entry.members) for entry, n in zip(entries, rows, strict=True))
         return ShardChange(self._version, added, tuple(replaced), returned)
 
+    def describe(self, kept: Collection[int], documents: Sequence[Document]) -> ShardChange:
+        """See `MemoryBank.describe`."""
+        self._keep(kept)
+        replaced = tuple({name: None for document in documents for name in self._names_with(document.id)})
+        self.bank.describe(documents)
+        entries = {entry.sequence: entry for entry in (self.bank[name] for name in replaced)}
+        added = tuple(Record(number, entries[number].rows, entries[number].members) for number in sorted(entries))
+        return ShardChange(self._version, added, replaced)
+
+    def _names_with(self, document_id: str) -> list[str]:
+        """Ids of the documents of the entry of a document."""
+        return [member.document_id for member in self.bank[document_id].members]
+
     def delete(self, kept: Collection[int], document_id: str) -> ShardChange:
         """See `MemoryBank.delete`."""
         self._keep(kept)

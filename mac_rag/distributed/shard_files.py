@@ -41,7 +41,7 @@ def shard_of(document_id: str, shards: int) -> int:
 
 
 def shards_of(id_hashes: Tensor, shards: int) -> Tensor:
-    """`shard_of` many documents, int64 `[n]`, from their hashes `[n]` (`mac_rag.memory.entry_table.id_hash`)."""
+    """`shard_of` many documents, int64 `[n]`, from their hashes `[n]` (`mac_rag.data.document_ids.id_hash`)."""
     digests = id_hashes.numpy().view(np.uint64).byteswap()  # the same 8 bytes, read the other way round
     return torch.from_numpy((digests % np.uint64(shards)).astype(np.int64))
 

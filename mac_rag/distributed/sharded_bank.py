@@ -23,6 +23,7 @@ from mac_rag.distributed.transport import Request, ShardSettings, StartShards
 from mac_rag.distributed.watched_shards import WatchedShards
 from mac_rag.errors import BankError, ShardLostError
 from mac_rag.memory.bank import MemoryBank
+from mac_rag.memory.new_entries import described_members
 from mac_rag.memory.storage.manifest import Intent
 
 if TYPE_CHECKING:
@@ -202,6 +203,20 @@ class ShardedBank(ShardedContents):
             (shape[0], shape[1]),
         )
         return tuple(name for number in sorted(changes) for name in changes[number].returned)
+
+    def describe(self, documents: Sequence[Document]) -> None:
+        """Gives documents other metadata, such as another date; see `MemoryBank.describe`.
+
+        Raises:
+            BankError: as `MemoryBank.describe`; the bank has not changed.
+            ShardLostError: when a shard is lost on the way; `rollback` before anything else.
+        """
+        self._check_changeable()
+        described_members(documents, lambda name: self[name].members)  # finds what is wrong before a shard changes
+        own: dict[int, list[Document]] = {}
+        for document in documents:
+            own.setdefault(self._number(document.id), []).append(document)
+        self._changed({number: Request("describe", (self._kept(number), some)) for number, some in own.items()})
 
     def delete(self, document_id: str) -> tuple[str, ...]:
         """Deletes a document with all its rows; see `MemoryBank.delete`.

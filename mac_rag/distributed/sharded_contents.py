@@ -15,6 +15,7 @@ from mac_rag.distributed.transport import Request
 from mac_rag.distributed.watched_shards import WatchedShards
 from mac_rag.errors import BankError
 from mac_rag.memory.contents import rows_allowed
+from mac_rag.memory.known_documents import KnownDocuments, Timeline
 from mac_rag.memory.records import Record
 
 
@@ -98,8 +99,20 @@ class ShardedContents:
             for members in [record.document_ids] * record.rows
         ]
 
+    @property
+    def supersedes(self) -> bool:
+        """True if one of the documents supersedes another, which the bank need not hold."""
+        return any(directory.superseded for directory in self.directories)
+
+    @property
+    def timeline(self) -> Timeline:
+        """All documents, shard by shard, with what says when they count."""
+        return Timeline.cat([directory.timeline for directory in self.directories])
+
     def visible_rows(self, allowed: Container[str]) -> Tensor:
         """Which rows stand for allowed documents only, bool `[N]`."""
+        if isinstance(allowed, KnownDocuments):
+            return allowed.rows_of(self)
         return rows_allowed(self.row_members, allowed)
 
     def is_textless(self, document_id: str) -> bool:

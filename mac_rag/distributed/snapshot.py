@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mac_rag.distributed.reader import ShardedReader
 from mac_rag.distributed.sharded_contents import ShardedContents
+from mac_rag.memory.known_documents import Timeline
 
 if TYPE_CHECKING:
     from mac_rag.config import AttentionConfig
@@ -17,6 +19,11 @@ class ShardedSnapshot(ShardedContents):
 
     The shards keep what it refers to as long as it is in use.
     """
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """As `ShardedContents.timeline`, made once."""
+        return super().timeline
 
     def reader(self, model: MACModel, config: AttentionConfig) -> ShardedReader:
         """See `mac_rag.memory.views.base_reader.BringsReader`."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mac_rag.data.provenance import Member
 from mac_rag.errors import BankError, FingerprintError
+from mac_rag.memory.known_documents import KnownDocuments, Timeline
 from mac_rag.memory.parts import Part, PlacedRecord, Texts
 from mac_rag.memory.quantizer import nearest_codes
 from mac_rag.memory.rows import RowLayout, Rows, decoded
@@ -142,6 +143,7 @@ class Contents:
         """Makes these parts, in their current state, the contents."""
         self._parts = [part for part in parts if part.count]
         self._row_keys: Tensor | None = None
+        self._timeline: Timeline | None = None
 
     @property
     def document_ids(self) -> list[str]:
@@ -162,7 +164,7 @@ class Contents:
 
     @property
     def id_hashes(self) -> Tensor:
-        """`mac_rag.memory.entry_table.id_hash` of each document, entry by entry, int64 `[len(self)]`."""
+        """`mac_rag.data.document_ids.id_hash` of each document, entry by entry, int64 `[len(self)]`."""
         return torch.cat([torch.empty(0, dtype=torch.long), *(part.id_hashes for part in self._parts)])
 
     def entry_of(self, row: int) -> BankEntry:
@@ -219,6 +221,22 @@ class Contents:
         """For each of the N rows the ids of the documents that it stands for, read at each access."""
         return [members for part in self._parts for members in part.members()]
 
+    @property
+    def supersedes(self) -> bool:
+        """True if one of the documents supersedes another, which the bank need not hold."""
+        return any(part.supersedes for part in self._parts)
+
+    @property
+    def timeline(self) -> Timeline:
+        """All documents, in the order of their entries, with what says when they count.
+
+        Raises:
+            DamageError: when the bank is on disk, has an index from before dates, and a record is not what was written.
+        """
+        if self._timeline is None:
+            self._timeline = Timeline.cat([part.timeline for part in self._parts])
+        return self._timeline
+
     def visible_rows(self, allowed: Container[str]) -> Tensor:
         """Which rows stand for allowed documents only, bool `[N]`.
 
@@ -226,6 +244,8 @@ class Contents:
             allowed: ids of documents, also of some that the bank does not hold. Of a set smaller than the bank, only
                 the records of its own documents are read.
         """
+        if isinstance(allowed, KnownDocuments):
+            return allowed.rows_of(self)
         if not isinstance(allowed, Set) or len(allowed) > len(self):
             return rows_allowed(self.row_members, allowed)
         visible = torch.zeros(len(self.row_keys), dtype=torch.bool)

@@ -14,7 +14,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.memory.contents import BankEntry, Contents, Snapshot, Summarise
 from mac_rag.memory.entry_table import RecordList
-from mac_rag.memory.new_entries import NewEntry, new_entries
+from mac_rag.memory.new_entries import NewEntry, described_members, new_entries
 from mac_rag.memory.parts import PART_BITS, Part, no_entries
 from mac_rag.memory.records import Record
 from mac_rag.memory.rows import RowDtype, RowLayout, Rows
@@ -93,6 +93,34 @@ class EditableContents(Contents):
         removed = [name for document_id in names if document_id in self for name in self._tombstone(document_id)]
         self._append(encoded, entries)
         return tuple(name for name in removed if name not in names)
+
+    def describe(self, documents: Sequence[Document]) -> None:
+        """Gives documents other metadata, such as another date. Their memory tokens and texts stay as they are.
+
+        So does the time at which they were added, and with what they were merged.
+
+        Args:
+            documents: documents with distinct ids, with the texts that the bank holds them with.
+
+        Raises:
+            BankError: for an id that the bank does not hold or that occurs twice, for another text, and for metadata as
+                `mac_rag.data.provenance.Member.of`; the bank does not change.
+            DamageError: when the memory tokens of a document, or its kept text, are not what was written.
+        """
+        self._check_writable()
+        members = described_members(documents, lambda name: self[name].members)
+        found = {placed.record.sequence: (part, placed) for part, placed in map(self._found, members)}
+        if not found:
+            return
+        rows, entries = [], []
+        for part, placed in found.values():
+            record = placed.record
+            rows.append(part.entry_rows(placed))
+            described = tuple(members.get(one.document_id, one) for one in record.members)
+            entries.append(NewEntry(record.rows, described, part.texts(record)))
+        for part, placed in found.values():
+            part.tombstone(placed.record.sequence)
+        self._append(Rows.cat(rows), entries)
 
     def merge(self, document_ids: Iterable[str], phi: Tensor) -> None:
         """Replaces the entries of these documents by one entry that stands for all of their documents.

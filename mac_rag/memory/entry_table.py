@@ -3,15 +3,62 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mac_rag.data.document_ids import id_hash
+from mac_rag.data.provenance import Member
 from mac_rag.memory.records import Record
 from mac_rag.memory.rows import Growing
+
+
+class Dating(NamedTuple):
+    """When d documents count, and which others they supersede.
+
+    Attributes:
+        dates: int64 `[d]`, `Member.moment` of each document, entry by entry.
+        superseded: int64 `[s]`, `id_hash` of each document that one of them supersedes; it may be in no bank.
+        superseding: int64 `[s]`, the place of the document that supersedes it among the d, ascending.
+    """
+
+    dates: Tensor
+    superseded: Tensor
+    superseding: Tensor
+
+    @classmethod
+    def of(cls, members: Iterable[Member]) -> Dating:
+        """That of documents in their order."""
+        dates: list[int] = []
+        superseded: list[int] = []
+        superseding: list[int] = []
+        for place, member in enumerate(members):
+            dates.append(member.moment)
+            names = member.supersedes
+            superseded += map(id_hash, names)
+            superseding += [place] * len(names)
+        return cls(*(torch.tensor(column, dtype=torch.long) for column in (dates, superseded, superseding)))
+
+    @classmethod
+    def cat(cls, parts: Sequence[Dating]) -> Dating:
+        """That of the documents of several parts, in order."""
+        before = [0, *accumulate(len(part.dates) for part in parts)]
+        nothing = torch.empty(0, dtype=torch.long)
+        return cls(
+            torch.cat([nothing, *(part.dates for part in parts)]),
+            torch.cat([nothing, *(part.superseded for part in parts)]),
+            torch.cat([nothing, *(part.superseding + first for part, first in zip(parts, before))]),
+        )
+
+    def kept(self, mask: Tensor) -> Dating:
+        """That of the documents where `mask` `[d]` is True."""
+        is_kept = mask[self.superseding]
+        places = mask.cumsum(0) - 1
+        return Dating(self.dates[mask], self.superseded[is_kept], places[self.superseding[is_kept]])
 
 
 class EntryTable(ABC):
@@ -52,6 +99,15 @@ class EntryTable(ABC):
     def id_hashes(self) -> Tensor:
         """Int64 `[d]`, `id_hash` of each document, entry by entry."""
 
+    @property
+    @abstractmethod
+    def dating(self) -> Dating:
+        """When the documents count, and which others they supersede.
+
+        Raises:
+            DamageError: as `record`, where it must be read from the records.
+        """
+
     def number(self, sequence: int) -> int | None:
         """The number of the entry with a sequence number; None if there is none."""
         number = int(torch.searchsorted(self.sequences, sequence))
@@ -75,6 +131,7 @@ class RecordList(EntryTable):
         self._sequences, self._starts, self._documents = (
             Growing(torch.zeros(first, dtype=torch.long)) for first in (0, 1, 1)
         )
+        self._hashes, *self._dating = (Growing(torch.empty(0, dtype=torch.long)) for _ in range(4))
         self.extend(records)
 
     def extend(self, records: Sequence[Record]) -> None:
@@ -91,13 +148,20 @@ class RecordList(EntryTable):
             column.append(column.tensor[-1] + torch.tensor(counts, dtype=torch.long).cumsum(0))
         self.sequences, self.starts = self._sequences.tensor, self._starts.tensor
         self.documents = self._documents.tensor
+        members = [member for record in records for member in record.members]
+        before = len(self._hashes.tensor)
+        self._hashes.append(id_hashes([member.document_id for member in members]))
+        dates, superseded, superseding = Dating.of(members)
+        for own, more in zip(self._dating, (dates, superseded, superseding + before)):
+            own.append(more)
 
     def copy(self) -> RecordList:
         """A table that grows apart from this one."""
         other = copy.copy(self)
         other._records, other._numbers = list(self._records), dict(self._numbers)
         other._sequences, other._starts = Growing(self.sequences), Growing(self.starts)
-        other._documents = Growing(self.documents)
+        other._documents, other._hashes = Growing(self.documents), Growing(self._hashes.tensor)
+        other._dating = [Growing(column.tensor) for column in self._dating]
         return other
 
     def record(self, number: int) -> Record:
@@ -111,14 +175,13 @@ class RecordList(EntryTable):
 
     @property
     def id_hashes(self) -> Tensor:
-        """As `EntryTable.id_hashes`; computed at each access."""
-        return id_hashes([name for record in self._records for name in record.document_ids])
+        """As `EntryTable.id_hashes`."""
+        return self._hashes.tensor
 
-
-def id_hash(document_id: str) -> int:
-    """A number of 64 bits, with sign, by which a document is found: the first 8 bytes of blake2b of its id."""
-    digest = hashlib.blake2b(document_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    @property
+    def dating(self) -> Dating:
+        """As `EntryTable.dating`; never an error."""
+        return Dating(*(column.tensor for column in self._dating))
 
 
 def id_hashes(document_ids: Sequence[str]) -> Tensor:

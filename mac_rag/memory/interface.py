@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
+from mac_rag.memory.known_documents import Timeline
 from mac_rag.memory.parts import Texts
 from mac_rag.memory.storage.manifest import Intent
 
@@ -60,6 +61,12 @@ class BankContents(Protocol):
     @property
     def phi(self) -> Tensor: ...
 
+    @property
+    def supersedes(self) -> bool: ...
+
+    @property
+    def timeline(self) -> Timeline: ...
+
     def visible_rows(self, allowed: Container[str]) -> Tensor: ...
 
     def check_model(self, fingerprint: str) -> None: ...
@@ -91,6 +98,8 @@ class Bank(BankContents, Protocol):
     def committed(self) -> BankContents: ...
 
     def snapshot(self) -> BankContents: ...
+
+    def describe(self, documents: Sequence[Document]) -> None: ...
 
     def put(self, documents: Sequence[Document], phi: Tensor, rows: Sequence[int] | None = None) -> tuple[str, ...]: ...
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from mac_rag.data.provenance import Member
@@ -51,3 +52,25 @@ def new_entries(
             raise BankError(f"document id {document.id!r} occurs twice; ids must be unique")
         entries[document.id] = NewEntry(own, (Member.of(document),), (document.text if keep_texts else None,))
     return list(entries.values())
+
+
+def described_members(documents: Sequence[Document], held: Callable[[str], Sequence[Member]]) -> dict[str, Member]:
+    """Documents that a bank holds, with the metadata that they get; the time at which they were added stays.
+
+    Args:
+        documents: the documents.
+        held: the documents of the entry of a document, by its id; raises BankError if there is none.
+
+    Raises:
+        BankError: for an id that occurs twice, that the bank does not hold or holds with another text; and as
+            `Member.of`.
+    """
+    members: dict[str, Member] = {}
+    for document in documents:
+        if document.id in members:
+            raise BankError(f"document id {document.id!r} occurs twice; ids must be unique")
+        member = next(one for one in held(document.id) if one.document_id == document.id)
+        if not member.matches(document.text):
+            raise BankError(f"the bank holds document {document.id!r} with another text; put it with memory tokens")
+        members[document.id] = replace(Member.of(document), added=member.added)
+    return members

@@ -14,7 +14,8 @@ from typing import NamedTuple, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from mac_rag.memory.entry_table import EntryTable, RecordList
+from mac_rag.memory.entry_table import Dating, EntryTable, RecordList
+from mac_rag.memory.known_documents import Timeline
 from mac_rag.memory.records import Record
 from mac_rag.memory.rows import Growing, GrowingRows, Rows
 
@@ -142,8 +143,33 @@ class Part:
     @property
     def id_hashes(self) -> Tensor:
         """`id_hash` of each document of the live entries, entry by entry, int64 `[documents]`."""
-        hashes, counts = self.table.id_hashes, self.table.documents.diff()
-        return hashes[self._live_entries.tensor.repeat_interleave(counts)] if self.tombstones else hashes
+        hashes = self.table.id_hashes
+        return hashes[self._live_documents] if self.tombstones else hashes
+
+    @property
+    def dating(self) -> Dating:
+        """When the documents of the live entries count, and which others they supersede."""
+        dating = self.table.dating
+        return dating.kept(self._live_documents) if self.tombstones else dating
+
+    @property
+    def supersedes(self) -> bool:
+        """True if a document of a live entry supersedes another."""
+        return bool(len(self.table.dating.superseding)) and bool(len(self.dating.superseding))
+
+    @property
+    def timeline(self) -> Timeline:
+        """The documents of the live entries, with what says when they count."""
+        if not self.tombstones:
+            return Timeline.of(self.table)
+        numbers = self.numbers
+        members, rows = self.table.documents.diff()[numbers], self.table.starts.diff()[numbers]
+        return Timeline(self.id_hashes, self.dating, members, rows)
+
+    @property
+    def _live_documents(self) -> Tensor:
+        """For each document of the table whether its entry is live."""
+        return self._live_entries.tensor.repeat_interleave(self.table.documents.diff())
 
     def find(self, document_id: str) -> PlacedRecord | None:
         """The live entry with a document; None if there is none.

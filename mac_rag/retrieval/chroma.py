@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 
 from mac_rag.atomic_files import make_folder
 from mac_rag.data.characters import fault_of
+from mac_rag.data.document_ids import those_in
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.retrieval.base import Hit, Retriever, check_documents, check_request
@@ -216,7 +217,7 @@ class ChromaRetriever(Retriever):
         check_finite(vectors, [f"question {question!r}" for question in questions])
         if allowed is None:
             return self._query(vectors, min(k, count))
-        ids = sorted(name for name in self._ids() if name in allowed)
+        ids = sorted(those_in(list(self._ids()), allowed))
         parts = [ids[first : first + _IDS] for first in range(0, len(ids), _IDS)]
         rankings = [self._compare(vectors, k, part) for part in parts]
         return [_best((hit for ranking in rankings for hit in ranking[place]), k) for place in range(len(questions))]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from array import array
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mac_rag.data.document_ids import HashedIds, id_hash
 from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
@@ -25,6 +27,7 @@ class Rows:
         self._row: dict[str, int] = {}
         self._documents: list[Document | None] = []
         self._live = bytearray()
+        self._hashes = array("q")  # of the first rows; the others have not been asked for
 
     def __len__(self) -> int:
         return len(self._row)
@@ -99,6 +102,7 @@ class Rows:
         self._documents = list(self)
         self._row = {document.id: row for row, document in enumerate(self)}
         self._live = bytearray(b"\1" * len(self._documents))
+        self._hashes = array("q")
         return old_rows
 
     def live(self) -> NDArray[np.bool_]:
@@ -109,8 +113,21 @@ class Rows:
         """True for rows that may be found, `[rows]`; None if all may be found."""
         if allowed is None:
             return None if len(self) == self.size else self.live()
+        if isinstance(allowed, HashedIds):
+            mask = self.live() & allowed.holds(self._id_hashes())
+            if allowed.among is not None:
+                for row in np.flatnonzero(mask):
+                    document = self._documents[row]
+                    mask[row] = document is not None and document.id in allowed.among
+            return mask
         is_allowed = (document is not None and document.id in allowed for document in self._documents)
         return np.fromiter(is_allowed, dtype=np.bool_, count=self.size)
+
+    def _id_hashes(self) -> NDArray[np.int64]:
+        """`id_hash` of the document that each row holds, or held when this was called first, `[rows]`."""
+        new = self._documents[len(self._hashes) :]
+        self._hashes.extend(0 if document is None else id_hash(document.id) for document in new)
+        return np.frombuffer(self._hashes.tobytes(), dtype=np.int64)
 
     def hits(self, rows: NDArray[np.int64], scores: NDArray[np.floating], k: int) -> list[Hit]:
         """The `k` best of some rows, best first; equal scores in the order of rows.

@@ -165,6 +165,16 @@ class TestBank:
         rows = [json.loads(line) for line in run("bank", "list", "--bank", bank).stdout.splitlines()]
         assert [row["documents"][0]["id"] for row in rows] == [notes[0], notes[1], "r[1]", "r2"]
         assert rows[2]["documents"][0]["metadata"] == {"date": "2024-05-01"}
+        assert rows[2]["documents"][0]["date"] == "2024-05-01"
+        assert rows[0]["documents"][0]["date"] == rows[0]["documents"][0]["added"]
+
+    def test_a_question_as_of_a_date(self, bank: Path, model: str) -> None:
+        asking = ("ask", "Where did rain fall?", "--bank", bank, "--model", model, "--explain")
+        explained = run(*asking, "--as-of", "2024-06")
+        assert "100.0%" in explained.stdout
+        assert "r[1]" in explained.stdout
+        refused = run(*asking, "--as-of", "03/04/2024")
+        assert "can be read in several ways" in str(refused.exception)
 
     def test_list_filters_and_pages(self, bank: Path, notes: list[str]) -> None:
         def listed(*options: object) -> list[str]:

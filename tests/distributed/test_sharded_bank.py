@@ -384,3 +384,37 @@ class TestOpening:
             tiny_model.aggregation.blocks[0].to_out.bias += 1
         tiny_model.train().eval()
         self.refused(tiny_model, bank, "cannot be read by", FingerprintError)
+
+
+def test_shards_answer_as_of_a_date_and_take_other_metadata(loaded_tiny_model: MACModel, folder: Path) -> None:
+    def dated(number: int, year: int, **more: str) -> Document:
+        return Document(f"text {number}", f"Text {number}.", {"date": str(year), **more})
+
+    stream = [dated(number, 2000 + number) for number in range(9)] + [dated(9, 2020, supersedes="text 1")]
+    with made(folder, loaded_tiny_model, 3) as bank:
+        sharded, one = MACEngine(loaded_tiny_model, bank), MACEngine(loaded_tiny_model)
+        for engine in (sharded, one):
+            engine.adapt(stream)
+
+        def assert_alike() -> None:
+            for as_of in ("2003", "2019", None):
+                (names, mass), (names_of_one, mass_of_one) = (
+                    engine.document_attention(QUESTIONS, as_of=as_of) for engine in (sharded, one)
+                )
+                order = [names.index(name) for name in names_of_one]
+                torch.testing.assert_close(mass[:, order], mass_of_one, rtol=1e-4, atol=1e-5)
+                assert len(names) == len(names_of_one) == {"2003": 4, "2019": 9, None: 9}[as_of]
+                phi, expected = (engine.aggregate(QUESTIONS, as_of=as_of) for engine in (sharded, one))
+                torch.testing.assert_close(phi, expected, rtol=1e-4, atol=1e-5)
+
+        assert_alike()
+        before = {name: sharded.bank[name].phi for name in bank.document_ids}
+        moved = [dated(2, 2008), dated(8, 2002)]
+        for engine in (sharded, one):
+            assert engine.adapt(moved).rows == 0
+        assert all(torch.equal(sharded.bank[name].phi, phi) for name, phi in before.items())
+        assert_alike()
+        with pytest.raises(BankError, match="another text"):
+            bank.describe([Document("text 2", "Something else.")])
+    with opened(folder, loaded_tiny_model) as bank:
+        assert bank["text 8"].metadata == {"date": "2002"}

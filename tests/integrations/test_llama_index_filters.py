@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.vector_stores.types import (
     FilterCondition,
     FilterOperator,
@@ -18,8 +19,15 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQuery,
 )
 
+from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.integrations.llama_index import MACLLM, FilteredDocuments, MACRetriever, MemoryWriter
+from mac_rag.integrations.llama_index import (
+    MACLLM,
+    FilteredDocuments,
+    MACNodePostprocessor,
+    MACRetriever,
+    MemoryWriter,
+)
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
 from tests.integrations.helpers import FACTS, HashEmbedding, RecordingEngine
@@ -163,3 +171,26 @@ def test_a_filter_that_does_not_fit_reaches_the_user(shared: VectorStoreIndex, e
     queries = shared.as_query_engine(llm=MACLLM(engine=engine, filters=wrong))
     with pytest.raises(ConfigError, match=r"do not fit document 'bridge'.*compare a key with values of its own type"):
         queries.query(QUESTION)
+
+
+def test_later_and_superseded_documents_have_no_influence_as_of_a_date(loaded_tiny_model: MACModel) -> None:
+    engine = MACEngine(loaded_tiny_model)
+    later = {"date": "2004-05", "supersedes": "old"}
+    nodes = [
+        TextNode(id_="old", text="Anna Berg opened the bridge.", metadata={"date": "1990"}),
+        TextNode(id_="new", text="Ada Voss opened the museum.", metadata=later),
+    ]
+    MemoryWriter(engine, filed_by="node")(nodes)
+    scored = [NodeWithScore(node=node) for node in nodes]
+
+    def held(as_of: str | None) -> list[str]:
+        memory = MACNodePostprocessor(engine, mode="annotate", filed_by="node", as_of=as_of)
+        found = memory.postprocess_nodes(scored, query_str="Who opened the bridge?")
+        return [one.node.node_id for one in found if one.node.metadata.get("mac_in_memory", True)]
+
+    assert [held(as_of) for as_of in ("1980", "2000", "2005", None)] == [[], ["old"], ["new"], ["new"]]
+    llm = MACLLM(engine=engine, as_of="2000")
+    [answer] = engine.answer(["Who opened the bridge?"], allowed={"old"})
+    assert llm.complete("Who opened the bridge?").text == answer.text
+    with pytest.raises(BankError, match="nothing to answer from"):
+        llm.model_copy(update={"as_of": "1980"}).complete("Who opened the bridge?")

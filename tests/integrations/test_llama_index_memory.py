@@ -54,12 +54,12 @@ def counting(tiny_model: MACModel) -> CountingEngine:
 
 
 def test_a_pipeline_fills_the_bank_and_hands_nodes_on(engine: RecordingEngine) -> None:
-    documents = [Document(id_="bridge", text=FACTS["bridge"], metadata={"date": "May 3"})]
+    documents = [Document(id_="bridge", text=FACTS["bridge"], metadata={"date": "3 May 2004"})]
     nodes = IngestionPipeline(transformations=[MemoryWriter(engine), HashEmbedding()]).run(documents=documents)
     assert [(node.node_id, node.get_content(MetadataMode.NONE)) for node in nodes] == [("bridge", FACTS["bridge"])]
     assert nodes[0].embedding is not None
     (entry,) = engine.bank
-    assert (entry.document_id, entry.metadata) == ("bridge", {"date": "May 3"})
+    assert (entry.document_id, entry.metadata) == ("bridge", {"date": "3 May 2004"})
     expected = engine.model.amortize([FACTS["bridge"]])
     torch.testing.assert_close(entry.phi, expected.cpu(), rtol=2**-7, atol=1e-5)  # it is kept in bf16
 

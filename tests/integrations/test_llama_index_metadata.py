@@ -116,12 +116,12 @@ def test_chats_hide_metadata_too(engine: PromptEngine, files: list[Document]) ->
 
 @pytest.mark.parametrize("mode", ["compact", "ours"])
 def test_metadata_can_be_asked_for(engine: PromptEngine, mode: str) -> None:
-    document = Document(text=FACTS["bridge"], metadata={"date": "May 3", "source": "wire"})
+    document = Document(text=FACTS["bridge"], metadata={"date": "3 May 2004", "source": "wire"})
     document.excluded_llm_metadata_keys = ["source"]
     index = VectorStoreIndex.from_documents([document], embed_model=HashEmbedding())
     llm = MACLLM(engine=engine, metadata_mode=MetadataMode.LLM)
     queries(index, llm, mode).query(QUESTION)
-    shown = llm.fit_to_window(QUESTION, [f"date: May 3\n\n{FACTS['bridge']}"])
+    shown = llm.fit_to_window(QUESTION, [f"date: 3 May 2004\n\n{FACTS['bridge']}"])
     assert engine.taken() == [shown.ids]
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
+from datetime import datetime
 from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.vector_stores.types import FilterCondition, MetadataFilters
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
+from mac_rag.data.dates import moment_of_question
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.integrations.llama_index.component import EngineComponent
 from mac_rag.memory.interface import BankContents, Entry
+from mac_rag.memory.known_documents import KnownDocuments
 
 
 class FilteredDocuments(Container[str]):
@@ -104,8 +107,10 @@ class FilteringComponent(EngineComponent):
 
     Attributes:
         filters: documents that may have any influence; None for all.
+        as_of: the moment of the question, as `MACEngine.answer` takes it; None for all dates.
     """
 
+    as_of: str | datetime | None = Field(default=None, description="Later documents of the bank have no influence.")
     filters: MetadataFilters | None = Field(default=None, description="Documents that may have any influence.")
     _filtered: FilteredDocuments | None = PrivateAttr(default=None)
 
@@ -122,5 +127,7 @@ class FilteringComponent(EngineComponent):
     @property
     def remembers(self) -> bool:
         """True if the bank holds a document that may have influence."""
-        allowed = self.allowed
-        return bool(len(self.engine.snapshot) if allowed is None else len(allowed))
+        allowed, snapshot, moment = self.allowed, self.engine.snapshot, moment_of_question(self.as_of)
+        if moment is None and not snapshot.supersedes:
+            return bool(len(snapshot) if allowed is None else len(allowed))
+        return bool(KnownDocuments(snapshot, moment, allowed).rows_of(snapshot).any())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -95,6 +96,8 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
             all but those in `node.excluded_llm_metadata_keys`.
         filters: the documents that may influence an answer through the bank; give the retriever the same filters. For
             the filters of one request, `llm.model_copy(update={"filters": filters})` is cheap and shares the engine.
+        as_of: the moment of the question, as `MACEngine.answer` takes it: documents of the bank that are later have no
+            influence through it, nor through the engine's retriever. For one request, copy the LLM as for filters.
         callback_manager: LlamaIndex's callback manager.
 
     Raises:
@@ -117,6 +120,7 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
         sampling: Sampling = GREEDY,
         metadata_mode: MetadataMode = MetadataMode.NONE,
         filters: MetadataFilters | None = None,
+        as_of: str | datetime | None = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
         if engine is not None and model is not None:
@@ -135,6 +139,7 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
             sampling=sampling,
             metadata_mode=metadata_mode,
             filters=filters,
+            as_of=as_of,
             callback_manager=callback_manager or CallbackManager([]),
         )
         self._engine = engine
@@ -187,14 +192,15 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
         if self.use_memory is None and not (use_memory or texts or retrieves or self.reads_instructions):
             raise BankError(
                 "there is nothing to answer from: the memory bank is empty, or holds nothing that the filters let "
-                "pass, and no context was given; adapt to some documents first (MemoryWriter, or llm.engine.adapt), "
-                "or ask the LM alone with use_memory=False"
+                "pass, or that counts by then, and no context was given; adapt to some documents first (MemoryWriter, "
+                "or llm.engine.adapt), or ask the LM alone with use_memory=False"
             )
         return {
             "use_memory": use_memory,
             "max_new_tokens": options.max_new_tokens,
             "sampling": options.sampling,
             "allowed": self.allowed,
+            "as_of": self.as_of,
         }
 
     def fit_to_window(self, question: str, texts: Sequence[str], max_new_tokens: int | None = None) -> FittedPrompt:

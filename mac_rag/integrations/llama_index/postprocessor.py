@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any, Literal
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
@@ -77,6 +78,8 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         source: index or docstore in which `expand` finds nodes by the id of their document.
         filed_by: which document of the bank a node belongs to, as set in the `MemoryWriter`; see `document_id`.
         filters: documents that may have any influence through the bank; give the retriever the same filters.
+        as_of: the moment of the question, as `MACEngine.answer` takes it: later documents of the bank have no influence
+            through it, and count as not held.
         callback_manager: LlamaIndex's callback manager.
         memory_weight: the old name of `fusion_weight`, accepted with a `FutureWarning`.
 
@@ -102,6 +105,7 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         source: BaseIndex[Any] | BaseDocumentStore | None = None,
         filed_by: FiledBy = "source",
         filters: MetadataFilters | None = None,
+        as_of: str | datetime | None = None,
         callback_manager: CallbackManager | None = None,
         memory_weight: float | None = None,
     ) -> None:
@@ -120,6 +124,7 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
             expand_to=expand_to,
             filed_by=filed_by,
             filters=filters,
+            as_of=as_of,
             callback_manager=callback_manager or CallbackManager([]),
         )
         if (mode == "expand") != (source is not None):
@@ -191,11 +196,10 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         return await in_thread(self._postprocess_nodes, nodes, query_bundle)
 
     def _masses(self, question: str) -> dict[str, float]:
-        """Attention mass by document id, of documents that pass the filters."""
-        allowed = self.allowed
-        if allowed is not None and not len(allowed):
+        """Attention mass by document id, of documents that pass the filters and count by then."""
+        if not self.remembers:
             return {}
-        ids, mass = self.engine.document_attention([question], allowed)
+        ids, mass = self.engine.document_attention([question], self.allowed, as_of=self.as_of)
         return dict(zip(ids, mass[0].tolist()))
 
     def _annotated(self, scored: NodeWithScore, masses: dict[str, float]) -> NodeWithScore:

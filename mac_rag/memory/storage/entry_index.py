@@ -7,10 +7,14 @@
     documents   [m + 1] int64   the number of documents before each entry, and of all
     lines       [m + 1] int64   where each entry's line begins in the records file, and where the last one ends
     checksums   [m, 32] uint8   sha256 of each entry's rows
-    id_hashes   [d] int64       `mac_rag.memory.entry_table.id_hash` of each document, entry by entry
+    id_hashes   [d] int64       `mac_rag.data.document_ids.id_hash` of each document, entry by entry
     order       [d] int64       the places of these hashes in ascending order of the hash
+    dates       [d] int64       and with it
+    superseded  [s] int64
+    superseding [s] int64       see `mac_rag.memory.entry_table.Dating`
 
-A segment that has no such file, as in banks up to format 4, gets its index from its records when it is opened.
+An index from before dates has not the last three; they are then read from the records when they are needed. A segment
+that has no such file, as in banks up to format 4, gets its index from its records when it is opened.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from mac_rag.memory.entry_table import id_hashes
+from mac_rag.data.provenance import Member
+from mac_rag.memory.entry_table import Dating, id_hashes
 from mac_rag.memory.parts import PART_BITS
 from mac_rag.memory.storage.manifest import SEQUENCES, SegmentInfo
 from mac_rag.memory.storage.record_lines import LONGEST_LINE, RecordLine
@@ -44,12 +49,27 @@ class EntryIndex(NamedTuple):
     checksums: Tensor
     id_hashes: Tensor
     order: Tensor
+    dates: Tensor | None = None
+    superseded: Tensor | None = None
+    superseding: Tensor | None = None
+
+    @property
+    def dating(self) -> Dating | None:
+        """The last three columns; None without them."""
+        if self.dates is None or self.superseded is None or self.superseding is None:
+            return None
+        return Dating(self.dates, self.superseded, self.superseding)
+
+    @property
+    def columns(self) -> dict[str, Tensor]:
+        """The columns that there are, by their names."""
+        return {name: column for name, column in self._asdict().items() if column is not None}
 
     @classmethod
     def of(cls, lines: Iterable[tuple[RecordLine, int]]) -> EntryIndex:
         """The index of consecutive lines, each with its length in bytes."""
         sequences, rows, documents, lengths = [], [], [], []
-        names: list[str] = []
+        members: list[Member] = []
         checksums = bytearray()
         for (record, _, checksum), length in lines:
             sequences.append(record.sequence)
@@ -57,8 +77,8 @@ class EntryIndex(NamedTuple):
             documents.append(len(record.members))
             lengths.append(length)
             checksums += bytes.fromhex(checksum)
-            names += record.document_ids
-        ids = id_hashes(names)
+            members += record.members
+        ids = id_hashes([member.document_id for member in members])
         starts, before, places = (_sums(counts) for counts in (rows, documents, lengths))
         return cls(
             torch.tensor(sequences, dtype=torch.long),
@@ -68,6 +88,7 @@ class EntryIndex(NamedTuple):
             torch.tensor(checksums, dtype=torch.uint8).view(-1, 32),
             ids,
             ids.argsort(stable=True),
+            *Dating.of(members),
         )
 
     def entries_with(self, id_hash: int) -> Iterator[int]:
@@ -79,7 +100,7 @@ class EntryIndex(NamedTuple):
 
     def encoded(self) -> bytes:
         """The bytes of the file."""
-        return save({name: column.contiguous() for name, column in self._asdict().items()})
+        return save({name: column.contiguous() for name, column in self.columns.items()})
 
     def check(self, info: SegmentInfo) -> None:
         """Refuses what cannot be true.
@@ -92,7 +113,9 @@ class EntryIndex(NamedTuple):
         """
         count, documents = info.entries, len(self.id_hashes)
         shapes = [(count,), *[(count + 1,)] * 3, (count, 32), (documents,), (documents,)]
-        for (name, column), shape in zip(self._asdict().items(), shapes, strict=True):
+        if (dating := self.dating) is not None:
+            shapes += [(documents,), *[(len(dating.superseding),)] * 2]
+        for (name, column), shape in zip(self.columns.items(), shapes, strict=True):
             dtype = torch.uint8 if name == "checksums" else torch.int64
             if column.dtype != dtype or column.shape != shape:
                 raise MalformedError(f"{name} are {list(column.shape)} in {column.dtype}, not {list(shape)} in {dtype}")
@@ -106,6 +129,10 @@ class EntryIndex(NamedTuple):
             raise MalformedError("order leaves some of the documents out")
         if not _ascends(self.id_hashes[self.order], strictly=False):
             raise MalformedError("order does not sort id_hashes")
+        if dating is not None and len(dating.superseding):
+            places = dating.superseding
+            if not 0 <= int(places[0]) <= int(places[-1]) < documents or not _ascends(places, strictly=False):
+                raise MalformedError("superseding are not places of its documents")
 
     def _check_sums(self, name: str, most: int, total: int | None) -> None:
         column: Tensor = getattr(self, name)
@@ -136,6 +163,8 @@ def read_index(path: Path, info: SegmentInfo) -> EntryIndex:
         raise MalformedError("its checksum differs from the manifest's")
     try:
         index = EntryIndex(**load(bytes(content)))
+        if (index.dating is None) != (len(index.columns) == len(index) - 3):
+            raise MalformedError("it has some columns of dates and not the others")
     except (SafetensorError, TypeError, ValueError) as error:
         raise MalformedError(f"it is no index: {error!r:.200}") from None
     index.check(info)

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mac_rag.data.document_ids import id_hash
 from mac_rag.errors import DamageError
-from mac_rag.memory.entry_table import EntryTable, id_hash
+from mac_rag.memory.entry_table import Dating, EntryTable
 from mac_rag.memory.records import Record
 from mac_rag.memory.storage import record_lines
 from mac_rag.memory.storage.entry_index import EntryIndex
@@ -38,6 +39,7 @@ class RecordsFile(EntryTable):
     def __init__(self, path: Path, index: EntryIndex, *, in_memory: bool = False) -> None:
         self.sequences, self.starts, self.documents = index.sequences, index.starts, index.documents
         self._index = index
+        self._dating = index.dating
         self._path = path
         self._content: bytes | mmap.mmap
         if in_memory:
@@ -86,6 +88,14 @@ class RecordsFile(EntryTable):
         return self._index.id_hashes
 
     @property
+    def dating(self) -> Dating:
+        """As `EntryTable.dating`; with an index from before dates, all records are read for it, once."""
+        if self._dating is None:
+            records = map(self.record, range(len(self)))
+            self._dating = Dating.of(member for record in records for member in record.members)
+        return self._dating
+
+    @property
     def checksums(self) -> Tensor:
         """Sha256 of the rows of each entry, uint8 `[m, 32]`."""
         return self._index.checksums
@@ -96,7 +106,8 @@ class RecordsFile(EntryTable):
 
     def agrees(self, index: EntryIndex) -> bool:
         """True if an index that was made of the records says what this one says."""
-        return all(map(torch.equal, self._index, index))
+        other = index.columns
+        return all(torch.equal(column, other[name]) for name, column in self._index.columns.items())
 
     def _damage(self, number: int, problem: str) -> DamageError:
         return DamageError(f"{self._path} is damaged: line {number + 1}: {problem}{REMEDY}")

@@ -13,6 +13,7 @@ from torch import Tensor
 from mac_rag.config import AttentionConfig
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory.interface import BankContents
+from mac_rag.memory.known_documents import KnownDocuments
 from mac_rag.memory.views.question_cache import RecentQuestions
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.unpadded_bert import last_states_without_gradients
@@ -106,13 +107,15 @@ class Reader(ABC):
             BankError: when the bank is empty or none of its documents is allowed.
         """
         known_ids = {} if ids is None else dict(zip(questions, ids, strict=True))
-        if allowed is not None or not self._remembers:
+        by_moment = isinstance(allowed, KnownDocuments) and allowed.among is None
+        if not (allowed is None or by_moment) or not self._remembers:
             return self._aggregate(questions, allowed, known_ids)
         network = self.model.aggregation
-        state = (self.bank.version, network.use_prior, network.training)
+        moment = allowed.as_of if isinstance(allowed, KnownDocuments) else None
+        state = (self.bank.version, network.use_prior, network.training, by_moment, moment)
 
         def compute(new: Sequence[str]) -> tuple[Tensor, Tensor]:
-            aggregated = self._aggregate(new, None, known_ids)
+            aggregated = self._aggregate(new, allowed, known_ids)
             return aggregated.phi, aggregated.discarded
 
         return Aggregated(*self._recent.look_up(questions, state, compute))
@@ -183,5 +186,7 @@ class Reader(ABC):
             return None
         visible = self.bank.visible_rows(allowed)
         if not self._total(int(visible.sum())):
+            if isinstance(allowed, KnownDocuments):
+                raise BankError(f"the memory bank holds no {allowed}; ask about a later moment, or allow others")
             raise BankError("none of the documents in the memory bank is among those allowed")
         return visible

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mac_rag.data.document_ids import id_hash
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DamageError
@@ -65,8 +66,8 @@ def test_it_says_what_the_records_say(entries: list[tuple[int, int, int]]) -> No
         assert bytes(index.checksums[number].tolist()).hex() == checksum
         assert index.lines[number + 1] - index.lines[number] == length
         for document_id in record.document_ids:
-            assert list(index.entries_with(entry_table.id_hash(document_id))) == [number]
-    assert list(index.entries_with(entry_table.id_hash("another"))) == []
+            assert list(index.entries_with(id_hash(document_id))) == [number]
+    assert list(index.entries_with(id_hash("another"))) == []
 
 
 def info(index: EntryIndex, *, entries: int, rows: int, digest: str = "0" * 64) -> SegmentInfo:
@@ -177,7 +178,7 @@ def test_records_that_the_index_contradicts_are_damage(bank_folder: Path) -> Non
     segment = manifest.segments[0]
     index = read_index(bank_folder / segment.index_file, segment)
     hashes = index.id_hashes.clone()
-    hashes[0] = entry_table.id_hash("intruder")
+    hashes[0] = id_hash("intruder")
     data = index._replace(id_hashes=hashes, order=hashes.argsort()).encoded()
     (bank_folder / segment.index_file).write_bytes(data)
     sealed = segment.model_copy(update={"index": hashlib.sha256(data).hexdigest()})
