@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,14 @@ def user_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = cache_folder()
     os.environ[CACHE_VARIABLE] = str(tmp_path_factory.mktemp("cache"))
     return own
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A process that was started in the background may ignore SIGINT, and Python then installs no handler."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

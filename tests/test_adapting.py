@@ -113,6 +113,7 @@ def test_the_bar_moves_with_every_batch(tiny_model: MACModel, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("retriever", [False, True])
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_says_what_is_kept_and_the_command_goes_on(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retriever: bool
 ) -> None:
@@ -143,6 +144,7 @@ def test_an_interrupt_says_what_is_kept_and_the_command_goes_on(
     assert "do not agree" not in done.stderr
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_nothing_is_kept_of_an_interrupt_at_the_beginning(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,12 +51,7 @@ class Worker:
         return future
 
 
-@pytest.fixture(autouse=True)
-def _interruptible() -> Iterator[None]:
-    """A process that was started in the background may ignore SIGINT, and Python then installs no handler."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("interruptible")
 
 
 @pytest.fixture

@@ -201,7 +201,7 @@ class TestCommand:
             assert rebuilt["ü"].metadata == {"source": "post"}
             assert rebuilt["ü"].texts == ("Snow fell on Tarn.",)
         message = refusal("ask", "Where?", "--bank", new, "--model", tiny_checkpoint)
-        assert "was written by mac-tiny@1 and cannot be read by model" in message
+        assert "was written by mac-tiny@1 and cannot be read by" in message
         assert "use --model mac-tiny@1, or" in message
 
     def test_a_bank_that_overwrites_what_it_deletes(self, notes: Path, tiny_checkpoint: Path, tmp_path: Path) -> None:

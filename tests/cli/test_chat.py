@@ -72,6 +72,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_at_a_terminal_ctrl_c_cancels_and_ctrl_d_ends(bank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     typed: Iterator[Any] = iter(["Who?", KeyboardInterrupt, "When?", EOFError])
