@@ -18,6 +18,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.unpadded_bert import Reading, forget, last_states, last_states_without_gradients
 
 _LENGTH_RATIO = 1.5  # largest ratio of the longest to the shortest text of a batch
+_SHORT = 64  # tokens of a text; a call of the network costs more than the padding of texts that are no longer
 
 
 class TextEncoder(nn.Module):
@@ -77,13 +78,13 @@ class TextEncoder(nn.Module):
         return ids
 
     def forward(self, rows: Sequence[Sequence[int]], read: Reading = last_states) -> MemoryTokens:
-        """Encodes token ids of K texts to their memory tokens; texts of similar length share a batch.
+        """Encodes token ids of K texts to their memory tokens; texts that are short or of similar length share a batch.
 
         Args:
             rows: token ids of each text.
             read: see `AmortizationNetwork.forward`.
         """
-        groups = similar_lengths([len(row) for row in rows], _LENGTH_RATIO)
+        groups = similar_lengths([max(len(row), _SHORT) for row in rows], _LENGTH_RATIO)
         encoded = MemoryTokens.cat([self._encode_batch([rows[i] for i in group], read) for group in groups])
         places = torch.tensor([i for group in groups for i in group], device=self.device)
         return encoded[places.argsort()]
