@@ -14,7 +14,7 @@ from mac_rag.config import BaseLMConfig
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.fetched import local_place
 from mac_rag.lm.hub_revisions import pinned
-from mac_rag.lm.loading import list_of_layers, loaded
+from mac_rag.lm.loading import list_of_layers, loaded, require_all_weights
 from mac_rag.lm.model_sizes import check_size
 
 
@@ -76,8 +76,6 @@ def load_first_layers(config: BaseLMConfig, count: int | None, device: torch.dev
         model, report = loaded("a model", place, loader, revision=revision, output_loading_info=True)
     finally:
         logging.set_verbosity(shown)
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ModelLoadError(f"{place} lacks {len(missing)} of the LM's weights, such as {', '.join(missing[:3])}")
+    require_all_weights(place, report)
     layers: nn.Module = model.to(device)
     return layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -110,9 +110,7 @@ def load_causal_lm(
             output_loading_info=True,
             **options,
         )
-        missing = sorted(report["missing_keys"])
-        if missing:  # transformers makes them up
-            raise ModelLoadError(f"{place} lacks {len(missing)} of the LM's weights, such as {', '.join(missing[:3])}")
+        require_all_weights(place, report)
         model = _placed(model, config.quantization, device)
     else:
         options.pop("device_map", None)
@@ -121,6 +119,18 @@ def load_causal_lm(
     if config.quantization == "nf4":
         _require_wide_layers(model)
     return model, _checked(load_tokenizer(place, revision), model, place)
+
+
+def require_all_weights(place: str, report: Mapping[str, Any]) -> None:
+    """Refuses an LM with weights that its files lack, because transformers makes them up.
+
+    Args:
+        place: where the LM was loaded from.
+        report: what `from_pretrained` tells with `output_loading_info`.
+    """
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelLoadError(f"{place} lacks {len(missing)} of the LM's weights, such as {', '.join(missing[:3])}")
 
 
 def _require_wide_layers(lm: nn.Module) -> None:
