@@ -217,6 +217,8 @@ class AggregationConfig(Config):
         prior_width: width of the document prior's space; 0 for no document prior.
         prior_sharpness: factor on the document prior in attention, except in training. The larger the bank, the more
             the prior should weigh, and training batches are small.
+        slots: S, slots of T tokens in phi*. The first one is as it is without slots; each further one leaves out a
+            document more of those that the prior ranks first. The LM reads S T tokens.
     """
 
     blocks: int = Field(4, ge=1)
@@ -225,6 +227,13 @@ class AggregationConfig(Config):
     feed_forward: int = Field(4, ge=1)
     prior_width: int = Field(0, ge=0)
     prior_sharpness: float = Field(1.0, gt=0)
+    slots: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.slots > 1 and not self.prior_width:
+            raise ValueError(f"slots is {self.slots}, but documents are ranked by the document prior; set prior_width")
+        return self
 
 
 class ModulationConfig(Config):
@@ -380,6 +389,11 @@ class MACConfig(Config):
         if self.sentence_encoder is not None and self.tokens < 2:
             raise ValueError(f"tokens is {self.tokens}, but a document needs one beside the sentence encoder's")
         return self
+
+    @property
+    def modulation_tokens(self) -> int:
+        """Tokens of phi*: T, or with slots S T."""
+        return self.tokens * self.aggregation.slots
 
     @property
     def lexical_vectors(self) -> int:

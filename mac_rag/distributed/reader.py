@@ -42,6 +42,11 @@ class ShardedReader(Reader):
     def __init__(self, model: MACModel, bank: ShardedContents, config: AttentionConfig) -> None:
         if config.strategy != "streaming":
             raise ConfigError(f"a bank in shards cannot be read by strategy {config.strategy!r}; choose 'streaming'")
+        if model.aggregation.slots is not None:
+            raise ConfigError(
+                f"a bank in shards cannot be read by a model with slots (aggregation.slots is "
+                f"{model.aggregation.slots.count}); put the documents into one bank"
+            )
         super().__init__(model, bank, config)
 
     def follow(self, bank: BankContents) -> None:

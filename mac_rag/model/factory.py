@@ -170,10 +170,12 @@ def make_modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNet
     """
     part, shape = config.modulation, base_lm.shape(config.modulation)
     if part.kind == "lora":
-        return LoRA(shape, config.tokens, base_lm.width, bottleneck=part.bottleneck)
+        return LoRA(shape, config.modulation_tokens, base_lm.width, bottleneck=part.bottleneck)
     if part.kind == "film":
         return FiLM(shape, base_lm.width, bottleneck=part.bottleneck)
     sink = None
     if part.attention_sink:
-        sink = make_attention_sink(base_lm, config.tokens * part.slots, config.context_window)
-    return PrefixTuning(shape, config.tokens, base_lm.width, slots=part.slots, bottleneck=part.bottleneck, sink=sink)
+        sink = make_attention_sink(base_lm, config.modulation_tokens * part.slots, config.context_window)
+    return PrefixTuning(
+        shape, config.modulation_tokens, base_lm.width, slots=part.slots, bottleneck=part.bottleneck, sink=sink
+    )

@@ -84,6 +84,7 @@ class MACModel(GenerationMixin, nn.Module):
             prior_sharpness=sizes.prior_sharpness,
             sentence_token=config.sentence_encoder is not None,
             lexical_vectors=config.lexical_vectors,
+            slots=sizes.slots,
             lexical_weight=1.0 if config.hashed_bm25 is None else config.hashed_bm25.weight,
         )
         self.modulation = make_modulation_network(config, base_lm)

@@ -162,9 +162,8 @@ def mac_loss(
         terms["answer"] = _mean_loss(model, behind_contexts, answers, aggregated, batch.without_memory)
     if weights.alignment:
         own, width = memory[gold].detach(), memory.shape[-1:]
-        terms["alignment"] = functional.mse_loss(
-            functional.layer_norm(aggregated, width), functional.layer_norm(own, width)
-        )
+        first = aggregated[:, : own.shape[1]]  # of several slots the first
+        terms["alignment"] = functional.mse_loss(functional.layer_norm(first, width), functional.layer_norm(own, width))
     if weights.direct:
         terms["direct"] = _mean_loss(model, alone, answers, memory[gold])
     if weights.distillation or weights.aggregated_distillation:

@@ -6,6 +6,8 @@ loaded and hashed under the names of this table, and the configuration is hashed
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel
 
 from mac_rag.config import AggregationConfig, MACConfig
@@ -62,4 +64,7 @@ def fingerprint_fields(config: MACConfig) -> str:
         attention_sink=config.modulation.attention_sink,
     )
     neutral = {"index": None, "attention_sink": False}
-    return fields.model_dump_json(exclude={name for name, value in neutral.items() if getattr(fields, name) == value})
+    left_out: dict[str, Any] = {name: True for name, value in neutral.items() if getattr(fields, name) == value}
+    if fields.aggregation.slots == 1:
+        left_out["aggregation"] = {"slots"}
+    return fields.model_dump_json(exclude=left_out)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mac_rag.nn.attention import BankAttention, Chunk, streaming_attention
 from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, is_bounded, is_view, prior_keys
 from mac_rag.nn.document_prior import DocumentPrior
+from mac_rag.nn.memory_slots import MemorySlots
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.row_bounds import longest_keys, needed_of_all
 
@@ -121,6 +122,7 @@ class AggregationNetwork(nn.Module):
         sentence_token: True if the first token of each text is a sentence encoder's, which the document prior compares.
         lexical_vectors: R, lexical vectors of each text, which the document prior alone reads; 0 for none.
         lexical_weight: weight of their product in the document prior.
+        slots: S, phi* has S times T tokens (`mac_rag.nn.memory_slots`).
         chunk_rows: rows of a bank in memory that are attended to at a time.
 
     Attributes:
@@ -140,6 +142,7 @@ class AggregationNetwork(nn.Module):
         sentence_token: bool = False,
         lexical_vectors: int = 0,
         lexical_weight: float = 1.0,
+        slots: int = 1,
         chunk_rows: int = CHUNK_ROWS,
     ) -> None:
         super().__init__()
@@ -151,6 +154,7 @@ class AggregationNetwork(nn.Module):
             for _ in range(blocks)
         )
         self.prior = DocumentPrior(width, prior_width, sentence_token, lexical_weight) if prior_width else None
+        self.slots = MemorySlots(slots, width) if slots > 1 else None
         self.use_prior = True
 
     def project(self, phi: MemoryTokens) -> BankProjection:
@@ -221,19 +225,37 @@ class AggregationNetwork(nn.Module):
             mass: True computes the attention mass, too.
 
         Returns:
-            phi* `[B, T, D]`; and the last block's attention mass on each row `[B, K]`, or None without `mass`.
+            phi* `[B, T, D]`, with slots `[B, S T, D]`; and the last block's attention mass on each row `[B, K]`, of all
+            slots by their shares of the prior, or None without `mass`.
 
         Raises:
             ValueError: when the document prior is in use, and the view has neither prior keys nor scores.
         """
         queries = None if scores is not None else self.prior_queries(question)
         attended_bank = AttendedBank(self, bank, queries, mask=mask, scores=scores, dtype=question.tokens.dtype)
+        if self.slots is not None:
+            question = MemoryTokens(question.tokens.repeat_interleave(self.slots.count, 0), None)
 
         def attend(number: int, mass: bool, query: Tensor) -> tuple[Tensor, Tensor | None]:
             chunks, floor = attended_bank.chunks(number, query, mass=mass)
             return attention(query, chunks, floor=floor, mass=mass)
 
-        return self.aggregate(question, attend, mass=mass)
+        phi, shares = self.aggregate(question, attend, mass=mass)
+        return (phi, shares) if self.slots is None else self._side_by_side(self.slots, attended_bank, phi, shares)
+
+    def _side_by_side(
+        self, slots: MemorySlots, bank: AttendedBank, phi: Tensor, mass: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """phi* and the attention mass of questions from those of their slots."""
+        questions = len(phi) // slots.count
+        if bank.prior is None:
+            shares = phi.new_full((questions, slots.count), 1 / slots.count)
+        else:
+            weights = [weights for block in bank.blocks if (weights := block.prior_weights) is not None]
+            shares = slots.shares(bank.scores, torch.stack(weights).mean()).to(phi)
+        if mass is not None:
+            mass = torch.einsum("bsk,bs->bk", mass.unflatten(0, (questions, -1)), shares / shares.sum(1, keepdim=True))
+        return slots.marked(phi, shares), mass
 
     def prior_queries(self, question: MemoryTokens) -> Tensor | None:
         """What the document prior compares with its keys, `[B, d_prior]`; None if it is not in use."""
@@ -252,7 +274,7 @@ class AttendedBank:
     """A bank as the blocks attend to it for B questions.
 
     It knows what is added to the logits, which is document prior, log counts of rows, and mask; and which rows can
-    matter with it.
+    matter with it. With slots, each question is S of the queries, one after another.
 
     Args:
         network: the aggregation network.
@@ -282,7 +304,9 @@ class AttendedBank:
         self.prior_keys = None if self.queries is None else prior_keys(bank)
         self.given = None if self.prior is None else scores
         self.log_counts = bank.log_counts
-        self.mask = mask
+        self.slots = network.slots
+        self._seen = mask
+        self.mask = mask if mask is None or self.slots is None else mask.repeat_interleave(self.slots.count, 0)
         self.dtype = dtype
 
     def floor(self, number: int, query: Tensor) -> Tensor | None:
@@ -348,6 +372,8 @@ class AttendedBank:
             return None
         if self.log_counts is not None or not is_view(self.bank) or not self.bank.documents:
             return None
+        if self.slots is not None and isinstance(self.prior_keys, Tensor) and self.prior_keys.ndim == 3:
+            return None  # each question has rows of its own, and they are few
         if self.queries.device.type != "cpu" and not (is_bounded(self.bank) and not self.bank.cached):
             return None
         score, index = self._scores.max(1)
@@ -355,15 +381,21 @@ class AttendedBank:
         return Chunk(keys, values, block.prior_bias(score[:, None]))
 
     @cached_property
-    def _scores(self) -> Tensor:
+    def scores(self) -> Tensor:
         """The document prior's scores of all rows `[B, K]`; `-inf` for those that a question may not see."""
         assert self.prior is not None
         if self.queries is None:
             assert self.given is not None
-            return self.given
-        assert self.prior_keys is not None
-        scores = self.prior.score(self.queries, self.prior_keys)
-        return scores if self.mask is None else scores.masked_fill(~self.mask, -torch.inf)
+            scores = self.given
+        else:
+            assert self.prior_keys is not None
+            scores = self.prior.score(self.queries, self.prior_keys)
+        return scores if self._seen is None else scores.masked_fill(~self._seen, -torch.inf)
+
+    @cached_property
+    def _scores(self) -> Tensor:
+        """The scores as the queries see them: those of each slot, where there are slots."""
+        return self.scores if self.slots is None else self.slots.scores(self.scores)
 
     def _bias(self, block: CrossAttentionBlock, query: Tensor, rows: slice | Tensor) -> Tensor | None:
         bias = None if self.prior is None else block.prior_bias(self._scores[:, rows])

@@ -37,7 +37,8 @@ class BankReader(Reader):
         config: attention strategy and cache of keys and values.
 
     Raises:
-        ConfigError: for preselection with a model that has no document prior.
+        ConfigError: for preselection with a model that has no document prior, and for the strategies hierarchical and
+            sharded with one that has slots.
     """
 
     bank: Contents
@@ -45,6 +46,11 @@ class BankReader(Reader):
     def __init__(self, model: MACModel, bank: Contents, config: AttentionConfig) -> None:
         if config.strategy == "preselect" and model.aggregation.prior is None:
             raise ConfigError("this model has no document prior to preselect by; choose strategy 'streaming'")
+        if config.strategy in ("hierarchical", "sharded") and model.aggregation.slots is not None:
+            count = model.aggregation.slots.count
+            raise ConfigError(
+                f"strategy {config.strategy!r} knows no slots, of which this model has {count}; choose 'streaming'"
+            )
         super().__init__(model, bank, config)
         self._rows: ProjectedBank | None = None
         self._codes: CodebookView | None = None

@@ -1,0 +1,73 @@
+"""Slots of phi*: several documents side by side, where one aggregation gives the T tokens of one blend.
+
+A document prior that is sharp enough to find one document among thousands leaves the others no weight, so T tokens of
+phi* say what the first document says. With S slots the bank is aggregated S times at once: slot j does not see the j
+documents that the prior ranks first, and otherwise attends to the whole bank as ever. The first slot is what a network
+without slots computes. Not part of the paper.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class MemorySlots(nn.Module):
+    """Which documents each slot sees, and marks by which the LM tells slots apart.
+
+    A slot's tokens carry a mark of its place, none for the first one, and another one times the document prior's share
+    of the document that the slot sees first: so the LM can learn how far to trust it. Marks start at zero.
+
+    Args:
+        count: S.
+        width: D.
+    """
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.count = count
+        self.places = nn.Parameter(torch.zeros(count - 1, width))
+        self.share = nn.Parameter(torch.zeros(width))
+
+    def scores(self, scores: Tensor) -> Tensor:
+        """The document prior's scores as each slot sees them.
+
+        Args:
+            scores: `[B, K]`; `-inf` for documents that a question may not see.
+
+        Returns:
+            `[B * S, K]`, the slots of one question after another. Slot j has `-inf` for the j documents with the
+            highest scores; where there are no more than these, for all but the last of them.
+        """
+        seen = scores.isfinite().sum(1)
+        by_slot = scores[:, None].repeat(1, self.count, 1)
+        slot = torch.arange(self.count, device=scores.device)
+        for rank, document in enumerate(self._first(scores).unbind(1)[: self.count - 1]):
+            hidden = (slot > rank) & (rank < seen - 1)[:, None]
+            place = document[:, None, None].expand(-1, self.count, 1)
+            by_slot = by_slot.scatter(2, place, by_slot.gather(2, place).masked_fill(hidden[..., None], -torch.inf))
+        return by_slot.flatten(0, 1)
+
+    def shares(self, scores: Tensor, weight: Tensor) -> Tensor:
+        """The prior's softmax share of the first document of each slot, `[B, S]`.
+
+        Args:
+            scores: `[B, K]`, of the document prior.
+            weight: a scalar, how attention weighs them.
+        """
+        first = self._first(scores)
+        shares = (weight * scores).softmax(1).gather(1, first)
+        seen = scores.isfinite().sum(1, keepdim=True)
+        rank = torch.arange(self.count, device=scores.device).expand(len(scores), -1)
+        of_slots: Tensor = shares.gather(1, rank.minimum(seen - 1))
+        return of_slots
+
+    def marked(self, tokens: Tensor, shares: Tensor) -> Tensor:
+        """Slots `[B * S, T, D]` with their marks, side by side `[B, S * T, D]`; `shares` `[B, S]`."""
+        places = torch.cat([self.places.new_zeros(1, self.places.shape[1]), self.places])
+        marks = places + shares[..., None] * self.share
+        return (tokens.unflatten(0, (-1, self.count)) + marks[:, :, None]).flatten(1, 2)
+
+    def _first(self, scores: Tensor) -> Tensor:
+        """The documents with the highest scores, `[B, min(S, K)]`."""
+        return scores.topk(min(self.count, scores.shape[1])).indices

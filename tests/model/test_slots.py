@@ -1,0 +1,91 @@
+"""A model whose phi* has slots: through a bank on disk, an engine, a checkpoint, and a step of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mac_rag.config import AggregationConfig, AttentionConfig, ModulationConfig
+from mac_rag.data.types import Document
+from mac_rag.engine import MACEngine
+from mac_rag.errors import ConfigError
+from mac_rag.memory import MemoryBank
+from mac_rag.model import MACModel
+from mac_rag.model.objective import Batch, LossWeights, mac_loss
+from mac_rag.model.stored_names import fingerprint_fields
+from tests.helpers import mac_config
+
+Folder = Callable[[str], Path]
+TEXTS = [f"{name} was born in {place} in {year}." for name, place, year in
+         (("Ann", "Kyiv", 1950), ("Bob", "Lima", 1960), ("Cid", "Oslo", 1970), ("Dee", "Rome", 1980))]  # fmt: skip
+QUESTIONS = ["Where was Bob born?", "When was Dee born?"]
+
+
+def with_slots(model_folder: Folder, slots: int = 2, kind: Any = "prefix", **values: Any) -> MACModel:
+    torch.manual_seed(0)
+    sizes = AggregationConfig(blocks=2, heads=2, head_width=8, prior_width=16, slots=slots)
+    config = mac_config(model_folder("llama"), aggregation=sizes, modulation=ModulationConfig(kind=kind), **values)
+    model = MACModel.from_config(config, device="cpu")
+    assert model.aggregation.slots is not None
+    torch.nn.init.normal_(model.aggregation.slots.places)
+    torch.nn.init.normal_(model.aggregation.slots.share)
+    return model.eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("strategy", ["streaming", "preselect"])
+def test_a_bank_on_disk_gives_what_the_documents_give(model_folder: Folder, tmp_path: Path, strategy: Any) -> None:
+    """With a sharp prior, most of its rows cannot matter, and are not read."""
+    model, texts = with_slots(model_folder), [f"{text} {number}" for text in TEXTS for number in range(10)]
+    for block in model.aggregation.blocks:
+        block.prior_scale.fill_(40.0)
+    with MemoryBank.create(tmp_path / "bank", model.fingerprint, rows="fp32") as bank:
+        MACEngine(model, bank).adapt([Document(str(number), text) for number, text in enumerate(texts)])
+    engine = MACEngine(model, MemoryBank.open(tmp_path / "bank"), attention=AttentionConfig(strategy=strategy))
+    phi = engine.aggregate(QUESTIONS)
+    expected = model.aggregate(QUESTIONS, model.amortize(texts))
+    torch.testing.assert_close(phi, expected, rtol=1e-4, atol=1e-5)
+    assert phi.shape[1] == 2 * model.config.tokens
+
+
+def test_a_checkpoint_keeps_slots(model_folder: Folder, tmp_path: Path) -> None:
+    model = with_slots(model_folder)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = MACModel.from_pretrained(tmp_path / "saved", device="cpu")
+    assert loaded.fingerprint == model.fingerprint
+    memory = model.amortize(TEXTS)
+    torch.testing.assert_close(loaded.aggregate(QUESTIONS, memory), model.aggregate(QUESTIONS, memory))
+
+
+@pytest.mark.parametrize("kind", ["prefix", "lora", "film"])
+def test_training_reaches_the_marks(model_folder: Folder, kind: Any) -> None:
+    model = with_slots(model_folder, kind=kind).train()
+    batch = Batch(documents=TEXTS, questions=QUESTIONS, answers=["Lima", "1980"], gold=[1, 3])
+    if kind != "prefix":  # these begin without an effect
+        for parameter in model.modulation.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+    losses, _ = mac_loss(model, batch, LossWeights(answer=1, direct=1, alignment=1))
+    losses["loss"].backward()
+    assert model.aggregation.slots is not None
+    for parameter in model.aggregation.slots.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.abs().sum() > 0
+
+
+def test_strategies_that_know_no_slots_are_refused(model_folder: Folder) -> None:
+    model = with_slots(model_folder)
+    for strategy in ("hierarchical", "sharded"):
+        with pytest.raises(ConfigError, match=rf"'{strategy}' knows no slots, of which this model has 2"):
+            MACEngine(model, attention=AttentionConfig(strategy=strategy))  # type: ignore[arg-type]
+
+
+def test_one_slot_leaves_the_fingerprint_as_it_was(model_folder: Folder) -> None:
+    sizes = AggregationConfig(blocks=1, prior_width=8)
+    config = mac_config(model_folder("llama"), aggregation=sizes)
+    assert "slots" not in fingerprint_fields(config)
+    two = config.model_copy(update={"aggregation": sizes.model_copy(update={"slots": 2})})
+    assert '"slots":2' in fingerprint_fields(two)

@@ -1,0 +1,93 @@
+"""Slots of phi*: each equals a network without slots on the bank without the documents that it leaves out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from mac_rag.config import AggregationConfig
+from mac_rag.nn.aggregation import AggregationNetwork
+from mac_rag.nn.attention import direct_attention
+from tests.nn.helpers import TOKENS, WIDTH, network, random_texts
+
+
+def one_slot(slots: AggregationNetwork) -> AggregationNetwork:
+    """The same network without slots."""
+    plain = network()
+    plain.load_state_dict({name: value for name, value in slots.state_dict().items() if "slots" not in name})
+    return plain
+
+
+@settings(max_examples=30, deadline=None)
+@given(documents=st.integers(1, 6), slots=st.integers(2, 4), seen=st.integers(0, 2**6 - 1), direct=st.booleans())
+def test_a_slot_sees_the_bank_without_the_first_documents(documents: int, slots: int, seen: int, direct: bool) -> None:
+    built, question, phi = network(slots=slots), random_texts(3), random_texts(documents, seed=1)
+    visible = torch.tensor([bool(seen >> place & 1) for place in range(documents)])
+    if not visible.any():
+        visible[:] = True
+    bank = built.project(phi)
+    options = {"attention": direct_attention} if direct else {}
+    with torch.no_grad():
+        got, mass = built(question, bank, mask=visible.expand(3, -1), mass=True, **options)
+    assert got.shape == (3, slots * TOKENS, WIDTH)
+    plain = one_slot(built)
+    scores = plain.prior_scores(question, bank).masked_fill(~visible, -torch.inf)
+    weight = torch.stack([block.prior_weights for block in plain.blocks]).mean()
+    shares = (weight * scores).softmax(1)
+    for i in range(3):
+        ranked = [d for d in scores[i].argsort(descending=True).tolist() if visible[d]]
+        whole, parts = torch.zeros(documents, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for slot in range(slots):
+            left_out = min(slot, len(ranked) - 1)
+            mask = visible.clone()
+            mask[ranked[:left_out]] = False
+            with torch.no_grad():
+                alone, alone_mass = plain(question[i : i + 1], bank, mask=mask[None], mass=True)
+            torch.testing.assert_close(got[i, slot * TOKENS : (slot + 1) * TOKENS], alone[0])
+            share = shares[i, ranked[left_out]].detach()
+            whole, parts = whole + share * alone_mass[0], parts + share
+        torch.testing.assert_close(mass[i], whole / parts)
+
+
+def test_marks_tell_places_and_shares() -> None:
+    built, question, bank = network(slots=2), random_texts(2), random_texts(5, seed=1)
+    assert built.slots is not None
+    before, _ = built(question, built.project(bank))
+    torch.nn.init.normal_(built.slots.places)
+    torch.nn.init.normal_(built.slots.share)
+    after, _ = built(question, built.project(bank))
+    weight = torch.stack([block.prior_weights for block in built.blocks]).mean()
+    shares = (weight * built.prior_scores(question, built.project(bank))).softmax(1).sort(descending=True).values[:, :2]
+    marks = shares[..., None] * built.slots.share
+    marks[:, 1] += built.slots.places[0]
+    torch.testing.assert_close(after, before + marks.repeat_interleave(TOKENS, 1))
+
+
+def test_gradients_reach_the_prior_and_the_marks() -> None:
+    built = network(slots=3)
+    assert built.slots is not None
+    torch.nn.init.normal_(built.slots.share)
+    phi, _ = built(random_texts(2), built.project(random_texts(6, seed=1)))
+    weights = torch.randn_like(phi)
+    (phi * weights).sum().backward()
+    for parameter in (built.prior.query.weight, built.slots.places, built.slots.share, built.blocks[0].to_key.weight):
+        assert isinstance(parameter.grad, Tensor)
+        assert parameter.grad.abs().sum() > 0
+
+
+def test_without_the_prior_all_slots_attend_to_all() -> None:
+    built, question = network(slots=2), random_texts(2)
+    bank = built.project(random_texts(5, seed=1))
+    built.use_prior = False
+    phi, mass = built(question, bank, mass=True)
+    torch.testing.assert_close(phi[:, :TOKENS], phi[:, TOKENS:])
+    torch.testing.assert_close(mass.sum(1), torch.ones(2, dtype=torch.float64))
+
+
+def test_slots_need_a_document_prior() -> None:
+    with pytest.raises(ValidationError, match=r"slots is 2.*set prior_width"):
+        AggregationConfig(slots=2)
