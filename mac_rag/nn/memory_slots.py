@@ -66,7 +66,8 @@ class MemorySlots(nn.Module):
         """Slots `[B * S, T, D]` with their marks, side by side `[B, S * T, D]`; `shares` `[B, S]`."""
         places = torch.cat([self.places.new_zeros(1, self.places.shape[1]), self.places])
         marks = places + shares[..., None] * self.share
-        return (tokens.unflatten(0, (-1, self.count)) + marks[:, :, None]).flatten(1, 2)
+        by_slot: Tensor = tokens.unflatten(0, (-1, self.count)) + marks[:, :, None]
+        return by_slot.flatten(1, 2)
 
     def _first(self, scores: Tensor) -> Tensor:
         """The documents with the highest scores, `[B, min(S, K)]`."""
