@@ -45,3 +45,9 @@ def test_a_chat_knows_the_news(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_every_example_is_tested(name: str) -> None:
     assert f'output("{name}", ' in Path(__file__).read_text()
+
+
+def test_an_agent_is_reminded(tmp_path: Path) -> None:
+    printed = output("agent_memory.py", tmp_path)
+    reminded = printed.split("I was reminded of:")[1]
+    assert "user: A storm has hit Wunville" in reminded

@@ -1,4 +1,4 @@
-"""Finds the nodes of a document of the bank in the docstore or index of a LlamaIndex application."""
+"""Finds a document of the bank: its nodes in an application's docstore or index, or the text that the bank keeps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from llama_index.core.schema import BaseNode
 from llama_index.core.storage.docstore import BaseDocumentStore
 from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters
 
-from mac_rag.errors import ConfigError
+from mac_rag.data.characters import shown_id
+from mac_rag.data.provenance import Member
+from mac_rag.errors import BankError, ConfigError
+from mac_rag.memory.interface import BankContents
 from mac_rag.retrieval.llama_index import FiledBy
 
 logger = logging.getLogger(__name__)
@@ -59,3 +62,18 @@ def _in_vector_store(document_id: str, store: Any, filed_by: FiledBy) -> list[Ba
             f"{type(store).__name__} does not give its nodes out by their documents, and the index has no docstore; "
             "build the index with store_nodes_override=True"
         ) from None
+
+
+def kept_text(bank: BankContents, document_id: str) -> tuple[Member, str]:
+    """A document of a bank that keeps texts, and its text.
+
+    Raises:
+        BankError: when the bank has lost the text, or does not hold the document.
+    """
+    entry = bank[document_id]
+    for member, text in zip(entry.members, entry.texts, strict=True):
+        if member.document_id == document_id and text is not None:
+            return member, text
+    raise BankError(
+        f"the bank has lost the text of {shown_id(document_id)}; adapt to the document again, or restore a backup"
+    )

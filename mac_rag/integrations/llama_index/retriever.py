@@ -1,21 +1,34 @@
-"""Any retriever of `mac_rag` as a LlamaIndex retriever; `mac_rag.retrieval.llama_index` does the reverse."""
+"""Any retriever of `mac_rag`, or a memory bank, as a LlamaIndex retriever.
+
+`mac_rag.retrieval.llama_index` does the reverse.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from typing import Any
 
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.callbacks import CallbackManager
-from llama_index.core.schema import NodeRelationship, NodeWithScore, QueryBundle, TextNode
+from llama_index.core.indices.base import BaseIndex
+from llama_index.core.schema import BaseNode, NodeRelationship, NodeWithScore, QueryBundle, TextNode
+from llama_index.core.storage.docstore import BaseDocumentStore
 
+from mac_rag.engine import MACEngine
+from mac_rag.errors import ConfigError
+from mac_rag.integrations.llama_index.lookup import kept_text, nodes_of
 from mac_rag.integrations.llama_index.threads import in_thread
+from mac_rag.memory.interface import BankContents
 from mac_rag.retrieval.base import Hit, Retriever, check_k
+from mac_rag.retrieval.llama_index import FiledBy
 
 
 class MACRetriever(BaseRetriever):
-    """Any retriever of `mac_rag` as a LlamaIndex retriever.
+    """Any retriever of `mac_rag`, or the memory of an engine, as a LlamaIndex retriever.
 
-    Each node is a whole document: node id, source id and metadata are the document's.
+    Each node is a whole document: node id, source id and metadata are the document's. An engine's memory ranks
+    documents by the attention that the question pays to each, which is the node's score; the scores of all documents
+    sum to 1. Their texts are those that the bank keeps, or come from `source`, whose nodes are returned as they are.
 
     Examples:
         >>> from mac_rag import Document
@@ -27,39 +40,92 @@ class MACRetriever(BaseRetriever):
         >>> [(scored.node.node_id, scored.text) for scored in nodes]
         [('bridge', 'Anna Berg opened the bridge.')]
 
+        >>> from mac_rag.engine import MACEngine
+        >>> from mac_rag.memory import MemoryBank
+        >>> from mac_rag.model import MACModel
+        >>> model = MACModel.from_pretrained("mac-tiny")
+        >>> engine = MACEngine(model, MemoryBank(model.fingerprint, keep_texts=True))
+        >>> report = engine.adapt([Document("storm", "A storm has hit Wunville."), Document("press", "Rainga prints.")])
+        >>> [node.node_id for node in MACRetriever(engine, similarity_top_k=1).retrieve("Where did the storm hit?")]
+        ['storm']
+
     Args:
-        retriever: the retriever; an engine's own retriever keeps following the engine.
+        retriever: the retriever, or an engine whose memory ranks documents; an engine's own retriever keeps following
+            the engine.
         similarity_top_k: number of nodes per question.
         allowed: ids of the documents that may be found, evaluated for every question; None for all.
+        source: index or docstore that holds the texts of an engine's documents; None where its bank keeps them.
+        filed_by: with a source, which document of the bank a node belongs to, as set in the `MemoryWriter`.
         callback_manager: LlamaIndex's callback manager.
 
     Raises:
-        ConfigError: when `similarity_top_k` is below 1.
+        ConfigError: when `similarity_top_k` is below 1; for an engine whose bank keeps no texts, without a source; and
+            for a source without an engine.
     """
 
     def __init__(
         self,
-        retriever: Retriever,
+        retriever: Retriever | MACEngine,
         *,
         similarity_top_k: int = 5,
         allowed: Container[str] | None = None,
+        source: BaseIndex[Any] | BaseDocumentStore | None = None,
+        filed_by: FiledBy = "source",
         callback_manager: CallbackManager | None = None,
     ) -> None:
         super().__init__(callback_manager=callback_manager)
         check_k(similarity_top_k)
+        if isinstance(retriever, MACEngine):
+            if source is None and not retriever.bank.keep_texts:
+                raise ConfigError(
+                    "the engine's bank keeps no texts to retrieve; give source=index, or an engine with "
+                    "MemoryBank(model.fingerprint, keep_texts=True)"
+                )
+        elif source is not None:
+            raise ConfigError("source holds the texts of a memory bank, and a retriever has its own; leave source out")
+        self._source = source
+        self._filed_by = filed_by
         self.retriever = retriever
         self.similarity_top_k = similarity_top_k
         self.allowed = allowed
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        if isinstance(self.retriever, MACEngine):
+            return self._remembered(self.retriever, query_bundle.query_str)
         [hits] = self.retriever.retrieve([query_bundle.query_str], self.similarity_top_k, allowed=self.allowed)
         return [NodeWithScore(node=_node(hit), score=hit.score) for hit in hits]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return await in_thread(self._retrieve, query_bundle)
 
+    def _remembered(self, engine: MACEngine, question: str) -> list[NodeWithScore]:
+        """The documents with the most attention; none from an empty bank."""
+        bank = engine.snapshot
+        if not len(bank):
+            return []
+        ids, mass = engine.document_attention([question], self.allowed)
+        found = []
+        for place in mass[0].argsort(descending=True, stable=True)[: self.similarity_top_k].tolist():
+            nodes: list[BaseNode]
+            if self._source is None:
+                nodes = [_kept(bank, ids[place])]
+            else:
+                nodes = nodes_of(ids[place], self._source, self._filed_by)
+            found += [NodeWithScore(node=node, score=float(mass[0, place])) for node in nodes]
+        return found
+
+
+def _kept(bank: BankContents, document_id: str) -> TextNode:
+    """A document of a bank that keeps texts."""
+    member, text = kept_text(bank, document_id)
+    return _text_node(document_id, text, member.metadata)
+
 
 def _node(hit: Hit) -> TextNode:
-    node = TextNode(id_=hit.document_id, text=hit.text, metadata=dict(hit.metadata))
+    return _text_node(hit.document_id, hit.text, hit.metadata)
+
+
+def _text_node(document_id: str, text: str, metadata: Mapping[str, Any]) -> TextNode:
+    node = TextNode(id_=document_id, text=text, metadata=dict(metadata))
     node.relationships[NodeRelationship.SOURCE] = node.as_related_node_info()
     return node
