@@ -74,10 +74,6 @@ class Controls:
         """All controls; the memory itself comes first."""
         everything: list[Documents] = [()] * len(self._questions)
         yield Control(MEMORY, partial(self._from_memory, use_prior=True), everything)
-        if self.engine.model.aggregation.prior is not None:
-            yield Control("memory, prior off", partial(self._from_memory, use_prior=False), everything)
-        else:
-            self.not_run["memory, prior off"] = "the model has no document prior"
         first = self._ranked.best(1)
         yield self._tokens("first row's tokens", first, 1)
         name = f"first {SIDE_BY_SIDE} rows' tokens side by side"
@@ -94,6 +90,11 @@ class Controls:
         yield self._text("BM25's first text + memory", found, use_memory=True)
         both = [(*mine, *theirs) for mine, theirs in zip(found, first_documents, strict=True)]
         yield Control("both texts, max rule", self._from_two_texts(both), both, 2)
+        # The slowest comes last: without the prior no row of the bank can be skipped.
+        if self.engine.model.aggregation.prior is not None:
+            yield Control("memory, prior off", partial(self._from_memory, use_prior=False), everything)
+        else:
+            self.not_run["memory, prior off"] = "the model has no document prior"
 
     def _of_right_documents(self) -> Iterator[Control]:
         """Oracles: controls that know the document of each question."""
