@@ -270,6 +270,22 @@ class ModulationConfig(Config):
         return self
 
 
+class ExtractiveConfig(Config):
+    """Extractive decoding: answers behind documents are spans of these (see `mac_rag.lm.extractive`).
+
+    For an LM that has learned to answer in the words of what it reads. Not part of the paper.
+
+    Examples:
+        >>> ExtractiveConfig(fixed_answers=("yes", "no")).fixed_answers
+        ('yes', 'no')
+
+    Attributes:
+        fixed_answers: answers that are possible behind any document; the abstention of the prompt's format is one, too.
+    """
+
+    fixed_answers: tuple[str, ...] = ()
+
+
 class AttentionConfig(Config):
     """How an engine attends to its bank. It is part of no checkpoint: any bank may be read in any of these ways.
 
@@ -350,6 +366,7 @@ class MACConfig(Config):
         aggregation: h_psi.
         modulation: how phi* changes the LM.
         prompt: the templates of documents, questions and answers.
+        extractive: keeps answers to spans of the documents in front of the question; None for free answers.
         max_document_tokens: longest document, in the amortization network's own tokens.
         max_new_tokens: longest answer, in the LM's tokens.
         context_window: tokens that documents, question and answer may have together; None for all positions of the LM.
@@ -371,6 +388,7 @@ class MACConfig(Config):
     aggregation: AggregationConfig = AggregationConfig()
     modulation: ModulationConfig = ModulationConfig()
     prompt: PromptFormat = PromptFormat()
+    extractive: ExtractiveConfig | None = None
     max_document_tokens: int = Field(512, ge=8)
     max_new_tokens: int = Field(16, ge=1)
     context_window: int | None = Field(None, ge=1)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from eval.harness.bootstrap import paired_interval
+from eval.harness.costs import Costs
 from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt
 from eval.harness.results import Adaptation, Gain, Row, Sample, Verdict
 from mac_rag.cli.terminal import say
@@ -47,7 +48,7 @@ def run_protocol(
 
     The rows are the LM alone and MAC (the LM with memory alone). For each retriever and k follow the retriever (its
     documents in front of the question, no memory) and both together. Documents that do not fit into the LM's window are
-    shortened, and the row counts such prompts.
+    shortened, and the row counts such prompts. Each row has its costs (`eval.harness.costs`).
 
     Args:
         engine: an engine with an empty bank and no retriever.
@@ -108,6 +109,7 @@ class _Table:
         self.rows: list[Row] = []
         self.verdicts: dict[str, list[Verdict]] = {}
         self._fitted: dict[Prompt, FittedPrompt] = {}
+        self._costs = Costs(engine, [question.question for question in dataset.questions])
 
     def ask(
         self,
@@ -159,7 +161,9 @@ class _Table:
         ]
         self.verdicts[name] = judge(questions, answers)
         seconds = sum(answer.seconds for answer in generated)
-        return summarize(name, questions, self.verdicts[name], len(self.dataset.documents), k, seconds)
+        row = summarize(name, questions, self.verdicts[name], len(self.dataset.documents), k, seconds)
+        costs = self._costs.measures([self._fitted[query.prompt] for query in queries], weight)
+        return row.model_copy(update={"measures": costs})
 
     def _answer(self, prompts: Sequence[Prompt], weights: Sequence[float | None]) -> None:
         """Generates the answers that are not kept yet, for each prompt with each memory weight, and keeps them."""

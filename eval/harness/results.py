@@ -99,7 +99,10 @@ class Sample(Config):
 
 
 class Gain(Config):
-    """The gain of the memory over the same prompts without memory, with paired bootstrap intervals."""
+    """The gain over another row on the same questions, with paired bootstrap intervals.
+
+    Of a row with memory over the same prompts without it; of controls over the memory.
+    """
 
     em: Interval
     f1: Interval
@@ -118,7 +121,7 @@ class Row(Config):
         questions: number of questions.
         em, f1, em_prefix: means over the questions, 0 to 1.
         recall_at_k: share of the questions whose document was retrieved, 0 to 1.
-        gain: gain over the row of the same prompts without memory.
+        gain: gain over the row of the same prompts without memory; of controls, over the memory's row.
         truncated: number of prompts whose documents were shortened to fit into the LM's window.
         seconds: generation time of its answers, also of those that it shares with other rows.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -14,6 +15,7 @@ from mac_rag.errors import ConfigError
 from mac_rag.lm.architectures import Architecture
 from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.device_map import device_of
+from mac_rag.lm.extractive import ExtractiveDecoding, SpanSource, numeral_tokens
 from mac_rag.lm.growing_cache import growing
 from mac_rag.lm.loading import list_of_layers
 from mac_rag.lm.max_rule import MaxRuleEnsemble
@@ -59,6 +61,7 @@ class DecodingMixin:
         num_beams: int = 1,
         weights: Sequence[float] | None = None,
         sampling: Sampling = GREEDY,
+        sources: Sequence[Sequence[SpanSource]] | None = None,
     ) -> list[str]:
         """Answers a batch of prompts, greedily, with beams, or by sampling.
 
@@ -70,17 +73,20 @@ class DecodingMixin:
             weights: memory weight of each row for max-rule ensemble decoding (see `MaxRuleEnsemble`); None decodes with
                 the modulation only.
             sampling: how tokens are chosen, and what ends an answer early.
+            sources: what the answer of each row may copy (see `ExtractiveDecoding`); None for free answers.
 
         Raises:
             ConfigError: for beams and sampling together.
         """
         count = len(prompts)
         if num_beams == 1:
-            return self._answers(self._decode(prompts, modulation, weights, sampling), count, max_new_tokens, sampling)
+            steps = self._decode(prompts, modulation, weights, sampling, sources)
+            return self._answers(steps, count, max_new_tokens, sampling)
         if sampling != GREEDY:
             raise ConfigError(f"num_beams is {num_beams}, but beams take no sampling or stop; set it to 1: {sampling}")
         prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
         ids, mask, _ = self._padded(prompts, modulation)
+        extractive = self._extractive(sources, ids.shape[1], modulation, ensemble)
         with attached(modulation, self.model):
             output = self.model.generate(
                 input_ids=ids,
@@ -89,7 +95,7 @@ class DecodingMixin:
                 max_new_tokens=max_new_tokens,
                 num_beams=num_beams,
                 do_sample=False,
-                logits_processor=[ensemble] if ensemble else [],
+                logits_processor=[part for part in (extractive, ensemble) if part],
                 pad_token_id=self.tokenizer.pad_token_id,
                 eos_token_id=self.end_tokens,
             )
@@ -103,6 +109,7 @@ class DecodingMixin:
         *,
         max_new_tokens: int,
         weights: Sequence[float],
+        sources: Sequence[Sequence[SpanSource]] | None = None,
     ) -> list[list[str]]:
         """Answers a batch of prompts greedily at each of several memory weights; all weights share the prompts' cache.
 
@@ -111,12 +118,13 @@ class DecodingMixin:
             modulation: modulation of B rows.
             max_new_tokens: longest answer, in tokens.
             weights: memory weights, from 0 (the LM alone) to 1 (see `MaxRuleEnsemble`).
+            sources: as `generate` takes them.
 
         Returns:
             For each weight B answers, those that `generate` gives at this weight.
         """
         rows = len(prompts) * len(weights)
-        steps = self._decode(prompts, modulation, list(weights) * len(prompts), copies=len(weights))
+        steps = self._decode(prompts, modulation, list(weights) * len(prompts), sources=sources, copies=len(weights))
         texts = self._answers(steps, rows, max_new_tokens)
         return [texts[first :: len(weights)] for first in range(len(weights))]
 
@@ -168,11 +176,12 @@ class DecodingMixin:
         max_new_tokens: int,
         weights: Sequence[float] | None = None,
         sampling: Sampling = GREEDY,
+        sources: Sequence[Sequence[SpanSource]] | None = None,
     ) -> Iterator[str]:
         """Yields the answer to one prompt piece by piece. Joined, the pieces are what `generate` returns."""
         generated: list[int] = []
         sent = text = ""
-        for tokens in islice(self._decode([prompt], modulation, weights, sampling), max_new_tokens):
+        for tokens in islice(self._decode([prompt], modulation, weights, sampling, sources), max_new_tokens):
             token = int(tokens[0])
             if token in self.end_tokens:
                 break
@@ -196,6 +205,7 @@ class DecodingMixin:
         modulation: Modulation | None,
         weights: Sequence[float] | None,
         sampling: Sampling = GREEDY,
+        sources: Sequence[Sequence[SpanSource]] | None = None,
         copies: int = 1,
     ) -> Generator[Tensor, Tensor | None, None]:
         """Unbounded decoding: yields next tokens `[B]`, or `[2B]` when decoding with and without memory.
@@ -208,6 +218,7 @@ class DecodingMixin:
             modulation: modulation of the rows; None for the LM alone.
             weights: memory weights as `generate` takes them, one for each copy of each row.
             sampling: how tokens are chosen.
+            sources: what answers may copy, as `generate` takes them, of the rows without copies.
             copies: copies of each row, one behind the other. They share the pass over the prompt.
         """
         rows = len(prompts)
@@ -216,29 +227,60 @@ class DecodingMixin:
         ids, mask, positions = self._padded(prompts, modulation)
         cache = self._cache(modulation)
         segments = self.architecture.segment_arguments(torch.ones_like(ids))
+        written = ids  # prompts, and answers so far
+        extractive = self._extractive(sources, ids.shape[1], modulation, ensemble)
         while True:
             output = self._read(ids, mask, positions, cache, modulation, segments)
             cache, logits = growing(output.past_key_values), output.logits[:, -1]
             if copies > 1:
                 places = torch.arange(len(ids), device=self.device).repeat_interleave(copies)
                 cache.reorder_cache(places)  # which every kind of layer can do
-                logits, mask, positions = (part[places] for part in (logits, mask, positions))
+                logits, mask, positions, written = (part[places] for part in (logits, mask, positions, written))
                 modulation = modulation and modulation.behind_cache(places[: rows * copies])
+                extractive = extractive and extractive.of(places[: rows * copies])
                 copies = 1
-            tokens = choose(ensemble(ids, logits) if ensemble else logits)
+            for processor in (extractive, ensemble):
+                if processor:
+                    logits = processor(written, logits)
+            tokens = choose(logits)
             kept = yield tokens
             if kept is not None:
                 choose = choose.of(kept)
                 modulation = modulation and modulation.behind_cache(kept)
+                extractive = extractive and extractive.of(kept)
                 if ensemble:
                     ensemble = ensemble.of(kept)
                     kept = torch.cat([kept, kept + len(tokens) // 2])
                 cache.reorder_cache(kept)
-                tokens, mask, positions = (part[kept] for part in (tokens, mask, positions))
+                tokens, mask, positions, written = (part[kept] for part in (tokens, mask, positions, written))
             ids = tokens[:, None]
+            written = torch.cat([written, ids], 1)
             mask = torch.cat([mask, torch.ones_like(ids)], 1)
             positions = positions[:, -1:] + 1
             segments = {}
+
+    def _extractive(
+        self,
+        sources: Sequence[Sequence[SpanSource]] | None,
+        prompt_length: int,
+        modulation: Modulation | None,
+        ensemble: MaxRuleEnsemble | None,
+    ) -> ExtractiveDecoding | None:
+        """What keeps answers behind padded prompts of this length to their sources; None without sources."""
+        if sources is None:
+            return None
+        with_memory_only = modulation is not None and ensemble is None
+        return ExtractiveDecoding(
+            [()] * len(sources) if with_memory_only else sources,
+            prompt_length=prompt_length,
+            end_tokens=self.end_tokens,
+            numerals=self._numerals,
+            halves=ensemble is not None,
+        )
+
+    @cached_property
+    def _numerals(self) -> list[int]:
+        return numeral_tokens(self.tokenizer)
 
     def _read(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ from mac_rag.errors import ConfigError, DocumentError, PromptError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.chat import ChatPromptEncoder, Message
+from mac_rag.lm.extractive import SpanSource
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.model.text_encoder import TextEncoder
@@ -156,6 +158,7 @@ class GenerationMixin:
                 num_beams=num_beams,
                 weights=None if weights is None else [weights[i] for i in rows],
                 sampling=sampling,
+                sources=self.span_sources([fitted[i] for i in rows]),
             )
             for i, text in zip(rows, texts, strict=True):
                 answers[i] = text
@@ -182,6 +185,7 @@ class GenerationMixin:
                 self.modulation(modulation[rows]),
                 max_new_tokens=self.config.max_new_tokens,
                 weights=weights,
+                sources=self.span_sources([prompts[i] for i in rows]),
             )
             for at_weight, texts in zip(answers, each, strict=True):
                 for i, text in zip(rows, texts, strict=True):
@@ -222,6 +226,7 @@ class GenerationMixin:
             max_new_tokens=max_new_tokens or self.config.max_new_tokens,
             weights=self._weights([fitted], memory_weight),
             sampling=sampling,
+            sources=self.span_sources([fitted]),
         )
 
     def _weights(self, prompts: Sequence[FittedPrompt], memory_weight: float | None) -> list[float] | None:
@@ -232,6 +237,28 @@ class GenerationMixin:
         if weight == 1 or not any(prompt.contexts for prompt in prompts):
             return None
         return [weight if prompt.contexts else 1.0 for prompt in prompts]
+
+    def span_sources(self, prompts: Sequence[FittedPrompt]) -> list[list[SpanSource]] | None:
+        """What each answer may copy: its documents, and the fixed answers behind them; None for free answers."""
+        if self.config.extractive is None:
+            return None
+        tokenizer = self.base_lm.prompts.texts
+        return [
+            [*(SpanSource.of_text(text, tokenizer) for text in prompt.contexts), *self._fixed_answers]
+            if prompt.contexts
+            else []
+            for prompt in prompts
+        ]
+
+    @property
+    def _fixed_answers(self) -> list[SpanSource]:
+        """The answers that are possible behind any document."""
+        prompts, extractive = self.base_lm.prompts, self.config.extractive
+        texts = () if extractive is None else extractive.fixed_answers
+        if prompts.format.abstention is not None:
+            texts = (*texts, prompts.format.abstention)
+        ids = [list(takewhile(lambda token: token not in prompts.end_tokens, prompts.answer(text))) for text in texts]
+        return [SpanSource.whole(answer) for answer in ids]
 
     @torch.no_grad()
     def _modulation(self, phi: Tensor | None) -> Modulation | None:

@@ -1,0 +1,274 @@
+"""Controls of a memory: the same questions, answered from what could take the memory's place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from eval.harness.bootstrap import paired_interval
+from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt
+from eval.harness.protocol import judge, summarize
+from eval.harness.ranked_rows import RankedRows
+from eval.harness.results import Gain, Row, Verdict
+from eval.harness.two_texts import answers_from_two_texts
+from mac_rag.cli.terminal import say
+from mac_rag.data.types import Answer, QADataset
+from mac_rag.engine import MACEngine
+from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.progress import progress_bar
+from mac_rag.retrieval import BM25Retriever
+
+MEMORY = "memory"
+SIDE_BY_SIDE = 3  # rows whose memory tokens stand side by side
+
+Documents = tuple[str, ...]  # ids
+
+
+@dataclass(frozen=True)
+class Control:
+    """One way to answer.
+
+    Attributes:
+        name: name of its row.
+        answer: from the numbers of some questions to their answers.
+        documents: for each question the ids of the documents that it is answered from; empty for all of the bank.
+        k: number of these documents; None for all of the bank.
+    """
+
+    name: str
+    answer: Callable[[Sequence[int]], list[str]]
+    documents: Sequence[Documents]
+    k: int | None = None
+
+
+class Controls:
+    """The controls of one engine and stream.
+
+    Args:
+        engine: an engine without a retriever that has adapted to the stream.
+        dataset: the stream.
+        batch_size: questions of one generation.
+        progress: shows progress bars.
+
+    Attributes:
+        not_run: controls that this model or stream cannot have, each with the reason; complete after `all`.
+    """
+
+    def __init__(self, engine: MACEngine, dataset: QADataset, *, batch_size: int = 32, progress: bool = False) -> None:
+        self.engine = engine
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.progress = progress
+        self.not_run: dict[str, str] = {}
+        self._questions = [question.question for question in dataset.questions]
+        self._texts = {document.id: document.text for document in dataset.documents}
+        self._ranked = RankedRows(engine, self._questions, progress=progress)
+
+    def all(self) -> Iterator[Control]:
+        """All controls; the memory itself comes first."""
+        everything: list[Documents] = [()] * len(self._questions)
+        yield Control(MEMORY, partial(self._from_memory, use_prior=True), everything)
+        first = self._ranked.best(1)
+        yield self._tokens("first row's tokens", first, 1)
+        name = f"first {SIDE_BY_SIDE} rows' tokens side by side"
+        reason = self._against_side_by_side()
+        if reason is None:
+            yield self._tokens(name, self._ranked.best(SIDE_BY_SIDE), SIDE_BY_SIDE)
+        else:
+            self.not_run[name] = reason
+        yield from self._of_right_documents()
+        first_documents = self._owners(first)
+        yield self._text("first document's text", first_documents)
+        found = self._retrieved()
+        yield self._text("BM25's first text", found)
+        yield self._text("BM25's first text + memory", found, use_memory=True)
+        both = [(*mine, *theirs) for mine, theirs in zip(found, first_documents, strict=True)]
+        yield Control("both texts, max rule", self._from_two_texts(both), both, 2)
+        # The slowest comes last: without the prior no row of the bank can be skipped.
+        if self.engine.model.aggregation.prior is not None:
+            yield Control("memory, prior off", partial(self._from_memory, use_prior=False), everything)
+        else:
+            self.not_run["memory, prior off"] = "the model has no document prior"
+
+    def _of_right_documents(self) -> Iterator[Control]:
+        """Oracles: controls that know the document of each question."""
+        gold = [question.document_id for question in self.dataset.questions]
+        known = [document_id for document_id in gold if document_id in self._texts]
+        names = "right document's tokens", "right document's text"
+        if len(known) < len(gold):
+            reason = f"{len(gold) - len(known)} of {len(gold)} questions name no document of the stream"
+            self.not_run |= dict.fromkeys(names, reason)
+            return
+        yield self._tokens(names[0], self._ranked.best_of(known), 1)
+        yield self._text(names[1], [(document_id,) for document_id in known])
+
+    def _against_side_by_side(self) -> str | None:
+        """Why the LM cannot read several rows of memory tokens side by side; None if it can."""
+        model = self.engine.model
+        if model.config.modulation.kind != "prefix" or model.config.modulation.attention_sink:
+            return "only a prefix without an attention sink may have more than T tokens"
+        positions = SIDE_BY_SIDE * model.modulation.prefix_length + model.config.max_new_tokens
+        longest = max(len(model.fit_to_window(question).ids) for question in self._questions)
+        if positions + longest > model.base_lm.context_window:
+            return f"they take {positions + longest} positions, and the LM has {model.base_lm.context_window}"
+        return None
+
+    def _owners(self, rows: Sequence[Sequence[int]]) -> list[Documents]:
+        """The documents of rows, each once, in the order of the rows."""
+        return [tuple(dict.fromkeys(self._ranked.owners[row] for row in some)) for some in rows]
+
+    def _retrieved(self) -> list[Documents]:
+        """BM25's first document for each question; none for a question that shares no word with any."""
+        retriever = BM25Retriever()
+        retriever.add(self.dataset.documents)
+        return [tuple(hit.document_id for hit in hits) for hits in retriever.retrieve(self._questions, 1)]
+
+    def _tokens(self, name: str, rows: Sequence[Sequence[int]], k: int) -> Control:
+        """The LM reads memory tokens of some rows in place of phi*, without any aggregation."""
+
+        def answer(numbers: Sequence[int]) -> list[str]:
+            phi = torch.stack([self._ranked.tokens(rows[number]) for number in numbers])
+            prompts = [self._fitted(number) for number in numbers]
+            return self.engine.model.generate(prompts, modulation=phi)
+
+        return Control(name, answer, self._owners(rows), k)
+
+    def _text(self, name: str, documents: Sequence[Documents], *, use_memory: bool = False) -> Control:
+        """The LM reads texts of documents, with or without the memory."""
+
+        def answer(numbers: Sequence[int]) -> list[str]:
+            prompts = [self._fitted(number, documents[number]) for number in numbers]
+            return self._asked(prompts, use_memory=use_memory)
+
+        return Control(name, answer, documents, 1)
+
+    def _from_memory(self, numbers: Sequence[int], *, use_prior: bool) -> list[str]:
+        with nullcontext() if use_prior else self.engine.model.without_document_prior():
+            return self._asked([self._fitted(number) for number in numbers], use_memory=True)
+
+    def _from_two_texts(self, documents: Sequence[Documents]) -> Callable[[Sequence[int]], list[str]]:
+        """The max rule over the first and the last of some documents, without memory."""
+
+        def answer(numbers: Sequence[int]) -> list[str]:
+            first, second = (
+                [self._fitted(number, documents[number][place]) for number in numbers]
+                for place in (slice(0, 1), slice(-1, None))
+            )
+            return answers_from_two_texts(self.engine.model, first, second)
+
+        return answer
+
+    def _asked(self, prompts: Sequence[FittedPrompt], *, use_memory: bool) -> list[str]:
+        answers = self.engine.answer(prompts, use_memory=use_memory, batch_size=self.batch_size)
+        return [answer.text for answer in answers]
+
+    def _fitted(self, number: int, document_ids: Sequence[str] = ()) -> FittedPrompt:
+        """A question behind documents, as far as they fit."""
+        texts = [self._texts[document_id] for document_id in document_ids]
+        return self.engine.model.fit_to_window(self._questions[number], texts, overflow="truncate")
+
+
+def ask_controls(
+    controls: Controls, path: Path | None, source: str, *, seed: int = 0
+) -> tuple[list[Row], dict[str, list[Verdict]]]:
+    """Asks all questions of each control.
+
+    Args:
+        controls: the controls.
+        path: a file that keeps answers, from which an interrupted run goes on; None keeps none.
+        source: digest of the model and the stream, from `answer_source`.
+        seed: random seed of the bootstrap.
+
+    Returns:
+        A row for each control, whose gain is over the memory's row; and the verdicts on its answers.
+    """
+    questions = controls.dataset.questions
+    rows: list[Row] = []
+    verdicts: dict[str, list[Verdict]] = {}
+    for control in controls.all():
+        kept = KeptAnswers(path, f"{source} {control.name}")
+        answers, seconds = _answers(controls, control, kept)
+        shown = [Answer(text, (), documents, False) for text, documents in zip(answers, control.documents, strict=True)]
+        verdicts[control.name] = judge(questions, shown)
+        row = summarize(
+            control.name, questions, verdicts[control.name], len(controls.dataset.documents), control.k, seconds
+        )
+        if rows:
+            row = row.model_copy(update={"gain": _gain(verdicts[control.name], verdicts[MEMORY], seed)})
+        else:
+            attended = _attended(controls, KeptAnswers(path, f"{source} attention"))
+            row = row.model_copy(update={"measures": _errors(controls, verdicts[MEMORY], attended)})
+        rows.append(row)
+    return rows, verdicts
+
+
+def _answers(controls: Controls, control: Control, kept: KeptAnswers) -> tuple[list[str], float]:
+    """The answer to each question, those that are kept and new ones, and the time that they took."""
+    # Equal questions differ where they are shown different documents.
+    prompts = [
+        (question.question, documents)
+        for question, documents in zip(controls.dataset.questions, control.documents, strict=True)
+    ]
+    pending: dict[Prompt, int] = {}
+    for number, prompt in enumerate(prompts):
+        if kept.find(prompt, None) is None:
+            pending.setdefault(prompt, number)
+    numbers = sorted(pending.values(), key=lambda number: len(prompts[number][0]))
+    if controls.progress:
+        say(control.name, err=True)
+    with progress_bar("answer", len(numbers), disable=not controls.progress) as bar:
+        for first in range(0, len(numbers), controls.batch_size):
+            batch = numbers[first : first + controls.batch_size]
+            began = time.perf_counter()
+            texts = control.answer(batch)
+            seconds = (time.perf_counter() - began) / len(batch)
+            new = [KeptAnswer(text=text, seconds=seconds) for text in texts]
+            kept.add({prompts[number]: answer for number, answer in zip(batch, new, strict=True)}, None)
+            bar.advance(len(batch))
+    found = [answer for prompt in prompts if (answer := kept.find(prompt, None))]
+    return [answer.text for answer in found], sum(answer.seconds for answer in found)
+
+
+def _attended(controls: Controls, kept: KeptAnswers) -> list[str]:
+    """The id of the document with most of each question's attention."""
+
+    def answer(numbers: Sequence[int]) -> list[str]:
+        ids, mass = controls.engine.document_attention([controls.dataset.questions[i].question for i in numbers])
+        return [ids[place] for place in mass.argmax(1).tolist()]
+
+    nothing: list[Documents] = [()] * len(controls.dataset.questions)
+    return _answers(controls, Control("attention", answer, nothing), kept)[0]
+
+
+def _errors(controls: Controls, verdicts: Sequence[Verdict], attended: Sequence[str]) -> dict[str, float]:
+    """The memory's errors of each kind as shares of the questions that name their document, with 95 % intervals."""
+    known = [
+        (verdict.em == 0, document_id == question.document_id)
+        for question, verdict, document_id in zip(controls.dataset.questions, verdicts, attended, strict=True)
+        if question.document_id is not None
+    ]
+    measures: dict[str, float] = {}
+    if known:
+        shares = {
+            "attended_right": [float(right) for _, right in known],
+            "wrong_document": [float(wrong and not right) for wrong, right in known],
+            "read_wrong": [float(wrong and right) for wrong, right in known],
+        }
+        for name, values in shares.items():
+            interval = paired_interval(values, [0.0] * len(values))
+            measures |= {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return measures
+
+
+def _gain(ours: Sequence[Verdict], theirs: Sequence[Verdict], seed: int) -> Gain:
+    em, f1 = (
+        paired_interval([getattr(one, name) for one in ours], [getattr(one, name) for one in theirs], seed=seed)
+        for name in ("em", "f1")
+    )
+    return Gain(em=em, f1=f1)

@@ -1,0 +1,88 @@
+"""What an answer costs until its first token: tokens that the LM reads, and floating-point operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mac_rag.engine import MACEngine
+from mac_rag.lm.prompt import FittedPrompt
+
+_SAMPLE = 8  # questions whose operations are counted
+
+
+class Costs:
+    """Counts what answers of an engine cost, the same on every machine.
+
+    The bank's keys and values are there already, as they are after some questions. Retrieval is not counted: BM25 does
+    no matrix products, and a dense retriever's encoder is not the LM's.
+
+    Args:
+        engine: an engine that has adapted to its documents.
+        questions: questions to come; the first 8 are the sample, of which the memory's part is counted here.
+    """
+
+    def __init__(self, engine: MACEngine, questions: Sequence[str]) -> None:
+        self._engine = engine
+        self._sample = list(dict.fromkeys(questions))[:_SAMPLE]
+        # An engine remembers what it has aggregated for a question. Spaces behind it make it new to the engine and the
+        # same to the encoder: the first time projects what it attends to, the second one is counted.
+        for question in self._sample:
+            engine.aggregate([f"{question} "])
+        total = sum(flops(partial(engine.aggregate, [f"{question}  "])) for question in self._sample)
+        self._of_memory = total / len(self._sample)
+
+    def measures(self, prompts: Sequence[FittedPrompt], weight: float | None) -> dict[str, float]:
+        """The costs of a row, means over its questions.
+
+        Args:
+            prompts: the prompts of all questions.
+            weight: memory weight; None for answers without memory.
+
+        Returns:
+            `lm_tokens`, the tokens of prompts that the LM reads, twice for an ensemble, over all questions; and
+            `gflop`, the operations until the first token in billions, over those of the sample.
+        """
+        tokens = sum(len(prompt.ids) * self._readings(prompt, weight) for prompt in prompts) / len(prompts)
+        sample = [prompt for prompt in prompts if prompt.question in self._sample][:_SAMPLE]
+        model = self._engine.model
+        operations = 0.0
+        for prompt in sample:
+            phi = None if weight is None else self._engine.aggregate([prompt.question])
+            first_token = partial(model.generate, [prompt], modulation=phi, max_new_tokens=1, memory_weight=weight)
+            operations += flops(first_token)
+        mean = operations / len(sample) + (0.0 if weight is None else self._of_memory)
+        return {"lm_tokens": tokens, "gflop": mean / 1e9}
+
+    def _readings(self, prompt: FittedPrompt, weight: float | None) -> int:
+        """How often the LM reads a prompt: twice for an ensemble of the LM with memory and without."""
+        return 2 if weight is not None and weight < 1 and prompt.contexts else 1
+
+
+def flops(compute: Callable[[], object]) -> int:
+    """Floating-point operations of matrix products and attention in a computation, without gradients."""
+    with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
+        compute()
+    total: int = counter.get_total_flops()
+    return total
+
+
+def _formulas() -> dict[Any, Any]:
+    """Operations of what PyTorch does not count by itself: products by oneDNN, and a CPU's fused attention."""
+    formulas = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _of_attention}
+    products = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # see `mac_rag.nn.cpu_linear`
+    return formulas if products is None else {**formulas, products: _of_linear}
+
+
+def _of_attention(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[-2] * (width + value[-1])
+
+
+def _of_linear(inputs: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(inputs) * weight[0]

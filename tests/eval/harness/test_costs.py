@@ -1,0 +1,74 @@
+"""What an answer costs until its first token: operations against a count by hand, and readings of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from eval.harness.costs import Costs, flops
+from mac_rag.data.newswire.generate import generate
+from mac_rag.engine import MACEngine
+from mac_rag.model import MACModel
+from mac_rag.nn.cpu_linear import use_onednn
+
+STREAM = generate("test", 6, seed=1)
+QUESTIONS = [question.question for question in STREAM.questions]
+
+
+@pytest.mark.parametrize("onednn", [False, True])
+def test_products_are_counted_whichever_kernel_computes_them(onednn: bool) -> None:
+    layer = nn.Sequential(nn.Linear(2048, 1024))
+    if onednn:
+        use_onednn(layer)
+    assert flops(lambda: layer(torch.zeros(3, 2, 2048))) == 2 * 6 * 2048 * 1024
+
+
+def test_attention_is_counted() -> None:
+    query, key, value = torch.zeros(2, 3, 5, 8), torch.zeros(2, 3, 7, 8), torch.zeros(2, 3, 7, 8)
+    counted = flops(lambda: nn.functional.scaled_dot_product_attention(query, key, value))
+    assert counted == 2 * 2 * 3 * 5 * 7 * (8 + 8)
+
+
+def test_the_lm_costs_what_its_weights_and_its_attention_cost(tiny_model: MACModel) -> None:
+    engine = MACEngine(tiny_model)
+    engine.adapt(STREAM.documents)
+    costs = Costs(engine, QUESTIONS[:1])
+    lm, config = tiny_model.base_lm.model, tiny_model.base_lm.model.config
+    prompt = tiny_model.fit_to_window(QUESTIONS[0], [STREAM.documents[0].text])
+    head = config.vocab_size * config.hidden_size
+    weights = sum(layer.weight.numel() for layer in lm.modules() if isinstance(layer, nn.Linear)) - head
+
+    def expected(readings: int, prefix: int) -> float:
+        length, width = len(prompt.ids), config.num_attention_heads * (config.hidden_size // config.num_attention_heads)
+        attention = 4 * config.num_hidden_layers * width * length * (prefix + length)
+        return readings * (2 * weights * length + 2 * head + attention) / 1e9
+
+    alone = costs.measures([prompt], None)
+    assert alone == {"lm_tokens": len(prompt.ids), "gflop": pytest.approx(expected(1, 0))}
+    both = costs.measures([prompt], 0.5)
+    assert both["lm_tokens"] == 2 * len(prompt.ids)
+    assert both["gflop"] > expected(2, tiny_model.modulation.prefix_length)
+    bare = tiny_model.fit_to_window(QUESTIONS[0])
+    assert costs.measures([bare], 0.5)["lm_tokens"] == len(bare.ids)  # nothing in front, so memory alone answers
+    assert costs.measures([bare, prompt], None)["lm_tokens"] == (len(bare.ids) + len(prompt.ids)) / 2
+
+
+def test_a_larger_bank_costs_more_and_a_question_asked_before_no_less(model_folder: Callable[[str], Path]) -> None:
+    from mac_rag.config import AggregationConfig
+    from tests.helpers import mac_config
+
+    plain = AggregationConfig(blocks=1, heads=2, head_width=8)  # without a prior every question attends to all
+    model = MACModel.from_config(mac_config(model_folder("llama"), aggregation=plain))
+    of_memory = []
+    for count in (2, 6):
+        engine = MACEngine(model)
+        engine.adapt(STREAM.documents[:count])
+        engine.answer(QUESTIONS)
+        prompts = [model.fit_to_window(question) for question in QUESTIONS]
+        of_memory.append(Costs(engine, QUESTIONS).measures(prompts, 1.0)["gflop"])
+    # Attention from T = 4 tokens to 4 of each of 4 documents more, by 2 heads of width 8.
+    assert of_memory[1] - of_memory[0] == pytest.approx(4 * 4 * (4 * 4) * 16 / 1e9)
