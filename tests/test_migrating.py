@@ -25,6 +25,7 @@ from mac_rag.model import MACModel
 from pipelines.tasks.fit_rows import fit_quantizer
 from tests.cli.helpers import refusal, run
 from tests.memory.helpers import rounded
+from tests.pipelines.helpers import command
 
 STREAM = generate("test", 12)
 TEXTS = [document.text for document in STREAM.documents]
@@ -171,3 +172,23 @@ def test_the_command(tmp_path: Path, tiny_checkpoint: Path) -> None:
     assert "KiB a document" in info
     assert "begun with rows as int8" in refusal("bank", "migrate", "--bank", bank, "--into", new, *model)
     assert "old bank's folder" in refusal("bank", "migrate", "--bank", bank, "--into", bank / "x", *model)
+
+
+def test_product_codes_by_command(tmp_path: Path, quantized_model: MACModel) -> None:
+    """They take a model with codebooks, which the command that fits them writes beside its weights."""
+    documents, model = tmp_path / "documents.jsonl", tmp_path / "model"
+    documents.write_text('{"id": "a", "text": "A storm has hit Wunville."}')
+    quantized_model.aggregation.quantizer = None
+    quantized_model.save_pretrained(model)
+    adapt = ["adapt", documents, "--bank", tmp_path / "bank", "--model", model, "--keep-texts", "--rows", "pq"]
+    assert "has no codebooks to keep rows as 'pq'; fit them with python -m pipelines.fit_rows" in refusal(*adapt)
+    assert not (tmp_path / "bank").exists()
+    recipe = "--config", "mac-tiny/train-more", "--set", "data.documents=80"
+    result = command("pipelines.fit_rows", *recipe, "--model", str(model), "--code-bytes", "16")
+    assert "16 bytes for each memory token, fitted to 80 documents of newswire" in result.output
+    run(*adapt)
+    assert "rows           pq, 16 bytes a token" in run("bank", "info", "--bank", tmp_path / "bank").output
+    rebuilt = ["bank", "rebuild", "--bank", tmp_path / "bank", "--into", tmp_path / "new", "--model", model]
+    run(*rebuilt, "--rows", "pq")
+    assert torch.equal(MemoryBank.open(tmp_path / "new").phi, MemoryBank.open(tmp_path / "bank").phi)
+    assert "begun with rows as pq" in refusal(*rebuilt, "--rows", "int8")
