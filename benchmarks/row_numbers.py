@@ -1,4 +1,4 @@
-"""Accuracy and bytes of the numbers in which a bank keeps its rows: float32, bf16, int8.
+"""Accuracy and bytes of the numbers in which a bank keeps its rows: float32, bf16, int8, product codes.
 
 python -m benchmarks.row_numbers --help
 """
@@ -30,7 +30,7 @@ def main(
     """Answer the same questions from the memory of the same documents alone, kept in different numbers.
 
     F1 and exact match are in percent; the interval is that of the difference in F1 from float32, over questions, at a
-    level of 95 %. Bytes are those of the bank on disk.
+    level of 95 %. Bytes are those of the bank on disk. Product codes are measured if the model has codebooks for them.
     """
     from eval.harness.bootstrap import paired_interval
     from eval.harness.protocol import judge
@@ -70,7 +70,8 @@ def main(
 
     say(f"{len(asked):,} questions about {len(stream.documents):,} documents of {stream.name}, {model}:")
     for dtype in get_args(RowDtype):
-        show(dtype)
+        if dtype != "pq" or loaded.aggregation.quantizer is not None:
+            show(dtype)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def main(
     adapted: Annotated[
         int, typer.Option(min=1, help="Documents that are adapted to; the others are mixtures.")
     ] = 20000,
-    rows: Annotated[Literal["bf16", "int8", "fp32"], typer.Option(help="Numbers of the banks' rows.")] = "bf16",
+    rows: Annotated[Literal["bf16", "int8", "pq", "fp32"], typer.Option(help="Numbers of the banks' rows.")] = "bf16",
     questions: Annotated[int, typer.Option(min=2, help="Questions, each asked alone.")] = 20,
     all_rows: Annotated[
         int,
@@ -49,9 +49,10 @@ def main(
     """Time opening a bank, its first question, and later ones, each bank in a process of its own.
 
     A bank has the documents of a data set, those of its test stream first. Beyond `--adapted` it has mixtures of them
-    (`benchmarks.generated.mixed_documents`). Where it says so, the same questions are also aggregated over all rows, as
-    if no document prior told which rows can matter, and as the published implementation does it
-    (`benchmarks.published`); the difference is that of phi*. With --output, a plot is drawn beside the JSON file.
+    (`benchmarks.generated.mixed_documents`); with rows `pq`, mixtures of their codes (`benchmarks.generated_codes`).
+    Where it says so, the same questions are also aggregated over all rows, as if no document prior told which rows can
+    matter, and as the published implementation does it (`benchmarks.published`); the difference is that of phi*. With
+    --output, a plot is drawn beside the JSON file.
     """
     from benchmarks.measure import in_child, write_json
 
@@ -119,6 +120,7 @@ def _opened(place: Path, model: MACModel, rows: Any) -> MemoryBank:
 def _fill(place: Path, count: int, real: Path, model: str, rows: Any, seed: int) -> None:
     """Makes a bank of the rows of another and of mixtures of them, unless it is there; goes on with one begun."""
     from benchmarks.generated import mixed_documents
+    from benchmarks.generated_codes import fill_with_codes
     from mac_rag.data.types import Document
     from mac_rag.memory import MemoryBank
     from mac_rag.memory.views.overview import put_with_overview
@@ -129,6 +131,10 @@ def _fill(place: Path, count: int, real: Path, model: str, rows: Any, seed: int)
         return
     loaded = MACModel.from_pretrained(model, device="cpu")
     originals = MemoryBank.open(real)
+    quantizer = loaded.aggregation.quantizer
+    if rows == "pq" and quantizer is not None and quantizer.whole == 1:
+        fill_with_codes(place, originals, loaded.aggregation, count, seed)
+        return
     documents = [Document(entry.document_id, "") for entry in originals]
     lexical = loaded.aggregation.lexical_vectors
     with _opened(place, loaded, rows) as bank, progress_bar("fill", count, done=len(bank)) as bar:

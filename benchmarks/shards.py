@@ -56,7 +56,7 @@ def main(
     from mac_rag.engine import MACEngine
     from mac_rag.memory import MemoryBank
     from mac_rag.memory.interface import Bank
-    from mac_rag.memory.views.overview import layout_for
+    from mac_rag.memory.views.overview import keep_rows_for
     from mac_rag.memory.views.reader import reader_of
     from mac_rag.model import MACModel
 
@@ -64,7 +64,7 @@ def main(
     loaded = MACModel.from_pretrained(model)
     stream, _ = open_stream(data, "test", documents, questions * (rounds + 1), seed=seed, scale="tiny")
     encoded, one = MemoryBank(loaded.fingerprint), MemoryBank(loaded.fingerprint)
-    one.keep_rows_as(layout_for(loaded.aggregation))  # as shards do
+    keep_rows_for(one, loaded.aggregation)  # as shards do
     adapt(MACEngine(loaded, encoded), stream.documents, progress=True)
 
     def fill(bank: Bank) -> None:

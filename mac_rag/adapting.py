@@ -22,7 +22,7 @@ from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.interface import Bank, BankContents
 from mac_rag.memory.parts import PART_BITS
 from mac_rag.memory.reduction import BoundedBank
-from mac_rag.memory.views.overview import layout_for, put_with_overview
+from mac_rag.memory.views.overview import keep_rows_for, put_with_overview
 from mac_rag.model import BATCH_TOKENS, MACModel
 from mac_rag.progress import progress_bar
 from mac_rag.sync import SyncedBank, is_held
@@ -231,7 +231,7 @@ class Adapter:
                 return put_with_overview(bank, self.model.aggregation, documents, phi, rows)
             return bank.put(documents, phi, rows)
         assert isinstance(bank, MemoryBank)  # see `MACEngine`
-        bank.keep_rows_as(layout_for(self.model.aggregation))
+        keep_rows_for(bank, self.model.aggregation)
         if self._bounded is None or self._bounded.bank is not bank:
             self._bounded = BoundedBank(bank, self.bound.maximum, self.bound.method, seed=self.bound.seed)
         return self._bounded.put(documents, phi, rows).forgotten

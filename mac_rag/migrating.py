@@ -8,7 +8,7 @@ from itertools import islice
 from mac_rag.errors import BankError
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.contents import Contents
-from mac_rag.memory.views.overview import layout_for, summarise
+from mac_rag.memory.views.overview import keep_rows_for, summarise
 from mac_rag.model import MACModel
 from mac_rag.progress import progress_bar
 
@@ -55,7 +55,7 @@ def migrate(old: Contents, new: MemoryBank, model: MACModel, *, progress: bool =
             f"{new.folder or 'the new bank'} holds {len(begun):,} entries that are not the first ones of "
             f"{old.folder or 'the old bank'}: it is another bank, or the old one has changed since; choose a new folder"
         )
-    new.keep_rows_as(layout_for(model.aggregation))
+    keep_rows_for(new, model.aggregation)
     entries = islice(old, len(begun), None)
     with progress_bar("migrate", len(old), done=len(new), disable=not progress) as bar:
         while group := list(islice(entries, _GROUP)):

@@ -170,7 +170,7 @@ def reduction_methods(
         for share in SHARES:
             maximum = max(1, round(share * len(documents)))
             smaller = MemoryBank(model.fingerprint)
-            smaller.keep_rows_as(bank.layout)
+            smaller.keep_rows_as(bank.layout, bank.quantizer)
             bounded = BoundedBank(smaller, maximum, method, seed=seed)
             bounded.put(documents, phi, rows)
             yield AggregationMethod(

@@ -36,7 +36,8 @@ def info(bank: ReadBankOption) -> None:
         if opened.codebook is not None:
             say(f"codebook       {len(opened.codebook):,} codes")
         if opened.row_shape is not None and opened.codebook is None:
-            say(f"rows           {opened.layout.dtype or 'fp32'}")
+            codes = f", {size} bytes a token" if (size := opened.layout.code_bytes) else ""
+            say(f"rows           {opened.layout.dtype or 'fp32'}{codes}")
         size = _size(bank)
         each = f", {size / len(opened) / 2**10:,.1f} KiB a document" if len(opened) else ""
         say(f"{'stored' if is_url(bank) else 'on disk':<15}{size / 2**20:,.1f} MiB{each}")

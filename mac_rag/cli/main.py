@@ -146,6 +146,7 @@ def adapt(
     from mac_rag.data.table import raise_error
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
+    from mac_rag.memory.views.overview import keep_rows_for
 
     if actors is not None and not ray:
         raise ConfigError(f"--actors {actors} is for --ray; add --ray, or leave it out")
@@ -184,6 +185,8 @@ def adapt(
         opened = MemoryBank.create_on_commit(
             bank, loaded.fingerprint, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows
         )
+        if rows == "pq":  # so that a model without codebooks is refused before it reads anything
+            keep_rows_for(opened, loaded.aggregation)
     bound = None if max_entries is None else BoundConfig(maximum=max_entries, method=reduction)
     with opened:
         try:

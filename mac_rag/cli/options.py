@@ -57,10 +57,11 @@ ReadBankOption = Annotated[
     str, typer.Option("--bank", help="Folder of the memory bank, or its URL, as s3://BUCKET/PREFIX.", metavar="PLACE")
 ]
 RowsOption = Annotated[
-    Literal["bf16", "int8", "fp32"] | None,
+    Literal["bf16", "int8", "pq", "fp32"] | None,
     typer.Option(
         "--rows",
-        help="Numbers in which a new bank keeps its memory tokens: int8 in half of the bytes of bf16, fp32 in twice.",
+        help="Numbers in which a new bank keeps its memory tokens: int8 in half of the bytes of bf16, fp32 in twice; "
+        "pq in a seventh, as codes of the model's codebooks.",
         show_default="bf16",
     ),
 ]

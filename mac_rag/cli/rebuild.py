@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,10 @@ from mac_rag.cli.options import (
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
 
+if TYPE_CHECKING:
+    from mac_rag.memory.bank import MemoryBank
+    from mac_rag.memory.rows import RowDtype
+
 
 def rebuild(
     bank: ReadBankOption,
@@ -41,6 +45,7 @@ def rebuild(
         bool,
         typer.Option("--secure-delete", help="Overwrite what the new bank deletes, even if the old one does not."),
     ] = False,
+    rows: RowsOption = None,
     device_map: DeviceMapOption = None,
 ) -> None:
     """Make a bank for another model, from texts that the old bank or a retriever holds.
@@ -58,6 +63,7 @@ def rebuild(
     """
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
+    from mac_rag.memory.views.overview import keep_rows_for
     from mac_rag.model import MACModel
     from mac_rag.rebuilding import rebuild as make_anew
 
@@ -74,6 +80,8 @@ def rebuild(
             f"{into} was begun {'to overwrite' if begun.secure_delete else 'not to overwrite'} what it deletes; repeat "
             "its command, or choose a new folder for --into"
         )
+    if begun is not None and rows is not None:
+        _check_rows(begun, into, rows)
     text_retriever = open_retriever(retriever, retriever_folder)
     if text_retriever is None and not old.keep_texts and len(old):
         raise ConfigError(
@@ -83,8 +91,10 @@ def rebuild(
     loaded = MACModel.from_pretrained(model, device_map=device_map)
     if begun is None:
         begun = MemoryBank.create_on_commit(
-            into, loaded.fingerprint, keep_texts=keep_texts, secure_delete=secure_delete
+            into, loaded.fingerprint, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows
         )
+        if rows == "pq":  # so that a model without codebooks is refused before it reads anything
+            keep_rows_for(begun, loaded.aggregation)
     engine = MACEngine(loaded, begun)
     with engine.bank:
         try:
@@ -118,11 +128,8 @@ def migrate(
     _check_apart(bank, into)
     old = MemoryBank.open(bank)
     begun = open_to_fill(into, "--into")
-    if begun is not None and begun.layout.dtype != (rows or "bf16"):
-        raise ConfigError(
-            f"{into} was begun with rows as {begun.layout.dtype or 'fp32'}; repeat its command, or choose a new folder "
-            "for --into"
-        )
+    if begun is not None:
+        _check_rows(begun, into, rows or "bf16")
     model = model_for(model, old, bank)
     loaded = load_model(model, old, bank, device_map=device_map)
     if begun is None:
@@ -132,6 +139,15 @@ def migrate(
         documents = copy(old, begun, loaded, progress=True)
         keep_model_name(into, begun, model)
     say(f"{into} is complete and holds {documents:,} documents")
+
+
+def _check_rows(begun: MemoryBank, into: Path, rows: RowDtype) -> None:
+    """Refuses to go on with a bank that was begun with other numbers."""
+    if begun.layout.dtype != rows:
+        raise ConfigError(
+            f"{into} was begun with rows as {begun.layout.dtype or 'fp32'}; repeat its command, or choose a new folder "
+            "for --into"
+        )
 
 
 def _check_apart(bank: str, into: Path) -> None:

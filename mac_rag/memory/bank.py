@@ -42,12 +42,14 @@ class MemoryBank(EditableContents):
         keep_texts: True to keep the documents' texts (`BankEntry.texts`), for a later model to adapt to.
         secure_delete: True to overwrite the bank's files with zeros before they are removed. Whoever opens the bank
             reads all of it into memory then, because memory-mapped files would become zeros as well.
-        rows: numbers that memory tokens are kept in: `bf16`; `int8`, in half of the bytes; or `fp32`, which keeps them
-            as they are. None for what an engine chooses, bf16, and for fp32 where something else fills the bank.
+        rows: numbers that memory tokens are kept in: `bf16`; `int8`, in half of the bytes; `pq`, in a seventh or less,
+            as codes of the model's product quantizer; or `fp32`, which keeps them as they are. None for what an engine
+            chooses, bf16, and for fp32 where something else fills the bank.
 
     Attributes:
         fingerprint: fingerprint of the model that wrote the bank.
         codebook: `[C, D]` in float32, or None.
+        quantizer: with rows `pq`, the product quantizer that the first put documents came with; otherwise None.
         secure_delete: True if the bank's files are overwritten before they are removed.
         folder: folder of a bank on disk, or its URL; None for a bank in memory.
         version: a number that grows with every change.
@@ -158,7 +160,8 @@ class MemoryBank(EditableContents):
 
     def _follow(self, store: Store) -> None:
         """Takes over the state of the store."""
-        self._store, self.folder, self.codebook = store, store.place, store.codebook
+        self._store, self.folder = store, store.place
+        self._look_up_in(store.codebook)
         self.keep_texts, self.secure_delete = store.manifest.keep_texts, store.manifest.secure_delete
         self.layout = store.manifest.layout
         self._next_sequence = store.manifest.next_sequence
@@ -234,10 +237,16 @@ class MemoryBank(EditableContents):
         elif self._store is not None:
             parts = [*self._segments, self._tail]
             self._store.commit(
-                parts, self._next_sequence, rewrite=rewrite, layout=self.layout, intent=intent, drop_codes=drop_codes
+                parts,
+                self._next_sequence,
+                rewrite=rewrite,
+                layout=self.layout,
+                quantizer=self.quantizer,
+                intent=intent,
+                drop_codes=drop_codes,
             )
         if self._store is not None:
-            self.codebook = self._store.codebook
+            self._look_up_in(self._store.codebook)
             self._take_segments(self._store.segments)
         self._settle()
 
@@ -249,7 +258,7 @@ class MemoryBank(EditableContents):
             return
         parts = [part.copy() for part in self._committed._parts]
         self._segments, self._tail = ([], parts[0]) if self._store is None and parts else (parts, no_entries())
-        self.layout = self._committed.layout
+        self.layout, self.quantizer = self._committed.layout, self._committed.quantizer
         self._changed()
         self._settle()
 
@@ -301,7 +310,7 @@ class MemoryBank(EditableContents):
             layout=self.layout,
             intent=intent or Intent(),
         )
-        return Store.create(folder, manifest, self.codebook, parts)
+        return Store.create(folder, manifest, self._codebook, parts)
 
     def close(self) -> None:
         """Releases the right to write, so that another process can write. The bank can still be read."""

@@ -19,8 +19,9 @@ from mac_rag.data.provenance import Member
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory.known_documents import KnownDocuments, Timeline
 from mac_rag.memory.parts import Part, PlacedRecord, Texts
-from mac_rag.memory.quantizer import nearest_codes
-from mac_rag.memory.rows import RowLayout, Rows, decoded
+from mac_rag.memory.rows import Codebook, RowLayout, Rows, decoded
+from mac_rag.nn.k_means import nearest_codes
+from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.shipped_models import describe, version_of
 
 # Makes summaries `[n, S]` of rows `[n, T, D]` as they are kept.
@@ -100,9 +101,12 @@ class Contents:
 
     Args:
         fingerprint: fingerprint of the model that wrote the bank.
-        codebook: `[C, D]` if the parts hold codes; None if they hold memory tokens.
+        codebook: `[C, D]` if the parts hold codes; a product quantizer if they hold its codes; None if they hold memory
+            tokens.
 
     Attributes:
+        codebook: `[C, D]`, or None.
+        quantizer: the product quantizer of a bank with dtype pq that has held rows, or None.
         folder: folder of a bank on disk, or its URL; None for a bank in memory.
         keep_texts: True if the bank keeps the texts of its documents.
         secure_delete: True if the bank's files are overwritten before they are removed.
@@ -118,11 +122,23 @@ class Contents:
     version = 0
     history = 0
 
-    def __init__(self, fingerprint: str, codebook: Tensor | None) -> None:
+    codebook: Tensor | None
+    quantizer: ProductQuantizer | None
+
+    def __init__(self, fingerprint: str, codebook: Codebook | None) -> None:
         self.fingerprint = fingerprint
-        self.codebook = codebook
+        self._look_up_in(codebook)
         self.layout = RowLayout()
         self._hold(())
+
+    def _look_up_in(self, codebook: Codebook | None) -> None:
+        self.codebook = codebook if isinstance(codebook, Tensor) else None
+        self.quantizer = codebook if isinstance(codebook, ProductQuantizer) else None
+
+    @property
+    def _codebook(self) -> Codebook | None:
+        """What codes of rows are looked up in."""
+        return self.quantizer if self.codebook is None else self.codebook
 
     def check_model(self, fingerprint: str) -> None:
         """Refuses a model that did not write this bank.
@@ -196,7 +212,7 @@ class Contents:
         return self.keep_texts and len(record.members) == 1 and part.lacks_text(record)
 
     def _entry(self, part: Part, placed: PlacedRecord) -> BankEntry:
-        record, layout, codebook = placed.record, self.layout, self.codebook
+        record, layout, codebook = placed.record, self.layout, self._codebook
 
         def phi() -> Tensor:
             return decoded(part.entry_rows(placed), layout, codebook).clone()
@@ -261,10 +277,10 @@ class Contents:
         """(T, D) of a row; None for an empty bank."""
         if not self._parts:
             return None
-        shape = self._parts[0].stored.main.shape
+        shape = self.layout.row_shape(self._parts[0].stored)
         if self.codebook is not None:
-            return shape[1], self.codebook.shape[1]
-        return shape[1] + self.layout.lexical_vectors, shape[2]
+            return shape[0], self.codebook.shape[1]
+        return shape[0] + self.layout.lexical_vectors, shape[1]
 
     @property
     def nbytes(self) -> int:
@@ -287,7 +303,7 @@ class Contents:
             BankError: for an empty bank.
             IndexError: for rows that the bank does not have.
         """
-        return decoded(self._consecutive(start, stop), self.layout, self.codebook)
+        return decoded(self._consecutive(start, stop), self.layout, self._codebook)
 
     def codes(self, start: int, stop: int) -> Tensor:
         """Codes `[stop - start, T]` of consecutive rows, int64.
@@ -327,7 +343,7 @@ class Contents:
         taken, place = Rows.cat(found), torch.cat(order)
         if len(found) > 1:  # otherwise they are in the order in which they were asked for
             taken = taken[place.argsort()]
-        return decoded(taken, self.layout, self.codebook)
+        return decoded(taken, self.layout, self._codebook)
 
     def overview(self) -> list[tuple[int, Rows]]:
         """What is kept beside the memory tokens of all rows, part by part: the number of rows, and their columns.
@@ -368,9 +384,10 @@ class Contents:
                 "the model's weights, or use dtype fp32 or bf16 in place of fp16"
             )
         if self.codebook is None:
-            rows = self.layout.encode(phi)
+            self._check_quantizer(phi)
+            rows = self.layout.encode(phi, self.quantizer)
             if summarise is not None and self.layout.summary:
-                rows.columns["summaries"].copy_(summarise(self.layout.decode(rows)))
+                rows = self.layout.summarised(rows, summarise(self.layout.decode(rows, self.quantizer)))
             return rows
         if not self.codebook.any():
             raise BankError(
@@ -379,6 +396,22 @@ class Contents:
             )
         nearest, _ = nearest_codes(phi.flatten(0, 1), self.codebook)
         return Rows({"codes": nearest.to(torch.int32).view(phi.shape[:2])})
+
+    def _check_quantizer(self, phi: Tensor) -> None:
+        """Refuses rows in a bank with dtype pq that has no codebooks for them."""
+        if self.layout.dtype != "pq":
+            return
+        if self.quantizer is None:
+            raise BankError(
+                "a bank with rows 'pq' takes its codebooks from the model: put documents with an engine "
+                "(MACEngine.adapt), or call keep_rows_as with a quantizer first"
+            )
+        tokens = phi.shape[1] - self.layout.lexical_vectors
+        if (tokens, phi.shape[2]) != self.quantizer.row_shape:
+            raise BankError(
+                f"rows of {tokens} memory tokens of width {phi.shape[2]} do not fit the bank's codebooks, which are "
+                f"for {self.quantizer.row_shape[0]} of width {self.quantizer.row_shape[1]}"
+            )
 
     def _rows(self) -> int:
         if not self._parts:
@@ -416,7 +449,7 @@ class Snapshot(Contents):
     """
 
     def __init__(self, bank: Contents, parts: Sequence[Part]) -> None:
-        super().__init__(bank.fingerprint, bank.codebook)
+        super().__init__(bank.fingerprint, bank._codebook)
         self.version, self.history = bank.version, bank.history
         self.folder, self.keep_texts, self.secure_delete = bank.folder, bank.keep_texts, bank.secure_delete
         self.layout = bank.layout

@@ -18,6 +18,8 @@ from mac_rag.memory.new_entries import NewEntry, described_members, new_entries
 from mac_rag.memory.parts import PART_BITS, Part, no_entries
 from mac_rag.memory.records import Record
 from mac_rag.memory.rows import RowDtype, RowLayout, Rows
+from mac_rag.nn.product_quantizer import ProductQuantizer
+from mac_rag.shipped_models import describe
 
 
 class EditableContents(Contents):
@@ -53,15 +55,37 @@ class EditableContents(Contents):
             self._snapshot = Snapshot(self, [part.copy() for part in self._parts])
         return self._snapshot
 
-    def keep_rows_as(self, layout: RowLayout) -> None:
+    def keep_rows_as(self, layout: RowLayout, quantizer: ProductQuantizer | None = None) -> None:
         """Chooses how rows are kept, in a bank that holds none and has no codebook; any other bank stays as it is.
 
         A dtype that the bank has already been given stays.
+
+        Args:
+            layout: how rows are kept.
+            quantizer: how they are kept in a bank with dtype pq, which keeps the first one that it is given.
+
+        Raises:
+            BankError: for dtype pq without a quantizer, or with one of another model.
         """
         self._check_writable()
-        if not len(self) and self.codebook is None:
-            chosen = self.layout.dtype
-            self.layout = layout if chosen is None else layout.model_copy(update={"dtype": chosen})
+        if len(self) or self.codebook is not None:
+            return
+        dtype = self.layout.dtype or layout.dtype
+        if dtype != "pq":
+            self.layout = layout.model_copy(update={"dtype": dtype, "whole_tokens": 0, "code_bytes": 0})
+            return
+        quantizer = self.quantizer or quantizer
+        if quantizer is None:
+            raise BankError(
+                f"{describe(self.fingerprint)} has no codebooks to keep rows as 'pq'; fit them with python -m "
+                "pipelines.fit_rows, or choose other numbers (rows 'int8')"
+            )
+        if quantizer.fingerprint != self.fingerprint:
+            raise BankError(
+                f"the codebooks for rows 'pq' were fitted to the memory tokens of {describe(quantizer.fingerprint)}, "
+                f"not to those of {describe(self.fingerprint)}; fit them again with python -m pipelines.fit_rows"
+            )
+        self.quantizer, self.layout = quantizer, layout.quantized(quantizer)
 
     def put(
         self,

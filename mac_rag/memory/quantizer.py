@@ -1,4 +1,4 @@
-"""Vector quantization of memory tokens: learn a codebook by k-means, find the nearest code of each token."""
+"""The codebook of a bank that keeps each memory token as one code: how it is learned, and what it loses."""
 
 from __future__ import annotations
 
@@ -9,28 +9,7 @@ from torch import Tensor
 
 from mac_rag.errors import BankError
 from mac_rag.memory.parts import Part
-
-# Distances that are computed, and held in memory, at once.
-_DISTANCES = 1 << 24
-# At most this many tokens per code are used for learning; more hardly change the centroids.
-_TOKENS_PER_CODE = 256
-
-
-def nearest_codes(tokens: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds the nearest code of each token.
-
-    Args:
-        tokens: `[n, D]`.
-        codebook: `[C, D]`.
-
-    Returns:
-        Indices of the nearest codes `[n]`, and squared distances to them `[n]`.
-    """
-    half_norms = codebook.square().sum(1) / 2
-    parts = [(part @ codebook.T - half_norms).max(1) for part in tokens.split(max(1, _DISTANCES // len(codebook)))]
-    nearest = torch.cat([part.indices for part in parts])
-    similarity = torch.cat([part.values for part in parts])
-    return nearest, tokens.square().sum(1) - 2 * similarity
+from mac_rag.nn.k_means import k_means
 
 
 def used_codes_only(codebook: Tensor, parts: Iterable[Part]) -> Tensor:
@@ -78,17 +57,4 @@ def fit(phi: Tensor, codes: int, *, seed: int = 0, iterations: int = 25) -> Tens
     tokens = phi.detach().float().flatten(0, 1)
     if not 1 <= codes <= len(tokens):
         raise BankError(f"a codebook of {codes} codes takes at least as many memory tokens, got {len(tokens)}")
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(tokens), generator=generator).to(tokens.device)
-    tokens = tokens[order[: codes * _TOKENS_PER_CODE]]
-    codebook = tokens[:codes].clone()
-    for _ in range(iterations):
-        nearest, distance = nearest_codes(tokens, codebook)
-        counts = nearest.bincount(minlength=codes)
-        centroids = torch.zeros_like(codebook).index_add_(0, nearest, tokens) / counts.clamp(min=1)[:, None]
-        empty = (counts == 0).nonzero().squeeze(1)
-        centroids[empty] = tokens[distance.topk(len(empty)).indices]
-        if torch.equal(centroids, codebook):
-            break
-        codebook = centroids
-    return codebook
+    return k_means(tokens, codes, seed=seed, iterations=iterations)

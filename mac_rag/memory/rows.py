@@ -1,12 +1,15 @@
 """Rows as a bank keeps them: memory tokens in few bits, lexical vectors as the few numbers that are not zero.
 
-A row stands for one text. It has up to five columns:
+A row stands for one text. It has some of these columns:
 
-    summaries   [n, S] float32       what the model wants to know of every row at once; zeros where it is not known
-    places      [n, W] int32         where the lexical vectors are not zero, ascending
-    scales      [n, T] float32       the factor of each memory token, with dtype int8
-    weights     [n, W]               the numbers at those places; zeros fill short rows up
-    phi         [n, T, D]            memory tokens; in a bank with a codebook `codes` [n, T] int32 take their place
+    summaries       [n, S - P] float32   what the model wants to know of every row at once; zeros where it is not known
+    places          [n, W] int32         where the lexical vectors are not zero, ascending
+    codes           [n, T] int32         memory tokens, in a bank with a codebook
+    scales          [n, T] float32       the factor of each memory token, with dtype int8
+    weights         [n, W]               the numbers at those places; zeros fill short rows up
+    prior_keys      [n, P] bf16          the first numbers of the summary
+    phi             [n, T, D]            memory tokens; with dtype pq the first V of them, [n, V, D]
+    product_codes   [n, T - V, M] uint8  the others, with dtype pq (`mac_rag.nn.product_quantizer`)
 
 W is the largest number of places of a row here, and says nothing about the rows: each collection has its own.
 """
@@ -16,26 +19,30 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from mac_rag.errors import BankError
+from mac_rag.nn.product_quantizer import ProductQuantizer
 
-RowDtype: TypeAlias = Literal["fp32", "bf16", "int8"]
+RowDtype: TypeAlias = Literal["fp32", "bf16", "int8", "pq"]
 
 _PHI: dict[RowDtype | None, torch.dtype] = {
     None: torch.float32,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "int8": torch.int8,
+    "pq": torch.bfloat16,
 }
+# What codes of rows are looked up in: a codebook `[C, D]`, or the codebooks of a product quantizer.
+Codebook: TypeAlias = Tensor | ProductQuantizer
 # Columns in the order of their files: each begins where its numbers are aligned, whatever stands before it.
-COLUMNS = ("summaries", "places", "codes", "scales", "weights", "phi")
+COLUMNS = ("summaries", "places", "codes", "scales", "weights", "prior_keys", "phi", "product_codes")
 _RAGGED = ("places", "weights")
-OVERVIEW = ("summaries", *_RAGGED)  # what is read of every row before the first question
+OVERVIEW = ("summaries", *_RAGGED, "prior_keys")  # what is read of every row before the first question
 
 
 class RowLayout(BaseModel):
@@ -49,10 +56,13 @@ class RowLayout(BaseModel):
 
     Attributes:
         dtype: numbers of memory tokens. `fp32` keeps them as they are, `bf16` rounds them to 8 bits of precision,
-            `int8` to whole multiples of the 127th part of each token's largest number. None keeps them as they are,
-            too, and leaves the choice to whoever puts the first row.
+            `int8` to whole multiples of the 127th part of each token's largest number, `pq` replaces them by codes of
+            a product quantizer. None keeps them as they are, too, and leaves the choice to whoever puts the first row.
         lexical_vectors: R, vectors at the end of each row that are kept as the numbers that are not zero.
         summary: S, numbers of a row's summary.
+        prior_keys: P, the first numbers of a summary, which are rounded to bf16; the others are float32.
+        whole_tokens: V, with dtype pq a row's first tokens, which are kept in bf16.
+        code_bytes: M, with dtype pq the bytes of each other token; 0 in a bank whose codebooks are not known yet.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,6 +70,29 @@ class RowLayout(BaseModel):
     dtype: RowDtype | None = None
     lexical_vectors: int = Field(0, ge=0, lt=1 << 31)
     summary: int = Field(0, ge=0, lt=1 << 31)
+    prior_keys: int = Field(0, ge=0, lt=1 << 31)
+    whole_tokens: int = Field(0, ge=0, lt=1 << 31)
+    code_bytes: int = Field(0, ge=0, lt=1 << 31)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.prior_keys > self.summary:
+            raise ValueError(f"{self.prior_keys:,} prior keys in a summary of {self.summary:,} numbers: that cannot be")
+        if self.dtype != "pq" and (self.whole_tokens or self.code_bytes):
+            raise ValueError(f"rows in {self.dtype} have no codes")
+        return self
+
+    def quantized(self, quantizer: ProductQuantizer) -> RowLayout:
+        """The same with dtype pq and the codes of a quantizer."""
+        sizes = {"dtype": "pq", "whole_tokens": quantizer.whole, "code_bytes": quantizer.code_bytes}
+        return self.model_copy(update=sizes)
+
+    def row_shape(self, rows: Rows) -> tuple[int, ...]:
+        """`(T, D)` of rows with memory tokens, `(T,)` of rows with codes of a codebook."""
+        if "codes" in rows.columns:
+            return tuple(rows.columns["codes"].shape[1:])
+        tokens, width = rows.columns["phi"].shape[1:]
+        return (tokens + rows.columns["product_codes"].shape[1] if self.dtype == "pq" else tokens), width
 
     def columns(self, shape: Sequence[int], places: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each column.
@@ -71,11 +104,16 @@ class RowLayout(BaseModel):
         count, tokens = shape[:2]
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         if self.summary:
-            found["summaries"] = torch.float32, (count, self.summary)
+            found["summaries"] = torch.float32, (count, self.summary - self.prior_keys)
+        if self.prior_keys:
+            found["prior_keys"] = torch.bfloat16, (count, self.prior_keys)
         if self.lexical_vectors:
             found |= {"places": (torch.int32, (count, places)), "weights": (self._weights, (count, places))}
         if len(shape) == 2:
             found["codes"] = torch.int32, (count, tokens)
+        elif self.dtype == "pq":
+            found["phi"] = _PHI["pq"], (count, self.whole_tokens, shape[2])
+            found["product_codes"] = torch.uint8, (count, tokens - self.whole_tokens, self.code_bytes)
         else:
             found["phi"] = _PHI[self.dtype], tuple(shape)
             if self.dtype == "int8":
@@ -86,8 +124,12 @@ class RowLayout(BaseModel):
     def _weights(self) -> torch.dtype:
         return torch.float32 if self.dtype in (None, "fp32") else torch.bfloat16
 
-    def encode(self, phi: Tensor) -> Rows:
+    def encode(self, phi: Tensor, quantizer: ProductQuantizer | None = None) -> Rows:
         """Rows of memory tokens and lexical vectors `[n, T + R, D]` in float32, without their summaries.
+
+        Args:
+            phi: the rows.
+            quantizer: with dtype pq the quantizer.
 
         Raises:
             BankError: for numbers that are finite only in float32.
@@ -98,15 +140,36 @@ class RowLayout(BaseModel):
             scales = tokens.abs().amax(-1) / 127
             columns["scales"] = scales
             tokens = (tokens / scales.clamp(min=torch.finfo(torch.float32).tiny)[..., None]).round()
+        if self.dtype == "pq":
+            assert quantizer is not None
+            columns["product_codes"] = quantizer.encode(tokens[:, self.whole_tokens :])
+            tokens = tokens[:, : self.whole_tokens]
         columns["phi"] = tokens.to(_PHI[self.dtype], copy=True, memory_format=torch.contiguous_format)
         if self.summary:
-            columns["summaries"] = phi.new_zeros(len(phi), self.summary)
+            columns |= self._summary_columns(phi.new_zeros(len(phi), self.summary))
         if self.lexical_vectors:
             columns |= self._sparse(phi[:, phi.shape[1] - self.lexical_vectors :].flatten(1))
         rows = Rows(columns)
         if (fault := rows.fault(self, phi.shape[2])) is not None:
             raise BankError(f"{fault} in {self.dtype}; use dtype fp32 for the rows of this bank")
         return rows
+
+    def summarised(self, rows: Rows, summaries: Tensor) -> Rows:
+        """The same rows with their summaries `[n, S]`.
+
+        Raises:
+            BankError: for numbers that are finite only in float32.
+        """
+        summarised = Rows(rows.columns | self._summary_columns(summaries))
+        if not all(summarised.columns[name].isfinite().all() for name in _SUMMARY if name in summarised.columns):
+            raise BankError(f"a summary is not finite in {self.dtype}; use dtype fp32 for the rows of this bank")
+        return summarised
+
+    def _summary_columns(self, summaries: Tensor) -> dict[str, Tensor]:
+        kept = {"summaries": summaries[:, self.prior_keys :].contiguous()}
+        if self.prior_keys:
+            kept["prior_keys"] = summaries[:, : self.prior_keys].to(torch.bfloat16)
+        return kept
 
     def _sparse(self, lexical: Tensor) -> dict[str, Tensor]:
         """Places and weights `[n, W]` of lexical vectors `[n, R D]`."""
@@ -119,11 +182,14 @@ class RowLayout(BaseModel):
         places[row, slot], weights[row, slot] = place.int(), lexical[row, place]
         return {"places": places, "weights": weights}
 
-    def decode(self, rows: Rows) -> Tensor:
-        """Memory tokens and lexical vectors `[n, T + R, D]` in float32."""
+    def decode(self, rows: Rows, quantizer: ProductQuantizer | None = None) -> Tensor:
+        """Memory tokens and lexical vectors `[n, T + R, D]` in float32; see `encode` for the quantizer."""
         phi = rows.columns["phi"].float()
         if self.dtype == "int8":
             phi = phi * rows.columns["scales"][..., None]
+        if self.dtype == "pq":
+            assert quantizer is not None
+            phi = torch.cat([phi, quantizer.decode(rows.columns["product_codes"])], 1)
         if not self.lexical_vectors:
             return phi
         lexical = phi.new_zeros(len(phi), self.lexical_vectors * phi.shape[2])
@@ -131,9 +197,14 @@ class RowLayout(BaseModel):
         return torch.cat([phi, lexical.view(len(phi), self.lexical_vectors, phi.shape[2])], 1)
 
 
-def decoded(rows: Rows, layout: RowLayout, codebook: Tensor | None) -> Tensor:
-    """Memory tokens and lexical vectors `[n, T + R, D]` in float32; codes are looked up in the codebook `[C, D]`."""
-    return layout.decode(rows) if codebook is None else codebook[rows.main.long()]
+def decoded(rows: Rows, layout: RowLayout, codebook: Codebook | None) -> Tensor:
+    """Memory tokens and lexical vectors `[n, T + R, D]` in float32.
+
+    Codes are looked up in the codebook `[C, D]`, those of a product quantizer in its codebooks.
+    """
+    if isinstance(codebook, Tensor):
+        return codebook[rows.main.long()]
+    return layout.decode(rows, codebook)
 
 
 class Rows:
@@ -159,8 +230,14 @@ class Rows:
 
     @property
     def main(self) -> Tensor:
-        """Memory tokens as they are kept `[n, T, D]`, or codes `[n, T]`."""
+        """Memory tokens as they are kept `[n, T, D]`, the first `[n, V, D]` with dtype pq, or codes `[n, T]`."""
         return self.columns["codes" if "codes" in self.columns else "phi"]
+
+    @property
+    def summaries(self) -> Tensor:
+        """Summaries `[n, S]` in float32."""
+        own = self.columns["summaries"]
+        return torch.cat([self.columns["prior_keys"].float(), own], 1) if "prior_keys" in self.columns else own
 
     @property
     def places(self) -> int:
@@ -232,12 +309,19 @@ class Rows:
                     return "a place is outside of the lexical vectors"
                 if column[self.columns["weights"] == 0].any():
                     return "a place has no number"
-            elif (name != "phi" or layout.dtype != "int8") and not column.isfinite().all():
+            elif column.is_floating_point() and not column.isfinite().all():
                 return f"a number of {_NAMES[name]} is not finite"
         return None
 
 
-_NAMES = {"phi": "a memory token", "scales": "a scale", "weights": "a lexical vector", "summaries": "a summary"}
+_SUMMARY = ("prior_keys", "summaries")
+_NAMES = {
+    "prior_keys": "a summary",
+    "summaries": "a summary",
+    "scales": "a scale",
+    "weights": "a lexical vector",
+    "phi": "a memory token",
+}
 
 
 def _bytes(tensor: Tensor) -> memoryview:

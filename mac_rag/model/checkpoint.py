@@ -5,6 +5,7 @@ model.safetensors       MAC's own networks
 amortization/           architecture of the amortization network's backbone; its tokenizer, if that is not the base LM's
 input_encoder/          the same for the input encoder
 index/                  architecture of the sentence encoder, if there is one
+rows.safetensors        codebooks for banks with rows `pq`, if they were fitted (`mac_rag.nn.product_quantizer`)
 base_lm/                the base LM, if it was tuned or is not on the Hub
 
 A checkpoint reads and writes the parts of a model; `mac_rag.model.MACModel` assembles them.
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -40,14 +41,17 @@ from mac_rag.model.factory import make_encoder, make_hashed_bm25, make_sentence_
 from mac_rag.model.stored_names import SENTENCE_ENCODER_FOLDER
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.hashed_bm25 import HashedBM25
+from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.shipped_models import FINGERPRINTS, versions
-from mac_rag.untrusted_files import MalformedError, open_file, read_json
+from mac_rag.untrusted_files import MalformedError, open_file, read_file, read_json
 
 FORMAT = 1
 SHIPPED = Path(__file__).parents[1] / "shipped"
 WEIGHTS = "model.safetensors"
+QUANTIZER = "rows.safetensors"
 CONFIG = "config.json"
 _LARGEST_CONFIG = 1 << 20
+_LARGEST_QUANTIZER = 256 << 20
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.txt", "vocab.json")
 
 
@@ -76,7 +80,13 @@ class Parts:
 
 
 def write(
-    parts: Parts, weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype | None, *, lm_was_trained: bool
+    parts: Parts,
+    weights: Mapping[str, Tensor],
+    folder: Path,
+    dtype: torch.dtype | None,
+    *,
+    lm_was_trained: bool,
+    quantizer: ProductQuantizer | None,
 ) -> None:
     """Writes a checkpoint; see `MACModel.save_pretrained`.
 
@@ -86,6 +96,7 @@ def write(
         folder: a new or empty folder.
         dtype: dtype of the stored weights; None keeps each as it is.
         lm_was_trained: True if the base LM was trained; then the checkpoint stores it.
+        quantizer: codebooks for banks with rows `pq`; None for none.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = parts.config
@@ -100,6 +111,8 @@ def write(
     if parts.amortization.network.sentence_encoder is not None:
         parts.amortization.network.sentence_encoder.config.save_pretrained(folder / SENTENCE_ENCODER_FOLDER)
     save_file(_stored(weights, dtype), folder / WEIGHTS, metadata={"format": "pt"})
+    if quantizer is not None:
+        write_quantizer(quantizer, folder)
     text = json.dumps({"format": FORMAT, **config.model_dump(mode="json")}, indent=2)
     (folder / CONFIG).write_text(text + "\n")
 
@@ -158,13 +171,14 @@ def upload(
     private: bool,
     token: str | None,
     lm_was_trained: bool,
+    quantizer: ProductQuantizer | None,
 ) -> str:
     """Uploads a checkpoint; see `MACModel.push_to_hub`."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
     with TemporaryDirectory() as folder:
-        write(parts, weights, Path(folder), None, lm_was_trained=lm_was_trained)
+        write(parts, weights, Path(folder), None, lm_was_trained=lm_was_trained, quantizer=quantizer)
         address = api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder)
     return str(address)
@@ -200,6 +214,27 @@ def fill(parameters: Mapping[str, Tensor], path: Path) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(stored[name])
+
+
+def write_quantizer(quantizer: ProductQuantizer, folder: Path) -> None:
+    """Writes the codebooks for banks with rows `pq` beside the weights that they were fitted to."""
+    save_file(quantizer.tensors, folder / QUANTIZER, metadata={"format": "pt"})
+
+
+def read_quantizer(folder: Path) -> ProductQuantizer | None:
+    """The codebooks of a checkpoint; None if it has none.
+
+    Raises:
+        ModelLoadError: when their file is damaged, or holds something else.
+    """
+    path = folder / QUANTIZER
+    try:
+        data = read_file(path, _LARGEST_QUANTIZER, follow=True)
+        return ProductQuantizer.of_tensors(load(data))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelLoadError(f"{path} is damaged: {error}; fit it again (python -m pipelines.fit_rows)") from error
 
 
 def find(name_or_path: str | Path, revision: str | None) -> Path:

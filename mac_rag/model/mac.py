@@ -35,6 +35,7 @@ from mac_rag.nn.cpu_linear import use_onednn
 from mac_rag.nn.dtypes import use_master_weights
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import PrefixTuning
+from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.nn.unpadded_bert import last_states_without_gradients
 from mac_rag.progress import progress_bar
 
@@ -151,17 +152,27 @@ class MACModel(GenerationMixin, nn.Module):
             with parts.limit or nullcontext():
                 model = cls(parts.config, parts.base_lm, parts.amortization, parts.input_encoder)
             checkpoint.fill(model.mac_state(), folder / checkpoint.WEIGHTS)
+            model.aggregation.quantizer = checkpoint.read_quantizer(folder)
         return model.eval()
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Writes a checkpoint: `config.json`, safetensors, tokenizers, and a base LM that was tuned or is a folder.
+
+        Codebooks for banks with rows `pq` go along, unless the model was trained since they were fitted.
 
         Args:
             folder: a new or empty folder.
             dtype: dtype of the stored weights, which may be `torch.int8` (see `mac_rag.lm.int8_storage`); None keeps
                 each as it is.
         """
-        checkpoint.write(self._parts(), self.mac_state(), Path(folder), dtype, lm_was_trained=self.base_lm_trained)
+        checkpoint.write(
+            self._parts(),
+            self.mac_state(),
+            Path(folder),
+            dtype,
+            lm_was_trained=self.base_lm_trained,
+            quantizer=self._quantizer,
+        )
 
     def push_to_hub(self, repository: str, *, private: bool = True, token: str | None = None) -> str:
         """Uploads a checkpoint to a model repository on the Hub and returns its address."""
@@ -172,7 +183,14 @@ class MACModel(GenerationMixin, nn.Module):
             private=private,
             token=token,
             lm_was_trained=self.base_lm_trained,
+            quantizer=self._quantizer,
         )
+
+    @property
+    def _quantizer(self) -> ProductQuantizer | None:
+        """The codebooks for banks with rows `pq`, unless training has changed what they were fitted to."""
+        quantizer = self.aggregation.quantizer
+        return quantizer if quantizer is not None and quantizer.fingerprint == self.fingerprint else None
 
     def _parts(self) -> checkpoint.Parts:
         return checkpoint.Parts(self.config, self.base_lm, self.amortization, self.input_encoder)

@@ -14,6 +14,7 @@ from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, is_bounde
 from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.memory_slots import MemorySlots
 from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.nn.row_bounds import longest_keys, needed_of_all
 
 # Number of a block, whether the attention mass is wanted, and the block's queries `[B, H, S, d]` -> what they attend to
@@ -127,6 +128,7 @@ class AggregationNetwork(nn.Module):
 
     Attributes:
         use_prior: False leaves the document prior out of attention, to measure what it contributes.
+        quantizer: how a bank with rows `pq` keeps the memory tokens that the network reads; None if none was fitted.
     """
 
     def __init__(
@@ -156,6 +158,7 @@ class AggregationNetwork(nn.Module):
         self.prior = DocumentPrior(width, prior_width, sentence_token, lexical_weight) if prior_width else None
         self.slots = MemorySlots(slots, width) if slots > 1 else None
         self.use_prior = True
+        self.quantizer: ProductQuantizer | None = None
 
     def project(self, phi: MemoryTokens) -> BankProjection:
         """Projects a bank of K texts once, for any number of questions."""

@@ -21,6 +21,7 @@ from mac_rag.memory import MemoryBank
 from mac_rag.memory.contents import Contents
 from mac_rag.memory.rows import RowLayout
 from mac_rag.model import MACModel
+from mac_rag.nn.product_quantizer import ProductQuantizer
 
 TOKENS, WIDTH = 2, 3
 # A disk takes its time to sync, and what these tests ask of it is not whether it does.
@@ -52,9 +53,9 @@ READINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def rounded(layout: RowLayout, phi: Tensor) -> Tensor:
+def rounded(layout: RowLayout, phi: Tensor, quantizer: ProductQuantizer | None = None) -> Tensor:
     """Memory tokens as a bank of this layout gives them back."""
-    return layout.decode(layout.encode(phi))
+    return layout.decode(layout.encode(phi, quantizer), quantizer)
 
 
 def memory(rows: int, value: float = 1.0) -> Tensor:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
-
 from mac_rag.errors import DamageError
+from mac_rag.memory.rows import Codebook
 from mac_rag.memory.storage.codebook_file import read_codebook
 from mac_rag.memory.storage.manifest import MANIFEST, MANIFEST_COPY, Manifest, read_manifest
 from mac_rag.memory.storage.segment import Segment, read_segment
@@ -20,12 +19,12 @@ class Commit(NamedTuple):
     Attributes:
         manifest: the manifest.
         segments: the segments that it names.
-        codebook: `[C, D]`; None for a bank without a codebook.
+        codebook: what codes of rows are looked up in; None for a bank that has none.
     """
 
     manifest: Manifest
     segments: tuple[Segment, ...]
-    codebook: Tensor | None
+    codebook: Codebook | None
 
 
 def read_commit(folder: Path, known: Commit | None = None) -> Commit:
@@ -66,12 +65,12 @@ def read_commit(folder: Path, known: Commit | None = None) -> Commit:
             raise DamageError(f"{error.filename} is missing; repair the bank to keep what is not lost") from None
 
 
-def _read_codebook(folder: Path, manifest: Manifest) -> Tensor | None:
+def _read_codebook(folder: Path, manifest: Manifest) -> Codebook | None:
     if manifest.codebook is None:
         return None
     path = folder / manifest.codebook_files[0]
     try:
-        return read_codebook(path, manifest.codebook)[0]
+        return read_codebook(path, manifest)[0]
     except FileNotFoundError:
         raise DamageError(f"{path} is missing; repair the bank") from None
     except MalformedError as error:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mac_rag.errors import DamageError
 from mac_rag.memory.parts import Part
+from mac_rag.memory.rows import Codebook
 from mac_rag.memory.storage.manifest import Manifest
 
 
@@ -29,7 +30,7 @@ class Fault(NamedTuple):
     problem: str
 
 
-def check_consistency(folder: Path | str, manifest: Manifest, parts: Sequence[Part], codebook: Tensor | None) -> None:
+def check_consistency(folder: Path | str, manifest: Manifest, parts: Sequence[Part], codebook: Codebook | None) -> None:
     """Refuses a bank whose segments contradict each other, the manifest or the codebook.
 
     Raises:
@@ -41,30 +42,30 @@ def check_consistency(folder: Path | str, manifest: Manifest, parts: Sequence[Pa
         )
 
 
-def faults(manifest: Manifest, parts: Sequence[Part], codebook: Tensor | None) -> list[Fault]:
+def faults(manifest: Manifest, parts: Sequence[Part], codebook: Codebook | None) -> list[Fault]:
     """All live entries that contradict an earlier entry, the manifest or the codebook."""
     return list(_faults(manifest, parts, codebook))
 
 
-def _are_plausible(manifest: Manifest, parts: Sequence[Part], codebook: Tensor | None) -> bool:
+def _are_plausible(manifest: Manifest, parts: Sequence[Part], codebook: Codebook | None) -> bool:
     """True if nothing contradicts, as far as numbers say without a look at the records."""
     sequences = torch.cat([torch.empty(0, dtype=torch.long), *(part.sequences for part in parts)])
     hashes = torch.cat([torch.empty(0, dtype=torch.long), *(part.id_hashes for part in parts)])
     if (sequences[1:] <= sequences[:-1]).any() or (len(sequences) and int(sequences[-1]) >= manifest.next_sequence):
         return False
-    codes = (int(part.stored.main.max()) for part in parts if part.count) if codebook is not None else ()
+    codes = (int(part.stored.main.max()) for part in parts if part.count) if isinstance(codebook, Tensor) else ()
     ordered = np.sort(hashes.numpy())
     is_distinct = bool((ordered[1:] != ordered[:-1]).all())
-    return is_distinct and (codebook is None or all(code < len(codebook) for code in codes))
+    return is_distinct and (not isinstance(codebook, Tensor) or all(code < len(codebook) for code in codes))
 
 
-def _faults(manifest: Manifest, parts: Sequence[Part], codebook: Tensor | None) -> Iterator[Fault]:
+def _faults(manifest: Manifest, parts: Sequence[Part], codebook: Codebook | None) -> Iterator[Fault]:
     if _are_plausible(manifest, parts, codebook):
         return
     known: set[str] = set()
     before = -1
     for part in parts:
-        unknown_codes = codebook is not None and part.count > 0 and int(part.stored.main.max()) >= len(codebook)
+        unknown_codes = isinstance(codebook, Tensor) and part.count > 0 and int(part.stored.main.max()) >= len(codebook)
         last = before
         for record, start in part:
             sequence = record.sequence
@@ -79,7 +80,7 @@ def _faults(manifest: Manifest, parts: Sequence[Part], codebook: Tensor | None) 
                 twice = next(name for index, name in enumerate(names) if name in known or name in names[:index])
                 yield Fault(part, sequence, f"document {twice[:200]!r} comes twice")
                 continue
-            if unknown_codes and codebook is not None:
+            if unknown_codes and isinstance(codebook, Tensor):
                 highest = int(part.stored.main[start : start + record.rows].max())
                 if highest >= len(codebook):
                     yield Fault(

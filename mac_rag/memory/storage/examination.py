@@ -15,14 +15,12 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
-from torch import Tensor
-
 from mac_rag.data.provenance import Member
 from mac_rag.errors import BankError, DamageError
 from mac_rag.memory.entry_table import RecordList
 from mac_rag.memory.parts import Part, Texts, no_entries
 from mac_rag.memory.records import Record
-from mac_rag.memory.rows import RowLayout, Rows
+from mac_rag.memory.rows import Codebook, RowLayout, Rows
 from mac_rag.memory.storage import record_lines
 from mac_rag.memory.storage.codebook_file import read_codebook
 from mac_rag.memory.storage.consistency import faults
@@ -98,13 +96,13 @@ class Findings:
     Attributes:
         manifest: the manifest to restore.
         parts: the undamaged entries, in order.
-        codebook: the codebook `[C, D]` and the bytes of its file; None for a bank without a codebook.
+        codebook: what codes of rows are looked up in, and the bytes of its file; None for a bank that has none.
         report: what is damaged.
     """
 
     manifest: Manifest
     parts: list[Part]
-    codebook: tuple[Tensor, bytes] | None
+    codebook: tuple[Codebook, bytes] | None
     report: Report
 
     @property
@@ -215,14 +213,14 @@ def _findings(folder: Path, manifest: Manifest, damage: Sequence[str]) -> Findin
     return Findings(manifest, parts, codebook, report)
 
 
-def _codebook(folder: Path, manifest: Manifest, damage: list[str]) -> tuple[Tensor, bytes] | None:
+def _codebook(folder: Path, manifest: Manifest, damage: list[str]) -> tuple[Codebook, bytes] | None:
     """The codebook and the bytes of its file, or of its copy if it is damaged; appends to `damage`."""
     if manifest.codebook is None:
         return None
     undamaged = []
     for path in (folder / name for name in manifest.codebook_files):
         try:
-            undamaged.append(read_codebook(path, manifest.codebook))
+            undamaged.append(read_codebook(path, manifest))
         except FileNotFoundError:
             damage.append(f"{path} is missing")
         except MalformedError as error:

@@ -170,7 +170,7 @@ class Manifest(_StrictModel):
         fingerprint: fingerprint of the model that wrote the bank.
         generation: a number that grows with every commit.
         next_sequence: sequence number of the next entry; numbers are never used again.
-        codebook: sha256 of the codebook's file; None for a bank without a codebook.
+        codebook: sha256 of the file of the codebook, or of a product quantizer; None for a bank without either.
         codebook_name: name of the codebook's files, without the suffix.
         keep_texts: True if the bank keeps the texts of its documents.
         secure_delete: True if the bank's files are overwritten before they are removed.
@@ -196,13 +196,19 @@ class Manifest(_StrictModel):
             raise ValueError("a segment comes twice")
         if len({segment.shape[1:] for segment in self.segments}) > 1:
             raise ValueError("the rows of its segments differ in shape")
-        dimensions = 3 if self.codebook is None else 2
+        is_quantized = self.layout.dtype == "pq"
+        dimensions = 3 if self.codebook is None or is_quantized else 2
         if any(len(segment.shape) != dimensions for segment in self.segments):
             raise ValueError(f"rows are stored as {'codes' if dimensions == 3 else 'memory tokens'}, but should not be")
         if any((segment.texts is None) == self.keep_texts for segment in self.segments):
             raise ValueError(f"it keeps {'texts' if self.keep_texts else 'no texts'}, and a segment does not agree")
-        if self.codebook is not None and self.layout != RowLayout():
+        if self.codebook is not None and self.layout != RowLayout() and not is_quantized:
             raise ValueError("it keeps codes in the layout of memory tokens")
+        if is_quantized:
+            if self.segments and (self.codebook is None or not self.layout.code_bytes):
+                raise ValueError("it keeps codes of memory tokens, without codebooks")
+            if any(segment.shape[1] <= self.layout.whole_tokens for segment in self.segments):
+                raise ValueError(f"its rows have no tokens beside {self.layout.whole_tokens:,} that have no codes")
         overviews = {segment.overview is not None for segment in self.segments}
         plain = self.layout == RowLayout()
         if (

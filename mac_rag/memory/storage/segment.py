@@ -269,7 +269,7 @@ def write_segment(
     for part, placed in entries:
         checksums.append(part.checksum(placed))
         places = max(places, part.entry_rows(placed).needed_places)
-    shape = (sum(part.count for part in parts), *parts[0].stored.main.shape[1:])
+    shape = (sum(part.count for part in parts), *layout.row_shape(parts[0].stored))
     header = tokens_file.header([entry.record for _, entry in entries], layout, shape, places)
     overview = hashlib.sha256()
 

@@ -4,7 +4,7 @@
     segment-<random>.safetensors, .jsonl           entries that never change; see `mac_rag.memory.storage.segment`
     segment-<random>.texts.jsonl                   their texts, in a bank that keeps texts
     segment-<random>.index                         where their records are, from format 5 on
-    codebook.safetensors, codebook.copy.safetensors    the codebook, if memory tokens are stored as codes
+    codebook.safetensors, codebook.copy.safetensors    what the codes of its rows are looked up in
     writer.lock, writer.json                       which process is writing
 
 A commit writes new entries as a segment, syncs it, and then replaces the manifest in one rename. So a killed process
@@ -21,14 +21,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 
 from mac_rag.atomic_files import make_folder, remove_file, sync_folder, write_file
 from mac_rag.errors import BankError, DamageError, FingerprintError
 from mac_rag.memory.parts import Part
 from mac_rag.memory.quantizer import used_codes_only
-from mac_rag.memory.rows import RowLayout
+from mac_rag.memory.rows import Codebook, RowLayout
+from mac_rag.memory.storage.codebook_file import codebook_bytes
 from mac_rag.memory.storage.commit_reader import Commit, read_commit
 from mac_rag.memory.storage.consistency import check_consistency
 from mac_rag.memory.storage.folder import (
@@ -53,6 +53,7 @@ from mac_rag.memory.storage.manifest import (
 )
 from mac_rag.memory.storage.newest import check_newest
 from mac_rag.memory.storage.segment import Segment, write_segment
+from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.shipped_models import describe
 
 # Segments are not merged beyond this many bytes, so that no commit copies much.
@@ -67,7 +68,7 @@ class Store:
         lock: the right to write to it; None to read only.
         manifest: the manifest of the commit.
         segments: the segments that the manifest names.
-        codebook: `[C, D]`; None for a bank without a codebook.
+        codebook: what codes of rows are looked up in; None for a bank that has none.
 
     Attributes:
         manifest: the manifest of the commit.
@@ -80,7 +81,7 @@ class Store:
         lock: WriterLock | None,
         manifest: Manifest,
         segments: Sequence[Segment],
-        codebook: Tensor | None,
+        codebook: Codebook | None,
     ) -> None:
         self.folder = folder
         self.manifest = manifest
@@ -92,13 +93,13 @@ class Store:
         self._failed: Manifest | None = None  # of a commit that failed, if it may be on the disk nevertheless
 
     @classmethod
-    def create(cls, folder: Path, like: Manifest, codebook: Tensor | None, parts: Sequence[Part] = ()) -> Store:
+    def create(cls, folder: Path, like: Manifest, codebook: Codebook | None, parts: Sequence[Part] = ()) -> Store:
         """Makes a new bank and opens it for writing. A crash or an error before the end leaves no bank.
 
         Args:
             folder: folder of the bank; it is made if it does not exist.
             like: a manifest with the fingerprint, the next sequence number, the intent and the settings of the bank.
-            codebook: `[C, D]`; None for a bank without a codebook.
+            codebook: what codes of rows are looked up in; None for a bank that has none.
             parts: all entries of the bank, in order.
 
         Raises:
@@ -254,6 +255,7 @@ class Store:
         *,
         rewrite: Part | None = None,
         layout: RowLayout | None = None,
+        quantizer: ProductQuantizer | None = None,
         intent: Intent | None = None,
         drop_codes: bool = False,
     ) -> None:
@@ -264,6 +266,7 @@ class Store:
             next_sequence: sequence number of the next entry.
             rewrite: see `write`.
             layout: how the parts keep their rows; None for as before.
+            quantizer: with dtype pq, what their codes are looked up in; None for as before.
             intent: the change that starts after this commit; None to leave the recorded intent as it is.
             drop_codes: True to drop codes that no entry uses, if entries were ever deleted (see `used_codes_only`).
 
@@ -273,11 +276,11 @@ class Store:
         layout = layout or self.manifest.layout
         segments = self.write(parts, layout=layout, rewrite=rewrite)
         manifest = self._next(segments, next_sequence).model_copy(update={"layout": layout})
-        codebook = self.codebook
-        if codebook is not None and drop_codes and sum(len(each.numbers) for each in segments) < next_sequence:
+        codebook = quantizer or self.codebook
+        if isinstance(codebook, Tensor) and drop_codes and sum(len(each.numbers) for each in segments) < next_sequence:
             codebook = used_codes_only(codebook, segments)
-            if codebook is not self.codebook:
-                manifest = self._with_codebook(manifest, codebook)
+        if codebook is not None and codebook is not self.codebook:
+            manifest = self._with_codebook(manifest, codebook)
         if intent is not None:
             manifest = manifest.model_copy(update={"intent": intent})
         if manifest != self.manifest:
@@ -295,7 +298,7 @@ class Store:
         self.codebook = codebook
         self._written.clear()
 
-    def _with_codebook(self, manifest: Manifest, codebook: Tensor) -> Manifest:
+    def _with_codebook(self, manifest: Manifest, codebook: Codebook) -> Manifest:
         """The manifest with another codebook, whose files are written."""
         named = manifest.model_copy(update={"codebook_name": f"{CODEBOOK}-{secrets.token_hex(8)}"})
         try:
@@ -305,9 +308,9 @@ class Store:
             self.tidy()
             raise
 
-    def _write_codebook(self, codebook: Tensor, manifest: Manifest) -> str:
+    def _write_codebook(self, codebook: Codebook, manifest: Manifest) -> str:
         """Writes a codebook and its copy under the names that a manifest gives them; returns the sha256."""
-        data = tensor_bytes({"codebook": codebook.contiguous()})
+        data = codebook_bytes(codebook)
         [digest, _] = [
             write_file(self.folder / name, [data], secure_delete=manifest.secure_delete)
             for name in manifest.codebook_files

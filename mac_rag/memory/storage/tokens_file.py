@@ -22,7 +22,7 @@ from mac_rag.memory.storage.manifest import SegmentInfo
 from mac_rag.untrusted_files import MalformedError, file_digest, open_file, parse_json
 
 _PIECE = 1 << 20
-_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int32: "I32", torch.int8: "I8"}
+_KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8"}
 
 
 def header(records: Sequence[Record], layout: RowLayout, shape: Sequence[int], places: int) -> bytes:

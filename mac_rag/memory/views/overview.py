@@ -54,6 +54,21 @@ def layout_for(network: AggregationNetwork) -> RowLayout:
     return RowLayout(dtype="bf16", lexical_vectors=network.lexical_vectors, summary=network.summary_width)
 
 
+def keep_rows_for(bank: MemoryBank, network: AggregationNetwork) -> None:
+    """Has an empty bank keep rows for a network; see `MemoryBank.keep_rows_as`.
+
+    With rows `pq`, the keys of the document prior are rounded to bf16, which takes a tenth off a document. Beside other
+    rows they are a hundredth of it, and stay float32.
+
+    Raises:
+        BankError: for a bank with rows `pq`, when no quantizer was fitted to the model.
+    """
+    layout = layout_for(network)
+    if bank.layout.dtype == "pq" and network.prior is not None:
+        layout = layout.model_copy(update={"prior_keys": network.prior.key.out_features})
+    bank.keep_rows_as(layout, network.quantizer)
+
+
 @torch.no_grad()
 def summarise(network: AggregationNetwork, phi: Tensor) -> Tensor:
     """Summaries `[n, S]` of a bank's rows `[n, T + R, D]` (`AggregationNetwork.summaries`), in float32 on the CPU."""
@@ -69,7 +84,7 @@ def put_with_overview(
     bank: MemoryBank, network: AggregationNetwork, documents: Sequence[Document], phi: Tensor, rows: Sequence[int]
 ) -> tuple[str, ...]:
     """Puts documents as `MemoryBank.put` does, with what the network wants to know of every row at once."""
-    bank.keep_rows_as(layout_for(network))
+    keep_rows_for(bank, network)
     return bank.put(documents, phi, rows, summarise=partial(summarise, network))
 
 
@@ -127,7 +142,7 @@ def _from_bank(
     device: torch.device,
 ) -> Overview:
     """From the columns that a bank keeps; merged entries have no summary there."""
-    summaries = rows.columns["summaries"].to(device, network.bank_norm.weight.dtype)
+    summaries = rows.summaries.to(device, network.bank_norm.weight.dtype)
     unknown = (rows.columns["summaries"] == 0).all(1).nonzero()[:, 0]
     if len(unknown):
         summaries = summaries.clone()

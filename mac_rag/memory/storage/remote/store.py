@@ -6,10 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
 
-from torch import Tensor
-
 from mac_rag.errors import BankError, DamageError
-from mac_rag.memory.rows import RowLayout
+from mac_rag.memory.rows import Codebook, RowLayout
 from mac_rag.memory.storage.codebook_file import read_codebook
 from mac_rag.memory.storage.commit_reader import Commit
 from mac_rag.memory.storage.consistency import check_consistency
@@ -158,11 +156,11 @@ def read_remote_commit(cache: BankCache, known: Commit | None = None) -> Commit:
             raise DamageError(f"{error.filename} is missing; put the bank there again (mac-rag bank upload)") from None
 
 
-def _codebook(cache: BankCache, manifest: Manifest) -> Tensor | None:
+def _codebook(cache: BankCache, manifest: Manifest) -> Codebook | None:
     if manifest.codebook is None:
         return None
     name, digest = manifest.codebook_files[0], manifest.codebook
     try:
-        return attempts(lambda: read_codebook(cache.whole(cache.folder, name, digest), digest)[0])
+        return attempts(lambda: read_codebook(cache.whole(cache.folder, name, digest), manifest)[0])
     except MalformedError as error:
         raise DamageError(f"{cache.store.place(name)} is damaged: {error}{REMEDY}") from None
