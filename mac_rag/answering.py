@@ -9,20 +9,40 @@ from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
+from torch import Tensor
+
 from mac_rag.batching_queue import isolating_errors
 from mac_rag.data.characters import check_text
-from mac_rag.data.types import Answer
+from mac_rag.data.types import Answer, Source
+from mac_rag.errors import ConfigError
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import Sampling
+from mac_rag.memory.interface import BankContents
 from mac_rag.memory.views.base_reader import Aggregated
 from mac_rag.model import MACModel
 from mac_rag.progress import progress_bar
+from mac_rag.sources import find_sources, texts_read
 
 if TYPE_CHECKING:
     from mac_rag.retrieval.base import Hit
 
 Contexts: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]  # of one question: texts, and ids of retrieved documents
-Aggregate: TypeAlias = Callable[[Sequence[FittedPrompt], Container[str] | None], Aggregated]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A bank as the answers of a batch see it.
+
+    Attributes:
+        contents: the bank, or a snapshot of it.
+        aggregate: from prompts and the allowed documents to phi* of each.
+        masses: from questions and the allowed documents to the attention on each document; see
+            `mac_rag.memory.views.base_reader.Reader.document_mass`.
+    """
+
+    contents: BankContents
+    aggregate: Callable[[Sequence[FittedPrompt], Container[str] | None], Aggregated]
+    masses: Callable[[Sequence[str], Container[str] | None], tuple[list[str], Tensor]]
 
 
 class Retrieval(Protocol):
@@ -59,8 +79,13 @@ class Settings:
     max_new_tokens: int | None
     num_beams: int
     sampling: Sampling
+    sources: int
     batch_size: int
     progress: bool
+
+    def __post_init__(self) -> None:
+        if self.sources < 0:
+            raise ConfigError(f"sources is {self.sources}; give the largest number of documents to name, or 0 for none")
 
     @property
     def group(self) -> Hashable:
@@ -81,10 +106,11 @@ class _Prepared:
     place: int
     prompt: FittedPrompt
     document_ids: tuple[str, ...]
+    texts: tuple[str, ...]  # of retrieved documents, whole
 
 
 def answer_calls(
-    calls: Sequence[Call], settings: Settings, model: MACModel, retriever: Retrieval | None, aggregate: Aggregate
+    calls: Sequence[Call], settings: Settings, model: MACModel, retriever: Retrieval | None, memory: Memory
 ) -> list[list[Answer] | Exception]:
     """Answers the questions of all calls.
 
@@ -93,7 +119,7 @@ def answer_calls(
         settings: their common settings.
         model: the model.
         retriever: retrieves documents for questions without contexts; None for none.
-        aggregate: from prompts and the allowed documents to phi* of each.
+        memory: the bank.
 
     Returns:
         For each call its answers, or the exception that its questions or its retrieval raised.
@@ -115,7 +141,7 @@ def answer_calls(
     with progress_bar("answer", len(ready), disable=not settings.progress) as bar:
         for first in range(0, len(ready), settings.batch_size):
             batch = ready[first : first + settings.batch_size]
-            for one, answer in zip(batch, _answered(batch, settings, model, aggregate), strict=True):
+            for one, answer in zip(batch, _answered(batch, settings, model, memory), strict=True):
                 answers[one.call, one.place] = answer
             bar.advance(len(batch))
     for number, place in sorted(answers):
@@ -171,26 +197,32 @@ def _prepared(
     return [
         _Prepared(number, place, model.fit_to_window(
             question, texts, overflow=settings.overflow, max_new_tokens=settings.max_new_tokens
-        ), document_ids)
+        ), document_ids, texts)
         for place, (question, (texts, document_ids)) in enumerate(zip(call.questions, contexts, strict=True))
     ]  # fmt: skip
 
 
-def _answered(batch: Sequence[_Prepared], settings: Settings, model: MACModel, aggregate: Aggregate) -> list[Answer]:
+def _answered(batch: Sequence[_Prepared], settings: Settings, model: MACModel, memory: Memory) -> list[Answer]:
     """The answers to questions that the LM reads at a time."""
     prompts = [one.prompt for one in batch]
-    memory = aggregate(prompts, settings.allowed) if settings.use_memory else None
+    aggregated = memory.aggregate(prompts, settings.allowed) if settings.use_memory else None
     texts = model.generate(
         prompts,
-        modulation=None if memory is None else memory.phi,
+        modulation=None if aggregated is None else aggregated.phi,
         max_new_tokens=settings.max_new_tokens,
         num_beams=settings.num_beams,
         memory_weight=settings.memory_weight,
         sampling=settings.sampling,
     )
-    discarded = [0.0] * len(batch) if memory is None else memory.discarded.tolist()
-    unread = 0.0 if memory is None else memory.unread
+    discarded = [0.0] * len(batch) if aggregated is None else aggregated.discarded.tolist()
+    unread = 0.0 if aggregated is None else aggregated.unread
+    sources: list[tuple[Source, ...]] = [()] * len(batch)
+    if settings.sources:
+        questions = [prompt.question for prompt in prompts]
+        masses = memory.masses(questions, settings.allowed) if settings.use_memory else None
+        read = [texts_read(one.document_ids, one.texts, one.prompt.contexts) for one in batch]
+        sources = find_sources(questions, texts, read, masses, memory.contents, settings.sources)
     return [
-        Answer(text, one.prompt.contexts, one.document_ids, one.prompt.truncated, share, unread)
-        for one, text, share in zip(batch, texts, discarded, strict=True)
+        Answer(text, one.prompt.contexts, one.document_ids, one.prompt.truncated, share, unread, found)
+        for one, text, share, found in zip(batch, texts, discarded, sources, strict=True)
     ]

@@ -12,26 +12,19 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
-
 from mac_rag import DEFAULT_MODEL
 from mac_rag.adapting import GROUP, Adapter
-from mac_rag.answering import Call, Retrieval, Settings, answer_calls, contexts_of, group_of
-from mac_rag.batching_queue import BatchingQueue, isolating_errors
+from mac_rag.answering import Call, Settings, answer_calls, contexts_of
 from mac_rag.config import AttentionConfig, BoundConfig
-from mac_rag.consistent_retrieval import ConsistentRetrieval
 from mac_rag.data.dates import AsOf, moment_of_question
 from mac_rag.data.types import AdaptReport, Answer, Document
 from mac_rag.errors import ConfigError, MACError
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.interface import Bank, BankContents
-from mac_rag.memory.known_documents import KnownDocuments
-from mac_rag.memory.shared import SharedBank
-from mac_rag.memory.views.base_reader import Aggregated
-from mac_rag.memory.views.reader import reader_of
+from mac_rag.memory.interface import Bank
 from mac_rag.model import MACModel
+from mac_rag.questions import BankQuestions
 from mac_rag.sync import Reconciliation, SyncedBank
 
 if TYPE_CHECKING:
@@ -41,11 +34,8 @@ __all__ = ["AdaptReport", "Answer", "MACEngine"]
 
 _log = logging.getLogger(__name__)
 
-# Questions of several threads whose attention is computed together.
-_ATTENTION_BATCH = 32
 
-
-class MACEngine:
+class MACEngine(BankQuestions):
     """Adapts to documents and answers questions.
 
     Examples:
@@ -84,41 +74,17 @@ class MACEngine:
         bound: BoundConfig | None = None,
         memory_weight: float | None = None,
     ) -> None:
-        self.model = MACModel.from_pretrained(model) if isinstance(model, str) else model
-        self._shared = SharedBank(MemoryBank(self.model.fingerprint) if bank is None else bank)
-        self.bank.check_model(self.model.fingerprint)
+        loaded = MACModel.from_pretrained(model) if isinstance(model, str) else model
+        bank = MemoryBank(loaded.fingerprint) if bank is None else bank
+        super().__init__(loaded, bank, retriever, attention or AttentionConfig())
         if bound is not None and not isinstance(self.bank, MemoryBank):
             raise ConfigError("a bank in shards cannot be bounded, because it merges no entries; leave out `bound`")
-        self.retriever = retriever
         self.k = k
-        self.attention = attention or AttentionConfig()
         self.memory_weight = memory_weight
         self._adapter = Adapter(self.model, bound)
-        self._queue = BatchingQueue()
-        self._seen = self._shared.latest()  # by the question whose turn it is
-        self._reader = reader_of(self.model, self._seen, self.attention)
-        self._last_known: KnownDocuments | None = None  # of the last question without `allowed`
         if self.bank.writable:
             with self._shared.changing():
                 self._finish()
-
-    @property
-    def bank(self) -> Bank:
-        """The bank. Change it through the engine, or while no other thread uses the engine."""
-        return self._shared.bank
-
-    @bank.setter
-    def bank(self, bank: Bank) -> None:
-        self._shared.bank = bank
-
-    @property
-    def snapshot(self) -> BankContents:
-        """The contents of the bank that questions are answered from.
-
-        These are its contents now, or, while the engine changes it, those of the last commit. During a question it is
-        what that question sees.
-        """
-        return self._seen if self._queue.is_mine else self._shared.latest()
 
     def refresh(self) -> bool:
         """Moves a bank that is open for reading to the writer's last commit, between questions.
@@ -265,6 +231,7 @@ class MACEngine:
         max_new_tokens: int | None = None,
         num_beams: int = 1,
         sampling: Sampling = GREEDY,
+        sources: int = 0,
         batch_size: int = 32,
         progress: bool = False,
     ) -> list[Answer]:
@@ -289,11 +256,14 @@ class MACEngine:
             max_new_tokens: None for the model's configured length.
             num_beams: beams of beam search, which takes no sampling; 1 for none.
             sampling: how tokens are chosen, and what ends an answer early.
+            sources: largest number of documents to name as what an answer rests on (`Answer.sources`). With memory,
+                this takes another pass over the bank.
             batch_size: largest number of questions that are answered at a time.
             progress: shows a progress bar.
 
         Raises:
             BankError: with `use_memory`, for an empty bank, or if none of its documents is allowed or counts by then.
+            ConfigError: for sources, with an `attention` that does not tell single documents apart.
             DataError: for an `as_of` that is no date.
             DocumentError: for an empty question, or a prompt beyond the window.
             FingerprintError: when another model wrote the bank.
@@ -309,6 +279,7 @@ class MACEngine:
             max_new_tokens=max_new_tokens,
             num_beams=num_beams,
             sampling=sampling,
+            sources=sources,
             batch_size=batch_size,
             progress=progress,
         )
@@ -323,7 +294,7 @@ class MACEngine:
     def _answer(self, calls: Sequence[Call], settings: Settings) -> list[list[Answer] | Exception]:
         retriever = self._begin()
         settings = replace(settings, allowed=self._known(settings.allowed, settings.as_of))
-        return answer_calls(calls, settings, self.model, retriever, self._aggregated)
+        return answer_calls(calls, settings, self.model, retriever, self._memory)
 
     def stream(
         self,
@@ -367,80 +338,3 @@ class MACEngine:
                 yield piece
 
         return locked()
-
-    def aggregate(
-        self, questions: Sequence[str], allowed: Container[str] | None = None, *, as_of: AsOf = None
-    ) -> Tensor:
-        """phi* `[B, T, D]` of each question (equation 1); `allowed` and `as_of` as `answer` takes them.
-
-        Raises:
-            BankError: for an empty bank, or none of its documents allowed.
-            DataError: for an `as_of` that is no date.
-            DocumentError: for an empty question, or one beyond the limit.
-            FingerprintError: when another model wrote the bank.
-        """
-        moment = moment_of_question(as_of)
-        with self._queue.turn():
-            self._begin()
-            return self._reader.aggregate(questions, self._known(allowed, moment)).phi
-
-    def document_attention(
-        self, questions: Sequence[str], allowed: Container[str] | None = None, *, as_of: AsOf = None
-    ) -> tuple[list[str], Tensor]:
-        """The share of each question's attention that goes to each document that may have influence.
-
-        Documents that were merged share the attention to their one entry equally. `allowed` and `as_of` are as `answer`
-        takes them.
-
-        Returns:
-            The document ids, and the attention mass `[B, documents]`; each row sums to 1.
-
-        Raises:
-            BankError: for an empty bank, or none of its documents allowed.
-            ConfigError: for an `attention` that does not tell single documents apart.
-            DataError: for an `as_of` that is no date.
-        """
-        moment = moment_of_question(as_of)
-        return self._queue.submit(
-            lambda calls: isolating_errors(lambda some: self._attention(some, allowed, moment), calls),
-            questions,
-            group=("attention", group_of(allowed), moment),
-            size=len(questions),
-            limit=_ATTENTION_BATCH,
-        )
-
-    def _attention(
-        self, calls: Sequence[Sequence[str]], allowed: Container[str] | None, as_of: int | None
-    ) -> list[tuple[list[str], Tensor]]:
-        self._begin()
-        allowed = self._known(allowed, as_of)
-        ids, mass = self._reader.document_mass([question for questions in calls for question in questions], allowed)
-        return [(list(ids), rows) for rows in mass.split([len(questions) for questions in calls])]
-
-    def _aggregated(self, prompts: Sequence[FittedPrompt], allowed: Container[str] | None) -> Aggregated:
-        questions, ids = [prompt.question for prompt in prompts], [prompt.question_ids for prompt in prompts]
-        return self._reader.aggregate(questions, allowed, ids=ids)
-
-    def _known(self, allowed: Container[str] | None, as_of: int | None) -> Container[str] | None:
-        """The documents that may influence the question whose turn it is: those of `allowed` that count by then."""
-        seen = self._seen
-        if as_of is None and not seen.supersedes:
-            return allowed
-        if allowed is not None:
-            return KnownDocuments(seen, as_of, allowed)
-        last = self._last_known
-        if last is None or last.as_of != as_of:
-            last = self._last_known = KnownDocuments(seen, as_of)
-        return last
-
-    def _begin(self) -> Retrieval | None:
-        """Begins a question: chooses the snapshot that it sees, and returns the retriever as it sees it."""
-        changes = self._shared.changes
-        self._seen = self._shared.latest()
-        self._seen.check_model(self.model.fingerprint)
-        if self._last_known is not None and self._last_known.bank is not self._seen:
-            self._last_known = None
-        self._reader.follow(self._seen)
-        if self.retriever is None:
-            return None
-        return ConsistentRetrieval(self.retriever, self._shared, self._seen, changes)

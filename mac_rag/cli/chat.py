@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mac_rag.cli.explanation import show_attention
+from mac_rag.cli.explanation import SHOWN, show_sources
 from mac_rag.cli.models import load_model
 from mac_rag.cli.options import (
     BankModelOption,
@@ -90,12 +90,14 @@ class Conversation:
 
     Attributes:
         question: the last question that was answered; None before.
-        document_ids: ids of the documents that were retrieved for it.
+        answer: the answer.
+        read: the documents that were retrieved for it, by their ids, as the LM read them.
     """
 
     def __init__(self, engine: MACEngine) -> None:
         self.question: str | None = None
-        self.document_ids: tuple[str, ...] = ()
+        self.answer = ""
+        self.read: dict[str, str] = {}
         self.engine = engine
         self._exchanges: list[tuple[str, str]] = []
 
@@ -105,17 +107,21 @@ class Conversation:
         Raises:
             MACError: as `MACEngine.answer`.
         """
+        from mac_rag.sources import texts_read
+
         engine = self.engine
         engine.refresh()
         hits = [] if engine.retriever is None else engine.retriever.retrieve([question], engine.k)[0]
-        prompt = self._prompt(question, [hit.text for hit in hits])
+        texts = [hit.text for hit in hits]
+        prompt = self._prompt(question, texts)
         pieces = []
         for piece in engine.stream(prompt):
             pieces.append(piece)
             say(piece, lines=True, nl=False, reset=False)
         say("")
-        self.question, self.document_ids = question, tuple(hit.document_id for hit in hits)
-        self._exchanges = [*self._exchanges, (question, "".join(pieces))][-_MOST_EXCHANGES:]
+        self.question, self.answer = question, "".join(pieces)
+        self.read = texts_read([hit.document_id for hit in hits], texts, prompt.contexts)
+        self._exchanges = [*self._exchanges, (question, self.answer)][-_MOST_EXCHANGES:]
 
     def _prompt(self, question: str, texts: list[str]) -> FittedPrompt:
         """The question behind documents; in a chat, also behind as many of the last exchanges as fit."""
@@ -146,9 +152,14 @@ def _obey(command: str, conversation: Conversation) -> None:
         if conversation.question is None:
             say("nothing was answered yet")
             return
-        for document_id in conversation.document_ids:
+        for document_id in conversation.read:
             say(f"retrieved: {document_id}")
-        show_attention(conversation.engine, conversation.question)
+        show_sources(
+            conversation.engine.sources(
+                conversation.question, conversation.answer, most=SHOWN, texts=conversation.read
+            ),
+            conversation.answer,
+        )
     else:
         say(f"{command} is no command; /help lists them", err=True)
 

@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from mac_rag.cli.terminal import cell, show_table
 
 if TYPE_CHECKING:
-    from mac_rag.engine import MACEngine
+    from rich.text import Text
+
+    from mac_rag.data.types import Answer, Source
+
+SHOWN = 5
 
 
-def show_attention(engine: MACEngine, question: str, as_of: str | None = None, shown: int = 5) -> None:
-    """Prints a table of the documents of the bank with the most attention."""
+def show_sources(sources: Sequence[Source], answer: str) -> None:
+    """Prints a table of sources. In the sentence of each, the words of the answer are bold and underlined."""
     from rich.table import Table
 
-    ids, mass = engine.document_attention([question], as_of=as_of)
-    table = Table("attention", "document")
-    for i in mass[0].argsort(descending=True)[:shown].tolist():
-        table.add_row(f"{float(mass[0, i]):.1%}", cell(ids[i]))
+    from mac_rag.sources import source_record
+
+    quoted = any(source.sentence for source in sources)
+    dates = [source_record(source)["date"] or "" for source in sources]
+    table = Table("attention", "document", *["date"] * any(dates), *["sentence"] * quoted)
+    for source, date in zip(sources, dates, strict=True):
+        row = [cell("" if source.share is None else f"{source.share:.1%}"), cell(source.document_id)]
+        row += [cell(date)] * any(dates)
+        row += [_highlighted(source.sentence or "", answer)] * quoted
+        table.add_row(*row)
     show_table(table)
+
+
+def answer_record(answer: Answer) -> dict[str, Any]:
+    """An answer as `mac-rag ask --json` prints it."""
+    from mac_rag.sources import source_record
+
+    return {
+        "answer": answer.text,
+        "truncated": answer.truncated,
+        "sources": [source_record(source) for source in answer.sources],
+    }
+
+
+def _highlighted(sentence: str, answer: str) -> Text:
+    from mac_rag.sources import highlights
+
+    text = cell(sentence)
+    for start, end in highlights(text.plain, answer):
+        text.stylize("bold underline", start, end)
+    return text

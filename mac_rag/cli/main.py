@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mac_rag.cli import bank, chat, fetch, rebuild, try_out
-from mac_rag.cli.explanation import show_attention
+from mac_rag.cli.explanation import SHOWN, answer_record, show_sources
 from mac_rag.cli.left_out import LeftOut
 from mac_rag.cli.models import keep_model_name, load_model, model_for
 from mac_rag.cli.options import (
@@ -238,7 +238,10 @@ def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
     bank: ReadBankOption,
     model: BankModelOption = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Show the documents with the most attention.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show the documents that the answer came from.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the answer and the documents that it came from as one line of JSON.")
+    ] = False,
     retriever: RetrieverOption = "none",
     retriever_folder: FolderOption = None,
     k: Annotated[int, typer.Option(min=1, help="Number of retrieved documents in front of the question.")] = 5,
@@ -254,15 +257,21 @@ def ask(
 
     Without --model, the model is the one that wrote the bank, if it is a shipped one or still in its folder.
     """
+    import json
+
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
 
+    if explain and as_json:
+        raise ConfigError("--json tells where the answer came from; leave --explain out")
     opened, text_retriever = MemoryBank.open(bank), open_retriever(retriever, retriever_folder)
     engine = MACEngine(load_model(model, opened, bank, device_map=device_map), opened, text_retriever, k=k)
     warn_of_disagreement(engine.bank, engine.retriever, retriever, retriever_folder)
-    say(engine.answer([question], overflow="truncate", as_of=as_of)[0].text, lines=True)
+    sources = SHOWN if explain or as_json else 0
+    [answer] = engine.answer([question], overflow="truncate", as_of=as_of, sources=sources)
+    say(json.dumps(answer_record(answer), ensure_ascii=False) if as_json else answer.text, lines=not as_json)
     if explain:
-        show_attention(engine, question, as_of)
+        show_sources(answer.sources, answer.text)
 
 
 @app.command()

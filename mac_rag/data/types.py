@@ -146,6 +146,40 @@ class AdaptReport:
 
 
 @dataclass(frozen=True)
+class Source:
+    """A document that an answer rests on.
+
+    Examples:
+        >>> Source("press", text="It moved. Rainga Press employs 180 people.", span=(10, 43)).sentence
+        'Rainga Press employs 180 people.'
+
+    Attributes:
+        document_id: id of the document.
+        share: the share of the question's attention in memory that goes to it, from 0 to 1; None if memory was not
+            asked, or does not hold the document.
+        retrieved: True if the LM read the document in front of the question.
+        date: the date of its metadata; None without one.
+        metadata: its metadata, as the bank keeps them; empty for a document that the bank does not hold.
+        text: what the LM read of it, or else the text that the bank keeps; None where there is neither.
+        span: where in `text` the sentence stands that holds most of the answer's words, at least half of them; None
+            where no sentence does.
+    """
+
+    document_id: str
+    share: float | None = None
+    retrieved: bool = False
+    date: datetime | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    text: str | None = None
+    span: tuple[int, int] | None = None
+
+    @property
+    def sentence(self) -> str | None:
+        """The sentence that the answer rests on; None where none is known."""
+        return None if self.text is None or self.span is None else self.text[slice(*self.span)]
+
+
+@dataclass(frozen=True)
 class Answer:
     """An answer and what the LM read for it.
 
@@ -167,6 +201,7 @@ class Answer:
         discarded_prior: share of the document prior on documents that preselection left out; 0 without preselection.
         unread: share of the documents that had no influence because their shards were lost; 0 unless a bank in shards
             has `partial_answers`.
+        sources: the documents that it rests on, the first one most; empty unless they were asked for.
     """
 
     text: str
@@ -175,3 +210,4 @@ class Answer:
     truncated: bool
     discarded_prior: float = 0.0
     unread: float = 0.0
+    sources: tuple[Source, ...] = ()

@@ -26,7 +26,7 @@ from llama_index.core.schema import MetadataMode
 from llama_index.core.vector_stores.types import MetadataFilters
 
 from mac_rag import DEFAULT_MODEL
-from mac_rag.engine import MACEngine
+from mac_rag.engine import Answer, MACEngine
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.integrations.llama_index.conversation import read_messages
 from mac_rag.integrations.llama_index.events import reported
@@ -34,7 +34,7 @@ from mac_rag.integrations.llama_index.filters import FilteringComponent
 from mac_rag.integrations.llama_index.instructions import check_question, last_question
 from mac_rag.integrations.llama_index.plain_text import Options, read_options
 from mac_rag.integrations.llama_index.predicting import PredictingLLM
-from mac_rag.integrations.llama_index.responses import accumulate, chat_response
+from mac_rag.integrations.llama_index.responses import accumulate, chat_response, completion_response, raw_of
 from mac_rag.integrations.llama_index.slots import Request
 from mac_rag.integrations.llama_index.spans import NodeReader, listen
 from mac_rag.integrations.llama_index.threads import in_thread
@@ -92,6 +92,8 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
             use it if it holds documents, and otherwise to answer from the context alone.
         max_new_tokens: longest answer; None for the model's configured length.
         sampling: how answers are decoded where a call does not say it.
+        sources: largest number of documents that `raw["mac_sources"]` of a response names as what the answer rests on,
+            as `MACEngine.answer` finds them; responses that come token by token name none.
         metadata_mode: the metadata of a node that the LM reads in front of its text: none, or with `MetadataMode.LLM`
             all but those in `node.excluded_llm_metadata_keys`.
         filters: the documents that may influence an answer through the bank; give the retriever the same filters. For
@@ -109,6 +111,7 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
     use_memory: bool | None = Field(default=None, description="Whether to answer with the bank; None if it is filled.")
     max_new_tokens: int | None = Field(default=None, ge=1, description="Longest answer; None for the model's own.")
     sampling: Sampling = Field(default=GREEDY, description="How answers are decoded.")
+    sources: int = Field(default=0, ge=0, description="Largest number of sources that a response names.")
 
     def __init__(
         self,
@@ -118,6 +121,7 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
         use_memory: bool | None = None,
         max_new_tokens: int | None = None,
         sampling: Sampling = GREEDY,
+        sources: int = 0,
         metadata_mode: MetadataMode = MetadataMode.NONE,
         filters: MetadataFilters | None = None,
         as_of: str | datetime | None = None,
@@ -137,6 +141,7 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
             use_memory=use_memory,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
+            sources=sources,
             metadata_mode=metadata_mode,
             filters=filters,
             as_of=as_of,
@@ -234,9 +239,9 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
             return contexts or request.question, settings
         return self.fit_to_window(request.question, contexts, options.max_new_tokens), settings
 
-    def _answer(self, request: Request, options: Options) -> str:
+    def _answer(self, request: Request, options: Options) -> Answer:
         prompt, settings = self._call(request, options)
-        return self.engine.answer([prompt], **settings)[0].text
+        return self.engine.answer([prompt], sources=self.sources, **settings)[0]
 
     def _stream(self, request: Request, options: Options) -> Iterator[tuple[str, str]]:
         """Yields the answer so far and its newest piece. Errors are raised at the call, not at the first piece."""
@@ -292,7 +297,7 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
             MACError: for any other option.
         """
         request, options = self._completion(prompt, formatted, contexts), self._options(kwargs)
-        return CompletionResponse(text=self._answer(request, options))
+        return completion_response(self._answer(request, options))
 
     @llm_completion_callback()
     async def acomplete(
@@ -300,7 +305,7 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
     ) -> CompletionResponse:
         """As `complete`."""
         request, options = self._completion(prompt, formatted, contexts), self._options(kwargs)
-        return CompletionResponse(text=await in_thread(self._answer, request, options))
+        return completion_response(await in_thread(self._answer, request, options))
 
     @llm_completion_callback()
     def stream_complete(
@@ -344,7 +349,8 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
             MACError: when there is no user message, or one holds more than text; and as `complete`.
         """
         request, options = self._conversation(messages, question, contexts), self._options(kwargs)
-        return chat_response(self._answer(request, options))
+        answer = self._answer(request, options)
+        return chat_response(answer.text, raw=raw_of(answer))
 
     @llm_chat_callback()
     async def achat(
@@ -357,7 +363,8 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
     ) -> ChatResponse:
         """As `chat`."""
         request, options = self._conversation(messages, question, contexts), self._options(kwargs)
-        return chat_response(await in_thread(self._answer, request, options))
+        answer = await in_thread(self._answer, request, options)
+        return chat_response(answer.text, raw=raw_of(answer))
 
     @llm_chat_callback()
     def stream_chat(

@@ -6,12 +6,13 @@ import logging
 from typing import Any
 
 from llama_index.core.indices.base import BaseIndex
-from llama_index.core.schema import BaseNode
+from llama_index.core.schema import BaseNode, NodeRelationship, NodeWithScore, TextNode
 from llama_index.core.storage.docstore import BaseDocumentStore
 from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters
 
 from mac_rag.data.characters import shown_id
 from mac_rag.data.provenance import Member
+from mac_rag.data.types import Source
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory.interface import BankContents
 from mac_rag.retrieval.llama_index import FiledBy
@@ -42,6 +43,29 @@ def nodes_of(document_id: str, source: BaseIndex[Any] | BaseDocumentStore, filed
             "document %r is in the memory bank, but %s has no node of it", document_id, type(source).__name__
         )
     return nodes
+
+
+def source_nodes(
+    source: Source, documents: BaseIndex[Any] | BaseDocumentStore | None, filed_by: FiledBy
+) -> list[NodeWithScore]:
+    """The nodes of a document that an answer rests on, with its share of the attention as their score.
+
+    Args:
+        source: the document.
+        documents: docstore or index in which its nodes are found; None for none.
+        filed_by: as `nodes_of` takes it.
+
+    Returns:
+        Its nodes; if there are none, one with the text that the bank keeps; if there is none either, nothing.
+
+    Raises:
+        ConfigError: as `nodes_of`.
+    """
+    nodes = [] if documents is None else nodes_of(source.document_id, documents, filed_by)
+    if not nodes and source.text is not None:
+        nodes = [TextNode(id_=source.document_id, text=source.text, metadata=dict(source.metadata))]
+        nodes[0].relationships[NodeRelationship.SOURCE] = nodes[0].as_related_node_info()
+    return [NodeWithScore(node=node, score=source.share) for node in nodes]
 
 
 def _in_docstore(document_id: str, docstore: BaseDocumentStore, filed_by: FiledBy) -> list[BaseNode]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from llama_index.core.base.response.schema import RESPONSE_TYPE
 from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload
+from llama_index.core.indices.base import BaseIndex
 from llama_index.core.instrumentation.events.synthesis import SynthesizeEndEvent, SynthesizeStartEvent
 from llama_index.core.llms import LLM
 from llama_index.core.prompts import PromptTemplate, PromptType
@@ -16,12 +17,19 @@ from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.schema import NodeWithScore, QueryBundle, QueryType
 from llama_index.core.settings import Settings
+from llama_index.core.storage.docstore import BaseDocumentStore
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 from llama_index_instrumentation import get_dispatcher
 
+from mac_rag.data.types import Source
 from mac_rag.errors import ConfigError
 from mac_rag.integrations.llama_index.llm import MACLLM
+from mac_rag.integrations.llama_index.lookup import source_nodes
+from mac_rag.integrations.llama_index.responses import SOURCES
+from mac_rag.integrations.llama_index.threads import in_thread
 from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.retrieval.llama_index import FiledBy
+from mac_rag.sources import source_record
 
 TRUNCATED = "mac_truncated"  # key of the response's metadata: True if documents were cut or left out
 
@@ -33,10 +41,11 @@ dispatcher = get_dispatcher(__name__)
 
 @dataclass
 class _Synthesis:
-    """A synthesis in progress: the prompt, the nodes, and the response once there is one."""
+    """A synthesis in progress: the prompt, the nodes, whether there were none, and the response once there is one."""
 
     prompt: FittedPrompt
     source_nodes: list[NodeWithScore]
+    from_memory: bool
     response: RESPONSE_TYPE | None = None
 
 
@@ -48,6 +57,11 @@ class MACSynthesizer(BaseSynthesizer):
     fit into the window, the last ones are cut or left out (see `MACLLM.fit_to_window`), and the response has the
     metadata `mac_truncated: True` (False otherwise). Its source nodes stay whole. Without nodes, it answers from memory
     alone; if there is no memory either, it does what LlamaIndex's own synthesizers do.
+
+    The source nodes of an answer from memory alone are those of the documents that it rests on, with their shares of
+    the attention as scores: the nodes in `source`, or else one node with the text that the bank keeps. The metadata
+    `mac_sources` tell their ids, dates and sentences, also of documents whose text nobody knows.
+    Where the engine's `attention` does not tell single documents apart, there are none.
 
         index.as_query_engine(llm=llm, response_synthesizer=MACSynthesizer(llm))
 
@@ -63,6 +77,10 @@ class MACSynthesizer(BaseSynthesizer):
     Args:
         llm: the `MACLLM` that answers; None for `Settings.llm`.
         streaming: True to yield the answer piece by piece.
+        sources: largest number of documents that an answer from memory alone names; 0 for none, which saves a pass over
+            the bank.
+        source: index or docstore in which nodes are found by the id of their document; None for none.
+        filed_by: which document of the bank a node belongs to, as set in the `MemoryWriter`; see `document_id`.
         callback_manager: LlamaIndex's callback manager.
 
     Raises:
@@ -70,7 +88,14 @@ class MACSynthesizer(BaseSynthesizer):
     """
 
     def __init__(
-        self, llm: LLM | None = None, *, streaming: bool = False, callback_manager: CallbackManager | None = None
+        self,
+        llm: LLM | None = None,
+        *,
+        streaming: bool = False,
+        sources: int = 3,
+        source: BaseIndex[Any] | BaseDocumentStore | None = None,
+        filed_by: FiledBy = "source",
+        callback_manager: CallbackManager | None = None,
     ) -> None:
         llm = llm or Settings.llm
         if not isinstance(llm, MACLLM):
@@ -79,6 +104,9 @@ class MACSynthesizer(BaseSynthesizer):
                 "give it llm=MACLLM(...), or choose a response_mode for the other LLM"
             )
         super().__init__(llm=llm, streaming=streaming, callback_manager=callback_manager)
+        self._most_sources = sources
+        self._source = source
+        self._filed_by = filed_by
 
     def _get_prompts(self) -> PromptDictType:
         return {}
@@ -116,7 +144,8 @@ class MACSynthesizer(BaseSynthesizer):
         if self._is_empty(nodes):
             return super().synthesize(query, nodes, additional_source_nodes, **response_kwargs)
         with self._synthesis(query, nodes, additional_source_nodes) as work:
-            return self._respond(work, self._answer(work.prompt))
+            answer = self._answer(work.prompt)
+            return self._respond(work, answer, self._sources(work, answer))
 
     @dispatcher.span
     async def asynthesize(
@@ -130,7 +159,8 @@ class MACSynthesizer(BaseSynthesizer):
         if self._is_empty(nodes):
             return await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs)
         with self._synthesis(query, nodes, additional_source_nodes) as work:
-            return self._respond(work, await self._aanswer(work.prompt))
+            answer = await self._aanswer(work.prompt)
+            return self._respond(work, answer, await in_thread(self._sources, work, answer))
 
     def _is_empty(self, nodes: Sequence[NodeWithScore]) -> bool:
         """True if there are neither nodes nor memory to answer from."""
@@ -153,14 +183,27 @@ class MACSynthesizer(BaseSynthesizer):
         with self._callback_manager.event(CBEventType.SYNTHESIZE, payload=payload) as event:
             texts = [scored.node.get_content(metadata_mode=self._mac.metadata_mode) for scored in nodes]
             prompt = self._mac.fit_to_window(query.query_str, texts)
-            work = _Synthesis(prompt, [*nodes, *(additional or ())])
+            work = _Synthesis(prompt, [*nodes, *(additional or ())], from_memory=not nodes)
             yield work
             event.on_end(payload={EventPayload.RESPONSE: work.response})
         dispatcher.event(SynthesizeEndEvent(query=query, response=work.response))
 
-    def _respond(self, work: _Synthesis, answer: RESPONSE_TEXT_TYPE) -> RESPONSE_TYPE:
-        response = self._prepare_response_output(answer, work.source_nodes)
+    def _sources(self, work: _Synthesis, answer: RESPONSE_TEXT_TYPE) -> tuple[Source, ...]:
+        """What an answer from memory alone rests on; without sentences for one that comes piece by piece."""
+        tells = self._mac.engine.attention.strategy not in ("hierarchical", "sharded")  # single documents apart
+        if not (self._most_sources and work.from_memory and tells):
+            return ()
+        llm, known = self._mac, answer if isinstance(answer, str) else None
+        return llm.engine.sources(
+            work.prompt.question, known, most=self._most_sources, allowed=llm.allowed, as_of=llm.as_of
+        )
+
+    def _respond(self, work: _Synthesis, answer: RESPONSE_TEXT_TYPE, sources: Sequence[Source]) -> RESPONSE_TYPE:
+        nodes = [scored for source in sources for scored in source_nodes(source, self._source, self._filed_by)]
+        response = self._prepare_response_output(answer, [*work.source_nodes, *nodes])
         response.metadata = {**(response.metadata or {}), TRUNCATED: work.prompt.truncated}
+        if sources:
+            response.metadata[SOURCES] = [source_record(source) for source in sources]
         work.response = response
         return response
 

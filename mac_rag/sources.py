@@ -1,0 +1,178 @@
+"""Which documents an answer rests on, and which sentence of them.
+
+A document is a candidate if the LM read it in front of the question, or if memory pays it much attention. First come
+the documents with a sentence that holds most of the answer's words, because an answer that a text does not hold came
+from elsewhere; among equals those with more attention, and then those that the retriever placed higher.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from mac_rag.data.dates import date_in, moment_of, written
+from mac_rag.data.types import Source
+from mac_rag.errors import DataError
+from mac_rag.memory.interface import BankContents
+
+_WORD = re.compile(r"\w+")
+# A sentence ends behind . ! or ? before a capital letter, a digit or a quotation mark, and at an empty line. Behind an
+# initial or a title it goes on.
+_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]?[^\Wa-z_])|\n\s*\n")
+_GOES_ON = re.compile(r"(?:\b[^\W\d_]|\b(?:Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|Gen|Col|Lt|Rev|Hon|No))\.$")
+_LEAST_SHARE = 0.5  # of the answer's words, for a sentence to count
+
+
+def find_sources(
+    questions: Sequence[str],
+    answers: Sequence[str | None],
+    read: Sequence[Mapping[str, str]],
+    masses: tuple[list[str], Tensor] | None,
+    bank: BankContents,
+    most: int,
+) -> list[tuple[Source, ...]]:
+    """The documents that each answer rests on.
+
+    Args:
+        questions: B questions.
+        answers: B answers; None for one that is not known.
+        read: for each question the documents that the LM read, by their ids, the best first.
+        masses: ids and attention `[B, documents]` of the documents in memory; None without memory.
+        bank: the bank, which knows their metadata and may keep their texts.
+        most: largest number of sources of an answer.
+
+    Returns:
+        For each answer at most `most` sources, the first one most.
+    """
+    found = []
+    for row, (question, answer, texts) in enumerate(zip(questions, answers, read, strict=True)):
+        shares: dict[str, float] = {}
+        if masses is not None:
+            ids, mass = masses
+            values, places = mass[row].topk(min(most, len(ids)))
+            shares = {ids[place]: value for place, value in zip(places.tolist(), values.tolist())}
+            if any(document_id not in shares for document_id in texts):
+                where = {document_id: place for place, document_id in enumerate(ids)}
+                shares |= {name: float(mass[row, where[name]]) for name in texts if name in where}
+        candidates = [
+            _source(name, shares.get(name), texts.get(name), question, answer, bank)
+            for name in dict.fromkeys([*texts, *shares])
+        ]
+        candidates.sort(key=lambda source: (source.span is None, -(source.share or 0.0)))  # stable: then the retriever
+        found.append(tuple(candidates[:most]))
+    return found
+
+
+def texts_read(document_ids: Sequence[str], texts: Sequence[str], contexts: Sequence[str]) -> dict[str, str]:
+    """What the LM reads of each retrieved document, by its id. Blank ones and those left out are not among them.
+
+    Texts that were not retrieved have no ids, and are not among them either.
+
+    Args:
+        document_ids: ids of the retrieved documents, the best first.
+        texts: their texts.
+        contexts: the texts in front of the question: the first ones, the last of them possibly cut.
+
+    Examples:
+        >>> texts_read(["bridge", "river", "museum"], ["It opened.", "A ferry.", "It closed."], ["It opened.", "A fe"])
+        {'bridge': 'It opened.', 'river': 'A fe'}
+    """
+    known = [document_id for document_id, text in zip(document_ids, texts) if text.strip()]
+    return dict(zip(known, (text for text in contexts if text.strip())))
+
+
+def source_record(source: Source) -> dict[str, Any]:
+    """A source as JSON takes it; its date in ISO 8601, and `attention` is its share. Its whole text is left out.
+
+    Examples:
+        >>> record = source_record(Source("press", share=0.5, text="It moved. It employs 180.", span=(10, 25)))
+        >>> record["document_id"], record["attention"], record["sentence"]
+        ('press', 0.5, 'It employs 180.')
+    """
+    return {
+        "document_id": source.document_id,
+        "attention": source.share,
+        "retrieved": source.retrieved,
+        "date": None if source.date is None else written(moment_of(source.date)),
+        "sentence": source.sentence,
+        "metadata": dict(source.metadata),
+    }
+
+
+def highlights(text: str, answer: str) -> list[tuple[int, int]]:
+    """Start and end of each word of a text that is one of the answer's words.
+
+    Examples:
+        >>> highlights("It employs 180 people.", "180")
+        [(11, 14)]
+    """
+    wanted = _words(answer)
+    return [match.span() for match in _WORD.finditer(text) if match[0].casefold() in wanted]
+
+
+def _source(
+    name: str, share: float | None, read: str | None, question: str, answer: str | None, bank: BankContents
+) -> Source:
+    metadata: Mapping[str, object] = {}
+    text, date = read, None
+    if name in bank:
+        entry = bank[name]
+        place = next(i for i, member in enumerate(entry.members) if member.document_id == name)
+        metadata = entry.members[place].metadata
+        with suppress(DataError):  # an old bank may hold something else there
+            date = date_in(metadata)
+        if text is None and bank.keep_texts:
+            text = entry.texts[place]
+    span = None if text is None or answer is None else supporting_span(text, answer, question)
+    return Source(name, share, read is not None, date, metadata, text, span)
+
+
+def supporting_span(text: str, answer: str, question: str) -> tuple[int, int] | None:
+    """Where in a text the sentence stands that holds most of an answer's words, and then most of the question's.
+
+    Returns:
+        Start and end of the first such sentence; None if no sentence holds at least half of the answer's words.
+
+    Examples:
+        >>> text = "Rainga Press moved. It employs 180 people. Of them, 180 strike."
+        >>> start, end = supporting_span(text, "180", "How many people does it employ?")
+        >>> text[start:end]
+        'It employs 180 people.'
+    """
+    wanted, asked = _words(answer), _words(question)
+    best, best_score = None, (_LEAST_SHARE, -1)
+    for start, end in sentence_spans(text):
+        words = _words(text[start:end])
+        score = (len(wanted & words) / len(wanted) if wanted else 0.0, len(asked & words))
+        if score > best_score:
+            best, best_score = (start, end), score
+    return best
+
+
+def sentence_spans(text: str) -> list[tuple[int, int]]:
+    """Start and end of each sentence of a text, without the white space around it.
+
+    Examples:
+        >>> text = "Dr. J. Berg came.  She left!"
+        >>> [text[start:end] for start, end in sentence_spans(text)]
+        ['Dr. J. Berg came.', 'She left!']
+    """
+    spans, start = [], 0
+    cuts = [(match.start(), match.end()) for match in _END.finditer(text)]
+    for cut, following in [*cuts, (len(text), len(text))]:
+        if cut < len(text) and "\n" not in text[cut:following] and _GOES_ON.search(text, max(start, cut - 6), cut):
+            continue
+        piece = text[start:following]
+        left, right = start + len(piece) - len(piece.lstrip()), start + len(piece.rstrip())
+        if left < right:
+            spans.append((left, right))
+        start = following
+    return spans
+
+
+def _words(text: str) -> set[str]:
+    return {word.casefold() for word in _WORD.findall(text)}

@@ -1,0 +1,153 @@
+"""The documents and sentences that an answer rests on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mac_rag.cli.explanation import answer_record
+from mac_rag.config import AttentionConfig
+from mac_rag.data.types import Answer, Document, Source
+from mac_rag.engine import MACEngine
+from mac_rag.errors import ConfigError
+from mac_rag.memory import MemoryBank
+from mac_rag.model import MACModel
+from mac_rag.retrieval.bm25 import BM25Retriever
+from mac_rag.sources import sentence_spans, supporting_span
+from tests.cli.helpers import refusal, run
+
+PRESS = "Edgar Flara will join the board of Rainga Press. The company employs 180 people."
+MATCH = "Irene Searkwell struck the first goal. Norrland won."
+QUESTION = "How many workers does Rainga Press have?"
+
+
+@pytest.fixture(scope="module")
+def model() -> MACModel:
+    return MACModel.from_pretrained("mac-tiny")
+
+
+def engine_of(model: MACModel, *, keep_texts: bool = False, retriever: BM25Retriever | None = None) -> MACEngine:
+    engine = MACEngine(model, MemoryBank(model.fingerprint, keep_texts=keep_texts), retriever)
+    engine.adapt([Document("match", MATCH, {"date": "2004-05"}), Document("press", PRESS, {"year": 2005})])
+    return engine
+
+
+def test_shares_are_the_attention(model: MACModel) -> None:
+    engine = engine_of(model)
+    ids, mass = engine.document_attention([QUESTION])
+    [answer] = engine.answer([QUESTION], sources=2)
+    assert {source.document_id: source.share for source in answer.sources} == dict(zip(ids, mass[0].tolist()))
+    assert [source.document_id for source in answer.sources] == ["press", "match"]
+    assert [source.text for source in answer.sources] == [None, None]  # the bank keeps none
+    assert [source.retrieved for source in answer.sources] == [False, False]
+    press, match = answer.sources
+    assert press.date is None
+    assert dict(press.metadata) == {"year": 2005}
+    assert match.date is not None
+    assert match.date.isoformat() == "2004-05-01T00:00:00+00:00"
+    assert engine.answer([QUESTION])[0].sources == ()
+    assert engine.answer([QUESTION], sources=1)[0].sources == (press,)
+
+
+def test_kept_texts_give_the_sentence(model: MACModel) -> None:
+    [answer] = engine_of(model, keep_texts=True).answer([QUESTION], sources=2)
+    assert answer.text == "180"
+    assert [source.sentence for source in answer.sources] == ["The company employs 180 people.", None]
+
+
+@pytest.mark.parametrize("use_memory", [True, False])
+def test_a_retrieved_document_that_holds_the_answer_comes_first(model: MACModel, use_memory: bool) -> None:
+    engine = engine_of(model, retriever=BM25Retriever())
+    [answer] = engine.answer([QUESTION], use_memory=use_memory, sources=2)
+    first = answer.sources[0]
+    assert (first.document_id, first.retrieved, first.text) == ("press", True, PRESS)
+    assert first.sentence == "The company employs 180 people."
+    assert (first.share is None) == (not use_memory)
+    # One without the answer is behind it, however much attention it has.
+    [other] = engine.answer(["Who struck the first goal?"], use_memory=use_memory, sources=2)
+    assert other.sources[0].document_id == "match"
+
+
+def test_an_answer_that_came_piece_by_piece(model: MACModel) -> None:
+    engine = engine_of(model, keep_texts=True)
+    answer = "".join(engine.stream(QUESTION))
+    assert engine.sources(QUESTION, answer, most=2) == engine.answer([QUESTION], sources=2)[0].sources
+    assert [source.span for source in engine.sources(QUESTION)] == [None, None]
+    assert [source.document_id for source in engine.sources(QUESTION, allowed={"match"})] == ["match"]
+    assert engine.sources(QUESTION, answer, texts={"note": "180 came."}, use_memory=False)[0].sentence == "180 came."
+
+
+def test_contexts_of_the_caller_are_no_documents(model: MACModel) -> None:
+    [answer] = engine_of(model).answer([QUESTION], contexts=[[PRESS]], sources=5)
+    assert {source.document_id for source in answer.sources} == {"press", "match"}
+    assert not any(source.retrieved for source in answer.sources)
+
+
+def test_merged_documents_have_their_own_dates_and_texts(model: MACModel) -> None:
+    engine = engine_of(model, keep_texts=True)
+    engine.bank.merge(["match", "press"], engine.bank["match"].phi)  # type: ignore[attr-defined]
+    texts = {source.document_id: source.text for source in engine.sources(QUESTION, "180")}
+    assert texts == {"match": MATCH, "press": PRESS}
+
+
+def test_what_cannot_be_told_is_an_error(model: MACModel) -> None:
+    engine = engine_of(model)
+    with pytest.raises(ConfigError, match="sources is -1"):
+        engine.answer([QUESTION], sources=-1)
+    coarse = MACEngine(model, engine.bank, attention=AttentionConfig(strategy="hierarchical"))
+    with pytest.raises(ConfigError, match="hierarchical"):
+        coarse.answer([QUESTION], sources=1)
+
+
+@given(st.text(alphabet="Aa b.!?\n\"'1é", max_size=60))
+def test_sentences_cover_a_text(text: str) -> None:
+    spans = sentence_spans(text)
+    assert "".join("".join(text[start:end].split()) for start, end in spans) == "".join(text.split())
+    assert all(start < end for start, end in spans)
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+def test_the_sentence_is_chosen_by_the_answer_then_by_the_question() -> None:
+    text = 'The U.S. won. In 1990 Mr. Berg came. "In 1990," she said, "the museum opened." It closed in 2001.'
+    for answer, expected in {
+        "1990": '"In 1990," she said, "the museum opened."',
+        "Mr. Berg": "In 1990 Mr. Berg came.",
+        "2001": "It closed in 2001.",
+        "the year 1700 of a Danish king": None,
+        "": None,
+    }.items():
+        span = supporting_span(text, answer, "When did the museum open, or when was it opened?")
+        assert (None if span is None else text[slice(*span)]) == expected
+
+
+def test_the_command_prints_json_and_a_table(tmp_path: Path) -> None:
+    notes = tmp_path / "notes.jsonl"
+    lines = [{"id": "p\x1b[2J", "text": PRESS, "date": "2005"}, {"id": "match", "text": MATCH}]
+    notes.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    bank = tmp_path / "bank"
+    run("adapt", notes, "--bank", bank, "--model", "mac-tiny", "--keep-texts")
+    printed = run("ask", QUESTION, "--bank", bank, "--json").stdout
+    assert "\x1b" not in printed
+    record = json.loads(printed)
+    assert (record["answer"], record["truncated"]) == ("180", False)
+    first = record["sources"][0]
+    assert (first["document_id"], first["date"], first["sentence"]) == (
+        "p\x1b[2J",
+        "2005-01-01",
+        "The company employs 180 people.",
+    )
+    table = run("ask", QUESTION, "--bank", bank, "--explain").stdout
+    assert "\x1b" not in table
+    assert "2005-01-01" in table
+    assert "employs" in table
+    assert "leave --explain out" in refusal("ask", QUESTION, "--bank", bank, "--json", "--explain")
+
+
+def test_a_record_is_json() -> None:
+    answer = Answer("180", (), (), False, sources=(Source("press", 0.5, metadata={"year": 2005}),))
+    assert json.loads(json.dumps(answer_record(answer)))["sources"][0]["metadata"] == {"year": 2005}
