@@ -14,6 +14,7 @@ from mac_rag.memory import MemoryBank
 from mac_rag.memory.storage import examination
 from mac_rag.memory.storage.backup import backup, restore
 from mac_rag.memory.storage.manifest import MANIFEST, MANIFEST_COPY, Intent, read_manifest
+from mac_rag.memory.storage.model_name import read_model_name, write_model_name
 from mac_rag.memory.storage.repair import repair, verify
 from mac_rag.memory.storage.store import Store
 from tests.faults import faults
@@ -108,6 +109,7 @@ def test_repair_into_a_new_bank_leaves_the_old_one(folder: Path) -> None:
         put(bank, "a", 1)
         put(bank, "b", 1)
         bank.commit(Intent(puts=("c",)))
+    write_model_name(place, "f00d", "a model")
     (place / MANIFEST).write_bytes(b"{}")
     before = {file.name: file.read_bytes() for file in place.iterdir() if file.is_file()}
     report = repair(place, new)
@@ -118,6 +120,7 @@ def test_repair_into_a_new_bank_leaves_the_old_one(folder: Path) -> None:
     assert made.document_ids == ["a", "b"]
     assert made.intent.puts == ("c",)
     assert verify(new).clean
+    assert read_model_name(new, "f00d") == "a model"
     with pytest.raises(BankError, match="already holds a memory bank"):
         repair(place, new)
 
