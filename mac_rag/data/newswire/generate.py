@@ -19,7 +19,7 @@ STREAM_LENGTH = 1665  # number of documents in the paper's evaluation stream
 
 
 @dataclass(frozen=True)
-class _Report:
+class Report:
     """The facts of one document, from which its text and questions are written.
 
     Attributes:
@@ -68,24 +68,24 @@ def generate(
     if not 0.0 <= update_rate <= 1.0:
         raise ValueError(f"update_rate must lie in [0, 1], got {update_rate}")
     rng = random.Random(f"newswire/{split}/{seed}")
-    reports = _reports(World(split, rng), rng, documents, update_rate)
+    reports = draw_reports(World(split, rng), rng, documents, update_rate)
     news: list[Document] = []
     questions: list[Question] = []
     for index, report in enumerate(reports):
         document_id = f"{split}-{seed}-{index:06d}"
-        metadata = {"title": f"{report.subject}: {report.beat.name}", "date": _date(rng, report.year)}
+        metadata = {"title": f"{report.subject}: {report.beat.name}", "date": draw_date(rng, report.year)}
         if report.updates is not None:
             metadata["updates"] = f"{split}-{seed}-{report.updates:06d}"
-        news.append(Document(document_id, _text(report, metadata["date"], rng), metadata))
+        news.append(Document(document_id, written(report, metadata["date"], rng), metadata))
         for slot in sorted(rng.sample(range(len(report.values)), questions_per_document)):
-            question = _question(report, report.beat.facts[slot], rng)
+            question = asked(report, report.beat.facts[slot], rng)
             questions.append(Question(f"{document_id}-{slot}", question, (report.values[slot],), document_id))
     return QADataset("newswire", split, tuple(news), tuple(questions))
 
 
-def _reports(world: World, rng: random.Random, documents: int, update_rate: float) -> list[_Report]:
+def draw_reports(world: World, rng: random.Random, documents: int, update_rate: float) -> list[Report]:
     """Draws the stories of a stream. An update comes up to 200 documents after the report that it supersedes."""
-    reports: list[_Report] = []
+    reports: list[Report] = []
     due: dict[int, int] = {}  # stream position -> position of the report that is updated there
     while len(reports) < documents:
         index = len(reports)
@@ -93,7 +93,7 @@ def _reports(world: World, rng: random.Random, documents: int, update_rate: floa
             earlier = reports[due[index]]
             year = rng.choice(range(earlier.year + 1, YEARS[-1] + 1))
             values = tuple(_changed(world, rng, fact, old) for fact, old in zip(earlier.beat.facts, earlier.values))
-            reports.append(_Report(earlier.beat, earlier.subject, values, year, due[index], False))
+            reports.append(Report(earlier.beat, earlier.subject, values, year, due[index], False))
             continue
         beat = rng.choice(BEATS)
         year = rng.choice(YEARS[:-1])
@@ -102,7 +102,7 @@ def _reports(world: World, rng: random.Random, documents: int, update_rate: floa
         if superseded:
             due[later] = index
         values = tuple(_draw(world, rng, fact) for fact in beat.facts)
-        reports.append(_Report(beat, world.unique(beat.subject), values, year, None, superseded))
+        reports.append(Report(beat, world.unique(beat.subject), values, year, None, superseded))
     return reports
 
 
@@ -119,11 +119,11 @@ def _changed(world: World, rng: random.Random, fact: Fact, old: str) -> str:
     return value
 
 
-def _date(rng: random.Random, year: int) -> str:
+def draw_date(rng: random.Random, year: int) -> str:
     return f"{year}-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}"
 
 
-def _text(report: _Report, date: str, rng: random.Random) -> str:
+def written(report: Report, date: str, rng: random.Random) -> str:
     """The paragraph: a dateline, the first fact, then the other facts in random order."""
     month, day = MONTHS[int(date[5:7]) - 1], int(date[8:])
     lead, *rest = [
@@ -134,7 +134,7 @@ def _text(report: _Report, date: str, rng: random.Random) -> str:
     return " ".join((f"{month} {day}, {report.year}.", lead, *rest))
 
 
-def _question(report: _Report, fact: Fact, rng: random.Random) -> str:
+def asked(report: Report, fact: Fact, rng: random.Random) -> str:
     """One phrasing of the question; if the facts changed over time it names the time."""
     question = rng.choice(fact.questions).format(s=report.subject)
     if report.updates is not None and rng.random() < 0.5:
