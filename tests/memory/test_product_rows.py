@@ -24,6 +24,8 @@ from mac_rag.errors import BankError, DamageError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.rows import RowLayout
 from mac_rag.memory.storage.backup import backup
+from mac_rag.memory.storage.commit_reader import read_commit
+from mac_rag.memory.storage.consistency import check_consistency
 from mac_rag.memory.storage.remote.upload import upload
 from mac_rag.memory.storage.repair import repair, verify
 from mac_rag.nn.product_quantizer import ProductQuantizer
@@ -231,7 +233,7 @@ HOSTILE = {
     ),
     "bytes": (
         _layout(code_bytes=M + 3),
-        "are for rows of another shape|it has .* bytes, and by the manifest",
+        "are for rows of another layout|it has .* bytes, and by the manifest",
     ),
     "whole": (_layout(whole_tokens=T), "its rows have no tokens beside 4 that have no codes"),
     "no codebook": (lambda _, manifest: manifest.update(codebook=None), "codes of memory tokens, without codebooks"),
@@ -287,3 +289,13 @@ def test_a_bank_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(opened.take(torch.tensor([4, 1])), expected[[4, 1]], rtol=1e-5, atol=1e-5)
     assert_kept(opened, expected)
     assert opened.quantizer is not None
+
+
+def test_a_bank_that_takes_the_place_of_another_keeps_to_its_codebooks(tmp_path: Path) -> None:
+    """What is known of the former commit is not read again, and is compared with the new one nevertheless."""
+    made(tmp_path / "bank")
+    commit = read_commit(tmp_path / "bank")
+    check_consistency(tmp_path, *commit)
+    longer = ProductQuantizer(MODEL, 1, torch.zeros(T, D), QUANTIZER.rotation, QUANTIZER.codewords)
+    with pytest.raises(DamageError, match="contradicts itself: its codebooks are for rows of another shape"):
+        check_consistency(tmp_path, commit.manifest, commit.segments, longer)

@@ -68,11 +68,18 @@ def _quantizer(tensors: dict[str, Tensor], manifest: Manifest) -> ProductQuantiz
         quantizer = ProductQuantizer.of_tensors(tensors)
     except ValueError as error:
         raise MalformedError(f"it holds {error}") from None
-    layout = manifest.layout
-    kept = [(layout.whole_tokens, layout.code_bytes, *info.shape[1:]) for info in manifest.segments]
-    fitting = (quantizer.whole, quantizer.code_bytes, *quantizer.row_shape)
-    if any(each != fitting for each in kept) or fitting[:2] != (layout.whole_tokens, layout.code_bytes):
-        raise MalformedError("its codebooks are for rows of another shape than those of the bank")
-    if quantizer.fingerprint != manifest.fingerprint:
-        raise MalformedError("its codebooks are another model's")
+    if (fault := misfit(quantizer, manifest)) is not None:
+        raise MalformedError(fault)
     return quantizer
+
+
+def misfit(quantizer: ProductQuantizer, manifest: Manifest) -> str | None:
+    """Why a quantizer cannot be that of a bank, as text; None if it can."""
+    layout = manifest.layout
+    if layout != layout.quantized(quantizer):
+        return "its codebooks are for rows of another layout than those of the bank"
+    if any(info.shape[1:] != quantizer.row_shape for info in manifest.segments):
+        return "its codebooks are for rows of another shape than those of the bank"
+    if quantizer.fingerprint != manifest.fingerprint:
+        return "its codebooks are another model's"
+    return None

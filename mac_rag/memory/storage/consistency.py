@@ -13,7 +13,9 @@ from torch import Tensor
 from mac_rag.errors import DamageError
 from mac_rag.memory.parts import Part
 from mac_rag.memory.rows import Codebook
+from mac_rag.memory.storage.codebook_file import misfit
 from mac_rag.memory.storage.manifest import Manifest
+from mac_rag.nn.product_quantizer import ProductQuantizer
 
 
 class Fault(NamedTuple):
@@ -36,6 +38,8 @@ def check_consistency(folder: Path | str, manifest: Manifest, parts: Sequence[Pa
     Raises:
         DamageError: for the first contradiction, which it names.
     """
+    if isinstance(codebook, ProductQuantizer) and (problem := misfit(codebook, manifest)) is not None:
+        raise DamageError(f"{folder} contradicts itself: {problem}; restore a backup")
     for fault in faults(manifest, parts, codebook):
         raise DamageError(
             f"{folder} contradicts itself: {fault.problem}; repair the bank to keep what does not contradict the rest"
