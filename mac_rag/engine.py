@@ -8,9 +8,11 @@ meanwhile, questions are answered from its last commit.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from mac_rag.answering import Call, Retrieval, Settings, answer_calls, contexts_
 from mac_rag.batching_queue import BatchingQueue, isolating_errors
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.consistent_retrieval import ConsistentRetrieval
+from mac_rag.data.characters import check_text
 from mac_rag.data.dates import AsOf, moment_of_question
 from mac_rag.data.types import AdaptReport, Answer, Document
 from mac_rag.errors import ConfigError, MACError
@@ -35,7 +38,7 @@ from mac_rag.model import MACModel
 from mac_rag.sync import Reconciliation, SyncedBank
 
 if TYPE_CHECKING:
-    from mac_rag.retrieval.base import Retriever
+    from mac_rag.retrieval.base import Hit, Retriever
 
 __all__ = ["AdaptReport", "Answer", "MACEngine"]
 
@@ -43,6 +46,9 @@ _log = logging.getLogger(__name__)
 
 # Questions of several threads whose attention is computed together.
 _ATTENTION_BATCH = 32
+# One queue for all engines of a model: a question's modulation is attached to the LM while it is answered.
+_queues: WeakKeyDictionary[MACModel, BatchingQueue] = WeakKeyDictionary()
+_queues_lock = threading.Lock()
 
 
 class MACEngine:
@@ -67,6 +73,10 @@ class MACEngine:
         bound: largest size of the bank, and how to reduce it; None lets it grow.
         memory_weight: lambda, the weight of the LM with memory against the LM alone, behind documents (see
             `mac_rag.lm.max_rule`); None for the model's configured weight.
+
+    Attributes:
+        on_batch: called with the number of questions of each batch before it is answered, for statistics; None for
+            nothing.
 
     Raises:
         ConfigError: for an `attention` that the model or the bank does not support; for a `bound` of a bank in shards.
@@ -94,7 +104,8 @@ class MACEngine:
         self.attention = attention or AttentionConfig()
         self.memory_weight = memory_weight
         self._adapter = Adapter(self.model, bound)
-        self._queue = BatchingQueue()
+        self._queue = _queue_of(self.model)
+        self.on_batch: Callable[[int], object] | None = None
         self._seen = self._shared.latest()  # by the question whose turn it is
         self._reader = reader_of(self.model, self._seen, self.attention)
         self._last_known: KnownDocuments | None = None  # of the last question without `allowed`
@@ -119,6 +130,11 @@ class MACEngine:
         what that question sees.
         """
         return self._seen if self._queue.is_mine else self._shared.latest()
+
+    @property
+    def recent_questions(self) -> tuple[int, int]:
+        """How often phi* of a question was found among those of recent questions, and how often it was not."""
+        return self._reader.recent_questions
 
     def refresh(self) -> bool:
         """Moves a bank that is open for reading to the writer's last commit, between questions.
@@ -267,6 +283,7 @@ class MACEngine:
         sampling: Sampling = GREEDY,
         batch_size: int = 32,
         progress: bool = False,
+        cancelled: Callable[[], bool] | None = None,
     ) -> list[Answer]:
         """Answers questions: `LM(d + x; phi*)`, phi* from the bank and d from the retriever.
 
@@ -291,8 +308,11 @@ class MACEngine:
             sampling: how tokens are chosen, and what ends an answer early.
             batch_size: largest number of questions that are answered at a time.
             progress: shows a progress bar.
+            cancelled: True once nobody waits for the answers any more. A call that is still in the queue then leaves
+                it; one that is being answered is finished.
 
         Raises:
+            CancelledError: when `cancelled` said so before the call's turn came.
             BankError: with `use_memory`, for an empty bank, or if none of its documents is allowed or counts by then.
             DataError: for an `as_of` that is no date.
             DocumentError: for an empty question, or a prompt beyond the window.
@@ -315,12 +335,15 @@ class MACEngine:
         return self._queue.submit(
             lambda calls: self._answer(calls, settings),
             Call(questions, contexts),
-            group=settings.group,
+            group=(id(self), settings.group),
             size=len(questions),
             limit=batch_size,
+            cancelled=cancelled,
         )
 
     def _answer(self, calls: Sequence[Call], settings: Settings) -> list[list[Answer] | Exception]:
+        if self.on_batch is not None:
+            self.on_batch(sum(len(call.questions) for call in calls))
         retriever = self._begin()
         settings = replace(settings, allowed=self._known(settings.allowed, settings.as_of))
         return answer_calls(calls, settings, self.model, retriever, self._aggregated)
@@ -332,12 +355,17 @@ class MACEngine:
         contexts: Sequence[str] | None = None,
         use_memory: bool = True,
         use_retriever: bool = True,
+        k: int | None = None,
+        memory_weight: float | None = None,
         allowed: Container[str] | None = None,
         as_of: AsOf = None,
+        overflow: Literal["error", "truncate"] = "error",
         max_new_tokens: int | None = None,
         sampling: Sampling = GREEDY,
     ) -> Iterator[str]:
         """Yields the answer to one question piece by piece; the pieces joined are what `answer` returns.
+
+        Arguments are as `answer` takes them.
 
         Raises:
             BankError, DataError, DocumentError, FingerprintError: as `answer`; at the call, not at the first piece.
@@ -347,14 +375,16 @@ class MACEngine:
             found = self._begin()
             allowed = self._known(allowed, moment)
             retriever = found if use_retriever else None
-            [(texts, _)] = contexts_of([question], None if contexts is None else [contexts], retriever, self.k, allowed)
-            prompt = self.model.fit_to_window(question, texts, max_new_tokens=max_new_tokens)
+            [(texts, _)] = contexts_of(
+                [question], None if contexts is None else [contexts], retriever, self.k if k is None else k, allowed
+            )
+            prompt = self.model.fit_to_window(question, texts, overflow=overflow, max_new_tokens=max_new_tokens)
             phi = self._aggregated([prompt], allowed).phi if use_memory else None
         pieces = self.model.stream(
             prompt,
             modulation=phi,
             max_new_tokens=max_new_tokens,
-            memory_weight=self.memory_weight,
+            memory_weight=self.memory_weight if memory_weight is None else memory_weight,
             sampling=sampling,
         )
 
@@ -367,6 +397,32 @@ class MACEngine:
                 yield piece
 
         return locked()
+
+    def retrieve(
+        self,
+        questions: Sequence[str],
+        *,
+        k: int | None = None,
+        allowed: Container[str] | None = None,
+        as_of: AsOf = None,
+    ) -> list[list[Hit]]:
+        """The documents that `answer` puts in front of each question, the best first; none without a retriever.
+
+        Arguments are as `answer` takes them.
+
+        Raises:
+            DataError: for an `as_of` that is no date.
+            DocumentError: for an empty question.
+            FingerprintError: when another model wrote the bank.
+        """
+        moment = moment_of_question(as_of)
+        for question in questions:
+            check_text(question)
+        with self._queue.turn():
+            found = self._begin()
+            if found is None:
+                return [[] for _ in questions]
+            return found.retrieve(questions, self.k if k is None else k, allowed=self._known(allowed, moment))
 
     def aggregate(
         self, questions: Sequence[str], allowed: Container[str] | None = None, *, as_of: AsOf = None
@@ -404,7 +460,7 @@ class MACEngine:
         return self._queue.submit(
             lambda calls: isolating_errors(lambda some: self._attention(some, allowed, moment), calls),
             questions,
-            group=("attention", group_of(allowed), moment),
+            group=(id(self), "attention", group_of(allowed), moment),
             size=len(questions),
             limit=_ATTENTION_BATCH,
         )
@@ -444,3 +500,9 @@ class MACEngine:
         if self.retriever is None:
             return None
         return ConsistentRetrieval(self.retriever, self._shared, self._seen, changes)
+
+
+def _queue_of(model: MACModel) -> BatchingQueue:
+    """The queue in which all engines of a model take turns."""
+    with _queues_lock:
+        return _queues.setdefault(model, BatchingQueue())
