@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from mac_rag.errors import CancelledError
+
 _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
 
@@ -27,6 +29,7 @@ class _Entry:
         outcome: what the request gave: a result or an exception.
         done: True once there is an outcome.
         abandoned: True once its thread has stopped waiting.
+        cancelled: True once nobody waits for the outcome any more; None if somebody always does.
     """
 
     request: Any = None
@@ -35,7 +38,12 @@ class _Entry:
     outcome: Any = None
     done: bool = False
     abandoned: bool = False
+    cancelled: Callable[[], bool] | None = None
     thread: int = field(default_factory=threading.get_ident)
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.cancelled is not None and self.cancelled()
 
 
 class BatchingQueue:
@@ -79,6 +87,7 @@ class BatchingQueue:
         group: Hashable,
         size: int,
         limit: int,
+        cancelled: Callable[[], bool] | None = None,
     ) -> _Result:
         """Runs a request, in one batch with those of other threads that wait, and returns its result.
 
@@ -89,14 +98,17 @@ class BatchingQueue:
             group: requests of equal groups may share a batch; the `run` of any of them runs it. Not None.
             size: size of the request.
             limit: largest size of a batch, unless a single request is larger.
+            cancelled: True once nobody waits for the result any more. A request that still waits then is not run. It
+                must be quick, and is asked whenever the queue moves.
 
         Raises:
+            CancelledError: when `cancelled` said so before the request was run.
             Exception: the one that `run` gave for this request, or raised for its batch. What ends a single thread, as
                 `KeyboardInterrupt`, is no such exception: another thread runs the rest of the batch again.
         """
         if self.is_mine:
             return _result(run([request])[0])
-        entry = _Entry(request, group, size)
+        entry = _Entry(request, group, size, cancelled=cancelled)
         try:
             if self._wait(entry):
                 self._run_batch(entry, run, limit)
@@ -116,6 +128,8 @@ class BatchingQueue:
         with self._changed:
             self._waiting.append(entry)
             while not entry.done:
+                if entry.is_cancelled and entry in self._waiting:
+                    raise CancelledError("nobody waits for this request any more, so it was not run")
                 if self._holder is None and self._waiting[0] is entry:
                     self._holder = self._waiting.popleft()
                     return True
@@ -165,7 +179,8 @@ class BatchingQueue:
     def _move_equal(self, batch: list[_Entry], limit: int) -> None:
         """Moves the oldest entries of the batch's group from the queue to the batch, up to the limit."""
         size = batch[0].size
-        for entry in [entry for entry in self._waiting if entry.group == batch[0].group]:
+        waiting = [entry for entry in self._waiting if entry.group == batch[0].group and not entry.is_cancelled]
+        for entry in waiting:
             size += entry.size
             if size > limit:
                 return

@@ -58,6 +58,10 @@ class MACEngine(BankQuestions):
         memory_weight: lambda, the weight of the LM with memory against the LM alone, behind documents (see
             `mac_rag.lm.max_rule`); None for the model's configured weight.
 
+    Attributes:
+        on_batch: called with the number of questions of each batch before it is answered, for statistics; None for
+            nothing.
+
     Raises:
         ConfigError: for an `attention` that the model or the bank does not support; for a `bound` of a bank in shards.
         FingerprintError: when another model wrote the bank.
@@ -76,12 +80,12 @@ class MACEngine(BankQuestions):
     ) -> None:
         loaded = MACModel.from_pretrained(model) if isinstance(model, str) else model
         bank = MemoryBank(loaded.fingerprint) if bank is None else bank
-        super().__init__(loaded, bank, retriever, attention or AttentionConfig())
+        super().__init__(loaded, bank, retriever, k, attention or AttentionConfig())
         if bound is not None and not isinstance(self.bank, MemoryBank):
             raise ConfigError("a bank in shards cannot be bounded, because it merges no entries; leave out `bound`")
-        self.k = k
         self.memory_weight = memory_weight
         self._adapter = Adapter(self.model, bound)
+        self.on_batch: Callable[[int], object] | None = None
         if self.bank.writable:
             with self._shared.changing():
                 self._finish()
@@ -234,6 +238,7 @@ class MACEngine(BankQuestions):
         sources: int = 0,
         batch_size: int = 32,
         progress: bool = False,
+        cancelled: Callable[[], bool] | None = None,
     ) -> list[Answer]:
         """Answers questions: `LM(d + x; phi*)`, phi* from the bank and d from the retriever.
 
@@ -260,8 +265,11 @@ class MACEngine(BankQuestions):
                 this takes another pass over the bank.
             batch_size: largest number of questions that are answered at a time.
             progress: shows a progress bar.
+            cancelled: True once nobody waits for the answers any more. A call that is still in the queue then leaves
+                it; one that is being answered is finished.
 
         Raises:
+            CancelledError: when `cancelled` said so before the call's turn came.
             BankError: with `use_memory`, for an empty bank, or if none of its documents is allowed or counts by then.
             ConfigError: for sources, with an `attention` that does not tell single documents apart.
             DataError: for an `as_of` that is no date.
@@ -286,12 +294,15 @@ class MACEngine(BankQuestions):
         return self._queue.submit(
             lambda calls: self._answer(calls, settings),
             Call(questions, contexts),
-            group=settings.group,
+            group=(id(self), settings.group),
             size=len(questions),
             limit=batch_size,
+            cancelled=cancelled,
         )
 
     def _answer(self, calls: Sequence[Call], settings: Settings) -> list[list[Answer] | Exception]:
+        if self.on_batch is not None:
+            self.on_batch(sum(len(call.questions) for call in calls))
         retriever = self._begin()
         settings = replace(settings, allowed=self._known(settings.allowed, settings.as_of))
         return answer_calls(calls, settings, self.model, retriever, self._memory)
@@ -303,12 +314,17 @@ class MACEngine(BankQuestions):
         contexts: Sequence[str] | None = None,
         use_memory: bool = True,
         use_retriever: bool = True,
+        k: int | None = None,
+        memory_weight: float | None = None,
         allowed: Container[str] | None = None,
         as_of: AsOf = None,
+        overflow: Literal["error", "truncate"] = "error",
         max_new_tokens: int | None = None,
         sampling: Sampling = GREEDY,
     ) -> Iterator[str]:
         """Yields the answer to one question piece by piece; the pieces joined are what `answer` returns.
+
+        Arguments are as `answer` takes them.
 
         Raises:
             BankError, DataError, DocumentError, FingerprintError: as `answer`; at the call, not at the first piece.
@@ -318,14 +334,16 @@ class MACEngine(BankQuestions):
             found = self._begin()
             allowed = self._known(allowed, moment)
             retriever = found if use_retriever else None
-            [(texts, _)] = contexts_of([question], None if contexts is None else [contexts], retriever, self.k, allowed)
-            prompt = self.model.fit_to_window(question, texts, max_new_tokens=max_new_tokens)
+            [(texts, _)] = contexts_of(
+                [question], None if contexts is None else [contexts], retriever, self.k if k is None else k, allowed
+            )
+            prompt = self.model.fit_to_window(question, texts, overflow=overflow, max_new_tokens=max_new_tokens)
             phi = self._aggregated([prompt], allowed).phi if use_memory else None
         pieces = self.model.stream(
             prompt,
             modulation=phi,
             max_new_tokens=max_new_tokens,
-            memory_weight=self.memory_weight,
+            memory_weight=self.memory_weight if memory_weight is None else memory_weight,
             sampling=sampling,
         )
 

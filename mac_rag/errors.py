@@ -58,3 +58,7 @@ class DataError(MACError):
 
 class WorkerError(MACError):
     """A worker process of a cluster that died again and again, or failed for a reason that is none of ours."""
+
+
+class CancelledError(MACError):
+    """A request that was not run, because nobody waited for it any more when its turn came."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from mac_rag.answering import Memory, Retrieval, group_of
 from mac_rag.batching_queue import BatchingQueue, isolating_errors
 from mac_rag.config import AttentionConfig
 from mac_rag.consistent_retrieval import ConsistentRetrieval
+from mac_rag.data.characters import check_text
 from mac_rag.data.dates import AsOf, moment_of_question
 from mac_rag.data.types import Source
 from mac_rag.lm.prompt import FittedPrompt
@@ -23,10 +26,13 @@ from mac_rag.model import MACModel
 from mac_rag.sources import find_sources
 
 if TYPE_CHECKING:
-    from mac_rag.retrieval.base import Retriever
+    from mac_rag.retrieval.base import Hit, Retriever
 
 # Questions of several threads whose attention is computed together.
 _ATTENTION_BATCH = 32
+# One queue for all engines of a model: a question's modulation is attached to the LM while it is answered.
+_queues: WeakKeyDictionary[MACModel, BatchingQueue] = WeakKeyDictionary()
+_queues_lock = threading.Lock()
 
 
 class BankQuestions:
@@ -36,16 +42,20 @@ class BankQuestions:
         model: the model.
         bank: a bank that the model wrote.
         retriever: the retriever, or None.
+        k: documents that it puts in front of a question.
         attention: how questions attend to the bank.
     """
 
-    def __init__(self, model: MACModel, bank: Bank, retriever: Retriever | None, attention: AttentionConfig) -> None:
+    def __init__(
+        self, model: MACModel, bank: Bank, retriever: Retriever | None, k: int, attention: AttentionConfig
+    ) -> None:
         self.model = model
         self.retriever = retriever
+        self.k = k
         self.attention = attention
         self._shared = SharedBank(bank)
         self.bank.check_model(model.fingerprint)
-        self._queue = BatchingQueue()
+        self._queue = _queue_of(model)
         self._seen = self._shared.latest()  # by the question whose turn it is
         self._reader = reader_of(model, self._seen, attention)
         self._last_known: KnownDocuments | None = None  # of the last question without `allowed`
@@ -67,6 +77,37 @@ class BankQuestions:
         what that question sees.
         """
         return self._seen if self._queue.is_mine else self._shared.latest()
+
+    @property
+    def recent_questions(self) -> tuple[int, int]:
+        """How often phi* of a question was found among those of recent questions, and how often it was not."""
+        return self._reader.recent_questions
+
+    def retrieve(
+        self,
+        questions: Sequence[str],
+        *,
+        k: int | None = None,
+        allowed: Container[str] | None = None,
+        as_of: AsOf = None,
+    ) -> list[list[Hit]]:
+        """The documents that `answer` puts in front of each question, the best first; none without a retriever.
+
+        Arguments are as `answer` takes them.
+
+        Raises:
+            DataError: for an `as_of` that is no date.
+            DocumentError: for an empty question.
+            FingerprintError: when another model wrote the bank.
+        """
+        moment = moment_of_question(as_of)
+        for question in questions:
+            check_text(question)
+        with self._queue.turn():
+            found = self._begin()
+            if found is None:
+                return [[] for _ in questions]
+            return found.retrieve(questions, self.k if k is None else k, allowed=self._known(allowed, moment))
 
     def aggregate(
         self, questions: Sequence[str], allowed: Container[str] | None = None, *, as_of: AsOf = None
@@ -104,7 +145,7 @@ class BankQuestions:
         return self._queue.submit(
             lambda calls: isolating_errors(lambda some: self._attention(some, allowed, moment), calls),
             questions,
-            group=("attention", group_of(allowed), moment),
+            group=(id(self), "attention", group_of(allowed), moment),
             size=len(questions),
             limit=_ATTENTION_BATCH,
         )
@@ -183,3 +224,9 @@ class BankQuestions:
         if self.retriever is None:
             return None
         return ConsistentRetrieval(self.retriever, self._shared, self._seen, changes)
+
+
+def _queue_of(model: MACModel) -> BatchingQueue:
+    """The queue in which all engines of a model take turns."""
+    with _queues_lock:
+        return _queues.setdefault(model, BatchingQueue())

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mac_rag.batching_queue import BatchingQueue, isolating_errors
+from mac_rag.errors import CancelledError
 from tests.helpers import wait_until
 
 
@@ -281,3 +282,32 @@ def test_every_caller_of_a_crowd_gets_its_own_result(plans: list[list[tuple[str,
                 assert outcome is MemoryError if failure == "all" else outcome in (True, MemoryError)
     assert queue._holder is None
     assert not queue._waiting
+
+
+class TestCancelled:
+    def test_a_request_that_nobody_waits_for_is_not_run(self, worker: Worker) -> None:
+        gone = threading.Event()
+        first = worker.start_first()
+        unwanted = worker.pool.submit(
+            lambda: worker.queue.submit(worker.run, "unwanted", group="a", size=1, limit=32, cancelled=gone.is_set)
+        )
+        wait_until(lambda: len(worker.queue._waiting) == 1)
+        wanted = worker.start_and_wait("wanted")
+        gone.set()
+        worker.go.set()
+        with pytest.raises(CancelledError):
+            unwanted.result(20)
+        assert first.result(20) == "done first"
+        assert wanted.result(20) == "done wanted"
+        assert worker.batches == [["first"], ["wanted"]]
+        assert not worker.queue._waiting
+
+    def test_one_that_runs_already_is_finished(self, worker: Worker) -> None:
+        gone = threading.Event()
+        running = worker.pool.submit(
+            lambda: worker.queue.submit(worker.run, "running", group="a", size=1, limit=32, cancelled=gone.is_set)
+        )
+        assert worker.begun.wait(20)
+        gone.set()
+        worker.go.set()
+        assert running.result(20) == "done running"

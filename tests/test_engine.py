@@ -173,6 +173,68 @@ def test_streaming_is_answering(engine: MACEngine) -> None:
         assert "".join(engine.stream(question)) == engine.answer([question])[0].text
 
 
+def test_a_stream_takes_what_an_answer_takes(engine: MACEngine) -> None:
+    engine.adapt(STREAM.documents)
+    several: list[Any] = [{"k": 1}, {"memory_weight": 0.3}, {"k": 12, "overflow": "truncate", "max_new_tokens": 4}]
+    for options in several:
+        [answer] = engine.answer(QUESTIONS[:1], **options)
+        assert "".join(engine.stream(QUESTIONS[0], **options)) == answer.text
+
+
+def test_what_is_retrieved_is_what_an_answer_reads(engine: MACEngine, tiny_model: MACModel) -> None:
+    engine.adapt(STREAM.documents)
+    allowed = {document.id for document in STREAM.documents[:5]}
+    answers = engine.answer(QUESTIONS, k=3, allowed=allowed, overflow="truncate")
+    hits = engine.retrieve(QUESTIONS, k=3, allowed=allowed)
+    assert [tuple(hit.document_id for hit in row) for row in hits] == [answer.document_ids for answer in answers]
+    assert max(len(row) for row in engine.retrieve(QUESTIONS)) == engine.k == 2
+    assert MACEngine(tiny_model).retrieve(["Who?"]) == [[]]
+    with pytest.raises(DocumentError, match="empty"):
+        engine.retrieve([" "])
+
+
+def test_engines_of_one_model_take_turns(engine: MACEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A modulation is attached to the LM itself, so two answers at a time would read each other's memory."""
+    other = MACEngine(engine.model)
+    engine.adapt(STREAM.documents[:6])
+    other.adapt(STREAM.documents[6:])
+    expected = [one.answer(QUESTIONS[:1], use_retriever=False)[0].text for one in (engine, other)]
+    generate_alone, inside, most = engine.model.generate, [0], [0]
+
+    def generate(*arguments: Any, **options: Any) -> list[str]:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        try:
+            return generate_alone(*arguments, **options)
+        finally:
+            inside[0] -= 1
+
+    monkeypatch.setattr(engine.model, "generate", generate)
+    answers: list[list[str]] = [[], []]
+
+    def ask(place: int) -> None:
+        for _ in range(5):
+            answers[place].append((engine, other)[place].answer(QUESTIONS[:1], use_retriever=False)[0].text)
+
+    threads = [threading.Thread(target=ask, args=(place,)) for place in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1]
+    assert answers == [[text] * 5 for text in expected]
+
+
+def test_batches_and_recent_questions_are_counted(engine: MACEngine) -> None:
+    engine.adapt(STREAM.documents)
+    sizes: list[int] = []
+    engine.on_batch = sizes.append
+    engine.answer(QUESTIONS[:3], use_retriever=False)
+    engine.answer(QUESTIONS[:4], use_retriever=False)
+    assert sizes == [3, 4]
+    assert engine.recent_questions == (3, 4)
+
+
 def test_the_memory_weight_is_the_engines_or_the_models(tiny_model: MACModel) -> None:
     torch.manual_seed(0)
     for parameter in tiny_model.modulation.parameters():

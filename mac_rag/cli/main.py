@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mac_rag.cli import bank, chat, fetch, rebuild, try_out
+from mac_rag.cli import bank, chat, fetch, rebuild, serve, try_out
 from mac_rag.cli.explanation import SHOWN, answer_record, show_sources
 from mac_rag.cli.left_out import LeftOut
 from mac_rag.cli.models import keep_model_name, load_model, model_for
@@ -40,6 +40,9 @@ app.add_typer(bank.app, name="bank")
 app.command("try")(try_out.try_out)
 app.command()(chat.chat)
 app.command()(fetch.fetch)
+app.command()(serve.serve)
+app.command()(serve.mcp)
+app.add_typer(serve.keys, name="key")
 
 
 def main() -> None:

@@ -79,6 +79,11 @@ class Reader(ABC):
         """Attention mass `[B, K]` of a few questions; `visible` `[K]` says which rows may be seen, None for all."""
 
     @property
+    def recent_questions(self) -> tuple[int, int]:
+        """How often a question was found in the cache of recent ones, and how often it was not."""
+        return self._recent.hits, self._recent.misses
+
+    @property
     def _remembers(self) -> bool:
         """True if the results of recent questions are kept."""
         return True

@@ -18,9 +18,13 @@ class RecentQuestions:
 
     Args:
         max_bytes: memory for phi* of all cached questions; the least recently used ones go first.
+
+    Attributes:
+        hits, misses: questions that were found here, and that were not.
     """
 
     def __init__(self, max_bytes: int = 128 << 20) -> None:
+        self.hits = self.misses = 0
         self._max_bytes = max_bytes
         self._state: Hashable = None
         self._results: OrderedDict[str, tuple[Tensor, Tensor]] = OrderedDict()
@@ -42,6 +46,8 @@ class RecentQuestions:
             self._results.clear()
             self._state = state
         new = [question for question in dict.fromkeys(questions) if question not in self._results]
+        self.misses += len(new)
+        self.hits += len(questions) - len(new)
         if new:
             self._results.update(zip(new, zip(*compute(new), strict=True), strict=True))
         for question in questions:

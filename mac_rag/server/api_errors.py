@@ -1,0 +1,93 @@
+"""Errors as clients of OpenAI's API read them: a status, and `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mac_rag.errors import (
+    BankError,
+    ConfigError,
+    DamageError,
+    DataError,
+    DocumentError,
+    FingerprintError,
+    InstructionError,
+    MACError,
+    PromptError,
+    ShardLostError,
+)
+
+# What clients are told when something of the server's own is wrong; the log says more.
+_OURS = "the server cannot do this now; its log says why"
+_PATH = re.compile(r"(?<![\w/])/(?:[^\s/:;,'\"]+/)+[^\s/:;,'\"]*")
+
+
+class APIError(Exception):
+    """What a request is refused with.
+
+    Args:
+        status: HTTP status.
+        message: what is wrong, and the remedy.
+        param: the field that is wrong.
+        code: a word for programs.
+        retry_after: seconds after which to try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers: Mapping[str, str] = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        if status == 401:
+            self.headers = {"WWW-Authenticate": "Bearer"}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the response."""
+        return {"error": {"message": self.message, "type": self._kind, "param": self.param, "code": self.code}}
+
+    @property
+    def _kind(self) -> str:
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        return kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+
+def no_such_bank(name: str) -> APIError:
+    """The answer for a bank that is not there, and for one that a key may not see."""
+    return APIError(404, f"there is no bank {name!r:.80} that this key may use", code="bank_not_found")
+
+
+def no_such_model(name: str) -> APIError:
+    """The answer for a model that is not there, and for one whose bank a key may not see."""
+    return APIError(
+        404, f"there is no model {name!r:.120} that this key may use", param="model", code="model_not_found"
+    )
+
+
+def error_of(error: MACError) -> APIError:
+    """What a client is told of an error of the library: never a path of the server."""
+    message = _PATH.sub("(a folder of the server)", str(error))
+    if isinstance(error, DamageError | FingerprintError | ShardLostError):
+        return APIError(503, _OURS, code="bank_unavailable")
+    if isinstance(error, DocumentError | DataError | ConfigError | PromptError | InstructionError):
+        return APIError(400, message)
+    if isinstance(error, BankError):
+        return APIError(409, message, code="bank_refuses")
+    return APIError(500, _OURS)
+
+
+def unexpected() -> APIError:
+    """What a client is told of a fault of the server."""
+    return APIError(500, _OURS)

@@ -1,0 +1,139 @@
+"""The server as an ASGI application."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import anyio
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from mcp.server.transport_security import TransportSecuritySettings
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from mac_rag.errors import MACError
+from mac_rag.server import banks, completions
+from mac_rag.server.access import Admin
+from mac_rag.server.api_errors import APIError, error_of, unexpected
+from mac_rag.server.gate import Gate
+from mac_rag.server.mcp_tools import make_tools
+from mac_rag.server.service import Service
+from mac_rag.server.workers import ClientGoneError
+
+_log = logging.getLogger(__name__)
+
+_PAGE = Path(__file__).parent / "page"
+_KINDS = {"index.html": "text/html; charset=utf-8", "app.js": "text/javascript", "style.css": "text/css"}
+
+
+def make_app(service: Service, *, anyone: bool = False, any_host: bool = False) -> ASGIApp:
+    """The application of a server, which closes the service when it ends.
+
+    Args:
+        service: banks, keys and threads.
+        anyone: True to let requests without a key do everything, as long as there is no key.
+        any_host: see `Gate`.
+    """
+
+    tools = make_tools(service)
+    # The gate has checked host, origin and key before.
+    security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
+    agents = tools.streamable_http_app(stateless_http=True, json_response=True, transport_security=security)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with tools.session_manager.run():
+            yield
+        await anyio.to_thread.run_sync(service.close)
+
+    app = FastAPI(
+        title="mac_rag",
+        version=version("mac-rag"),
+        description="Banks as models, for clients of OpenAI's API; and documents, which become memory.",
+        docs_url=None,  # its page loads scripts from another site
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    _add_errors(app)
+    app.include_router(completions.routes(service))
+    app.include_router(banks.routes(service))
+
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        """The process answers."""
+        return {"status": "ok"}
+
+    @app.get("/ready", response_model=None)
+    def ready() -> Response:
+        """Questions and documents are taken."""
+        return JSONResponse({"status": "ready" if service.ready else "closing"}, 200 if service.ready else 503)
+
+    @app.get("/metrics", response_model=None)
+    def metrics(_: Admin) -> Response:
+        """Numbers for Prometheus."""
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    pages = {name: (_PAGE / name).read_bytes() for name in _KINDS}
+
+    @app.get("/", response_model=None, include_in_schema=False)
+    def page() -> Response:
+        return Response(pages["index.html"], media_type=_KINDS["index.html"])
+
+    @app.get("/page/app.js", response_model=None, include_in_schema=False)
+    def script() -> Response:
+        return Response(pages["app.js"], media_type=_KINDS["app.js"])
+
+    @app.get("/page/style.css", response_model=None, include_in_schema=False)
+    def style() -> Response:
+        return Response(pages["style.css"], media_type=_KINDS["style.css"])
+
+    app.mount("/", agents)  # last, because it takes every path that is left, and knows /mcp alone
+    return Gate(app, service, anyone=anyone, any_host=any_host)
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Writes every error as clients of OpenAI's API read it."""
+
+    def written(error: APIError) -> Response:
+        return JSONResponse(error.body, error.status, headers=dict(error.headers))
+
+    @app.exception_handler(APIError)
+    async def refused(_: Request, error: APIError) -> Response:
+        return written(error)
+
+    @app.exception_handler(MACError)
+    async def library(_: Request, error: MACError) -> Response:
+        told = error_of(error)
+        if told.status >= 500:
+            _log.error("a request failed: %s: %s", type(error).__name__, error)
+        return written(told)
+
+    @app.exception_handler(ClientGoneError)
+    async def gone(_: Request, __: ClientGoneError) -> Response:
+        return Response(status_code=499)  # nobody reads it; the log does
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, error: HTTPException) -> Response:
+        return written(APIError(error.status_code, str(error.detail)))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return written(_invalid(error.errors()))
+
+    @app.exception_handler(Exception)
+    async def fault(_: Request, error: Exception) -> Response:
+        _log.error("a request failed", exc_info=error)
+        return written(unexpected())
+
+
+def _invalid(errors: Any) -> APIError:
+    """The first fault of a request. What the client sent is not repeated."""
+    fault = errors[0]
+    place = ".".join(str(part) for part in fault["loc"] if part not in ("body", "query", "path"))
+    return APIError(400, f"{place or 'the body'}: {fault['msg']}"[:500], param=place[:200] or None)

@@ -1,0 +1,224 @@
+"""From a question to an answer with its sources, for every face of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mac_rag.engine import MACEngine
+from mac_rag.lm.chat import Message
+from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.lm.sampling import GREEDY, Sampling
+from mac_rag.server.served_bank import ServedBank, Source
+
+if TYPE_CHECKING:
+    from mac_rag.data.types import Answer
+    from mac_rag.retrieval.base import Hit
+    from mac_rag.server.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, and how it is to be answered.
+
+    Attributes:
+        text: the question.
+        bank: the bank that it is asked; None for the LM alone.
+        before: the conversation before it; only a model whose prompt format is a chat reads it.
+        use_memory, use_retriever: what of the bank is used.
+        k, memory_weight, allowed, as_of, sampling: as `MACEngine.answer` takes them.
+        max_new_tokens: longest answer.
+        sources: documents to name, at most.
+    """
+
+    text: str
+    bank: ServedBank | None
+    before: tuple[Message, ...] = ()
+    use_memory: bool = True
+    use_retriever: bool = True
+    k: int | None = None
+    memory_weight: float | None = None
+    allowed: frozenset[str] | None = None
+    as_of: str | None = None
+    sampling: Sampling = GREEDY
+    max_new_tokens: int | None = None
+    sources: int = 0
+
+    @property
+    def remembers(self) -> bool:
+        """True if memory is used."""
+        return self.bank is not None and self.use_memory
+
+
+@dataclass
+class Reply:
+    """An answer.
+
+    Attributes:
+        text: the answer.
+        prompt_tokens, completion_tokens: numbers of the LM's tokens.
+        is_cut: True if the answer has as many tokens as it may.
+        sources: where the question's attention went, the most first; none without memory.
+        retrieved: ids of the documents in front of the question, the best first.
+        truncated: True if documents were shortened or left out to fit the LM's window.
+    """
+
+    text: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    is_cut: bool = False
+    sources: list[Source] = field(default_factory=list)
+    retrieved: list[str] = field(default_factory=list)
+    truncated: bool = False
+
+
+class Asking:
+    """Answers questions to any of the server's banks, and to the LM alone.
+
+    Args:
+        alone: an engine of the model with an empty bank.
+        metrics: what parts take.
+    """
+
+    def __init__(self, alone: MACEngine, metrics: Metrics) -> None:
+        self._alone = alone
+        self._metrics = metrics
+
+    @property
+    def reads_conversations(self) -> bool:
+        """True if the model reads more than the last message."""
+        return self._alone.model.config.prompt.chat
+
+    @property
+    def longest_answer(self) -> int:
+        """The most tokens of an answer that leave half of the LM's window to the prompt."""
+        return max(1, self._alone.model.context_window // 2)
+
+    @property
+    def usual_answer(self) -> int:
+        """The tokens of the longest answer if a request names none."""
+        return self._alone.model.config.max_new_tokens
+
+    def answer(self, questions: Sequence[Question], cancelled: Callable[[], bool] | None = None) -> list[Reply]:
+        """Answers questions, together with those of other threads that may share a batch.
+
+        Args:
+            questions: they differ in their texts alone; a question behind a conversation comes alone.
+            cancelled: as `MACEngine.answer` takes it.
+
+        Raises:
+            MACError: as `MACEngine.answer`.
+        """
+        like = questions[0]
+        prompt, hits = self._conversation(like)
+        with self._metrics.part("answer"):
+            answers = self._engine(like).answer(
+                [question.text for question in questions] if prompt is None else [prompt],
+                use_memory=like.remembers,
+                use_retriever=like.use_retriever,
+                k=like.k,
+                memory_weight=like.memory_weight,
+                allowed=like.allowed,
+                as_of=like.as_of,
+                overflow="truncate",
+                max_new_tokens=like.max_new_tokens,
+                sampling=like.sampling,
+                cancelled=cancelled,
+            )
+        sources = self._sources(questions)
+        replies = []
+        for question, answer, came_from in zip(questions, answers, sources, strict=True):
+            reply = self._counted(question, answer.text, self._prompt_tokens(question, answer, prompt))
+            reply.retrieved = [hit.document_id for hit in hits] if prompt else list(answer.document_ids)
+            reply.truncated, reply.sources = answer.truncated, came_from
+            replies.append(reply)
+        return replies
+
+    def stream(self, question: Question) -> Iterator[str | Reply]:
+        """Yields the answer piece by piece, and at the end the reply.
+
+        Raises:
+            MACError: as `MACEngine.stream`; before the first piece.
+        """
+        engine = self._engine(question)
+        prompt, hits = self._conversation(question)
+        if prompt is None:
+            hits = self._retrieved(question)
+            prompt = engine.model.fit_to_window(
+                question.text,
+                [hit.text for hit in hits],
+                overflow="truncate",
+                max_new_tokens=question.max_new_tokens,
+            )
+        pieces = []
+        with self._metrics.part("stream"):
+            for piece in engine.stream(
+                prompt,
+                use_memory=question.remembers,
+                memory_weight=question.memory_weight,
+                allowed=question.allowed,
+                as_of=question.as_of,
+                max_new_tokens=question.max_new_tokens,
+                sampling=question.sampling,
+            ):
+                pieces.append(piece)
+                yield piece
+        reply = self._counted(question, "".join(pieces), len(prompt.ids))
+        reply.retrieved, reply.truncated = [hit.document_id for hit in hits], prompt.truncated
+        [reply.sources] = self._sources([question])
+        yield reply
+
+    def search(
+        self, bank: ServedBank, text: str, k: int, allowed: frozenset[str] | None, as_of: str | None
+    ) -> list[Hit]:
+        """The documents that the bank's retriever finds.
+
+        Raises:
+            MACError: as `MACEngine.retrieve`.
+        """
+        with self._metrics.part("search"):
+            [hits] = bank.engine.retrieve([text], k=k, allowed=allowed, as_of=as_of)
+            return hits
+
+    def _engine(self, question: Question) -> MACEngine:
+        return self._alone if question.bank is None else question.bank.engine
+
+    def _retrieved(self, question: Question) -> list[Hit]:
+        if question.bank is None or not question.use_retriever or question.bank.engine.retriever is None:
+            return []
+        k = question.bank.engine.k if question.k is None else question.k
+        return self.search(question.bank, question.text, k, question.allowed, question.as_of)
+
+    def _conversation(self, question: Question) -> tuple[FittedPrompt | None, list[Hit]]:
+        """The prompt of a question behind a conversation, and what was retrieved for it; None for a question alone."""
+        if not question.before or not self.reads_conversations:
+            return None, []
+        hits = self._retrieved(question)
+        model, texts = self._alone.model, [hit.text for hit in hits]
+        turn = "".join(map(model.base_lm.prompts.written_document, texts)) + question.text
+        prompt = model.fit_conversation(
+            [*question.before, Message("user", turn)],
+            question=question.text,
+            contexts=texts,
+            max_new_tokens=question.max_new_tokens,
+        )
+        return prompt, hits
+
+    def _prompt_tokens(self, question: Question, answer: Answer, prompt: FittedPrompt | None) -> int:
+        if prompt is not None:
+            return len(prompt.ids)
+        return len(self._alone.model.base_lm.prompts.prompt(question.text, answer.contexts))
+
+    def _counted(self, question: Question, text: str, prompt_tokens: int) -> Reply:
+        tokens = len(self._alone.model.base_lm.prompts.texts.ids(text)) if text else 0
+        most = self.usual_answer if question.max_new_tokens is None else question.max_new_tokens
+        return Reply(text, prompt_tokens, tokens, tokens >= most)
+
+    def _sources(self, questions: Sequence[Question]) -> list[list[Source]]:
+        like = questions[0]
+        if like.bank is None or not like.remembers or not like.sources:
+            return [[] for _ in questions]
+        with self._metrics.part("sources"):
+            texts = [question.text for question in questions]
+            return like.bank.sources(texts, like.sources, like.allowed, like.as_of)

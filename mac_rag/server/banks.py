@@ -1,0 +1,242 @@
+"""`/v1/banks`: banks, their documents, uploads, and the jobs that adapt to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import UploadFile
+
+from mac_rag.data.provenance import Member
+from mac_rag.data.types import Document
+from mac_rag.server.access import Admin, Reader, Writer
+from mac_rag.server.api_errors import APIError
+from mac_rag.server.jobs import Job
+from mac_rag.server.keys import Principal
+from mac_rag.server.requests import DocumentIds, NewBank, NewDocuments, SearchRequest, StrictRoute
+from mac_rag.server.served_bank import ServedBank
+from mac_rag.server.service import Service
+from mac_rag.server.uploads import Uploads
+
+_PIECE = 1 << 20
+_MOST_FILES = 100
+
+
+def routes(service: Service) -> APIRouter:
+    """The routes of one server."""
+    router = APIRouter(prefix="/v1", route_class=StrictRoute)
+
+    @router.get("/banks")
+    async def list_banks(request: Request, who: Reader) -> dict[str, Any]:
+        """The banks that the key may use."""
+        found = await service.reads.run(lambda _: [bank.info() for bank in service.banks(who)], request)
+        return {"object": "list", "data": found}
+
+    @router.post("/banks", status_code=201)
+    async def create_bank(body: NewBank, who: Admin) -> dict[str, Any]:
+        """Makes an empty bank."""
+
+        def work(_: object) -> dict[str, Any]:
+            bank = service.create_bank(
+                body.name, who, retriever=body.retriever, keep_texts=body.keep_texts, secure=body.secure_delete
+            )
+            return bank.info()
+
+        return await service.writes.run(work)
+
+    @router.get("/banks/{name}")
+    async def bank_info(name: str, request: Request, who: Reader) -> dict[str, Any]:
+        """What a bank holds, and how."""
+        bank = service.bank(name, who)
+        return await service.reads.run(lambda _: bank.info(), request)
+
+    @router.delete("/banks/{name}")
+    async def delete_bank(name: str, who: Admin) -> dict[str, Any]:
+        """Deletes a bank with everything in it."""
+        service.bank(name, who)
+
+        def work(_: object) -> None:
+            service.catalog.delete(name)
+            service.audit.note(who.name, "bank.delete", name)
+
+        await service.writes.run(work)
+        return {"name": name, "object": "bank", "deleted": True}
+
+    @router.post("/banks/{name}/backup")
+    async def back_up(name: str, who: Admin) -> dict[str, Any]:
+        """Copies the last commit to the server's folder of backups."""
+        service.bank(name, who)
+
+        def work(_: object) -> dict[str, Any]:
+            label, documents = service.catalog.back_up(name)
+            service.audit.note(who.name, "bank.backup", name, backup=label)
+            return {"backup": label, "documents": documents}
+
+        return await service.writes.run(work)
+
+    @router.post("/banks/{name}/compact")
+    async def compact(name: str, who: Admin) -> dict[str, Any]:
+        """Removes from the disk what is left of deleted documents."""
+        bank = service.bank(name, who)
+
+        def work(_: object) -> dict[str, Any]:
+            bank.compact()
+            service.audit.note(who.name, "bank.compact", name)
+            return bank.info()
+
+        return await service.writes.run(work)
+
+    @router.post("/banks/{name}/documents", response_model=None)
+    async def put(name: str, body: NewDocuments, who: Writer) -> Response:
+        """Remembers documents: all of them, or with an error none; with `wait` false as a job."""
+        bank = service.bank(name, who)
+        documents = _documents(service, body)
+        if not body.wait:
+            job = service.jobs.start(bank, who.name, lambda _: documents, lambda: None)
+            return JSONResponse(job.described(), 202)
+
+        def work(_: object) -> dict[str, Any]:
+            with service.metrics.part("adapt"):
+                report = bank.put(documents)
+            counts = {"added": report.added, "updated": report.updated, "unchanged": report.unchanged}
+            service.audit.note(who.name, "documents.put", name, **counts)
+            return {**counts, "forgotten": list(report.forgotten), "documents": len(bank)}
+
+        return JSONResponse(await service.writes.run(work))
+
+    @router.post("/banks/{name}/files", status_code=202)
+    async def upload(name: str, request: Request, who: Writer) -> dict[str, Any]:
+        """Remembers files (multipart/form-data): what `mac-rag adapt` reads, as a job."""
+        bank = service.bank(name, who)
+        uploads = Uploads(service.uploads, service.limits.document_characters)
+        try:
+            async with request.form(max_files=_MOST_FILES, max_fields=_MOST_FILES) as form:
+                files = [part for _, part in form.multi_items() if isinstance(part, UploadFile)]
+                for file in files:
+                    pieces = iter(partial(file.file.read, _PIECE), b"")
+                    await service.writes.run(partial(_keep, uploads, file.filename or "", pieces))
+            if not files:
+                raise APIError(400, "there are no files in the body; send multipart/form-data", param="file")
+            return service.jobs.start(bank, who.name, uploads.read, uploads.remove).described()
+        except BaseException:
+            uploads.remove()
+            raise
+
+    @router.get("/banks/{name}/documents")
+    async def list_documents(
+        name: str,
+        request: Request,
+        who: Reader,
+        after: Annotated[str | None, Query(max_length=4096)] = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    ) -> dict[str, Any]:
+        """A page of documents without their texts, oldest first; go on with `after`, the id of the last one."""
+        bank = service.bank(name, who)
+        page, more = await service.reads.run(lambda _: bank.listing(after, limit), request)
+        return {"object": "list", "data": page, "has_more": more}
+
+    @router.get("/banks/{name}/document")
+    async def get_document(name: str, request: Request, who: Reader, id: str) -> dict[str, Any]:
+        """One document. Its id is a parameter, because an id may hold any characters."""
+        bank = service.bank(name, who)
+        return await service.reads.run(lambda _: bank.document(id), request)
+
+    @router.delete("/banks/{name}/document")
+    async def delete_document(name: str, who: Writer, id: str) -> dict[str, Any]:
+        """Deletes one document."""
+        gone = await _forget(service, name, [id], who)
+        if not gone:
+            raise APIError(404, f"there is no document {id!r:.200} in this bank", code="document_not_found")
+        return {"deleted": gone}
+
+    @router.post("/banks/{name}/documents/delete")
+    async def delete_documents(name: str, body: DocumentIds, who: Writer) -> dict[str, Any]:
+        """Deletes documents; unknown ids are left out."""
+        if len(body.ids) > service.limits.documents:
+            raise APIError(400, f"{len(body.ids):,} ids, and a request may have {service.limits.documents:,}")
+        return {"deleted": await _forget(service, name, body.ids, who)}
+
+    @router.post("/banks/{name}/search")
+    async def search(name: str, body: SearchRequest, request: Request, who: Reader) -> dict[str, Any]:
+        """The documents that the bank's retriever finds."""
+        bank = service.bank(name, who)
+        if bank.retriever == "none":
+            raise APIError(400, f"bank {name} has no retriever; make one with the retriever bm25", param="name")
+        if len(body.query) > service.limits.question_characters:
+            raise APIError(400, f"a query may have {service.limits.question_characters:,} characters", param="query")
+
+        def work(_: object) -> list[dict[str, Any]]:
+            allowed = bank.allowed(body.filters)
+            hits = service.asking.search(bank, body.query, body.k, allowed, body.as_of)
+            return [
+                {"id": hit.document_id, "score": hit.score, "text": hit.text, "metadata": dict(hit.metadata)}
+                for hit in hits
+            ]
+
+        return {"object": "list", "data": await service.questions.run(work, request)}
+
+    @router.get("/jobs")
+    def list_jobs(who: Reader) -> dict[str, Any]:
+        """Jobs on banks that the key may use, the newest first."""
+        return {"object": "list", "data": [job.described() for job in service.jobs.all() if who.sees(job.bank)]}
+
+    @router.get("/jobs/{job_id}")
+    def get_job(job_id: str, who: Reader) -> dict[str, Any]:
+        """How far a job is."""
+        return _job(service, job_id, who).described()
+
+    @router.delete("/jobs/{job_id}")
+    def cancel_job(job_id: str, who: Writer) -> dict[str, Any]:
+        """Ends a job behind the documents that it is writing now; those stay."""
+        job = _job(service, job_id, who)
+        job.cancelled.set()
+        return job.described()
+
+    return router
+
+
+def _documents(service: Service, body: NewDocuments) -> list[Document]:
+    """The documents of a body, each checked.
+
+    Raises:
+        APIError: for too many, or one that is too long.
+        MACError: as `Member.of`.
+    """
+    most, characters = service.limits.documents, service.limits.document_characters
+    if len(body.documents) > most:
+        raise APIError(400, f"{len(body.documents):,} documents, and a request may have {most:,}", param="documents")
+    documents = [Document(one.id, one.text, one.metadata) for one in body.documents]
+    for number, document in enumerate(documents):
+        if len(document.text) > characters:
+            raise APIError(
+                400, f"document {number} has more than {characters:,} characters; split it", param="documents"
+            )
+        Member.of(document)
+    return documents
+
+
+def _keep(uploads: Uploads, name: str, pieces: Iterator[bytes], _: object) -> None:
+    uploads.add(name, pieces)
+
+
+async def _forget(service: Service, name: str, ids: Iterable[str], who: Principal) -> list[str]:
+    bank: ServedBank = service.bank(name, who)
+    wanted = list(ids)
+
+    def work(_: object) -> list[str]:
+        gone = bank.forget(wanted)
+        if gone:
+            service.audit.note(who.name, "documents.delete", name, ids=gone)
+        return gone
+
+    return await service.writes.run(work)
+
+
+def _job(service: Service, job_id: str, who: Principal) -> Job:
+    job = service.jobs.get(job_id)
+    if job is None or not who.sees(job.bank):
+        raise APIError(404, "there is no such job that this key may see", code="job_not_found")
+    return job

@@ -1,0 +1,193 @@
+"""What stands in front of every route: who asks, how much, how often; and what every response carries.
+
+It is ASGI around the whole application, so a route that is added later is guarded as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mac_rag.server.api_errors import APIError, unexpected
+from mac_rag.server.keys import ANYONE, Principal
+from mac_rag.server.rate_limit import RateLimit
+from mac_rag.server.service import Service
+
+_access = logging.getLogger("mac_rag.server.access")
+_log = logging.getLogger(__name__)
+
+# What needs no key: it says nothing of any bank.
+PUBLIC = frozenset({"/health", "/ready", "/", "/page/app.js", "/page/style.css"})
+_HEADER_BYTES = 32 << 10
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_HEADERS = {
+    b"content-security-policy": b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    b"img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    b"x-content-type-options": b"nosniff",
+    b"x-frame-options": b"DENY",
+    b"referrer-policy": b"no-referrer",
+    b"cross-origin-opener-policy": b"same-origin",
+    b"cross-origin-resource-policy": b"same-origin",
+    b"cache-control": b"no-store",
+}
+
+
+class Gate:
+    """The gate.
+
+    Args:
+        app: the application behind it.
+        service: keys, limits and numbers.
+        anyone: True to let requests without a key do everything, as long as there never was a key.
+        any_host: True to take any `Host` header of such requests; otherwise it must name the loopback address, so that
+            no page of another site reaches the server under a name of its own.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, *, anyone: bool, any_host: bool) -> None:
+        self._app = app
+        self._service = service
+        self._anyone = anyone
+        self._any_host = any_host
+        self._rate = RateLimit(service.limits.requests_per_minute)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, sent = time.perf_counter(), _Sent(send)
+        who: Principal | None = None
+        try:
+            who = self._admit(scope)
+            scope.setdefault("state", {})["principal"] = who
+            await self._app(scope, self._bounded(receive), sent)
+        except APIError as error:
+            await _refuse(error, scope, receive, sent)
+        except Exception:
+            _log.exception("a request failed")
+            if not sent.status:
+                await _refuse(unexpected(), scope, receive, sent)
+        finally:
+            seconds = time.perf_counter() - began
+            route = str(getattr(scope.get("route"), "path", None) or "none")
+            self._service.metrics.request(_method(scope), route, sent.status, seconds)
+            record = {"method": _method(scope), "route": route, "status": sent.status, "seconds": round(seconds, 4)}
+            _access.info(json.dumps({**record, "key": None if who is None else who.name}))
+
+    def _admit(self, scope: Scope) -> Principal | None:
+        """Whoever asks; None for what is public.
+
+        Raises:
+            APIError: when it may not ask.
+        """
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > _HEADER_BYTES:
+            raise APIError(431, f"the headers may have {_HEADER_BYTES:,} bytes")
+        length = _only(scope, b"content-length")
+        if length is not None and (not length.isdigit() or len(length) > 15):
+            raise APIError(400, "Content-Length is no number")
+        if length is not None and int(length) > self._service.limits.body_bytes:
+            raise self._too_large()
+        if self._service.keys:
+            self._anyone = False  # from now on, also when all keys are removed
+        if self._anyone:
+            self._check_site(scope)
+        if scope["path"] in PUBLIC:
+            return None
+        who = self._principal(scope)
+        self._rate.take(who.name)
+        return who
+
+    def _principal(self, scope: Scope) -> Principal:
+        if self._anyone:
+            return ANYONE
+        scheme, _, token = (_only(scope, b"authorization") or "").partition(" ")
+        who = self._service.keys.find(token.strip()) if scheme.lower() == "bearer" and token else None
+        if who is None:
+            raise APIError(401, "give a key that is known here: Authorization: Bearer KEY", code="invalid_api_key")
+        return who
+
+    def _check_site(self, scope: Scope) -> None:
+        """Without keys: refuses what a page of another site makes a browser send."""
+        host = _only(scope, b"host") or ""
+        name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
+        if not self._any_host and name.lower() not in _LOOPBACK:
+            raise APIError(403, "without keys, this server is asked at localhost only", code="wrong_host")
+        origin, site = _only(scope, b"origin"), _only(scope, b"sec-fetch-site")
+        foreign = origin is not None and origin.lower() != f"{scope['scheme']}://{host.lower()}"
+        if foreign or site in ("cross-site", "same-site"):
+            raise APIError(403, "without keys, this server answers no pages of other sites", code="cross_site")
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """`receive`, with bounds of the size of the body and of the time that it takes."""
+        limits = self._service.limits
+        size, complete = 0, False
+        end = asyncio.get_running_loop().time() + limits.body_seconds
+
+        async def bounded() -> Message:
+            nonlocal size, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body took more than {limits.body_seconds:g} s") from None
+            size += len(message.get("body", b""))
+            if size > limits.body_bytes:
+                raise HTTPException(413, self._too_large().message)
+            complete = message["type"] != "http.request" or not message.get("more_body", False)
+            return message
+
+        return bounded
+
+    def _too_large(self) -> APIError:
+        most = self._service.limits.body_bytes
+        return APIError(413, f"the body may have {most:,} bytes; send it in parts", code="too_large")
+
+
+class _Sent:
+    """`send`, which adds headers to each response and notes its status."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+
+    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            own: Iterable[tuple[bytes, bytes]] = message.get("headers", ())
+            kept = [(name, value) for name, value in own if name.lower() not in _HEADERS and name != b"server"]
+            message = {**message, "headers": [*kept, *_HEADERS.items()]}
+        await self._send(message)
+
+
+def _method(scope: Scope) -> str:
+    """The method; anything unusual is one, so that nobody fills the metrics with names."""
+    method = str(scope["method"])
+    return method if method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH") else "OTHER"
+
+
+def _only(scope: Scope, name: bytes) -> str | None:
+    """The value of a header; None without it.
+
+    Raises:
+        APIError: for a header that comes twice, which two programs can read in two ways.
+    """
+    values = [value for key, value in scope["headers"] if key.lower() == name]
+    if len(values) > 1:
+        raise APIError(400, f"the header {name.decode()} comes {len(values)} times")
+    return values[0].decode("latin-1") if values else None
+
+
+async def _refuse(error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
+    await JSONResponse(error.body, error.status, headers=dict(error.headers))(scope, receive, send)

@@ -1,0 +1,142 @@
+"""Tools for agents by the Model Context Protocol: remember, ask, forget, list and search."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from mcp.server.mcpserver import Context, MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+from mac_rag.data.provenance import Member
+from mac_rag.data.types import Document
+from mac_rag.errors import MACError
+from mac_rag.server.api_errors import APIError, error_of
+from mac_rag.server.asking import Question
+from mac_rag.server.keys import ANYONE, Principal, Scope
+from mac_rag.server.service import Service
+
+_T = TypeVar("_T")
+_INSTRUCTIONS = (
+    "A long-term memory. `remember` keeps a text in a bank, `ask` answers a question from what a bank remembers, "
+    "`search` finds the texts themselves, `list` shows banks and documents, `forget` deletes a document."
+)
+_SOURCES = 5
+
+
+def make_tools(service: Service) -> MCPServer[Any]:
+    """The tools of a server. Over HTTP each call has the rights of its key; on standard input, all rights."""
+    server: MCPServer[Any] = MCPServer("mac_rag", instructions=_INSTRUCTIONS, log_level="WARNING")
+
+    @server.tool()
+    async def remember(context: Context[Any, Any], text: str, bank: str, id: str | None = None) -> dict[str, Any]:
+        """Remember a text in a bank. The same id again replaces the text; without an id, the text gives one."""
+
+        async def work() -> dict[str, Any]:
+            who = _principal(context, "write")
+            name = id or f"note-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+            document, place = Document(name, text), service.bank(bank, who)
+            if len(text) > service.limits.document_characters:
+                raise APIError(400, f"a text may have {service.limits.document_characters:,} characters; split it")
+            Member.of(document)
+            report = await service.writes.run(lambda _: place.put([document]))
+            service.audit.note(who.name, "documents.put", bank, added=report.added, updated=report.updated)
+            return {"id": name, "documents": len(place)}
+
+        return await _told(work)
+
+    @server.tool()
+    async def ask(context: Context[Any, Any], question: str, bank: str, as_of: str | None = None) -> dict[str, Any]:
+        """Answer a question from what a bank remembers, with the documents that the answer came from."""
+
+        async def work() -> dict[str, Any]:
+            place = service.bank(bank, _principal(context, "read"))
+            asked = Question(_within(service, question), place, as_of=as_of, sources=_SOURCES)
+            [reply] = await service.questions.run(lambda gone: service.asking.answer([asked], gone))
+            sources = [{"id": source.document_id, "attention": source.attention} for source in reply.sources]
+            return {"answer": reply.text, "sources": sources, "retrieved": reply.retrieved}
+
+        return await _told(work)
+
+    @server.tool()
+    async def forget(context: Context[Any, Any], id: str, bank: str) -> dict[str, Any]:
+        """Delete a document from a bank, for good."""
+
+        async def work() -> dict[str, Any]:
+            who = _principal(context, "write")
+            place = service.bank(bank, who)
+            gone = await service.writes.run(lambda _: place.forget([id]))
+            if gone:
+                service.audit.note(who.name, "documents.delete", bank, ids=gone)
+            return {"forgotten": gone}
+
+        return await _told(work)
+
+    @server.tool(name="list")
+    async def list_all(context: Context[Any, Any], bank: str | None = None, after: str | None = None) -> dict[str, Any]:
+        """List the banks; or, with a bank, its documents, a hundred at a time: `after` is the id to go on behind."""
+
+        async def work() -> dict[str, Any]:
+            who = _principal(context, "read")
+            if bank is None:
+                return {"banks": [{"name": one.name, "documents": len(one)} for one in service.banks(who)]}
+            place = service.bank(bank, who)
+            page, more = await service.reads.run(lambda _: place.listing(after, 100))
+            return {"documents": page, "has_more": more}
+
+        return await _told(work)
+
+    @server.tool()
+    async def search(context: Context[Any, Any], query: str, bank: str, k: int = 5) -> dict[str, Any]:
+        """Find the texts in a bank that fit a query best."""
+
+        async def work() -> dict[str, Any]:
+            place = service.bank(bank, _principal(context, "read"))
+            text, most = _within(service, query), max(1, min(k, 100))
+            hits = await service.questions.run(lambda _: service.asking.search(place, text, most, None, None))
+            return {"hits": [{"id": hit.document_id, "score": hit.score, "text": hit.text} for hit in hits]}
+
+        return await _told(work)
+
+    return server
+
+
+def run_on_standard_input(service: Service) -> None:
+    """Serves one agent on standard input and output, until it closes them."""
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    try:
+        make_tools(service).run("stdio")
+    finally:
+        service.close()
+
+
+def _principal(context: Context[Any, Any], scope: Scope) -> Principal:
+    """Whoever calls a tool: the key of the HTTP request, or on standard input whoever has started the process.
+
+    Raises:
+        APIError: 403 without this scope.
+    """
+    request = context.request_context.request
+    who: Principal = ANYONE if request is None else request.state.principal
+    if not who.may(scope):
+        raise APIError(403, f"this needs a key with the scope {scope}, and this one has {who.scope}")
+    return who
+
+
+def _within(service: Service, text: str) -> str:
+    if len(text) > service.limits.question_characters:
+        raise APIError(400, f"a question may have {service.limits.question_characters:,} characters")
+    return text
+
+
+async def _told(work: Callable[[], Awaitable[_T]]) -> _T:
+    """Does the work; an error is told as HTTP tells it."""
+    try:
+        return await work()
+    except APIError as error:
+        raise ToolError(error.message) from None
+    except MACError as error:
+        raise ToolError(error_of(error).message) from None

@@ -1,0 +1,95 @@
+"""Numbers for Prometheus: how long requests and their parts take, how large batches and banks are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+if TYPE_CHECKING:
+    from mac_rag.server.catalog import BankCatalog
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """The numbers of one server.
+
+    Args:
+        catalog: its banks, whose sizes are read at each scrape.
+    """
+
+    def __init__(self, catalog: BankCatalog) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "mac_rag_requests", "Requests by route and status.", ("method", "route", "status"), registry=self._registry
+        )
+        self._request_seconds = Histogram(
+            "mac_rag_request_seconds",
+            "Seconds from a request to the end of its response.",
+            ("route",),
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._parts = Histogram(
+            "mac_rag_part_seconds",
+            "Seconds of the parts of requests, waiting for a turn included.",
+            ("part",),
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._batches = Histogram(
+            "mac_rag_batch_questions",
+            "Questions that were answered together.",
+            buckets=(1, 2, 4, 8, 16, 32),
+            registry=self._registry,
+        )
+        self.pending = Gauge("mac_rag_pending", "Work that waits or runs.", ("kind",), registry=self._registry)
+        self._registry.register(_Banks(catalog))
+
+    def request(self, method: str, route: str, status: int, seconds: float) -> None:
+        """Counts a request."""
+        self._requests.labels(method, route, str(status)).inc()
+        self._request_seconds.labels(route).observe(seconds)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measures a part of a request."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._parts.labels(name).observe(time.perf_counter() - began)
+
+    def batch(self, questions: int) -> None:
+        """Counts a batch."""
+        self._batches.observe(questions)
+
+    def text(self) -> bytes:
+        """All numbers, as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+
+class _Banks:
+    """Sizes of banks, and hits of their caches."""
+
+    def __init__(self, catalog: BankCatalog) -> None:
+        self._catalog = catalog
+
+    def collect(self) -> Iterable[Metric]:
+        documents = GaugeMetricFamily("mac_rag_bank_documents", "Documents of a bank.", labels=("bank",))
+        size = GaugeMetricFamily("mac_rag_bank_bytes", "Bytes of a bank's rows.", labels=("bank",))
+        lookups = CounterMetricFamily(
+            "mac_rag_question_cache", "Questions looked up in the cache of recent ones.", labels=("bank", "result")
+        )
+        for bank in self._catalog.served():
+            hits, misses = bank.engine.recent_questions
+            documents.add_metric([bank.name], len(bank))
+            size.add_metric([bank.name], bank.bank.nbytes)
+            lookups.add_metric([bank.name, "hit"], hits)
+            lookups.add_metric([bank.name, "miss"], misses)
+        return [documents, size, lookups]

@@ -1,0 +1,61 @@
+"""Runs the server until it is told to end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import uvicorn
+
+from mac_rag.server.app import make_app
+from mac_rag.server.service import Service
+
+# How long requests under way may take when the server ends; a question has its own bound.
+_GRACE = 90
+
+
+class Server(uvicorn.Server):
+    """Uvicorn, which tells the service when it begins to end, so that what arrives on open connections is refused.
+
+    Args:
+        service: banks, keys and threads.
+        host, port: where it listens; port 0 for a free one.
+        anyone, any_host: see `make_app`.
+    """
+
+    def __init__(self, service: Service, *, host: str, port: int, anyone: bool = False, any_host: bool = False) -> None:
+        self._service = service
+        super().__init__(
+            uvicorn.Config(
+                make_app(service, anyone=anyone, any_host=any_host),
+                host=host,
+                port=port,
+                access_log=False,  # its lines hold what clients send; the gate writes its own
+                log_level="warning",
+                proxy_headers=False,
+                server_header=False,
+                ws="none",
+                timeout_keep_alive=15,
+                timeout_graceful_shutdown=_GRACE,
+                limit_concurrency=1_000,
+                h11_max_incomplete_event_size=32 << 10,
+                http="h11",
+            )
+        )
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        self._service.refuse_new_work()
+        await super().shutdown(sockets)
+
+
+def run(service: Service, *, host: str, port: int, anyone: bool, any_host: bool) -> None:
+    """Serves until SIGTERM or Ctrl-C."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    for noisy in ("httpx", "mcp", "uvicorn.access"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    server = Server(service, host=host, port=port, anyone=anyone, any_host=any_host)
+    try:
+        server.run()
+    finally:
+        service.close()

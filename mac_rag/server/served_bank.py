@@ -1,0 +1,237 @@
+"""One bank of the server: its engine, what it is asked about documents, and changes that take turns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from mac_rag.data.dates import ALWAYS, written
+from mac_rag.data.provenance import Member
+from mac_rag.data.types import AdaptReport, Document
+from mac_rag.engine import MACEngine
+from mac_rag.errors import MACError
+from mac_rag.memory.bank import MemoryBank
+from mac_rag.server.api_errors import APIError
+
+# A condition on metadata: key -> a value, or a list of which one has to match.
+Filters = Mapping[str, Any]
+_REMEMBERED_FILTERS = 32
+
+
+@dataclass(frozen=True)
+class Source:
+    """A document that an answer came from.
+
+    Attributes:
+        document_id: its id.
+        attention: the share of the question's attention to it, of all documents that may have influence.
+    """
+
+    document_id: str
+    attention: float
+
+
+class ServedBank:
+    """A bank, open for writing, with its engine.
+
+    Args:
+        name: its name.
+        engine: its engine, whose bank is in a folder.
+        retriever: the name of its retriever; `none` for none.
+    """
+
+    def __init__(self, name: str, engine: MACEngine, retriever: str) -> None:
+        self.name = name
+        self.engine = engine
+        self.retriever = retriever
+        self._changing = threading.Lock()
+        self._closed = False
+        self._filtered: dict[tuple[int, str], frozenset[str]] = {}
+
+    @property
+    def bank(self) -> MemoryBank:
+        bank = self.engine.bank
+        assert isinstance(bank, MemoryBank)
+        return bank
+
+    def __len__(self) -> int:
+        return len(self.engine.snapshot)
+
+    def info(self) -> dict[str, Any]:
+        """What a client is told of the bank."""
+        bank, seen = self.bank, self.engine.snapshot
+        return {
+            "name": self.name,
+            "object": "bank",
+            "documents": len(seen),
+            "bytes": bank.nbytes,
+            "rows": (bank.layout.dtype or "fp32") if len(seen) else None,
+            "retriever": self.retriever,
+            "keep_texts": bank.keep_texts,
+            "secure_delete": bank.secure_delete,
+            "model": bank.fingerprint,
+        }
+
+    def put(
+        self, documents: Sequence[Document], on_bad: Callable[[Document, MACError], object] | None = None
+    ) -> AdaptReport:
+        """Remembers documents; they are on the disk when it returns.
+
+        Args:
+            documents: the documents.
+            on_bad: takes each document that cannot be adapted to, and its error; None to refuse all of them then.
+
+        Raises:
+            APIError: when the bank is being deleted, or the server ends.
+            MACError: as `MACEngine.adapt`.
+        """
+        with self._change():
+            return self.engine.adapt(documents, on_bad=on_bad)
+
+    def forget(self, document_ids: Sequence[str]) -> list[str]:
+        """Deletes documents, and returns the ids of all that the bank has forgotten. Unknown ids are left out."""
+        gone: dict[str, None] = {}
+        with self._change():
+            for name in document_ids:
+                if name not in gone and self.holds(name):
+                    gone |= dict.fromkeys([name, *self.engine.forget(name)])
+        return list(gone)
+
+    def holds(self, document_id: str) -> bool:
+        """True if the bank or its retriever holds a document."""
+        retriever = self.engine.retriever
+        return document_id in self.engine.snapshot or (retriever is not None and document_id in retriever)
+
+    def compact(self) -> None:
+        """Removes from the disk what is left of deleted documents."""
+        with self._change():
+            self.engine.compact()
+
+    def close(self) -> None:
+        """Waits for the change under way, and refuses all further ones."""
+        with self._changing:
+            self._closed = True
+            self.bank.close()
+
+    def document(self, document_id: str) -> dict[str, Any]:
+        """A document: id, metadata, date, and its text where the bank or the retriever keeps it.
+
+        Raises:
+            APIError: 404 when the bank does not hold it.
+        """
+        seen = self.engine.snapshot
+        if document_id not in seen:
+            raise no_such_document(document_id)
+        entry = seen[document_id]
+        for member, text in zip(entry.members, entry.texts):
+            if member.document_id == document_id:
+                shared = [other.document_id for other in entry.members if other is not member]
+                return {**_described(member), "text": text or self._retrieved_text(document_id), "merged_with": shared}
+        raise no_such_document(document_id)
+
+    def _retrieved_text(self, document_id: str) -> str | None:
+        retriever = self.engine.retriever
+        if retriever is None or document_id not in retriever:
+            return None
+        [document] = retriever.documents([document_id])
+        return document.text
+
+    def listing(self, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
+        """Documents without their texts, oldest first, and whether there are more.
+
+        Args:
+            after: begin behind this document; None for the first.
+            limit: most documents.
+
+        Raises:
+            APIError: 404 when the bank does not hold the document `after`.
+        """
+        members = self._members(after)
+        page = [_described(member) for member in islice(members, limit)]
+        return page, next(members, None) is not None
+
+    def _members(self, after: str | None) -> Iterator[Member]:
+        seen = self.engine.snapshot
+        if after is not None and after not in seen:
+            raise no_such_document(after)
+        found = after is None
+        for entry in seen:
+            for member in entry.members:
+                if found:
+                    yield member
+                elif member.document_id == after:
+                    found = True
+
+    def allowed(self, filters: Filters | None) -> frozenset[str] | None:
+        """Ids of the documents whose metadata fit; None without filters. Those of recent filters are remembered."""
+        if not filters:
+            return None
+        seen = self.engine.snapshot
+        key = (seen.version, repr(sorted(filters.items())))
+        found = self._filtered.get(key)
+        if found is None:
+            found = frozenset(
+                member.document_id for entry in seen for member in entry.members if _fits(member.metadata, filters)
+            )
+            if len(self._filtered) >= _REMEMBERED_FILTERS:
+                self._filtered.clear()
+            self._filtered[key] = found
+        return found
+
+    def sources(
+        self, questions: Sequence[str], most: int, allowed: frozenset[str] | None, as_of: str | None
+    ) -> list[list[Source]]:
+        """For each question the documents with the largest shares of its attention, the largest first."""
+        ids, attention = self.engine.document_attention(questions, allowed, as_of=as_of)
+        best = attention.topk(min(most, len(ids)), dim=1)
+        return [
+            [Source(ids[place], share) for share, place in zip(shares, places)]
+            for shares, places in zip(best.values.tolist(), best.indices.tolist())
+        ]
+
+    def _change(self) -> _Change:
+        return _Change(self)
+
+
+class _Change:
+    """A turn to change a bank; refused once it is closed."""
+
+    def __init__(self, bank: ServedBank) -> None:
+        self._bank = bank
+
+    def __enter__(self) -> None:
+        self._bank._changing.acquire()
+        if self._bank._closed:
+            self._bank._changing.release()
+            raise APIError(503, "the bank is being closed; nothing was changed", code="closing", retry_after=5)
+
+    def __exit__(self, *error: object) -> None:
+        self._bank._changing.release()
+
+
+def no_such_document(document_id: str) -> APIError:
+    return APIError(404, f"there is no document {document_id!r:.200} in this bank", code="document_not_found")
+
+
+def _described(member: Member) -> dict[str, Any]:
+    return {
+        "id": member.document_id,
+        "metadata": dict(member.metadata),
+        "added": member.added,
+        "date": written(member.moment) if member.moment != ALWAYS else None,
+    }
+
+
+def _fits(metadata: Mapping[str, Any], filters: Filters) -> bool:
+    return all(key in metadata and _matches(metadata[key], wanted) for key, wanted in filters.items())
+
+
+def _matches(value: Any, wanted: Any) -> bool:
+    """True if a value, or one item of a list, is the wanted value, or one of several."""
+    values = value if isinstance(value, list) else [value]
+    choices = wanted if isinstance(wanted, list) else [wanted]
+    # 1 and True are equal in Python, and not in JSON.
+    return any(type(one) is type(other) and one == other for one in values for other in choices)

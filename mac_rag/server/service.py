@@ -1,0 +1,138 @@
+"""What a server is made of, without HTTP: the model, banks, threads, jobs, keys and logs."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mac_rag.atomic_files import make_folder
+from mac_rag.engine import MACEngine
+from mac_rag.errors import ConfigError, ModelLoadError
+from mac_rag.model import MACModel
+from mac_rag.server.api_errors import APIError, no_such_bank
+from mac_rag.server.asking import Asking
+from mac_rag.server.audit import AuditLog
+from mac_rag.server.catalog import BankCatalog
+from mac_rag.server.jobs import Job, Jobs
+from mac_rag.server.keys import KeyStore, Principal
+from mac_rag.server.limits import Limits
+from mac_rag.server.metrics import Metrics
+from mac_rag.server.served_bank import ServedBank
+from mac_rag.server.workers import Workers
+
+if TYPE_CHECKING:
+    from mac_rag.retrieval.dense import Encoder
+
+_log = logging.getLogger(__name__)
+
+KEYS = "keys.json"
+# The name under which `/v1/embeddings` serves the sentence encoder.
+EMBEDDING_MODEL = "all-MiniLM-L6-v2"
+
+
+class Service:
+    """One server's state.
+
+    Args:
+        folder: where everything is kept; one process at a time can serve it.
+        model: the model.
+        model_name: what the API calls it.
+        limits: bounds of requests.
+
+    Raises:
+        ConfigError: for a name that holds a colon, which stands before the name of a bank.
+    """
+
+    def __init__(self, folder: Path, model: MACModel, model_name: str, limits: Limits | None = None) -> None:
+        if ":" in model_name or not model_name:
+            raise ConfigError(f"{model_name!r} cannot name a model here; give one without a colon by --model-name")
+        make_folder(folder)
+        self.limits = limits or Limits()
+        self.model = model
+        self.model_name = model_name
+        self.keys = KeyStore(folder / KEYS)
+        self.audit = AuditLog(folder / "audit.jsonl")
+        self.uploads = folder / "uploads"
+        shutil.rmtree(self.uploads, ignore_errors=True)  # of jobs that a killed process had
+        self.catalog = BankCatalog(folder, model)
+        self.metrics = Metrics(self.catalog)
+        for bank in self.catalog.served():
+            bank.engine.on_batch = self.metrics.batch
+        alone = MACEngine(model)
+        alone.on_batch = self.metrics.batch
+        self.asking = Asking(alone, self.metrics)
+        self.questions = Workers("questions", self.limits.pending, self.limits.question_seconds)
+        self.writes = Workers("writes", self.limits.writes)
+        self.reads = Workers("reads", self.limits.pending, self.limits.question_seconds)
+        self.jobs = Jobs(self.limits.jobs, self._note_job)
+        for kind, workers in (("questions", self.questions), ("writes", self.writes), ("reads", self.reads)):
+            self.metrics.pending.labels(kind).set_function(partial(getattr, workers, "pending"))
+        self._encoder: Encoder | None = None
+        self._encoder_lock = threading.Lock()
+        self.ready = True
+
+    def bank(self, name: str, who: Principal) -> ServedBank:
+        """A bank that somebody may see.
+
+        Raises:
+            APIError: 404, the same for a bank that is not there and for one that it may not see.
+        """
+        if not who.sees(name):
+            raise no_such_bank(name)
+        return self.catalog.get(name)
+
+    def banks(self, who: Principal) -> list[ServedBank]:
+        """The banks that somebody may see."""
+        return [bank for bank in self.catalog.served() if who.sees(bank.name)]
+
+    def create_bank(self, name: str, who: Principal, *, retriever: str, keep_texts: bool, secure: bool) -> ServedBank:
+        """Makes a bank.
+
+        Raises:
+            APIError: 403 for a name outside of those that the key may use; and as `BankCatalog.create`.
+        """
+        if not who.sees(name):
+            raise APIError(403, f"this key may make no bank {name!r:.80}; its banks are {', '.join(who.banks)}")
+        bank = self.catalog.create(name, retriever=retriever, keep_texts=keep_texts, secure_delete=secure)
+        bank.engine.on_batch = self.metrics.batch
+        self.audit.note(who.name, "bank.create", name, retriever=retriever)
+        return bank
+
+    def encoder(self) -> Encoder:
+        """The sentence encoder, loaded when it is first asked for.
+
+        Raises:
+            APIError: 400 where its package is not installed.
+        """
+        with self._encoder_lock:
+            if self._encoder is None:
+                from mac_rag.retrieval.encoders import minilm
+
+                try:
+                    self._encoder = minilm()
+                except ModelLoadError as error:
+                    raise APIError(400, f"this server has no sentence encoder: {error}", param="model") from None
+            return self._encoder
+
+    def refuse_new_work(self) -> None:
+        """Refuses questions and changes from now on; those that have begun are finished."""
+        self.ready = False
+        for workers in (self.questions, self.writes, self.reads):
+            workers.refuse()
+
+    def close(self) -> None:
+        """Finishes what has begun, and closes all banks."""
+        self.refuse_new_work()
+        self.jobs.close()
+        for workers in (self.questions, self.writes, self.reads):
+            workers.close()
+        self.catalog.close()
+
+    def _note_job(self, job: Job) -> None:
+        if job.added or job.updated:
+            details = {"job": job.id, "added": job.added, "updated": job.updated, "state": job.state}
+            self.audit.note(job.owner, "documents.put", job.bank, **details)

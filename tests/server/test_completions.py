@@ -1,0 +1,191 @@
+"""Completions, as OpenAI's own client and plain HTTP see them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from mac_rag.engine import MACEngine
+from mac_rag.server.served_bank import ServedBank
+from tests.helpers import wait_until
+from tests.server.conftest import QUESTION
+from tests.server.helpers import Running
+
+MESSAGES: Any = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def engine(running: Running) -> MACEngine:
+    return running.service.catalog.get("news").engine
+
+
+class TestOpenAIClient:
+    def test_models(self, client: openai.OpenAI) -> None:
+        assert [model.id for model in client.models.list()] == ["tiny", "tiny:news", "all-MiniLM-L6-v2"]
+        assert client.models.retrieve("tiny:news").id == "tiny:news"
+
+    def test_a_chat_answers_as_the_engine(self, client: openai.OpenAI, engine: MACEngine) -> None:
+        answer = client.chat.completions.create(model="tiny:news", messages=MESSAGES)
+        [expected] = engine.answer([QUESTION])
+        assert answer.choices[0].message.content == expected.text == "180"
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage is not None
+        prompt = engine.model.fit_to_window(QUESTION, expected.contexts)
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt.ids), 1)
+        more: Any = answer.model_extra
+        ids, attention = engine.document_attention([QUESTION])
+        shares = {source["document_id"]: source["attention"] for source in more["sources"]}
+        assert shares == pytest.approx(dict(zip(ids, attention[0].tolist())))
+        assert more["retrieved"] == ["press"]
+
+    def test_a_stream_joins_to_the_answer(self, client: openai.OpenAI, engine: MACEngine) -> None:
+        question = "Who opened Basalt Bridge?"
+        chunks = list(
+            client.chat.completions.create(
+                model="tiny:news",
+                messages=[{"role": "user", "content": question}],
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == engine.answer([question])[0].text
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert chunks[-2].choices[0].finish_reason == "stop"
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens > 0
+
+    def test_completions_of_several_prompts(self, client: openai.OpenAI, engine: MACEngine) -> None:
+        questions = [QUESTION, "Who opened Basalt Bridge?"]
+        answer = client.completions.create(model="tiny:news", prompt=questions)
+        assert [choice.text for choice in answer.choices] == [one.text for one in engine.answer(questions)]
+        streamed = list(client.completions.create(model="tiny:news", prompt=questions, stream=True))
+        for index, choice in enumerate(answer.choices):
+            pieces = [chunk.choices[0].text for chunk in streamed if chunk.choices[0].index == index]
+            assert "".join(pieces) == choice.text
+
+    def test_embeddings(self, client: openai.OpenAI) -> None:
+        from mac_rag.retrieval.encoders import minilm
+
+        answer = client.embeddings.create(model="all-MiniLM-L6-v2", input=["a bridge", "a press"])
+        expected = minilm().questions(["a bridge", "a press"])
+        for row, vector in zip(answer.data, expected, strict=True):  # the client asks for base64
+            assert row.embedding == pytest.approx(vector.tolist(), abs=1e-6)
+
+    def test_an_unknown_model_is_the_client_s_not_found(self, client: openai.OpenAI) -> None:
+        for model in ("tiny:absent", "gpt-4", "tiny:../news", "tiny:"):
+            with pytest.raises(openai.NotFoundError) as caught:
+                client.chat.completions.create(model=model, messages=MESSAGES)
+            assert caught.value.code == "model_not_found"
+
+    @pytest.mark.parametrize(
+        ("more", "param"),
+        [
+            ({"n": 2}, "n"),
+            ({"logprobs": True}, "logprobs"),
+            ({"tools": [{"type": "function"}]}, "tools"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"presence_penalty": 1.0}, "presence_penalty"),
+            ({"temperature": -1}, "temperature"),
+            ({"min_confidence": 0.5}, "min_confidence"),
+            ({"retriever": "hybrid"}, "retriever"),
+            ({"bank": "other"}, "bank"),
+            ({"made_up": 1}, "made_up"),
+            ({"as_of": "spring"}, None),
+        ],
+    )
+    def test_what_would_have_no_effect_is_refused(self, running: Running, more: dict[str, Any], param: str) -> None:
+        body = {"model": "tiny:news", "messages": MESSAGES, **more}
+        response = running.client().post("/v1/chat/completions", json=body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert error["param"] == param
+
+
+class TestOwnFields:
+    def ask(self, running: Running, **more: Any) -> Any:
+        body = {"model": "tiny", "bank": "news", "messages": MESSAGES, "sources": 5, **more}
+        response = running.client().post("/v1/chat/completions", json=body)
+        response.raise_for_status()
+        return response.json()
+
+    def test_filters_and_as_of_hide_documents(self, running: Running) -> None:
+        for hidden in ({"filters": {"year": 2004}}, {"as_of": "2004-12"}, {"filters": {"year": [1999, 2004]}}):
+            answer = self.ask(running, **hidden)
+            assert [source["document_id"] for source in answer["sources"]] == ["bridge"]
+            assert "press" not in answer["retrieved"]
+
+    def test_memory_and_retriever_are_switched(self, running: Running, engine: MACEngine) -> None:
+        alone = self.ask(running, memory=False, retriever="none")
+        assert alone["sources"] == alone["retrieved"] == []
+        assert (
+            alone["choices"][0]["message"]["content"]
+            == engine.answer([QUESTION], use_memory=False, use_retriever=False)[0].text
+        )
+        assert self.ask(running, retriever=False)["retrieved"] == []
+        assert self.ask(running, memory=False)["retrieved"] == ["press"]
+
+    def test_the_model_alone_has_no_bank(self, running: Running) -> None:
+        answer = self.ask(running, bank=None)
+        assert answer["sources"] == answer["retrieved"] == []
+
+    def test_sampling_is_that_of_the_request(self, running: Running) -> None:
+        first, second = (self.ask(running, temperature=1.5, seed=-3) for _ in range(2))
+        assert first["choices"] == second["choices"]
+        assert self.ask(running, stop=["8"])["choices"][0]["message"]["content"] == "1"
+
+    def test_a_short_answer_ends_by_length_and_a_long_one_is_told(self, running: Running) -> None:
+        answer = self.ask(running, messages=[{"role": "user", "content": "Who opened Basalt Bridge?"}], max_tokens=1)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert "max_tokens" in self.ask(running, max_tokens=100_000)["notes"][0]
+
+    def test_earlier_messages_are_told_to_have_no_influence(self, running: Running) -> None:
+        before = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+        answer = self.ask(running, messages=before)
+        assert answer["choices"][0]["message"]["content"] == "180"
+        assert "last message alone" in answer["notes"][0]
+
+
+def test_a_conversation_is_read_by_a_model_that_chats(chat_checkpoint: Any) -> None:
+    from mac_rag.lm.chat import Message
+    from mac_rag.model import MACModel
+    from mac_rag.server.asking import Asking, Question
+    from mac_rag.server.metrics import Metrics
+
+    class NoBanks:
+        def served(self) -> list[ServedBank]:
+            return []
+
+    model = MACModel.from_pretrained(chat_checkpoint, device="cpu")
+    alone = MACEngine(model)
+    asking = Asking(alone, Metrics(NoBanks()))  # type: ignore[arg-type]
+    before = (Message("system", "Be brief."), Message("user", "Who?"), Message("assistant", "Ada."))
+    [reply] = asking.answer([Question("Where?", None, before=before)])
+    fitted = model.fit_conversation([*before, Message("user", "Where?")], question="Where?")
+    assert reply.prompt_tokens == len(fitted.ids)
+    assert reply.text == model.generate([fitted])[0]
+    pieces = list(asking.stream(Question("Where?", None, before=before)))
+    assert "".join(piece for piece in pieces if isinstance(piece, str)) == reply.text
+
+
+def test_questions_that_arrive_together_share_batches(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = running.service.catalog.get("news")
+    batches: list[int] = []
+    monkeypatch.setattr(bank.engine, "on_batch", batches.append)
+    queue = bank.engine._queue
+    body = {"model": "tiny:news", "messages": MESSAGES, "sources": 0}
+    with running.client() as client, ThreadPoolExecutor(12) as pool:
+        with queue.turn():
+            answers = [pool.submit(client.post, "/v1/chat/completions", json=body) for _ in range(12)]
+            wait_until(lambda: len(queue._waiting) == 12)
+        assert {answer.result().json()["choices"][0]["message"]["content"] for answer in answers} == {"180"}
+    assert batches == [12]

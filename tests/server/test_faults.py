@@ -1,0 +1,244 @@
+"""Clients that go, wait, or send slowly; too much at a time; the end of the server, kind and unkind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mac_rag.engine import MACEngine
+from mac_rag.memory import MemoryBank
+from mac_rag.model import MACModel
+from tests.helpers import wait_until
+from tests.server.conftest import BRIDGE, PRESS, QUESTION
+from tests.server.helpers import Running, serving
+
+ASK: Any = {"model": "tiny:news", "messages": [{"role": "user", "content": QUESTION}], "sources": 0}
+
+
+@pytest.fixture
+def one_at_a_time(mac_tiny: MACModel, tmp_path: Path) -> Iterator[Running]:
+    """A server that takes two questions at a time, and half a second for each question and body."""
+    with serving(tmp_path, mac_tiny, pending=2, question_seconds=0.5, body_seconds=0.5) as running:
+        with running.client() as client:
+            client.post("/v1/banks", json={"name": "news"}).raise_for_status()
+            documents = [{"id": "press", "text": PRESS}, {"id": "bridge", "text": BRIDGE}]
+            client.post("/v1/banks/news/documents", json={"documents": documents}).raise_for_status()
+        yield running
+
+
+def engine_of(running: Running) -> MACEngine:
+    return running.service.catalog.get("news").engine
+
+
+def connected(running: Running) -> socket.socket:
+    host, port = running.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def request(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def test_more_than_may_wait_is_refused_and_late_answers_are_told(one_at_a_time: Running) -> None:
+    queue = engine_of(one_at_a_time)._queue
+    with one_at_a_time.client() as client, ThreadPoolExecutor(2) as pool:
+        with queue.turn():
+            waiting = [pool.submit(client.post, "/v1/chat/completions", json=ASK) for _ in range(2)]
+            wait_until(lambda: len(queue._waiting) == 2)
+            for more in ({}, {"stream": True}):
+                refused = client.post("/v1/chat/completions", json={**ASK, **more})
+                assert refused.status_code == 429
+                assert refused.headers["retry-after"] == "1"
+            for answer in waiting:
+                assert answer.result().status_code == 504
+        wait_until(lambda: not one_at_a_time.service.questions.pending)
+        assert client.post("/v1/chat/completions", json=ASK).status_code == 200
+
+
+def test_a_question_whose_client_has_gone_is_not_answered(
+    one_at_a_time: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, batches = engine_of(one_at_a_time), list[int]()
+    monkeypatch.setattr(engine, "on_batch", batches.append)
+    with engine._queue.turn():
+        with connected(one_at_a_time) as connection:
+            connection.sendall(request(ASK))
+            wait_until(lambda: len(engine._queue._waiting) == 1)
+        wait_until(lambda: engine._queue._waiting[0].is_cancelled)
+    wait_until(lambda: not one_at_a_time.service.questions.pending)
+    assert batches == []
+
+
+def test_a_stream_ends_with_its_client(one_at_a_time: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, ended, pieces = engine_of(one_at_a_time), threading.Event(), list[str]()
+
+    def endless(*_: Any, **__: Any) -> Iterator[str]:
+        try:
+            while True:
+                pieces.append("piece ")
+                yield pieces[-1]
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(engine, "stream", endless)
+    with connected(one_at_a_time) as connection:
+        connection.sendall(request({**ASK, "stream": True}))
+        assert b"200 OK" in connection.recv(1000)
+    assert ended.wait(5)
+    assert len(pieces) < 40  # half a second, by which the server's own bound would have ended it
+    wait_until(lambda: not one_at_a_time.service.questions.pending)
+
+
+def test_a_stream_that_takes_too_long_says_so(one_at_a_time: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_: Any, **__: Any) -> Iterator[str]:
+        yield "a piece"
+        time.sleep(1)
+        yield "too late"
+
+    monkeypatch.setattr(engine_of(one_at_a_time), "stream", slow)
+    text = one_at_a_time.client().post("/v1/chat/completions", json={**ASK, "stream": True}).text
+    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert "a piece" in events[0]
+    assert json.loads(events[1])["error"]["code"] == "timeout"
+    assert events[2] == "[DONE]"
+    assert "too late" not in text
+
+
+def test_a_body_that_never_ends_is_refused(one_at_a_time: Running) -> None:
+    with connected(one_at_a_time) as connection:
+        connection.sendall(request(ASK)[:-10])
+        began = time.monotonic()
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+        assert time.monotonic() - began < 5
+    assert one_at_a_time.client().get("/ready").status_code == 200
+
+
+def test_the_end_of_the_server_finishes_what_has_begun(
+    mac_tiny: MACModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go = threading.Event(), threading.Event()
+    with serving(tmp_path, mac_tiny) as running, running.client() as client, ThreadPoolExecutor(2) as pool:
+        client.post("/v1/banks", json={"name": "news"}).raise_for_status()
+        engine = engine_of(running)
+        adapt = engine.adapt
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            began.set()
+            assert go.wait(20)
+            return adapt(*arguments, **options)
+
+        monkeypatch.setattr(engine, "adapt", slow)
+        body = {"documents": [{"id": "press", "text": PRESS}]}
+        put = pool.submit(client.post, "/v1/banks/news/documents", json=body)
+        assert began.wait(20)
+        running.server.should_exit = True
+        wait_until(lambda: not running.service.ready)
+        with pytest.raises(httpx.TransportError):  # it listens no more
+            httpx.get(f"{running.url}/health", trust_env=False)
+        go.set()
+        assert put.result().json()["added"] == 1
+    assert MemoryBank.open(tmp_path / "banks" / "news" / "bank").document_ids == ["press"]
+
+
+def test_work_that_arrives_at_the_end_is_refused(one_at_a_time: Running) -> None:
+    with one_at_a_time.client() as client:
+        one_at_a_time.service.refuse_new_work()
+        for method, path, body in (
+            ("POST", "/v1/chat/completions", ASK),
+            ("POST", "/v1/banks/news/documents", {"documents": [{"id": "new", "text": "A text."}]}),
+            ("GET", "/v1/banks/news", None),
+        ):
+            response = client.request(method, path, json=body)
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "closing"
+        assert client.get("/ready").status_code == 503
+        assert client.get("/health").status_code == 200
+    assert "new" not in engine_of(one_at_a_time).bank
+
+
+def start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """`mac-rag serve` in a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = "from mac_rag.cli.main import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "serve", "--data", str(folder), "--model", "mac-tiny", "--port", str(port),
+         "--requests-per-minute", "0"],
+        env=dict(os.environ), stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    for _ in range(600):
+        try:
+            if httpx.get(f"{url}/ready", trust_env=False).status_code == 200:
+                return process, url
+        except httpx.TransportError:
+            assert process.poll() is None
+            time.sleep(0.1)
+    raise AssertionError("the server did not start")
+
+
+@pytest.mark.slow
+def test_a_kill_loses_nothing_acknowledged(tmp_path: Path) -> None:
+    """Four clients put and delete; the process is killed in the middle, and the next one holds what was acknowledged."""
+    held: dict[str, bool] = {}
+
+    def work(url: str, client: int, until: threading.Event) -> None:
+        with httpx.Client(base_url=f"{url}/v1/banks/news", trust_env=False, timeout=30) as http:
+            for number in range(10_000):
+                name = f"{client}-{number}"
+                try:
+                    body = {"documents": [{"id": name, "text": f"Report {name} of the board of Rainga Press."}]}
+                    if http.post("/documents", json=body).status_code == 200:
+                        held[name] = True
+                    if number % 3 == 0:
+                        held.pop(name)  # unknown until it is acknowledged
+                        if http.delete("/document", params={"id": name}).status_code == 200:
+                            held[name] = False
+                except httpx.TransportError:
+                    held.pop(name, None)
+                    return
+                if until.is_set():
+                    return
+
+    process, url = start(tmp_path)
+    httpx.post(f"{url}/v1/banks", json={"name": "news"}, trust_env=False).raise_for_status()
+    for how in (signal.SIGKILL, signal.SIGTERM):
+        end = threading.Event()
+        with ThreadPoolExecutor(4) as pool:
+            clients = [pool.submit(work, url, client + how * 10, end) for client in range(4)]
+            time.sleep(2)
+            process.send_signal(how)
+            process.wait(60)
+            end.set()
+            for client in clients:
+                client.result()
+        assert len(held) > 4
+        process, url = start(tmp_path)
+        listed = httpx.get(f"{url}/v1/banks/news/documents", params={"limit": 1000}, trust_env=False).json()["data"]
+        found = {one["id"] for one in listed}
+        assert [name for name, is_there in held.items() if is_there and name not in found] == []
+        assert [name for name, is_there in held.items() if not is_there and name in found] == []
+        # What the retriever holds is what the bank holds.
+        hits = httpx.post(f"{url}/v1/banks/news/search", json={"query": "board", "k": 100}, trust_env=False).json()[
+            "data"
+        ]
+        assert {hit["id"] for hit in hits} <= found
+    process.terminate()
+    assert process.wait(60) == 0

@@ -1,0 +1,106 @@
+"""The tools of agents, with the official SDK's client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from mcp import Client, StdioServerParameters
+from mcp.client.streamable_http import streamable_http_client
+
+from mac_rag.model import MACModel
+from mac_rag.server.keys import KeyStore
+from tests.server.conftest import BRIDGE, PRESS, QUESTION
+from tests.server.helpers import Running, serving
+
+
+def told(result: Any) -> Any:
+    assert not result.is_error, result.content
+    return json.loads(result.content[0].text)
+
+
+async def use(client: Client, bank: str) -> None:
+    """Everything that an agent does with a bank."""
+    tools = await client.list_tools()
+    assert {tool.name for tool in tools.tools} == {"remember", "ask", "forget", "list", "search"}
+    call: Callable[..., Awaitable[Any]] = client.call_tool
+    assert told(await call("remember", {"bank": bank, "text": PRESS, "id": "press"}))["documents"] == 1
+    named = told(await call("remember", {"bank": bank, "text": BRIDGE}))["id"]
+    assert named.startswith("note-")
+    answer = told(await call("ask", {"bank": bank, "question": QUESTION}))
+    assert answer["answer"] == "180"
+    assert answer["sources"][0]["id"] == "press"
+    assert told(await call("list", {}))["banks"] == [{"name": bank, "documents": 2}]
+    listed = told(await call("list", {"bank": bank}))["documents"]
+    assert [document["id"] for document in listed] == ["press", named]
+    assert told(await call("search", {"bank": bank, "query": "bridge"}))["hits"][0]["text"] == BRIDGE
+    assert told(await call("forget", {"bank": bank, "id": "press"}))["forgotten"] == ["press"]
+    assert told(await call("forget", {"bank": bank, "id": "press"}))["forgotten"] == []
+    for wrong in ("absent", "../agent"):
+        refused = await call("ask", {"bank": wrong, "question": QUESTION})
+        assert refused.is_error
+        assert "there is no bank" in refused.content[0].text
+
+
+def test_over_http_with_the_rights_of_a_key(mac_tiny: MACModel, tmp_path: Path) -> None:
+    store = KeyStore(tmp_path / "keys.json")
+    tokens = {
+        "root": store.add("root", "admin", ["*"]),
+        "agent": store.add("agent", "write", ["agent"]),
+        "reader": store.add("reader", "read", ["agent"]),
+    }
+
+    async def with_key(running: Running, token: str, work: Callable[[Client], Awaitable[None]]) -> None:
+        headers = {"Authorization": f"Bearer {token}"}
+        async with (
+            httpx2.AsyncClient(headers=headers, trust_env=False) as http,
+            Client(streamable_http_client(f"{running.url}/mcp", http_client=http)) as client,
+        ):
+            await work(client)
+
+    async def only_read(client: Client) -> None:
+        assert told(await client.call_tool("list", {}))["banks"] == [{"name": "agent", "documents": 1}]
+        for tool, arguments in (("remember", {"text": "a"}), ("forget", {"id": "a"})):
+            refused: Any = await client.call_tool(tool, {"bank": "agent", **arguments})
+            assert refused.is_error
+            assert "scope write" in refused.content[0].text
+        theirs: Any = await client.call_tool("ask", {"bank": "private", "question": QUESTION})
+        assert theirs.is_error
+        assert "there is no bank" in theirs.content[0].text
+
+    with serving(tmp_path, mac_tiny, anyone=False) as running:
+        with running.client(tokens["root"]) as root:
+            for name in ("agent", "private"):
+                root.post("/v1/banks", json={"name": name}).raise_for_status()
+        asyncio.run(with_key(running, tokens["agent"], lambda client: use(client, "agent")))
+        asyncio.run(with_key(running, tokens["reader"], only_read))
+    actions = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    assert [(one["key"], one["action"]) for one in actions[2:]] == [
+        ("agent", "documents.put"),
+        ("agent", "documents.put"),
+        ("agent", "documents.delete"),
+    ]
+
+
+@pytest.mark.slow
+def test_on_standard_input(mac_tiny: MACModel, tmp_path: Path) -> None:
+    with serving(tmp_path, mac_tiny) as running:
+        running.client().post("/v1/banks", json={"name": "agent"}).raise_for_status()
+    parameters = StdioServerParameters(
+        command=sys.executable,
+        args=["-c", "from mac_rag.cli.main import main; main()", "mcp", "--data", str(tmp_path), "--model", "mac-tiny"],
+        env=dict(os.environ),
+    )
+
+    async def run() -> None:
+        async with Client(parameters) as client:
+            await use(client, "agent")
+
+    asyncio.run(run())
