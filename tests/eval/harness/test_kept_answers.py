@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,12 @@ from mac_rag.retrieval import BM25Retriever
 STREAM = generate("test", 12, seed=5)
 ROWS = ["LM alone", "MAC", "one top-1", "one top-1 + MAC", "two top-1", "two top-1 + MAC"]
 GIVEN = KeptAnswer(text="Ada Voss", seconds=0.5)
+
+
+@pytest.fixture(autouse=True)
+def uncounted_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What measures the costs of answers asks the engine as well, and gives no answers."""
+    monkeypatch.setattr("eval.harness.protocol.Costs", lambda *_: SimpleNamespace(measures=lambda *_: {}))
 
 
 class Counting(MACEngine):
