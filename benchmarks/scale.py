@@ -51,8 +51,9 @@ def main(
     A bank has the documents of a data set, those of its test stream first. Beyond `--adapted` it has mixtures of them
     (`benchmarks.generated.mixed_documents`); with rows `pq`, mixtures of their codes (`benchmarks.generated_codes`).
     Where it says so, the same questions are also aggregated over all rows, as if no document prior told which rows can
-    matter, and as the published implementation does it (`benchmarks.published`); the difference is that of phi*. With
-    --output, a plot is drawn beside the JSON file.
+    matter, and as the published implementation does it (`benchmarks.published`); the difference is that of phi*. Larger
+    banks are compared with direct attention to some of their rows (`benchmarks.sampled_rows`). With --output, a plot is
+    drawn beside the JSON file.
     """
     from benchmarks.measure import in_child, write_json
 
@@ -151,6 +152,7 @@ def _measure(
     from functools import partial
 
     from benchmarks.measure import memory, timed
+    from benchmarks.sampled_rows import sampled_difference
     from eval.harness.streams import open_stream
     from mac_rag.engine import MACEngine
     from mac_rag.memory import MemoryBank
@@ -162,7 +164,7 @@ def _measure(
     before = memory("VmRSS")
     opening, bank = timed(lambda: MemoryBank.open(place))
     engine = MACEngine(loaded, bank)
-    first, _ = timed(lambda: engine.aggregate(asked[:1]))
+    first, _ = timed(partial(engine.aggregate, asked[:1]))
     later = [timed(partial(engine.aggregate, [one]))[0] for one in asked[1:]]
     answering = [timed(partial(engine.answer, [one]))[0] for one in asked[1:]]  # phi* is remembered
     found = {
@@ -174,8 +176,11 @@ def _measure(
         "generating s": statistics.median(answering),
         "memory GiB": (memory("VmHWM") - before) / 2**30,
     }
+    del engine  # what it knows of all rows would be in memory twice
     if whole:
-        found |= _whole(loaded, bank, asked)
+        return found | _whole(loaded, bank, asked)
+    if loaded.aggregation.prior is not None:
+        found["sampled difference"] = sampled_difference(loaded, bank, asked[1:4], seed)
     return found
 
 

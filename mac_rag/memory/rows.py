@@ -307,7 +307,7 @@ class Rows:
             elif name == "places":
                 if column.numel() and not 0 <= int(column.min()) <= int(column.max()) < layout.lexical_vectors * width:
                     return "a place is outside of the lexical vectors"
-                if column[self.columns["weights"] == 0].any():
+                if ((column != 0) & (self.columns["weights"] == 0)).any():
                     return "a place has no number"
             elif column.is_floating_point() and not column.isfinite().all():
                 return f"a number of {_NAMES[name]} is not finite"
