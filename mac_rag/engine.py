@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
@@ -46,6 +47,8 @@ _log = logging.getLogger(__name__)
 
 # Questions of several threads whose attention is computed together.
 _ATTENTION_BATCH = 32
+# Seconds of a turn in which a stream goes on while others wait: with one token a turn, each would wait for a batch.
+_STREAM_TURN = 0.25
 # One queue for all engines of a model: a question's modulation is attached to the LM while it is answered.
 _queues: WeakKeyDictionary[MACModel, BatchingQueue] = WeakKeyDictionary()
 _queues_lock = threading.Lock()
@@ -130,6 +133,14 @@ class MACEngine:
         what that question sees.
         """
         return self._seen if self._queue.is_mine else self._shared.latest()
+
+    def wait_for_crowds(self, seconds: float) -> None:
+        """Lets a batch wait for further questions as long as they come within so many seconds of each other.
+
+        It holds for all engines of the model, and only while several questions come together: one that comes alone is
+        answered at once.
+        """
+        self._queue.patience = seconds
 
     @property
     def recent_questions(self) -> tuple[int, int]:
@@ -380,23 +391,34 @@ class MACEngine:
             )
             prompt = self.model.fit_to_window(question, texts, overflow=overflow, max_new_tokens=max_new_tokens)
             phi = self._aggregated([prompt], allowed).phi if use_memory else None
-        pieces = self.model.stream(
-            prompt,
-            modulation=phi,
-            max_new_tokens=max_new_tokens,
-            memory_weight=self.memory_weight if memory_weight is None else memory_weight,
-            sampling=sampling,
-        )
+            pieces = self.model.stream(
+                prompt,
+                modulation=phi,
+                max_new_tokens=max_new_tokens,
+                memory_weight=self.memory_weight if memory_weight is None else memory_weight,
+                sampling=sampling,
+            )
+            first = self._some_of(pieces)
 
         def locked() -> Iterator[str]:
+            some = first
             while True:
+                for piece in some:
+                    if piece is None:
+                        return
+                    yield piece
                 with self._queue.turn():
-                    piece = next(pieces, None)
-                if piece is None:
-                    return
-                yield piece
+                    some = self._some_of(pieces)
 
         return locked()
+
+    def _some_of(self, pieces: Iterator[str]) -> list[str | None]:
+        """The next piece of a stream, and, while others wait, those behind it for a moment; None is the end."""
+        some = [next(pieces, None)]
+        end = time.perf_counter() + _STREAM_TURN
+        while some[-1] is not None and self._queue.is_crowded and time.perf_counter() < end:
+            some.append(next(pieces, None))
+        return some
 
     def retrieve(
         self,
