@@ -55,6 +55,10 @@ class BatchingQueue:
 
     A thread that has its turn may ask for another one, and gets it at once.
 
+    Attributes:
+        patience: seconds without a new request after which a batch begins, if the batch before it had several. For
+            requests that arrive over a network, one behind the other; 0 for none.
+
     Examples:
         >>> queue = BatchingQueue()
         >>> queue.submit(lambda numbers: [number + 1 for number in numbers], 1, group="add", size=1, limit=32)
@@ -65,6 +69,13 @@ class BatchingQueue:
         self._changed = threading.Condition(threading.Lock())
         self._waiting: deque[_Entry] = deque()
         self._holder: _Entry | None = None
+        self._last_batch = 1  # requests
+        self.patience = 0.0
+
+    @property
+    def is_crowded(self) -> bool:
+        """True if somebody waits for a turn."""
+        return bool(self._waiting)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -155,6 +166,7 @@ class BatchingQueue:
             with self._changed:
                 batch.append(first)
                 self._move_equal(batch, limit)
+                self._last_batch = len(batch)
             outcomes: Sequence[_Result | Exception]
             try:
                 outcomes = run([entry.request for entry in batch])
@@ -175,6 +187,10 @@ class BatchingQueue:
             idle = idle + 1 if len(self._waiting) == seen else 0
             seen = len(self._waiting)
             time.sleep(0)
+        seen = -1
+        while self.patience and self._last_batch > 1 and seen < len(self._waiting) < room:
+            seen = len(self._waiting)
+            time.sleep(self.patience)
 
     def _move_equal(self, batch: list[_Entry], limit: int) -> None:
         """Moves the oldest entries of the batch's group from the queue to the batch, up to the limit."""

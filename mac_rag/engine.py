@@ -34,6 +34,9 @@ __all__ = ["AdaptReport", "Answer", "MACEngine"]
 
 _log = logging.getLogger(__name__)
 
+# Seconds of a turn in which a stream goes on while others wait: with one token a turn, each would wait for a batch.
+_STREAM_TURN = 0.25
+
 
 class MACEngine(BankQuestions):
     """Adapts to documents and answers questions.
@@ -339,20 +342,31 @@ class MACEngine(BankQuestions):
             )
             prompt = self.model.fit_to_window(question, texts, overflow=overflow, max_new_tokens=max_new_tokens)
             phi = self._aggregated([prompt], allowed).phi if use_memory else None
-        pieces = self.model.stream(
-            prompt,
-            modulation=phi,
-            max_new_tokens=max_new_tokens,
-            memory_weight=self.memory_weight if memory_weight is None else memory_weight,
-            sampling=sampling,
-        )
+            pieces = self.model.stream(
+                prompt,
+                modulation=phi,
+                max_new_tokens=max_new_tokens,
+                memory_weight=self.memory_weight if memory_weight is None else memory_weight,
+                sampling=sampling,
+            )
+            first = self._some_of(pieces)
 
         def locked() -> Iterator[str]:
+            some = first
             while True:
+                for piece in some:
+                    if piece is None:
+                        return
+                    yield piece
                 with self._queue.turn():
-                    piece = next(pieces, None)
-                if piece is None:
-                    return
-                yield piece
+                    some = self._some_of(pieces)
 
         return locked()
+
+    def _some_of(self, pieces: Iterator[str]) -> list[str | None]:
+        """The next piece of a stream, and, while others wait, those behind it for a moment; None is the end."""
+        some = [next(pieces, None)]
+        end = time.perf_counter() + _STREAM_TURN
+        while some[-1] is not None and self._queue.is_crowded and time.perf_counter() < end:
+            some.append(next(pieces, None))
+        return some

@@ -78,6 +78,14 @@ class BankQuestions:
         """
         return self._seen if self._queue.is_mine else self._shared.latest()
 
+    def wait_for_crowds(self, seconds: float) -> None:
+        """Lets a batch wait for further questions as long as they come within so many seconds of each other.
+
+        It holds for all engines of the model, and only while several questions come together: one that comes alone is
+        answered at once.
+        """
+        self._queue.patience = seconds
+
     @property
     def recent_questions(self) -> tuple[int, int]:
         """How often phi* of a question was found among those of recent questions, and how often it was not."""

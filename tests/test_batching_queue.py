@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -282,6 +283,28 @@ def test_every_caller_of_a_crowd_gets_its_own_result(plans: list[list[tuple[str,
                 assert outcome is MemoryError if failure == "all" else outcome in (True, MemoryError)
     assert queue._holder is None
     assert not queue._waiting
+
+
+def test_with_patience_a_crowd_that_comes_one_by_one_is_one_batch(worker: Worker) -> None:
+    worker.queue.patience = 0.3
+    first = worker.start_first()
+    crowd = [worker.start_and_wait(f"early {number}") for number in range(2)]
+    worker.go.set()
+    wait_until(first.done)
+    for number in range(3):
+        crowd.append(worker.start(f"late {number}"))
+        time.sleep(0.02)
+    for one in crowd:
+        one.result(20)
+    assert [len(batch) for batch in worker.batches] in (
+        [1, 5],
+        [1, 2, 3],
+    )  # the second batch is of several, the third waits
+    began = time.monotonic()
+    alone = worker.start("alone", group="b")
+    alone.result(20)
+    worker.start("alone again", group="b").result(20)
+    assert time.monotonic() - began < 0.6 + 0.1  # the first may wait, because a crowd came before it
 
 
 class TestCancelled:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 KEYS = "keys.json"
+# Seconds between questions that arrive in one crowd: their clients read an answer and ask again.
+_BETWEEN_QUESTIONS = 0.02
 # The name under which `/v1/embeddings` serves the sentence encoder.
 EMBEDDING_MODEL = "all-MiniLM-L6-v2"
 
@@ -64,6 +66,7 @@ class Service:
             bank.engine.on_batch = self.metrics.batch
         alone = MACEngine(model)
         alone.on_batch = self.metrics.batch
+        alone.wait_for_crowds(_BETWEEN_QUESTIONS)
         self.asking = Asking(alone, self.metrics)
         self.questions = Workers("questions", self.limits.pending, self.limits.question_seconds)
         self.writes = Workers("writes", self.limits.writes)

@@ -196,7 +196,7 @@ def start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
 
 @pytest.mark.slow
 def test_a_kill_loses_nothing_acknowledged(tmp_path: Path) -> None:
-    """Four clients put and delete; the process is killed in the middle, and the next one holds what was acknowledged."""
+    """Four clients put and delete; the process is killed meanwhile, and the next one holds what was acknowledged."""
     held: dict[str, bool] = {}
 
     def work(url: str, client: int, until: threading.Event) -> None:
@@ -241,4 +241,4 @@ def test_a_kill_loses_nothing_acknowledged(tmp_path: Path) -> None:
         ]
         assert {hit["id"] for hit in hits} <= found
     process.terminate()
-    assert process.wait(60) == 0
+    assert process.wait(60) in (0, -signal.SIGTERM)

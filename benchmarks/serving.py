@@ -1,0 +1,230 @@
+"""A server under load: throughput against one client and against the engine, latencies, errors and memory.
+
+python -m benchmarks.serving --help
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mac_rag.cli.run import run_command
+from mac_rag.cli.terminal import say
+
+if TYPE_CHECKING:
+    import httpx
+
+# Of 100 requests of the mixed load, how many are of which kind.
+MIXED = {"ask": 70, "stream": 15, "put": 10, "delete": 5}
+_SETTLED = 5  # documents of each client, about, once puts and deletes balance
+
+
+def main(
+    model: Annotated[str, typer.Option(help="A MAC model: a name or a folder.")] = "mac-small",
+    documents: Annotated[int, typer.Option(min=10, help="Documents of the bank.")] = 200,
+    clients: Annotated[int, typer.Option(min=2, help="Clients at a time.")] = 32,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="Seconds of each of the three measures of questions alone.")
+    ] = 30,
+    mixed: Annotated[float, typer.Option(min=1, help="Seconds of the mixed load.")] = 600,
+    seed: Annotated[int, typer.Option(help="Random seed of the load.")] = 0,
+) -> None:
+    """Time questions to the engine and to a server on loopback; then mix questions, streams, puts and deletes."""
+    from mac_rag.data.newswire.generate import generate
+    from mac_rag.engine import MACEngine
+    from mac_rag.model import MACModel
+
+    stream = generate("val", documents)
+    asked = [question.question for question in stream.questions]
+    questions = Questions(asked)
+    with serving(model) as (process, url):
+        load = Load(url, questions, seed)
+        load.prepare([(document.id, document.text) for document in stream.documents])
+        engine = MACEngine(MACModel.from_pretrained(model))
+        engine.adapt(stream.documents)
+
+        def ask_engine(_client: int, _chance: random.Random) -> str:
+            engine.answer([questions.next()])
+            return "ask"
+
+        measures: list[tuple[str, int, Callable[[int, random.Random], str]]] = [
+            ("engine", clients, ask_engine),
+            ("one client", 1, load.ask),
+            (f"{clients} clients", clients, load.ask),
+        ]
+        for name, count, ask in measures:
+            say(f"{name:>12}: {run_load(ask, count, seconds, seed).described(seconds)}")
+        before = resident(process)
+        result = run_load(load.any, clients, mixed, seed)
+        say(f"{'mixed':>12}: {result.described(mixed)}")
+        say(f"memory: {before:,} MiB before the mixed load, {resident(process):,} MiB after it")
+
+
+class Questions:
+    """Questions of which no two are equal, so that no cache answers them. Thread-safe."""
+
+    def __init__(self, asked: list[str]) -> None:
+        self._asked = asked
+        self._number = 0
+        self._lock = threading.Lock()
+
+    def next(self) -> str:
+        """The next one."""
+        with self._lock:
+            self._number += 1
+            return f"{self._asked[self._number % len(self._asked)]} {self._number}"
+
+
+class Result:
+    """Latencies of requests by kind, and what went wrong."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    def described(self, seconds: float) -> str:
+        """Requests a second, and p50, p95 and p99 of each kind in milliseconds."""
+        total = sum(map(len, self.seconds.values()))
+        kinds = [
+            f"{kind} {len(times):,} ({', '.join(f'{1000 * quantile(times, q):.0f}' for q in (0.5, 0.95, 0.99))} ms)"
+            for kind, times in sorted(self.seconds.items())
+        ]
+        return f"{total / seconds:.1f} a second; {'; '.join(kinds)}"
+
+
+def quantile(times: list[float], q: float) -> float:
+    """The value below which a share `q` of the times lies."""
+    return sorted(times)[min(len(times) - 1, int(q * len(times)))]
+
+
+class Load:
+    """Requests to a server. Each returns its kind: `busy` for a 429, `error` with the status for any other fault."""
+
+    def __init__(self, url: str, questions: Questions, seed: int) -> None:
+        import httpx
+
+        self._url, self._questions, self._seed = url, questions, seed
+        self._limits = httpx.Limits(max_connections=1)
+        self._own = threading.local()
+
+    @property
+    def _http(self) -> httpx.Client:
+        """A connection for each thread."""
+        import httpx
+
+        if not hasattr(self._own, "http"):
+            self._own.http = httpx.Client(base_url=self._url, timeout=120, trust_env=False, limits=self._limits)
+            self._own.held = []
+        http: httpx.Client = self._own.http
+        return http
+
+    def prepare(self, documents: list[tuple[str, str]]) -> None:
+        """Makes the bank."""
+        self._http.post("/v1/banks", json={"name": "load", "retriever": "none"}).raise_for_status()
+        for first in range(0, len(documents), 100):
+            some = [{"id": name, "text": text} for name, text in documents[first : first + 100]]
+            self._http.post("/v1/banks/load/documents", json={"documents": some}).raise_for_status()
+
+    def ask(self, client: int, chance: random.Random, *, stream: bool = False) -> str:
+        """Asks a question."""
+        message = {"role": "user", "content": self._questions.next()}
+        body = {"model": "served:load", "messages": [message], "sources": 0, "stream": stream}
+        response = self._http.post("/v1/chat/completions", json=body)
+        if stream and response.status_code == 200 and not response.text.endswith("data: [DONE]\n\n"):
+            return "error cut"
+        return outcome(response.status_code, "stream" if stream else "ask")
+
+    def any(self, client: int, chance: random.Random) -> str:
+        """A request of the mixed load."""
+        [kind] = chance.choices(list(MIXED), list(MIXED.values()))
+        http, held = self._http, self._own.held
+        if kind in ("ask", "stream"):
+            return self.ask(client, chance, stream=kind == "stream")
+        if held and (kind == "delete" or len(held) > _SETTLED):
+            response = http.delete("/v1/banks/load/document", params={"id": held.pop()})
+            return outcome(response.status_code, "delete")
+        name = f"client-{client}-{chance.random()}"
+        body = {"documents": [{"id": name, "text": f"Report {name}: the board of Rainga Press met in May."}]}
+        response = http.post("/v1/banks/load/documents", json=body)
+        if response.status_code == 200:
+            held.append(name)
+        return outcome(response.status_code, "put")
+
+
+def outcome(status: int, kind: str) -> str:
+    """The kind under which a response counts."""
+    return kind if status == 200 else "busy" if status == 429 else f"error {status}"
+
+
+def run_load(request: Callable[[int, random.Random], str], clients: int, seconds: float, seed: int) -> Result:
+    """Makes requests from so many threads, each behind the answer to its last one, for so many seconds."""
+    result, end = Result(), time.perf_counter() + seconds
+
+    def client(number: int) -> None:
+        chance = random.Random(seed * 1000 + number)
+        while (began := time.perf_counter()) < end:
+            kind = request(number, chance)
+            result.seconds[kind].append(time.perf_counter() - began)
+            if kind == "busy":
+                time.sleep(0.2)
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return result
+
+
+@contextmanager
+def serving(model: str) -> Iterator[tuple[int, str]]:
+    """A server in a process of its own: its id and its address."""
+    import os
+    import socket
+    import subprocess
+    import sys
+    from tempfile import TemporaryDirectory
+
+    import httpx
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url, code = f"http://127.0.0.1:{port}", "from mac_rag.cli.main import main; main()"
+    with TemporaryDirectory() as folder:
+        options = ["--data", folder, "--model", model, "--model-name", "served", "--port", str(port)]
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, "serve", *options, "--requests-per-minute", "0"],
+            env=dict(os.environ),
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            while True:
+                if process.poll() is not None:
+                    raise typer.BadParameter("the server has ended; start it by hand to see why: mac-rag serve")
+                try:
+                    httpx.get(f"{url}/ready", trust_env=False).raise_for_status()
+                    break
+                except httpx.HTTPError:
+                    time.sleep(0.2)
+            yield process.pid, url
+        finally:
+            process.terminate()
+            process.wait(120)
+
+
+def resident(process: int) -> int:
+    """MiB of main memory that a process holds."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) // 1024
+
+
+if __name__ == "__main__":
+    run_command(main)
