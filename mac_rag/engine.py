@@ -8,6 +8,7 @@ meanwhile, questions are answered from its last commit.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
