@@ -22,6 +22,7 @@ except ModuleNotFoundError as error:
 from mac_rag.integrations.llama_index.events import DocumentsTruncatedEvent
 from mac_rag.integrations.llama_index.filters import FilteredDocuments
 from mac_rag.integrations.llama_index.llm import MACLLM
+from mac_rag.integrations.llama_index.memory_block import MACMemoryBlock
 from mac_rag.integrations.llama_index.postprocessor import MACNodePostprocessor
 from mac_rag.integrations.llama_index.retriever import MACRetriever
 from mac_rag.integrations.llama_index.synthesizer import MACSynthesizer
@@ -34,6 +35,7 @@ __all__ = [
     "DocumentsTruncatedEvent",
     "FilteredDocuments",
     "LlamaIndexRetriever",
+    "MACMemoryBlock",
     "MACNodePostprocessor",
     "MACRetriever",
     "MACSynthesizer",
