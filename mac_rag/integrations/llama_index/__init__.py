@@ -23,6 +23,7 @@ from mac_rag.integrations.llama_index.events import DocumentsTruncatedEvent
 from mac_rag.integrations.llama_index.filters import FilteredDocuments
 from mac_rag.integrations.llama_index.llm import MACLLM
 from mac_rag.integrations.llama_index.memory_block import MACMemoryBlock
+from mac_rag.integrations.llama_index.memory_retriever import MemoryRetriever
 from mac_rag.integrations.llama_index.postprocessor import MACNodePostprocessor
 from mac_rag.integrations.llama_index.retriever import MACRetriever
 from mac_rag.integrations.llama_index.synthesizer import MACSynthesizer
@@ -40,5 +41,6 @@ __all__ = [
     "MACRetriever",
     "MACSynthesizer",
     "MACVectorStore",
+    "MemoryRetriever",
     "MemoryWriter",
 ]
