@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 from torch import Tensor
 
 from mac_rag.batching_queue import isolating_errors
+from mac_rag.confidence import check_threshold, doubted, evidence_of
 from mac_rag.data.characters import check_text
 from mac_rag.data.types import Answer, Source
 from mac_rag.errors import ConfigError
@@ -36,13 +37,29 @@ class Memory:
     Attributes:
         contents: the bank, or a snapshot of it.
         aggregate: from prompts and the allowed documents to phi* of each.
+        best_priors: see `mac_rag.memory.views.base_reader.Reader.best_priors`.
         masses: from questions and the allowed documents to the attention on each document; see
             `mac_rag.memory.views.base_reader.Reader.document_mass`.
     """
 
     contents: BankContents
     aggregate: Callable[[Sequence[FittedPrompt], Container[str] | None], Aggregated]
+    best_priors: Callable[[Sequence[str], Container[str] | None], Tensor | None]
     masses: Callable[[Sequence[str], Container[str] | None], tuple[list[str], Tensor]]
+
+    def evidence(
+        self,
+        model: MACModel,
+        prompts: Sequence[FittedPrompt],
+        answers: Sequence[str],
+        phi: Tensor | None,
+        allowed: Container[str] | None,
+    ) -> Tensor:
+        """`mac_rag.confidence.evidence_of` answers, `[B, len(EVIDENCE)]`; phi is None for answers without memory."""
+        if phi is None:
+            return evidence_of(model, prompts, answers, None, None)
+        questions = [prompt.question for prompt in prompts]
+        return evidence_of(model, prompts, answers, phi, self.best_priors(questions, allowed))
 
 
 class Retrieval(Protocol):
@@ -80,12 +97,14 @@ class Settings:
     num_beams: int
     sampling: Sampling
     sources: int
+    min_confidence: float | None
     batch_size: int
     progress: bool
 
     def __post_init__(self) -> None:
         if self.sources < 0:
             raise ConfigError(f"sources is {self.sources}; give the largest number of documents to name, or 0 for none")
+        check_threshold(self.min_confidence)
 
     @property
     def group(self) -> Hashable:
@@ -222,7 +241,13 @@ def _answered(batch: Sequence[_Prepared], settings: Settings, model: MACModel, m
         masses = memory.masses(questions, settings.allowed) if settings.use_memory else None
         read = [texts_read(one.document_ids, one.texts, one.prompt.contexts) for one in batch]
         sources = find_sources(questions, texts, read, masses, memory.contents, settings.sources)
-    return [
+    answers = [
         Answer(text, one.prompt.contexts, one.document_ids, one.prompt.truncated, share, unread, found)
         for one, text, share, found in zip(batch, texts, discarded, sources, strict=True)
     ]
+    if settings.min_confidence is None:
+        return answers
+    phi = None if aggregated is None else aggregated.phi
+    return doubted(
+        model, prompts, answers, memory.evidence(model, prompts, texts, phi, settings.allowed), settings.min_confidence
+    )

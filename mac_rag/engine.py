@@ -240,6 +240,7 @@ class MACEngine(BankQuestions):
         num_beams: int = 1,
         sampling: Sampling = GREEDY,
         sources: int = 0,
+        min_confidence: float | None = None,
         batch_size: int = 32,
         progress: bool = False,
         cancelled: Callable[[], bool] | None = None,
@@ -267,6 +268,8 @@ class MACEngine(BankQuestions):
             sampling: how tokens are chosen, and what ends an answer early.
             sources: largest number of documents to name as what an answer rests on (`Answer.sources`). With memory,
                 this takes another pass over the bank.
+            min_confidence: computes `Answer.confidence`, and below this says "I don't know"; 0 to compute it only. This
+                takes another pass of the LM. None for neither.
             batch_size: largest number of questions that are answered at a time.
             progress: shows a progress bar.
             cancelled: True once nobody waits for the answers any more. A call that is still in the queue then leaves
@@ -275,7 +278,9 @@ class MACEngine(BankQuestions):
         Raises:
             CancelledError: when `cancelled` said so before the call's turn came.
             BankError: with `use_memory`, for an empty bank, or if none of its documents is allowed or counts by then.
-            ConfigError: for sources, with an `attention` that does not tell single documents apart.
+            ConfigError: for sources, with an `attention` that does not tell single documents apart; for a
+                `min_confidence` outside [0, 1], with a bank in shards, or if no calibration was fitted for the model
+                and this kind of answer.
             DataError: for an `as_of` that is no date.
             DocumentError: for an empty question, or a prompt beyond the window.
             FingerprintError: when another model wrote the bank.
@@ -292,6 +297,7 @@ class MACEngine(BankQuestions):
             num_beams=num_beams,
             sampling=sampling,
             sources=sources,
+            min_confidence=min_confidence,
             batch_size=batch_size,
             progress=progress,
         )

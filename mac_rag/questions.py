@@ -204,10 +204,39 @@ class BankQuestions:
         questions, ids = [prompt.question for prompt in prompts], [prompt.question_ids for prompt in prompts]
         return self._reader.aggregate(questions, allowed, ids=ids)
 
+    def evidence(
+        self,
+        prompts: Sequence[FittedPrompt],
+        answers: Sequence[str],
+        *,
+        use_memory: bool = True,
+        allowed: Container[str] | None = None,
+    ) -> Tensor:
+        """What is known of answers, from which confidence is computed: see `mac_rag.confidence.evidence_of`.
+
+        Args:
+            prompts: B prompts, as `MACModel.fit_to_window` makes them.
+            answers: the answers to them.
+            use_memory, allowed: as `answer` had them.
+
+        Returns:
+            `[B, len(mac_rag.model.calibration.EVIDENCE)]`, on the CPU.
+
+        Raises:
+            BankError: with `use_memory`, for an empty bank, or none of its documents allowed.
+            ConfigError: for a bank in shards.
+        """
+        with self._queue.turn():
+            self._begin()
+            known, memory = self._known(allowed, None), self._memory
+            phi = memory.aggregate(prompts, known).phi if use_memory else None
+            return memory.evidence(self.model, prompts, answers, phi, known)
+
     @property
     def _memory(self) -> Memory:
         """The bank as the question whose turn it is sees it."""
-        return Memory(self._seen, self._aggregated, self._reader.document_mass)
+        reader = self._reader
+        return Memory(self._seen, self._aggregated, reader.best_priors, reader.document_mass)
 
     def _known(self, allowed: Container[str] | None, as_of: int | None) -> Container[str] | None:
         """The documents that may influence the question whose turn it is: those of `allowed` that count by then."""

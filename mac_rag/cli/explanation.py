@@ -38,6 +38,8 @@ def answer_record(answer: Answer) -> dict[str, Any]:
 
     return {
         "answer": answer.text,
+        "confidence": answer.confidence,
+        "guess": answer.guess,
         "truncated": answer.truncated,
         "sources": [source_record(source) for source in answer.sources],
     }

@@ -254,6 +254,10 @@ def ask(
             help="A date, such as 2004-05-31: answer as if nothing later had been remembered.", show_default="all dates"
         ),
     ] = None,
+    min_confidence: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help='Say "I don\'t know" if the answer is less likely to be right than this.'),
+    ] = None,
     device_map: DeviceMapOption = None,
 ) -> None:
     """Answer a question from a bank. With --retriever, answer from the bank and retrieved documents.
@@ -271,7 +275,9 @@ def ask(
     engine = MACEngine(load_model(model, opened, bank, device_map=device_map), opened, text_retriever, k=k)
     warn_of_disagreement(engine.bank, engine.retriever, retriever, retriever_folder)
     sources = SHOWN if explain or as_json else 0
-    [answer] = engine.answer([question], overflow="truncate", as_of=as_of, sources=sources)
+    [answer] = engine.answer(
+        [question], overflow="truncate", as_of=as_of, sources=sources, min_confidence=min_confidence
+    )
     say(json.dumps(answer_record(answer), ensure_ascii=False) if as_json else answer.text, lines=not as_json)
     if explain:
         show_sources(answer.sources, answer.text)

@@ -202,6 +202,10 @@ class Answer:
         unread: share of the documents that had no influence because their shards were lost; 0 unless a bank in shards
             has `partial_answers`.
         sources: the documents that it rests on, the first one most; empty unless they were asked for.
+        confidence: the probability that the LM's answer is right, as the model's calibration has it; None unless
+            `min_confidence` was given.
+        guess: the LM's answer where its confidence is below `min_confidence`, and `text` says "I don't know"; else
+            None.
     """
 
     text: str
@@ -211,3 +215,5 @@ class Answer:
     discarded_prior: float = 0.0
     unread: float = 0.0
     sources: tuple[Source, ...] = ()
+    confidence: float | None = None
+    guess: str | None = None

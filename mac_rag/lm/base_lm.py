@@ -147,10 +147,24 @@ class BaseLM(DecodingMixin, nn.Module):
                 `mac_rag.lm.prefix_lm.prefix_mask`); None for prompts of one segment.
             hidden: for such an LM, True for prompt tokens that only their own segment sees; None for none.
         """
+        losses = self.token_losses(prompts, answers, modulation, segment_ids=segment_ids, hidden=hidden)
+        return torch.stack([row.sum() for row in losses])
+
+    def token_losses(
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        modulation: Modulation | None,
+        *,
+        segment_ids: Sequence[Sequence[int]] | None = None,
+        hidden: Sequence[Sequence[bool]] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Negative log-likelihood of each token of the answers, one tensor for each; arguments as `answer_loss`'s."""
         logits = self.answer_logits(prompts, answers, modulation, segment_ids=segment_ids, hidden=hidden).float()
         targets = torch.tensor([token for answer in answers for token in answer], device=self.device)
         losses = functional.cross_entropy(logits, targets, reduction="none")
-        return torch.stack([row.sum() for row in losses.split([len(answer) for answer in answers])])
+        by_answer: tuple[Tensor, ...] = losses.split([len(answer) for answer in answers])
+        return by_answer
 
     def answer_logits(
         self,

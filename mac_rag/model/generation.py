@@ -192,6 +192,35 @@ class GenerationMixin:
                     at_weight[i] = text
         return answers
 
+    @torch.no_grad()
+    def score_answers(
+        self, prompts: Sequence[FittedPrompt], answers: Sequence[str], *, modulation: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability of the first token of answers under the LM, and the mean over their tokens, the end included.
+
+        An answer beyond the LM's positions counts as far as it fits.
+
+        Args:
+            prompts: B prompts.
+            answers: B texts.
+            modulation: phi* `[B, T, D]`; None for the frozen LM alone.
+
+        Returns:
+            `[B]` each, in float32 on the CPU.
+        """
+        room = [self._positions - len(prompt.ids) for prompt in prompts]
+        ids = [self.base_lm.prompts.answer(text)[:most] for text, most in zip(answers, room, strict=True)]
+        first, mean = torch.zeros(len(prompts)), torch.zeros(len(prompts))
+        for rows in self._batches(prompts):
+            losses = self.base_lm.token_losses(
+                [prompts[i].ids for i in rows],
+                [ids[i] for i in rows],
+                self._modulation(None if modulation is None else modulation[rows]),
+            )
+            for i, loss in zip(rows, losses, strict=True):
+                first[i], mean[i] = -loss[0], -loss.mean()
+        return first, mean
+
     def _as_fitted(
         self, prompts: Sequence[str | FittedPrompt], contexts: Sequence[Sequence[str]] | None
     ) -> list[FittedPrompt]:

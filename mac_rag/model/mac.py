@@ -19,6 +19,7 @@ from mac_rag.lm.devices import default_device
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.model import checkpoint
 from mac_rag.model.answer_digest import answer_digest
+from mac_rag.model.calibration import Calibration, read_calibration
 from mac_rag.model.factory import (
     make_hashed_bm25,
     make_modulation_network,
@@ -64,6 +65,9 @@ class MACModel(GenerationMixin, nn.Module):
         base_lm: theta_base.
         amortization: g_amort.
         input_encoder: g_input.
+
+    Attributes:
+        calibration: turns what is known of an answer into a probability; None if none was fitted for the checkpoint.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class MACModel(GenerationMixin, nn.Module):
         )
         self.modulation = make_modulation_network(config, base_lm)
         self.base_lm_trained = False
+        self.calibration: Calibration | None = None
         self._fingerprint: tuple[int, str] | None = None
         if self.context_window > self._positions:
             raise ConfigError(
@@ -153,6 +158,7 @@ class MACModel(GenerationMixin, nn.Module):
                 model = cls(parts.config, parts.base_lm, parts.amortization, parts.input_encoder)
             checkpoint.fill(model.mac_state(), folder / checkpoint.WEIGHTS)
             model.aggregation.quantizer = checkpoint.read_quantizer(folder)
+            model.calibration = read_calibration(folder)
         return model.eval()
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
@@ -173,6 +179,8 @@ class MACModel(GenerationMixin, nn.Module):
             lm_was_trained=self.base_lm_trained,
             quantizer=self._quantizer,
         )
+        if dtype is None and self.calibration is not None and self.calibration.fingerprint == self.fingerprint:
+            self.calibration.write(Path(folder))
 
     def push_to_hub(self, repository: str, *, private: bool = True, token: str | None = None) -> str:
         """Uploads a checkpoint to a model repository on the Hub and returns its address."""

@@ -418,3 +418,17 @@ def test_shards_answer_as_of_a_date_and_take_other_metadata(loaded_tiny_model: M
             bank.describe([Document("text 2", "Something else.")])
     with opened(folder, loaded_tiny_model) as bank:
         assert bank["text 8"].metadata == {"date": "2002"}
+
+
+def test_sources_are_those_of_one_bank_and_there_is_no_confidence(loaded_tiny_model: MACModel, folder: Path) -> None:
+    model = loaded_tiny_model
+    with made(folder, model, 3) as bank:
+        bank.put(documents(9), random_rows(model, 9, 0))
+        bank.commit()
+        engine, whole = MACEngine(model, bank), MACEngine(model, one_bank(model, bank))
+        found, expected = engine.sources(QUESTIONS[0], most=4), whole.sources(QUESTIONS[0], most=4)
+        assert [source.document_id for source in found] == [source.document_id for source in expected]
+        assert [source.share for source in found] == pytest.approx([source.share for source in expected], abs=1e-4)
+        assert [source.metadata for source in found] == [source.metadata for source in expected]
+        with pytest.raises(ConfigError, match="bank in shards"):
+            engine.evidence([model.fit_to_window(QUESTIONS[0])], ["No."])

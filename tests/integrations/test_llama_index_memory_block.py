@@ -165,7 +165,7 @@ def test_texts_come_from_an_index_where_the_bank_has_none(tiny_model: MACModel) 
     engine = MemoryWriter.from_index(index, MACEngine(tiny_model)).engine
     with pytest.raises(ConfigError, match="give source=index"):
         MACRetriever(engine)
-    with pytest.raises(ConfigError, match="leave source out"):
+    with pytest.raises(ConfigError, match="leave them out"):
         MACRetriever(BM25Retriever(), source=index)
     found = MACRetriever(engine, similarity_top_k=3, source=index).retrieve(QUESTION)
     assert sorted(node.text for node in found) == sorted(ANNA)

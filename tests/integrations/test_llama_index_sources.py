@@ -16,6 +16,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.integrations.llama_index import MACLLM, MACSynthesizer
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
+from mac_rag.model.calibration import Calibration
 from tests.integrations.helpers import FACTS
 
 QUESTION = "Who opened the bridge of Norrland?"
@@ -75,3 +76,24 @@ def test_raw_names_them(tiny_model: MACModel, ask: str) -> None:
     raw = (asyncio.run(response) if ask.startswith("a") else response).raw
     assert [one["document_id"] for one in raw["mac_sources"]] == list(by_attention(llm))
     assert llm.model_copy(update={"sources": 0}).complete(QUESTION).raw is None
+
+
+def test_doubt_is_in_raw_and_in_metadata(tiny_model: MACModel) -> None:
+    llm = llm_of(tiny_model).model_copy(update={"min_confidence": 0.5})
+    plain = llm.model_copy(update={"min_confidence": None}).complete(QUESTION).text
+    for bias, text in ((-9.0, "I don't know"), (9.0, plain)):
+        fitted = {"weights": {}, "bias": bias, "questions": 1, "data": "made up"}
+        values = {"fingerprint": tiny_model.fingerprint, "modes": {"memory": fitted}}
+        tiny_model.calibration = Calibration.model_validate(values)
+        response = llm.complete(QUESTION)
+        assert response.text == text
+        assert (response.raw["mac_confidence"] < 0.5) == (bias < 0)
+        assert response.raw.get("mac_guess") == (plain if bias < 0 else None)
+        assert "".join(piece.delta or "" for piece in llm.stream_complete(QUESTION)) == text
+        told = MACSynthesizer(llm, sources=1).synthesize(QUESTION, [])
+        later = asyncio.run(MACSynthesizer(llm, sources=1).asynthesize(QUESTION, []))
+        assert str(told) == str(later) == text
+        for metadata in (told.metadata, later.metadata):
+            assert metadata["mac_confidence"] == response.raw["mac_confidence"]
+            assert metadata.get("mac_guess") == response.raw.get("mac_guess")
+            assert len(metadata["mac_sources"]) == 1

@@ -34,7 +34,7 @@ from mac_rag.integrations.llama_index.filters import FilteringComponent
 from mac_rag.integrations.llama_index.instructions import check_question, last_question
 from mac_rag.integrations.llama_index.plain_text import Options, read_options
 from mac_rag.integrations.llama_index.predicting import PredictingLLM
-from mac_rag.integrations.llama_index.responses import accumulate, chat_response, completion_response, raw_of
+from mac_rag.integrations.llama_index.responses import accumulate, chat_response, completion_response, note, raw_of
 from mac_rag.integrations.llama_index.slots import Request
 from mac_rag.integrations.llama_index.spans import NodeReader, listen
 from mac_rag.integrations.llama_index.threads import in_thread
@@ -94,6 +94,8 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
         sampling: how answers are decoded where a call does not say it.
         sources: largest number of documents that `raw["mac_sources"]` of a response names as what the answer rests on,
             as `MACEngine.answer` finds them; responses that come token by token name none.
+        min_confidence: below this confidence the answer is "I don't know", and `raw` has the guess (`mac_guess`);
+            `mac_confidence` tells the confidence of every answer. None is then streamed: it comes in one piece.
         metadata_mode: the metadata of a node that the LM reads in front of its text: none, or with `MetadataMode.LLM`
             all but those in `node.excluded_llm_metadata_keys`.
         filters: the documents that may influence an answer through the bank; give the retriever the same filters. For
@@ -111,6 +113,7 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
     use_memory: bool | None = Field(default=None, description="Whether to answer with the bank; None if it is filled.")
     max_new_tokens: int | None = Field(default=None, ge=1, description="Longest answer; None for the model's own.")
     sampling: Sampling = Field(default=GREEDY, description="How answers are decoded.")
+    min_confidence: float | None = Field(default=None, ge=0, le=1, description="Below it, the answer is withheld.")
     sources: int = Field(default=0, ge=0, description="Largest number of sources that a response names.")
 
     def __init__(
@@ -122,6 +125,7 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
         max_new_tokens: int | None = None,
         sampling: Sampling = GREEDY,
         sources: int = 0,
+        min_confidence: float | None = None,
         metadata_mode: MetadataMode = MetadataMode.NONE,
         filters: MetadataFilters | None = None,
         as_of: str | datetime | None = None,
@@ -142,6 +146,7 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             sources=sources,
+            min_confidence=min_confidence,
             metadata_mode=metadata_mode,
             filters=filters,
             as_of=as_of,
@@ -241,10 +246,14 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
 
     def _answer(self, request: Request, options: Options) -> Answer:
         prompt, settings = self._call(request, options)
-        return self.engine.answer([prompt], sources=self.sources, **settings)[0]
+        [answer] = self.engine.answer([prompt], sources=self.sources, min_confidence=self.min_confidence, **settings)
+        note(answer)
+        return answer
 
     def _stream(self, request: Request, options: Options) -> Iterator[tuple[str, str]]:
         """Yields the answer so far and its newest piece. Errors are raised at the call, not at the first piece."""
+        if self.min_confidence is not None:
+            return accumulate(iter([self._answer(request, options).text]))
         prompt, settings = self._call(request, options)
         return accumulate(self.engine.stream(prompt, **settings))
 

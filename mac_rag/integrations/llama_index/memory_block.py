@@ -129,6 +129,10 @@ class MACMemoryBlock(BaseMemoryBlock[str]):
             lines.pop(0)
         return "\n".join(lines) or None
 
+    def said_in(self, session_id: str | None) -> Container[str]:
+        """The documents of one session, for `allowed` of the engine: answers then rest on what was said in it alone."""
+        return _Session(session_id)
+
     def forget(self, session_id: str | None) -> int:
         """Forgets all that was said in a session; returns the number of messages."""
         session = _Session(session_id)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
@@ -11,7 +13,31 @@ from llama_index.core.types import TokenAsyncGen
 from mac_rag.data.types import Answer
 from mac_rag.sources import source_record
 
-SOURCES = "mac_sources"  # key of `raw`, and of a response's metadata: the documents that an answer rests on
+# Keys of `raw`, and of a response's metadata.
+SOURCES = "mac_sources"  # the documents that an answer rests on
+CONFIDENCE = "mac_confidence"  # the probability that the LM's answer is right
+GUESS = "mac_guess"  # the LM's answer where the response says "I don't know"
+
+# LlamaIndex hands the text of a prediction on and nothing else. Who sets a list here finds the answers in it.
+_noted: ContextVar[list[Answer] | None] = ContextVar("answers", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[list[Answer]]:
+    """A context in which every answer of a `MACLLM` is put into a list, also one from another thread."""
+    answers: list[Answer] = []
+    token = _noted.set(answers)
+    try:
+        yield answers
+    finally:
+        _noted.reset(token)
+
+
+def note(answer: Answer) -> None:
+    """Puts an answer into the list of the innermost `noting`, if there is one."""
+    answers = _noted.get()
+    if answers is not None:
+        answers.append(answer)
 
 
 def accumulate(pieces: Iterator[str]) -> Iterator[tuple[str, str]]:
@@ -40,6 +66,10 @@ def chat_response(text: str, delta: str | None = None, raw: dict[str, Any] | Non
 def raw_of(answer: Answer) -> dict[str, Any] | None:
     """What else is known of an answer, for `raw` of LlamaIndex's responses; None for nothing."""
     raw: dict[str, Any] = {}
+    if answer.confidence is not None:
+        raw[CONFIDENCE] = answer.confidence
+    if answer.guess is not None:
+        raw[GUESS] = answer.guess
     if answer.sources:
         raw[SOURCES] = [source_record(source) for source in answer.sources]
     return raw or None

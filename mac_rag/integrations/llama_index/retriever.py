@@ -5,20 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from typing import Any
 
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.indices.base import BaseIndex
-from llama_index.core.schema import BaseNode, NodeRelationship, NodeWithScore, QueryBundle, TextNode
+from llama_index.core.schema import NodeRelationship, NodeWithScore, QueryBundle, TextNode
 from llama_index.core.storage.docstore import BaseDocumentStore
 
+from mac_rag.data.dates import AsOf
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
-from mac_rag.integrations.llama_index.lookup import kept_text, nodes_of
+from mac_rag.integrations.llama_index.lookup import source_nodes
 from mac_rag.integrations.llama_index.threads import in_thread
-from mac_rag.memory.interface import BankContents
 from mac_rag.retrieval.base import Hit, Retriever, check_k
 from mac_rag.retrieval.llama_index import FiledBy
 
@@ -55,12 +55,13 @@ class MACRetriever(BaseRetriever):
         similarity_top_k: number of nodes per question.
         allowed: ids of the documents that may be found, evaluated for every question; None for all.
         source: index or docstore that holds the texts of an engine's documents; None where its bank keeps them.
+        as_of: with an engine, the moment of the question: later documents are not found, and have no influence.
         filed_by: with a source, which document of the bank a node belongs to, as set in the `MemoryWriter`.
         callback_manager: LlamaIndex's callback manager.
 
     Raises:
         ConfigError: when `similarity_top_k` is below 1; for an engine whose bank keeps no texts, without a source; and
-            for a source without an engine.
+            for a source or a moment without an engine.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class MACRetriever(BaseRetriever):
         allowed: Container[str] | None = None,
         source: BaseIndex[Any] | BaseDocumentStore | None = None,
         filed_by: FiledBy = "source",
+        as_of: AsOf = None,
         callback_manager: CallbackManager | None = None,
     ) -> None:
         super().__init__(callback_manager=callback_manager)
@@ -81,10 +83,11 @@ class MACRetriever(BaseRetriever):
                     "the engine's bank keeps no texts to retrieve; give source=index, or an engine with "
                     "MemoryBank(model.fingerprint, keep_texts=True)"
                 )
-        elif source is not None:
-            raise ConfigError("source holds the texts of a memory bank, and a retriever has its own; leave source out")
+        elif source is not None or as_of is not None:
+            raise ConfigError("source and as_of are of a memory bank, and this is a retriever; leave them out")
         self._source = source
         self._filed_by = filed_by
+        self.as_of = as_of
         self.retriever = retriever
         self.similarity_top_k = similarity_top_k
         self.allowed = allowed
@@ -100,32 +103,13 @@ class MACRetriever(BaseRetriever):
 
     def _remembered(self, engine: MACEngine, question: str) -> list[NodeWithScore]:
         """The documents with the most attention; none from an empty bank."""
-        bank = engine.snapshot
-        if not len(bank):
+        if not len(engine.snapshot):
             return []
-        ids, mass = engine.document_attention([question], self.allowed)
-        found = []
-        for place in mass[0].argsort(descending=True, stable=True)[: self.similarity_top_k].tolist():
-            nodes: list[BaseNode]
-            if self._source is None:
-                nodes = [_kept(bank, ids[place])]
-            else:
-                nodes = nodes_of(ids[place], self._source, self._filed_by)
-            found += [NodeWithScore(node=node, score=float(mass[0, place])) for node in nodes]
-        return found
-
-
-def _kept(bank: BankContents, document_id: str) -> TextNode:
-    """A document of a bank that keeps texts."""
-    member, text = kept_text(bank, document_id)
-    return _text_node(document_id, text, member.metadata)
+        found = engine.sources(question, most=self.similarity_top_k, allowed=self.allowed, as_of=self.as_of)
+        return [scored for document in found for scored in source_nodes(document, self._source, self._filed_by)]
 
 
 def _node(hit: Hit) -> TextNode:
-    return _text_node(hit.document_id, hit.text, hit.metadata)
-
-
-def _text_node(document_id: str, text: str, metadata: Mapping[str, Any]) -> TextNode:
-    node = TextNode(id_=document_id, text=text, metadata=dict(metadata))
+    node = TextNode(id_=hit.document_id, text=hit.text, metadata=dict(hit.metadata))
     node.relationships[NodeRelationship.SOURCE] = node.as_related_node_info()
     return node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llama_index.core.base.response.schema import RESPONSE_TYPE
@@ -21,11 +21,11 @@ from llama_index.core.storage.docstore import BaseDocumentStore
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 from llama_index_instrumentation import get_dispatcher
 
-from mac_rag.data.types import Source
+from mac_rag.data.types import Answer, Source
 from mac_rag.errors import ConfigError
 from mac_rag.integrations.llama_index.llm import MACLLM
 from mac_rag.integrations.llama_index.lookup import source_nodes
-from mac_rag.integrations.llama_index.responses import SOURCES
+from mac_rag.integrations.llama_index.responses import SOURCES, noting, raw_of
 from mac_rag.integrations.llama_index.threads import in_thread
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.retrieval.llama_index import FiledBy
@@ -41,11 +41,12 @@ dispatcher = get_dispatcher(__name__)
 
 @dataclass
 class _Synthesis:
-    """A synthesis in progress: the prompt, the nodes, whether there were none, and the response once there is one."""
+    """A synthesis in progress: its prompt and nodes, whether there were none, the answer and the response."""
 
     prompt: FittedPrompt
     source_nodes: list[NodeWithScore]
     from_memory: bool
+    answers: list[Answer] = field(default_factory=list)
     response: RESPONSE_TYPE | None = None
 
 
@@ -64,6 +65,8 @@ class MACSynthesizer(BaseSynthesizer):
     Where the engine's `attention` does not tell single documents apart, there are none.
 
         index.as_query_engine(llm=llm, response_synthesizer=MACSynthesizer(llm))
+
+    With `min_confidence` of the LLM, `mac_confidence` and `mac_guess` are among the metadata.
 
     Examples:
         >>> from llama_index.core.schema import TextNode
@@ -144,7 +147,8 @@ class MACSynthesizer(BaseSynthesizer):
         if self._is_empty(nodes):
             return super().synthesize(query, nodes, additional_source_nodes, **response_kwargs)
         with self._synthesis(query, nodes, additional_source_nodes) as work:
-            answer = self._answer(work.prompt)
+            with noting() as work.answers:
+                answer = self._answer(work.prompt)
             return self._respond(work, answer, self._sources(work, answer))
 
     @dispatcher.span
@@ -159,7 +163,8 @@ class MACSynthesizer(BaseSynthesizer):
         if self._is_empty(nodes):
             return await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs)
         with self._synthesis(query, nodes, additional_source_nodes) as work:
-            answer = await self._aanswer(work.prompt)
+            with noting() as work.answers:
+                answer = await self._aanswer(work.prompt)
             return self._respond(work, answer, await in_thread(self._sources, work, answer))
 
     def _is_empty(self, nodes: Sequence[NodeWithScore]) -> bool:
@@ -194,6 +199,8 @@ class MACSynthesizer(BaseSynthesizer):
         if not (self._most_sources and work.from_memory and tells):
             return ()
         llm, known = self._mac, answer if isinstance(answer, str) else None
+        if work.answers and work.answers[0].guess is not None:
+            known = work.answers[0].guess
         return llm.engine.sources(
             work.prompt.question, known, most=self._most_sources, allowed=llm.allowed, as_of=llm.as_of
         )
@@ -202,6 +209,8 @@ class MACSynthesizer(BaseSynthesizer):
         nodes = [scored for source in sources for scored in source_nodes(source, self._source, self._filed_by)]
         response = self._prepare_response_output(answer, [*work.source_nodes, *nodes])
         response.metadata = {**(response.metadata or {}), TRUNCATED: work.prompt.truncated}
+        for noted in work.answers:
+            response.metadata |= {name: value for name, value in (raw_of(noted) or {}).items() if name != SOURCES}
         if sources:
             response.metadata[SOURCES] = [source_record(source) for source in sources]
         work.response = response

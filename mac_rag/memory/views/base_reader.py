@@ -154,6 +154,17 @@ class Reader(ABC):
         ]
         return torch.cat(parts)
 
+    def best_priors(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor | None:
+        """The two highest document priors of each question before the prior's scale, `[B, 2]`, the highest first.
+
+        The second of a bank of one row is -1. None for a model without a document prior.
+
+        Raises:
+            BankError: see `aggregate`.
+            ConfigError: for a bank in shards.
+        """
+        raise ConfigError("a bank in shards gives no confidence; leave min_confidence out")
+
     def document_mass(
         self, questions: Sequence[str], allowed: Container[str] | None = None
     ) -> tuple[list[str], Tensor]:

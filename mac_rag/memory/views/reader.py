@@ -19,8 +19,10 @@ from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.memory.views.question_cache import RecentQuestions
 from mac_rag.nn.attention import BankAttention, streaming_attention
 from mac_rag.nn.bank_view import BankView
+from mac_rag.nn.bank_view import prior_keys as prior_keys_of
 from mac_rag.nn.hierarchical import hierarchical
 from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.prior_keys import PriorKeys
 from mac_rag.nn.sharded import ShardedAttention
 
 if TYPE_CHECKING:
@@ -107,6 +109,26 @@ class BankReader(Reader):
         _, mass = network(question, self._projected(), mask=mask, mass=True)
         assert isinstance(mass, Tensor)
         return mass
+
+    @torch.no_grad()
+    def best_priors(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor | None:
+        prior = self.model.aggregation.prior
+        if self._shards is not None:
+            return super().best_priors(questions, allowed)
+        if prior is None:
+            return None
+        visible = self._visible(allowed)
+        keys: Tensor | PriorKeys | None
+        if self.bank.codebook is None:
+            keys = prior_keys_of(self._projected())
+        else:
+            keys = self._coded().row_prior_keys
+            assert keys is not None
+        scores = prior.score(prior.queries(self._encoded(questions, {})), keys) / prior.log_scale.exp()
+        if visible is not None:
+            scores = scores.masked_fill(~visible.to(scores.device), -1.0)
+        scores = torch.nn.functional.pad(scores, (0, 1), value=-1.0)
+        return scores.topk(2).values
 
     def _total(self, count: int) -> int:
         """The sum over all processes, which must all go on or all raise; the count itself without shards."""

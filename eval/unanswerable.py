@@ -1,0 +1,133 @@
+"""Does a model know when its memory does not hold the answer? `python -m eval.unanswerable --help`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from eval.harness.benchmark import SplitOption
+from eval.harness.command import MODEL_HELP, BatchOption, DeviceOption, OutputOption, SeedOption, generated, report
+from eval.harness.streams import DataOption, named_data
+from mac_rag import DEFAULT_MODEL
+from mac_rag.cli.run import run_command
+
+# Points of the risk-coverage curve.
+COVERAGES = (0.2, 0.4, 0.6, 0.8, 1.0)
+
+
+def main(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Option(help=MODEL_HELP, show_default=f"mac-tiny on newswire, {DEFAULT_MODEL} on --data")
+    ] = None,
+    data: DataOption = None,
+    split: SplitOption = "test",
+    documents: Annotated[int, typer.Option(min=2, help="Documents of the stream, from its beginning.")] = 1000,
+    questions: Annotated[int, typer.Option(min=2, help="Questions, half of them without their answers.")] = 400,
+    retriever: Annotated[
+        str, typer.Option(help="Answer behind the documents of this retriever instead of from memory alone.")
+    ] = "none",
+    k: Annotated[int, typer.Option("--k", min=1, help="Retrieved documents in front of a question.")] = 5,
+    seed: SeedOption = 0,
+    batch_size: BatchOption = 32,
+    device: DeviceOption = None,
+    output: OutputOption = None,
+) -> None:
+    """Measure confidence where half of the questions have their answers taken out of memory.
+
+    For every second question the bank lacks its document and every other that holds one of its answers. `auroc` tells
+    how well confidence orders right answers before wrong ones, `auroc_answerable` questions with an answer in memory
+    before those without. `ece` is the expected calibration error, `risk_at_...` the share of wrong answers among the
+    most confident ones, and `half_gain` the precision of the more confident half over that of all. An answer is right
+    if its F1 is at least 0.5. Rows below compare single kinds of evidence, by which nothing is calibrated.
+
+    Take another split than the one that the calibration was fitted on.
+    """
+    from eval.harness.protocol import judge, samples
+    from eval.harness.results import Row, result_path
+    from eval.harness.selective import auroc
+    from mac_rag.confidence import calibration_of
+    from mac_rag.data import load_dataset
+    from mac_rag.engine import Answer, MACEngine
+    from mac_rag.model import MACModel
+    from mac_rag.model.calibration import EVIDENCE
+    from mac_rag.retrieval.registry import make_retriever
+    from pipelines.tasks.calibrate import guesses
+
+    path = result_path(output, "unanswerable")
+    if data is None:
+        dataset, source = generated(split, documents, seed), "generated"
+    else:
+        name, folder = named_data(data)
+        dataset, source = load_dataset(name, split, folder, documents=documents), str(folder)
+    chosen = model or ("mac-tiny" if data is None else DEFAULT_MODEL)
+    loaded = MACModel.from_pretrained(chosen, device=device)
+    logistic = calibration_of(loaded, "memory" if retriever == "none" else "documents")
+    engine = MACEngine(loaded, retriever=make_retriever(retriever), k=k)
+    began = time.perf_counter()
+    found, evidence, mode = guesses(engine, dataset, questions, seed=seed, batch_size=batch_size, progress=True)
+    seconds = time.perf_counter() - began
+    right, answerable = [guess.right for guess in found], [guess.answerable for guess in found]
+    asked = [guess.question for guess in found]
+    verdicts = judge(asked, [Answer(guess.text, (), (), False) for guess in found])
+    confidence = logistic.probability(evidence).tolist()
+    rows = [
+        Row(
+            name=f"{mode}: confidence",
+            k=None if retriever == "none" else k,
+            documents=len(dataset.documents),
+            questions=len(found),
+            em=sum(verdict.em for verdict in verdicts) / len(found),
+            f1=sum(verdict.f1 for verdict in verdicts) / len(found),
+            em_prefix=sum(verdict.em_prefix for verdict in verdicts) / len(found),
+            measures=measures(confidence, right, answerable),
+            seconds=seconds,
+        )
+    ]
+    rows += [
+        Row(
+            name=f"{mode}: {kind} alone",
+            questions=len(found),
+            measures={"auroc": auroc(column, right), "auroc_answerable": auroc(column, answerable)},
+        )
+        for kind, column in zip(EVIDENCE, evidence.T.tolist(), strict=True)
+        if len(set(column)) > 1
+    ]
+    report(
+        path,
+        experiment="unanswerable",
+        options={**context.params, "model": chosen},
+        rows=rows,
+        samples=samples(asked, {rows[0].name: verdicts}),
+        dataset=dataset,
+        source=source,
+        model=loaded,
+        notes=[
+            f"The calibration was fitted on {logistic.questions} questions: {logistic.data}.",
+            f"{sum(answerable)} of {len(found)} questions have their answers in memory.",
+        ],
+    )
+
+
+def measures(confidence: Sequence[float], right: Sequence[bool], answerable: Sequence[bool]) -> dict[str, float]:
+    """All figures of one kind of confidence, by the names that the command tells."""
+    from eval.harness.selective import auroc, expected_calibration_error, risk_at_coverage
+
+    figures = {
+        "auroc": auroc(confidence, right),
+        "auroc_answerable": auroc(confidence, answerable),
+        "ece": expected_calibration_error(confidence, right),
+    }
+    precision = sum(right) / len(right)
+    if precision:
+        figures["half_gain"] = (1 - risk_at_coverage(confidence, right, 0.5)) / precision
+    return figures | {
+        f"risk_at_{round(100 * coverage)}": risk_at_coverage(confidence, right, coverage) for coverage in COVERAGES
+    }
+
+
+if __name__ == "__main__":
+    run_command(main)

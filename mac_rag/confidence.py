@@ -1,0 +1,124 @@
+"""How sure an answer is: evidence from memory and LM, and the probability that the model's calibration gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mac_rag.data.types import Answer
+from mac_rag.errors import ConfigError
+from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.model import MACModel
+from mac_rag.model.calibration import EVIDENCE, Logistic, Mode
+
+# Whatever is not learned by the model's prompt format.
+I_DO_NOT_KNOW = "I don't know"
+
+
+def calibration_of(model: MACModel, mode: Mode) -> Logistic:
+    """The logistic model for one way of answering.
+
+    Raises:
+        ConfigError: when none was fitted for the model as it is, or none for this way of answering.
+    """
+    calibration = model.calibration
+    remedy = (
+        "fit one with: python -m pipelines.calibrate --model FOLDER --data NAME:PATH"
+        f"{' --retriever NAME' if mode == 'documents' else ''}"
+    )
+    if calibration is None:
+        raise ConfigError(f"the model has no calibration, which min_confidence needs; {remedy}")
+    if calibration.fingerprint != model.fingerprint:
+        raise ConfigError(f"the model's calibration was fitted for other weights; {remedy}")
+    if mode not in calibration.modes:
+        behind = "behind documents" if mode == "documents" else "from memory alone"
+        raise ConfigError(f"the model's calibration was not fitted for answers {behind}; {remedy}")
+    return calibration.modes[mode]
+
+
+def mode_of(prompt: FittedPrompt) -> Mode:
+    """How a prompt is answered."""
+    return "documents" if prompt.contexts else "memory"
+
+
+def check_threshold(min_confidence: float | None) -> None:
+    """Checks a `min_confidence`.
+
+    Raises:
+        ConfigError: for one that is not from 0 to 1.
+    """
+    if min_confidence is not None and not 0 <= min_confidence <= 1:
+        raise ConfigError(f"min_confidence is {min_confidence}; give a probability from 0 to 1")
+
+
+def confidences(model: MACModel, prompts: Sequence[FittedPrompt], evidence: Tensor) -> list[float]:
+    """The probability that each answer is right, from its evidence `[B, len(EVIDENCE)]`.
+
+    Raises:
+        ConfigError: as `calibration_of`.
+    """
+    fits = {mode: calibration_of(model, mode) for mode in {mode_of(prompt) for prompt in prompts}}
+    return [
+        float(fits[mode_of(prompt)].probability(row[None])[0]) for prompt, row in zip(prompts, evidence, strict=True)
+    ]
+
+
+def doubted(
+    model: MACModel,
+    prompts: Sequence[FittedPrompt],
+    answers: Sequence[Answer],
+    evidence: Tensor,
+    min_confidence: float,
+) -> list[Answer]:
+    """The answers with their confidence; "I don't know" in place of those below `min_confidence`.
+
+    Raises:
+        ConfigError: as `calibration_of`.
+    """
+    refusal = model.config.prompt.abstention or I_DO_NOT_KNOW
+    told = [
+        replace(answer, confidence=sure)
+        for answer, sure in zip(answers, confidences(model, prompts, evidence), strict=True)
+    ]
+    return [
+        replace(answer, text=refusal, guess=answer.text) if (answer.confidence or 0.0) < min_confidence else answer
+        for answer in told
+    ]
+
+
+@torch.no_grad()
+def evidence_of(
+    model: MACModel,
+    prompts: Sequence[FittedPrompt],
+    answers: Sequence[str],
+    phi: Tensor | None,
+    prior: Tensor | None,
+) -> Tensor:
+    """What is known of B answers, `[B, len(EVIDENCE)]` in float32 on the CPU.
+
+    - `prior`: the highest document prior before the softmax and its scale: a cosine, plus the product of the lexical
+      vectors. Unlike attention, it is low where no document is about the question.
+    - `margin`: how much lower the prior of the second document is.
+    - `first_log_probability`: the log-probability of the answer's first token under the LM with memory.
+    - `log_probability`: the mean over all of its tokens, the end included.
+
+    Attention is no evidence: its shares sum to 1 whatever is asked.
+
+    What there is not, such as the prior of an answer without memory, is 0.
+
+    Args:
+        model: the model.
+        prompts: B prompts.
+        answers: B answers.
+        phi: `[B, T, D]`; None for answers without memory.
+        prior: `[B, 2]`, the two highest priors; None without memory or prior.
+    """
+    evidence = torch.zeros(len(prompts), len(EVIDENCE))
+    if prior is not None:
+        evidence[:, 0] = prior[:, 0].cpu()
+        evidence[:, 1] = (prior[:, 0] - prior[:, 1]).cpu()
+    evidence[:, 2], evidence[:, 3] = model.score_answers(prompts, answers, modulation=phi)
+    return evidence
