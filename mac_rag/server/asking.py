@@ -30,6 +30,7 @@ class Question:
         k, memory_weight, allowed, as_of, sampling: as `MACEngine.answer` takes them.
         max_new_tokens: longest answer.
         sources: documents to name, at most.
+        min_confidence: as `MACEngine.answer` takes it.
     """
 
     text: str
@@ -44,6 +45,7 @@ class Question:
     sampling: Sampling = GREEDY
     max_new_tokens: int | None = None
     sources: int = 0
+    min_confidence: float | None = None
 
     @property
     def remembers(self) -> bool:
@@ -62,6 +64,8 @@ class Reply:
         sources: where the question's attention went, the most first; none without memory.
         retrieved: ids of the documents in front of the question, the best first.
         truncated: True if documents were shortened or left out to fit the LM's window.
+        confidence: the probability that the answer is right; None where the request asks for none.
+        guess: what the LM would have said where the answer is a doubt; else None.
     """
 
     text: str = ""
@@ -71,6 +75,8 @@ class Reply:
     sources: list[Source] = field(default_factory=list)
     retrieved: list[str] = field(default_factory=list)
     truncated: bool = False
+    confidence: float | None = None
+    guess: str | None = None
 
 
 class Asking:
@@ -124,6 +130,7 @@ class Asking:
                 overflow="truncate",
                 max_new_tokens=like.max_new_tokens,
                 sampling=like.sampling,
+                min_confidence=like.min_confidence,
                 cancelled=cancelled,
             )
         sources = self._sources(questions)
@@ -132,15 +139,21 @@ class Asking:
             reply = self._counted(question, answer.text, self._prompt_tokens(question, answer, prompt))
             reply.retrieved = [hit.document_id for hit in hits] if prompt else list(answer.document_ids)
             reply.truncated, reply.sources = answer.truncated, came_from
+            reply.confidence, reply.guess = answer.confidence, answer.guess
             replies.append(reply)
         return replies
 
     def stream(self, question: Question) -> Iterator[str | Reply]:
-        """Yields the answer piece by piece, and at the end the reply.
+        """Yields the answer piece by piece, and at the end the reply; at once, where it is known to be sure or not.
 
         Raises:
             MACError: as `MACEngine.stream`; before the first piece.
         """
+        if question.min_confidence is not None:
+            [whole] = self.answer([question])
+            yield whole.text
+            yield whole
+            return
         engine = self._engine(question)
         prompt, hits = self._conversation(question)
         if prompt is None:

@@ -141,11 +141,13 @@ class _Shape:
         if len(replies) > 1:
             for choice, reply in zip(choices, replies):
                 choice["sources"] = [asdict(source) for source in reply.sources]
+                choice["confidence"] = reply.confidence
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage_of(replies), **own}
 
     def _own(self, reply: Reply) -> dict[str, Any]:
-        """This server's fields beside OpenAI's. No model of this version tells how sure it is of an answer."""
-        own = {"confidence": None, "retrieved": reply.retrieved, "truncated": reply.truncated}
+        """This server's fields beside OpenAI's."""
+        own: dict[str, Any] = {"confidence": reply.confidence, "guess": reply.guess}
+        own |= {"retrieved": reply.retrieved, "truncated": reply.truncated}
         return {**own, "notes": self._notes}
 
     def piece(self, index: int, text: str, first: bool) -> dict[str, Any]:
@@ -260,8 +262,8 @@ def _question(
     bank = _bank(service, body.model, body.bank, who)
     if bank is None and (body.filters or body.as_of):
         raise APIError(400, "filters and as_of are for a bank; name one: model MODEL:BANK", param="model")
-    if body.min_confidence is not None:
-        raise APIError(400, "this version tells no confidence of answers; leave it out", param="min_confidence")
+    if bank is None and body.min_confidence is not None:
+        raise APIError(400, "min_confidence is for a bank; name one: model MODEL:BANK", param="min_confidence")
     notes: list[str] = []
     most = None
     if max_tokens is not None:
@@ -287,6 +289,7 @@ def _question(
         sampling=sampling,
         max_new_tokens=most,
         sources=body.sources,
+        min_confidence=body.min_confidence,
     )
     return question, notes
 

@@ -97,7 +97,9 @@ class Asked(Body):
     retriever: str | bool | None = Field(None, description="false or none to retrieve nothing.")
     memory: bool = Field(True, description="false to answer without the bank's memory.")
     memory_weight: Annotated[Finite, Field(gt=0, le=1)] | None = Field(None, description="lambda behind documents.")
-    min_confidence: Finite | None = Field(None, description="Not supported by the models of this version.")
+    min_confidence: Finite | None = Field(
+        None, description='From 0 to 1: say "I don\'t know" in place of an answer that is less likely to be right.'
+    )
     sources: Annotated[int, Field(ge=0, le=100)] = Field(5, description="Documents to name as sources, at most.")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,6 +10,7 @@ import openai
 import pytest
 
 from mac_rag.engine import MACEngine
+from mac_rag.model.calibration import Calibration, Logistic
 from mac_rag.server.served_bank import ServedBank
 from tests.helpers import wait_until
 from tests.server.conftest import QUESTION
@@ -95,7 +97,8 @@ class TestOpenAIClient:
             ({"response_format": {"type": "json_object"}}, "response_format"),
             ({"presence_penalty": 1.0}, "presence_penalty"),
             ({"temperature": -1}, "temperature"),
-            ({"min_confidence": 0.5}, "min_confidence"),
+            ({"min_confidence": 0.5}, None),  # mac-tiny has no calibration
+            ({"min_confidence": 2}, None),
             ({"retriever": "hybrid"}, "retriever"),
             ({"bank": "other"}, "bank"),
             ({"made_up": 1}, "made_up"),
@@ -117,6 +120,25 @@ class TestOwnFields:
         response = running.client().post("/v1/chat/completions", json=body)
         response.raise_for_status()
         return response.json()
+
+    def test_doubt_takes_the_place_of_a_guess(
+        self, running: Running, engine: MACEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = running.service.model
+        even = Logistic(weights={}, bias=0.0, questions=1, data="none")
+        fitted = Calibration(fingerprint=model.fingerprint, modes={"memory": even})
+        monkeypatch.setattr(model, "calibration", fitted)
+        said = engine.answer([QUESTION], use_retriever=False)[0].text
+        for least, text, guess in ((0.4, said, None), (0.6, "I don't know", said)):
+            answer = self.ask(running, min_confidence=least, retriever="none")
+            assert answer["choices"][0]["message"]["content"] == text
+            assert (answer["confidence"], answer["guess"]) == (0.5, guess)
+            body = {"model": "tiny:news", "messages": MESSAGES, "min_confidence": least, "retriever": "none"}
+            with running.client().stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+                events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+            assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
+            assert events[-1]["confidence"] == 0.5
+        assert self.ask(running)["confidence"] is None
 
     def test_filters_and_as_of_hide_documents(self, running: Running) -> None:
         for hidden in ({"filters": {"year": 2004}}, {"as_of": "2004-12"}, {"filters": {"year": [1999, 2004]}}):
