@@ -11,7 +11,7 @@ NEEDS := $(BIN) pyproject.toml constraints.txt
 USERS_HF_HUB_OFFLINE := $(HF_HUB_OFFLINE)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test test-slow test-matrix torture test-lm format docs clean
+.PHONY: help demo test test-slow test-browser test-matrix torture test-lm format docs clean
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ test: $(VENV)/.installed-dev  ## Lint, check types and imports, run the tests.
 
 test-slow: $(VENV)/.installed-dev  ## Run the tests that `make test` leaves out because they take long.
 	$(BIN) -m pytest -n 2 --dist worksteal -m slow
+
+test-browser: $(VENV)/.installed-dev  ## Test the server's page in Chromium, which has to be there (CHROMIUM=its path).
+	CHROMIUM=$(CHROMIUM) $(BIN) -m pytest -m browser tests/browser
 
 test-matrix: $(VENV)/.installed-dev  ## Test every LM architecture in every dtype under every modulation.
 	$(BIN) -m pytest -n 2 -m 'not lm' --junitxml build/matrix.xml tests/lm tests/pipelines/test_kv_regression.py

@@ -29,7 +29,12 @@ from mac_rag.server.workers import ClientGoneError
 _log = logging.getLogger(__name__)
 
 _PAGE = Path(__file__).parent / "page"
-_KINDS = {"index.html": "text/html; charset=utf-8", "app.js": "text/javascript", "style.css": "text/css"}
+_KINDS = {
+    "index.html": "text/html; charset=utf-8",
+    "app.js": "text/javascript",
+    "style.css": "text/css",
+    "icon.svg": "image/svg+xml",
+}
 
 
 def make_app(service: Service, *, anyone: bool = False, any_host: bool = False) -> ASGIApp:
@@ -92,6 +97,10 @@ def make_app(service: Service, *, anyone: bool = False, any_host: bool = False) 
     @app.get("/page/style.css", response_model=None, include_in_schema=False)
     def style() -> Response:
         return Response(pages["style.css"], media_type=_KINDS["style.css"])
+
+    @app.get("/page/icon.svg", response_model=None, include_in_schema=False)
+    async def icon() -> Response:
+        return Response(pages["icon.svg"], media_type=_KINDS["icon.svg"])
 
     app.mount("/", agents)  # last, because it takes every path that is left, and knows /mcp alone
     return Gate(app, service, anyone=anyone, any_host=any_host)

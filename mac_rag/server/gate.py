@@ -25,7 +25,7 @@ _access = logging.getLogger("mac_rag.server.access")
 _log = logging.getLogger(__name__)
 
 # What needs no key: it says nothing of any bank.
-PUBLIC = frozenset({"/health", "/ready", "/", "/page/app.js", "/page/style.css"})
+PUBLIC = frozenset({"/health", "/ready", "/", "/page/app.js", "/page/style.css", "/page/icon.svg"})
 _HEADER_BYTES = 32 << 10
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _HEADERS = {

@@ -12,6 +12,7 @@ let asking = null;
 let last = null; // id of the last document that is listed
 let dates = [];
 let readAnswer = "";
+let listing = 0; // number of the last listing that was begun; what an older one brings is for nothing
 
 const key = () => sessionStorage.getItem("key") || "";
 
@@ -64,16 +65,17 @@ async function showBanks(chosen) {
 
 async function showDocuments(further = false) {
   if (!$("bank").value) return;
+  const mine = ++listing;
+  const after = further && last !== null ? `&after=${encodeURIComponent(last)}` : "";
+  const [page, info] = await Promise.all([getJSON(`${place()}/documents?limit=50${after}`), getJSON(place())]);
+  if (mine !== listing) return;
   if (!further) { last = null; dates = []; $("documents").replaceChildren(); }
-  const after = last === null ? "" : `&after=${encodeURIComponent(last)}`;
-  const page = await getJSON(`${place()}/documents?limit=50${after}`);
   for (const one of page.data) {
     $("documents").append(row(one));
     last = one.id;
     if (one.date) dates.push(one.date.slice(0, 10));
   }
   $("more").hidden = !page.has_more;
-  const info = await getJSON(place());
   $("count").textContent = `(${info.documents})`;
   dates = [...new Set(dates)].sort();
   $("as-of").max = Math.max(0, dates.length - 1);
@@ -227,8 +229,8 @@ $("new-bank").addEventListener("submit", guarded(async () => {
   const name = $("new-name").value;
   await call("POST", "/v1/banks", { name });
   $("new-name").value = "";
-  say(`Bank ${name} is made.`);
   await showBanks(name);
+  say(`Bank ${name} is made.`);
 }));
 $("key-form").addEventListener("submit", guarded(async () => {
   sessionStorage.setItem("key", $("key").value);
