@@ -307,7 +307,7 @@ def _accelerator(config: TrainerConfig, output: Path) -> Accelerator:
         if os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true":
             raise ConfigError(
                 f"Accelerate's configuration asks for {engine}, but a recipe says how processes share a model: take it "
-                "out of the configuration, and set trainer.parallel"
+                "out of the configuration, and set trainer.parallel: fsdp or zero"
             )
     AcceleratorState._reset_state()  # the process may have trained in another precision before
     return Accelerator(
