@@ -157,7 +157,8 @@ class Reader(ABC):
     def best_priors(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor | None:
         """The two highest document priors of each question before the prior's scale, `[B, 2]`, the highest first.
 
-        The second of a bank of one row is -1. None for a model without a document prior.
+        With one row that may be seen there is no second, and nothing is known of how far it is behind: it is the first
+        again. None for a model without a document prior.
 
         Raises:
             BankError: see `aggregate`.

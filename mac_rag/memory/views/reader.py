@@ -126,9 +126,9 @@ class BankReader(Reader):
             assert keys is not None
         scores = prior.score(prior.queries(self._encoded(questions, {})), keys) / prior.log_scale.exp()
         if visible is not None:
-            scores = scores.masked_fill(~visible.to(scores.device), -1.0)
-        scores = torch.nn.functional.pad(scores, (0, 1), value=-1.0)
-        return scores.topk(2).values
+            scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
+        first, second = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf).topk(2).values.unbind(1)
+        return torch.stack([first, torch.where(second.isinf(), first, second)], 1)
 
     def _total(self, count: int) -> int:
         """The sum over all processes, which must all go on or all raise; the count itself without shards."""

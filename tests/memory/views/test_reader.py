@@ -177,3 +177,23 @@ def test_no_attention_to_documents_under_algorithm_3(tiny_model: MACModel) -> No
     reader = BankReader(tiny_model, bank_of(tiny_model, NEWS.documents), exact("hierarchical"))
     with pytest.raises(ConfigError, match="hierarchical"):
         reader.attention_mass(QUESTIONS)
+
+
+@torch.no_grad()
+def test_the_best_priors_of_one_row_are_no_margin(tiny_model: MACModel) -> None:
+    """One row is not far ahead of others: there are none."""
+    bank = bank_of(tiny_model, NEWS.documents)
+    reader = BankReader(tiny_model, bank, AttentionConfig())
+    encoded = tiny_model.input_encoder([tiny_model.input_encoder.ids(question) for question in QUESTIONS])
+    network = tiny_model.aggregation
+    assert network.prior is not None
+    scores = network.prior_scores(encoded, tiny_model.project(bank.phi)) / network.prior.log_scale.exp()
+    best = reader.best_priors(QUESTIONS)
+    assert best is not None
+    torch.testing.assert_close(best, scores.topk(2).values)
+    one = NEWS.documents[3].id
+    alone = reader.best_priors(QUESTIONS, {one})
+    assert alone is not None
+    torch.testing.assert_close(alone, scores[:, 3:4].expand(-1, 2))
+    single = BankReader(tiny_model, bank_of(tiny_model, NEWS.documents[3:4]), AttentionConfig()).best_priors(QUESTIONS)
+    torch.testing.assert_close(single, alone)
