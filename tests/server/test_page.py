@@ -44,11 +44,15 @@ def test_it_is_html_that_loads_from_its_server_alone(running: Running) -> None:
     response = running.client().get("/")
     assert response.headers["content-type"].startswith("text/html")
     page = Read(response.text)
-    assert set(page.references) == {"/page/app.js", "/page/style.css", "#question"}
+    assert set(page.references) == {"/page/app.js", "/page/icon.svg", "/page/style.css", "#question"}
     assert not [name for name in page.attributes if name.startswith("on") or name == "style"]
     assert "<style" not in response.text
     assert re.findall(r"<script[^>]*>(.*?)</script>", response.text, re.DOTALL) == [""]
-    for path, kind in (("/page/app.js", "text/javascript"), ("/page/style.css", "text/css")):
+    for path, kind in (
+        ("/page/app.js", "text/javascript"),
+        ("/page/style.css", "text/css"),
+        ("/page/icon.svg", "image/svg+xml"),
+    ):
         asset = running.client().get(path)
         assert asset.headers["content-type"].startswith(kind)
         assert "http://" not in asset.text
