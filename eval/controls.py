@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from eval.harness.benchmark import (
-    NEWSWIRE_DOCUMENTS,
     AnswersOption,
     BenchmarkModel,
     QuestionsOption,
     SplitOption,
 )
-from eval.harness.command import BatchOption, DeviceOption, OutputOption, SeedOption, generated, report
-from eval.harness.streams import DataOption, named_data
+from eval.harness.command import BatchOption, DeviceOption, OutputOption, SeedOption, report
+from eval.harness.streams import DataOption, open_stream
 from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.run import run_command
 from mac_rag.cli.terminal import say
-
-if TYPE_CHECKING:
-    from mac_rag.data.types import QADataset
 
 
 def main(
@@ -52,10 +48,8 @@ def main(
     from eval.harness.results import result_path
 
     path = result_path(output, "controls")
-    dataset, source = _stream(data, split, documents, questions, seed)
+    dataset, source = open_stream(data, split, documents, questions, seed=seed, scale="tiny")
     say(f"{len(dataset.documents):,} documents, {len(dataset.questions):,} questions, split {dataset.split}")
-    for note in dataset.notes:
-        say(note, err=True)
 
     from eval.harness.controls import Controls, ask_controls
     from eval.harness.kept_answers import answer_source
@@ -98,21 +92,6 @@ def errors_in_words(measures: Mapping[str, float]) -> str:
         f"The memory attends most to the right document in {right} of the questions. It attends to another one and "
         f"answers wrong in {wrong_document}, and attends to the right one and answers wrong in {read_wrong}."
     )
-
-
-def _stream(
-    data: str | None, split: str, documents: int | None, questions: int | None, seed: int
-) -> tuple[QADataset, str]:
-    """The stream with its questions, and where it comes from."""
-    from eval.harness.protocol import some_questions
-    from mac_rag.data import load_dataset
-
-    if data is None:
-        dataset, source = generated(split, documents or NEWSWIRE_DOCUMENTS, seed), "generated"
-    else:
-        name, path = named_data(data)
-        dataset, source = load_dataset(name, split, path, documents=documents), str(path)
-    return some_questions(dataset, questions, seed), source
 
 
 if __name__ == "__main__":

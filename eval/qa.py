@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from eval.harness.benchmark import (
-    NEWSWIRE_DOCUMENTS,
     AnswersOption,
     BenchmarkModel,
     KOption,
@@ -18,7 +17,7 @@ from eval.harness.benchmark import (
     WeightOption,
     run_benchmark,
 )
-from eval.harness.command import BatchOption, DeviceOption, OutputOption, SeedOption, generated
+from eval.harness.command import NEWSWIRE_DOCUMENTS, BatchOption, DeviceOption, OutputOption, SeedOption, generated
 from eval.harness.streams import DataOption, named_data
 from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.run import run_command

@@ -70,10 +70,11 @@ class Trainer:
         if config.gradient_checkpointing:
             recompute_activations(task)
         self._sharded: ShardedTask | None = None
-        if config.parallel == "fsdp" and self.accelerator.num_processes > 1:
+        parallel = config.parallel if self.accelerator.num_processes > 1 else "ddp"
+        if parallel == "fsdp":
             self._sharded = ShardedTask(task, self.accelerator, offload=config.offload)
             self.model: torch.nn.Module = task
-        elif config.parallel == "zero" and self.accelerator.num_processes > 1:
+        elif parallel == "zero":
             self.model = task.to(self.accelerator.device)
         else:
             self.model = self.accelerator.prepare(task.to(self.accelerator.device))
@@ -83,7 +84,7 @@ class Trainer:
             groups, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
         self._zero: ZeroTask | None = None
-        if config.parallel == "zero" and self.accelerator.num_processes > 1:
+        if parallel == "zero":
             self.optimizer = self._zero = ZeroTask(task, self.optimizer, self.accelerator, config)
             self.model = self._zero.engine
         self.step = 0

@@ -10,6 +10,7 @@ import typer
 
 from eval.harness.command import (
     MODEL_HELP,
+    NEWSWIRE_DOCUMENTS,
     BatchOption,
     DeviceOption,
     OutputOption,
@@ -58,8 +59,6 @@ AnswersOption = Annotated[
         "continues, and further questions and rows generate nothing twice."
     ),
 ]
-
-NEWSWIRE_DOCUMENTS = 1665  # the paper's stream
 
 
 def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:

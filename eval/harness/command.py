@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mac_rag.data.types import QADataset
     from mac_rag.model import MACModel
 
+NEWSWIRE_DOCUMENTS = 1665  # the paper's stream
 MODEL_HELP = "A MAC model: a shipped one, a folder, or a repository on the Hub."
 ModelOption = Annotated[str, typer.Option(help=MODEL_HELP)]
 SeedOption = Annotated[

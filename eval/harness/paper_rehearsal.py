@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from eval.harness.benchmark import NEWSWIRE_DOCUMENTS
+from eval.harness.command import NEWSWIRE_DOCUMENTS
 from eval.harness.paper_models import TrainedModel, tuned_lm, with_starts
 from eval.harness.paper_plan import Step
 from eval.harness.scales import SCALES, Scale, Setup

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.harness.command import MODEL_HELP, generated
+from eval.harness.command import MODEL_HELP, NEWSWIRE_DOCUMENTS, generated
 from eval.harness.scales import Scale
 from mac_rag.cli.terminal import say
 
@@ -83,14 +83,15 @@ def named_data(data: str) -> tuple[str, Path]:
 
 
 def open_stream(
-    data: str | None, split: str, documents: int, questions: int | None = None, *, seed: int, scale: Scale
+    data: str | None, split: str, documents: int | None, questions: int | None = None, *, seed: int, scale: Scale
 ) -> tuple[QADataset, str]:
     """The first documents of a stream with their questions.
 
     Args:
         data: the value of `--data`; None for generated newswire.
         split: `train`, `val` or `test`; every data set has all three.
-        documents: number of documents, from the beginning of the stream.
+        documents: number of documents, from the beginning of the stream; None for all of a data set, and a sample of
+            newswire.
         questions: at most this many of their questions, drawn by the seed; None for all.
         seed: random seed of the generated stream and of the drawn questions.
         scale: the paper's scale needs `data`.
@@ -114,7 +115,7 @@ def open_stream(
     elif scale == "paper":
         raise ConfigError("--scale paper runs on the paper's data sets; give one with --data")
     else:
-        dataset, source = generated(split, documents, seed), "generated"
+        dataset, source = generated(split, documents or NEWSWIRE_DOCUMENTS, seed), "generated"
     return some_questions(dataset, questions, seed), source
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from llama_index.core.indices.base import BaseIndex
@@ -63,9 +64,15 @@ def source_nodes(
     """
     nodes = [] if documents is None else nodes_of(source.document_id, documents, filed_by)
     if not nodes and source.text is not None:
-        nodes = [TextNode(id_=source.document_id, text=source.text, metadata=dict(source.metadata))]
-        nodes[0].relationships[NodeRelationship.SOURCE] = nodes[0].as_related_node_info()
+        nodes = [document_node(source.document_id, source.text, source.metadata)]
     return [NodeWithScore(node=node, score=source.share) for node in nodes]
+
+
+def document_node(document_id: str, text: str, metadata: Mapping[str, Any]) -> TextNode:
+    """A whole document as a node, which is its own source."""
+    node = TextNode(id_=document_id, text=text, metadata=dict(metadata))
+    node.relationships[NodeRelationship.SOURCE] = node.as_related_node_info()
+    return node
 
 
 def _in_docstore(document_id: str, docstore: BaseDocumentStore, filed_by: FiledBy) -> list[BaseNode]:

@@ -11,15 +11,15 @@ from typing import Any
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.indices.base import BaseIndex
-from llama_index.core.schema import NodeRelationship, NodeWithScore, QueryBundle, TextNode
+from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.storage.docstore import BaseDocumentStore
 
 from mac_rag.data.dates import AsOf
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
-from mac_rag.integrations.llama_index.lookup import source_nodes
+from mac_rag.integrations.llama_index.lookup import document_node, source_nodes
 from mac_rag.integrations.llama_index.threads import in_thread
-from mac_rag.retrieval.base import Hit, Retriever, check_k
+from mac_rag.retrieval.base import Retriever, check_k
 from mac_rag.retrieval.llama_index import FiledBy
 
 
@@ -96,7 +96,9 @@ class MACRetriever(BaseRetriever):
         if isinstance(self.retriever, MACEngine):
             return self._remembered(self.retriever, query_bundle.query_str)
         [hits] = self.retriever.retrieve([query_bundle.query_str], self.similarity_top_k, allowed=self.allowed)
-        return [NodeWithScore(node=_node(hit), score=hit.score) for hit in hits]
+        return [
+            NodeWithScore(node=document_node(hit.document_id, hit.text, hit.metadata), score=hit.score) for hit in hits
+        ]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return await in_thread(self._retrieve, query_bundle)
@@ -107,9 +109,3 @@ class MACRetriever(BaseRetriever):
             return []
         found = engine.sources(question, most=self.similarity_top_k, allowed=self.allowed, as_of=self.as_of)
         return [scored for document in found for scored in source_nodes(document, self._source, self._filed_by)]
-
-
-def _node(hit: Hit) -> TextNode:
-    node = TextNode(id_=hit.document_id, text=hit.text, metadata=dict(hit.metadata))
-    node.relationships[NodeRelationship.SOURCE] = node.as_related_node_info()
-    return node

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory.storage.folder import is_vacant
-from mac_rag.memory.storage.model_name import read_model_name, write_model_name
+from mac_rag.memory.storage.model_name import copy_model_name
 from mac_rag.memory.storage.place import local_folder
 from mac_rag.memory.storage.remote.store import open_store
 from mac_rag.memory.storage.store import Store
@@ -80,11 +79,7 @@ def _copy(store: Store, source: str | Path, folder: Path) -> int:
     if not is_vacant(folder):
         raise BankError(f"{folder} is not empty; choose a new folder")
     Store.create(folder, store.manifest, store.codebook, store.segments).close()
-    fingerprint = store.manifest.fingerprint
-    name = read_model_name(source, fingerprint)
-    if name is not None:
-        with suppress(OSError):  # it is a help, and the bank is whole without
-            write_model_name(folder, fingerprint, name)
+    copy_model_name(source, folder, store.manifest.fingerprint)
     return _documents(store)
 
 

@@ -6,6 +6,7 @@ there must have the fingerprint. A bank need not have the file, and versions tha
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from mac_rag.atomic_files import sealed, unsealed, write_text
@@ -37,6 +38,14 @@ def read_model_name(place: str | Path, fingerprint: str) -> str | None:
     if content.get("fingerprint") != fingerprint or not isinstance(name, str) or not 0 < len(name) <= _LONGEST:
         return None
     return name
+
+
+def copy_model_name(source: str | Path, folder: Path, fingerprint: str) -> None:
+    """Gives a copy of a bank the name of its model, where there is one and it can be written; a bank needs none."""
+    name = read_model_name(source, fingerprint)
+    if name is not None:
+        with suppress(OSError):
+            write_model_name(folder, fingerprint, name)
 
 
 def write_model_name(folder: Path, fingerprint: str, name: str) -> None:

@@ -19,7 +19,7 @@ from mac_rag.memory.storage.examination import Report, examine, verify
 from mac_rag.memory.storage.folder import QUARANTINE, check_exists, file_errors
 from mac_rag.memory.storage.lock import HOLDER, LOCK, WriterLock
 from mac_rag.memory.storage.manifest import write_manifest
-from mac_rag.memory.storage.model_name import read_model_name, write_model_name
+from mac_rag.memory.storage.model_name import copy_model_name
 from mac_rag.memory.storage.newest import older_manifest
 from mac_rag.memory.storage.place import local_folder
 from mac_rag.memory.storage.segment import Segment
@@ -81,9 +81,7 @@ def _repair_into(folder: Path, new: Path) -> Report:
     findings = examine(folder, older_manifest(folder))
     codebook = None if findings.codebook is None else findings.codebook[0]
     Store.create(new, findings.manifest, codebook, findings.parts).close()
-    name = read_model_name(folder, findings.manifest.fingerprint)
-    if name is not None:
-        write_model_name(new, findings.manifest.fingerprint, name)
+    copy_model_name(folder, new, findings.manifest.fingerprint)
     return replace(findings.report, repaired=True)
 
 
