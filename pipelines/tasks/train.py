@@ -189,14 +189,15 @@ class TrainTask(Task):
         data = config.data.training_set(unanswered=unanswered)
         if config.trainer.parallel == "fsdp":
             _require_answers(data)
-        data = within_limits(data, self.model, reconstruction=reconstruction)
-        if config.init == "kv_regression":
+        held_out = config.data.validation_set(unanswered=unanswered)
+        data, self._validation = (
+            within_limits(part, self.model, reconstruction=reconstruction) for part in (data, held_out)
+        )
+        if config.init == "kv_regression":  # behind all that can be wrong with the data: it takes minutes
             init_by_kv_regression(self.model, data)
         self._questions = data.questions_by_document()
         self._stories = _stories(data, self._questions, config.group_by_title)
         self._miner = ContextMiner(config.context, data)
-        held_out = config.data.validation_set(unanswered=unanswered)
-        self._validation = within_limits(held_out, self.model, reconstruction=reconstruction)
         self._validation_retrieved = retrieved(config.context, self._validation)
         # A ring of the newest documents' memory tokens; part of the state, so that a resumed run has the same.
         shape = config.negatives, *self.model.row_shape

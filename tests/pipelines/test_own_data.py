@@ -128,6 +128,18 @@ def test_questions_without_documents_are_refused_for_training(tmp_path: Path) ->
     assert load_dataset("own", "val", tmp_path).questions[0].answers == ("text",)
 
 
+def test_an_empty_validation_split_is_refused_before_the_regression(
+    model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes minutes."""
+    row = {"document": "Rain fell.", "question": "What fell?", "answers": "Rain"}
+    (tmp_path / "mine.jsonl").write_text(json.dumps(row))
+    monkeypatch.setattr("pipelines.tasks.train.init_by_kv_regression", lambda *_: pytest.fail("it is too late"))
+    source = {"name": "own", "path": str(tmp_path / "mine.jsonl")}
+    with pytest.raises(DataError, match="the split 'val' .* holds no question"):
+        TrainTask(train_recipe(model_folder, data=source, init="kv_regression"))
+
+
 def test_metadata_of_any_kind_are_trained_with(model_folder: Folder, tmp_path: Path) -> None:
     """Also under names that generated news use: `updates`, and a title that is no text."""
     rows = [
