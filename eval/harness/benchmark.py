@@ -61,12 +61,14 @@ AnswersOption = Annotated[
 ]
 
 
-def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
+def benchmark_command(benchmark: str, title: str, *, home: str | None = None) -> Callable[..., None]:
     """The command of one benchmark: `python -m eval.<benchmark>`.
 
     Args:
         benchmark: name of the data set in `mac_rag.data.load_dataset`.
         title: name of the data set in messages.
+        home: where users find the files of a data set whose place generated news cannot take, because its questions
+            have moments; None for a data set that news may stand in for.
     """
 
     def main(
@@ -77,7 +79,10 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
         memory_weight: WeightOption = None,
         data: Annotated[
             Path | None,
-            typer.Option(help="Folder of the data set's files.", show_default="the embedded newswire sample"),
+            typer.Option(
+                help="Folder of the data set's files.",
+                show_default="the embedded newswire sample, where it can stand in",
+            ),
         ] = None,
         split: SplitOption = "test",
         documents: Annotated[
@@ -92,7 +97,10 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
     ) -> None:
         def load() -> Loaded:
             from mac_rag.data import load_dataset
+            from mac_rag.errors import ConfigError
 
+            if data is None and home is not None:
+                raise ConfigError(f"eval.{benchmark} needs --data, a folder with the files of {title}; they are {home}")
             if data is None:
                 about = f"The embedded newswire sample, because no --data was given for {title}"
                 return Loaded(generated(split, documents, seed), "generated", about)
@@ -118,7 +126,12 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
     main.__doc__ = (
         f"Evaluate on {title}: adapt to a stream of documents, then ask all questions about them.\n\n"
         "Answers come from the LM alone and from MAC's memory alone; with --retriever also from retrieved documents, "
-        f"without and with the memory. Without --data a generated stream of news takes the place of {title}."
+        "without and with the memory. "
+        + (
+            f"Without --data a generated stream of news takes the place of {title}."
+            if home is None
+            else "Rows that are dated ask as of the moment of each question: later documents have no influence."
+        )
     )
     return main
 

@@ -73,14 +73,16 @@ class Sample(Config):
     Attributes:
         id, question, answers, document_id: the question, its accepted answers, and the id of its document, if it names
             one.
+        as_of: the moment of the question; None for one that has none.
         rows: the verdict on the answer of each row, by the row's name.
-        hash: sha256 of all other fields.
+        hash: sha256 of all other fields, without a moment that is None.
     """
 
     id: str
     question: str
     answers: tuple[str, ...]
     document_id: str | None
+    as_of: str | None = None
     rows: dict[str, Verdict]
     hash: str
 
@@ -92,6 +94,7 @@ class Sample(Config):
             "question": question.question,
             "answers": list(question.answers),
             "document_id": question.document_id,
+            **({} if question.as_of is None else {"as_of": question.as_of}),
             "rows": {name: verdict.model_dump(mode="json") for name, verdict in rows.items()},
         }
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 DataOption = Annotated[
     str | None,
     typer.Option(
-        help="The data set: a folder named squad, streamingqa or archivalqa, NAME:FOLDER, or a file, a folder or "
-        "hub:OWNER/NAME with data of your own.",
+        help="The data set: a folder named squad, streamingqa, archivalqa or timeqa, NAME:FOLDER, or a file, a folder "
+        "or hub:OWNER/NAME with data of your own.",
         show_default="the generated newswire",
     ),
 ]

@@ -122,6 +122,24 @@ def test_columns_that_name_nothing_are_refused(columns: str) -> None:
         named_columns(columns)
 
 
+def test_a_benchmark_of_moments_has_rows_with_dates(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    paras = ["Tom Webb", "Webb played for Lund FC from 1996 to 2003 .", "In 2004 he moved to Kell United ."]
+    asked = [
+        ["Which team did Webb play for from 1996 to 2003?", [{"para": 1, "from": 16, "end": 23, "answer": "Lund FC"}]]
+    ]
+    pages = [{"index": "/wiki/Webb#P54", "type": "P54", "link": "/wiki/Webb", "paras": paras, "questions": asked}]
+    (tmp_path / "human_annotated_test.json").write_text(json.dumps(pages))
+    options = ("--data", tmp_path, "--retriever", "bm25", "--k", 3, "--output", "r.json")
+    code, shown, _ = command("eval.timeqa", "--model", tiny_checkpoint, *options)
+    assert code == 0
+    assert shown.splitlines()[0] == f"Time-Sensitive QA from {tmp_path}: 3 documents, 1 questions, split test"
+    [sample] = samples(tmp_path / "r.json")
+    assert sample.as_of == "2003-12-31"
+    assert set(sample.rows["bm25 top-3"].retrieved) == {"Webb#0", "Webb#1", "Webb#2"}
+    assert set(sample.rows["bm25 top-3, dated"].retrieved) == {"Webb#0", "Webb#1"}
+    assert "MAC, dated" in sample.rows
+
+
 class TestRefusals:
     """Each ends with exit code 1, one message on standard error, no traceback and no result."""
 
@@ -136,6 +154,10 @@ class TestRefusals:
     def test_columns_of_no_data(self, command: Command, tmp_path: Path) -> None:
         message = self.refused(command, tmp_path, "--columns", "question=q", benchmark="qa")
         assert "--columns 'question=q' names columns of data of your own; give them with --data" in message
+
+    def test_a_benchmark_of_moments_without_data(self, command: Command, tmp_path: Path) -> None:
+        message = self.refused(command, tmp_path, benchmark="timeqa")
+        assert "eval.timeqa needs --data, a folder with the files of Time-Sensitive QA; they are in dataset/" in message
 
     def test_unknown_path(self, command: Command, tmp_path: Path) -> None:
         assert str(tmp_path / "nowhere") in self.refused(command, tmp_path, "--data", tmp_path / "nowhere")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,9 @@ def result(**changes: Any) -> Result:
 
 
 class TestHash:
-    def test_is_the_sha256_of_all_other_fields(self) -> None:
-        sample = Sample.of(QUESTION, {"MAC": VERDICT}).model_dump(mode="json")
+    @pytest.mark.parametrize("as_of", [None, "2004"])
+    def test_is_the_sha256_of_all_other_fields(self, as_of: str | None) -> None:
+        sample = Sample.of(replace(QUESTION, as_of=as_of), {"MAC": VERDICT}).model_dump(mode="json", exclude_none=True)
         claimed = sample.pop("hash")
         text = json.dumps(sample, sort_keys=True, separators=(",", ":"))
         assert claimed == hashlib.sha256(text.encode()).hexdigest()
