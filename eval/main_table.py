@@ -117,6 +117,7 @@ def main(
         model=factory.model,
         not_run=not_run,
         notes=searched_notes(factory),
+        further=True,
     )
 
 

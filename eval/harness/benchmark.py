@@ -59,6 +59,13 @@ AnswersOption = Annotated[
         "continues, and further questions and rows generate nothing twice."
     ),
 ]
+ExportOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Also write the answers of each row to this folder, as records of ragas (ROW.ragas.jsonl) and of "
+        "RAGChecker (ROW.ragchecker.json)."
+    ),
+]
 
 
 def benchmark_command(benchmark: str, title: str, *, home: str | None = None) -> Callable[..., None]:
@@ -93,6 +100,7 @@ def benchmark_command(benchmark: str, title: str, *, home: str | None = None) ->
         batch_size: BatchOption = 32,
         device: DeviceOption = None,
         answers: AnswersOption = None,
+        export: ExportOption = None,
         output: OutputOption = None,
     ) -> None:
         def load() -> Loaded:
@@ -120,6 +128,7 @@ def benchmark_command(benchmark: str, title: str, *, home: str | None = None) ->
             batch_size=batch_size,
             device=device,
             answers=answers,
+            export=export,
             output=output,
         )
 
@@ -164,6 +173,7 @@ def run_benchmark(
     batch_size: int,
     device: str | None,
     answers: Path | None,
+    export: Path | None,
     output: Path | None,
 ) -> None:
     """Runs the protocol, and writes and prints its result.
@@ -172,15 +182,17 @@ def run_benchmark(
         experiment: name of the module, `eval.<experiment>`.
         load: loads the stream.
         options: all options of the command, for the result.
-        questions, model, retriever, k, memory_weight, seed, batch_size, device, answers, output: the options of these
-            names.
+        questions, model, retriever, k, memory_weight, seed, batch_size, device, answers, export, output: the options
+            of these names.
 
     Raises:
         ConfigError: for an option without meaning, before the stream is loaded.
     """
+    from eval.harness.export import export_folder, export_records
     from eval.harness.results import result_path
 
     path = result_path(output, experiment)
+    folder = None if export is None else export_folder(export)
     ks = whole_numbers("--k", k)
     memory_weights = _memory_weights(memory_weight)
     names = [name.strip() for name in retriever.split(",") if name.strip() != "none"]
@@ -225,7 +237,11 @@ def run_benchmark(
         source=source,
         model=loaded,
         notes=dataset.notes,
+        further=True,
     )
+    if folder is not None:
+        files = export_records(folder, outcome.samples, dataset.documents)
+        say(f"Records for ragas and RAGChecker: {len(files)} files in {folder}")
 
 
 def _memory_weights(text: str | None) -> list[float]:

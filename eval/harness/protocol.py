@@ -13,10 +13,19 @@ from torch import Tensor
 from eval.harness.bootstrap import paired_interval
 from eval.harness.costs import Costs
 from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt
-from eval.harness.results import Adaptation, Gain, Row, Sample, Verdict
+from eval.harness.results import BY_DATES, Adaptation, Gain, Row, Sample, Verdict
 from mac_rag.cli.terminal import say
 from mac_rag.data.dates import moment_of
-from mac_rag.data.metrics import best_over, exact_match, f1, prefix_match, recall_at_k
+from mac_rag.data.metrics import (
+    best_over,
+    exact_match,
+    f1,
+    mrr_at_k,
+    ndcg_at_k,
+    prefix_match,
+    recall_at_k,
+    substring_match,
+)
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import Answer, MACEngine
 from mac_rag.lm.prompt import FittedPrompt
@@ -149,11 +158,11 @@ class _Table:
         queries = self._queries(retriever, k, dated)
         configured = self.engine.model.config.memory_weight
         weights = {name: configured if weight is None else weight for name, weight in with_memory.items()}
-        if self.progress:
-            say(", ".join([without, *weights]), err=True)
-        self._answer([query.prompt for query in queries], [None, *weights.values()])
         suffix = ", dated" if dated else ""
         baseline = without if retriever is None else f"{without}{suffix}"
+        if self.progress:
+            say(", ".join([baseline, *(f"{name}{suffix}" for name in weights)]), err=True)
+        self._answer([query.prompt for query in queries], [None, *weights.values()])
         if baseline not in self.verdicts:
             self._add(self._row(baseline, queries, k, None), undated=without if dated else None)
         for name, weight in weights.items():
@@ -165,7 +174,7 @@ class _Table:
         """Adds a row; `undated` names the same one without dates, over which it has its gain by them."""
         if undated is not None:
             gain = self._gain(row.name, undated).f1
-            dates = {"dates_f1": gain.mean, "dates_f1_low": gain.low, "dates_f1_high": gain.high}
+            dates = dict(zip(BY_DATES, (gain.mean, gain.low, gain.high), strict=True))
             row = row.model_copy(update={"measures": row.measures | dates})
         self.rows.append(row)
 
@@ -325,14 +334,17 @@ def summarize(
         questions: at least one.
         verdicts: one for each question.
         documents: number of documents in the stream.
-        k: number of documents retrieved for each question; None without a retriever. Recall is that of the questions
-            which name their document.
+        k: number of documents retrieved for each question; None without a retriever. The figures of retrieval are those
+            of the questions which name their document.
         seconds: time of answering all questions.
     """
-    recall = None
     known = [(verdict.retrieved, q.document_id) for q, verdict in zip(questions, verdicts) if q.document_id is not None]
+    retrieval: dict[str, float] = {}
     if k is not None and known:
-        recall = recall_at_k([found for found, _ in known], [gold for _, gold in known], k)
+        found, gold = [ids for ids, _ in known], [document_id for _, document_id in known]
+        metrics = {"recall_at_k": recall_at_k, "mrr_at_k": mrr_at_k, "ndcg_at_k": ndcg_at_k}
+        retrieval = {name: metric(found, gold, k) for name, metric in metrics.items()}
+    substring = [best_over(substring_match, verdict.prediction, q.answers) for q, verdict in zip(questions, verdicts)]
     count = len(questions)
     return Row(
         name=name,
@@ -342,7 +354,8 @@ def summarize(
         em=sum(verdict.em for verdict in verdicts) / count,
         f1=sum(verdict.f1 for verdict in verdicts) / count,
         em_prefix=sum(verdict.em_prefix for verdict in verdicts) / count,
-        recall_at_k=recall,
+        substring=sum(substring) / count,
+        **retrieval,
         truncated=sum(verdict.truncated for verdict in verdicts),
         seconds=seconds,
     )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from eval.harness.protocol import Outcome, run_protocol, some_questions
+from mac_rag.data.metrics import substring_match
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
@@ -111,6 +112,13 @@ def test_figures_are_means_over_the_samples(tiny_model: MACModel) -> None:
         if row.recall_at_k is not None:
             found = [sample.document_id in sample.rows[row.name].retrieved for sample in outcome.samples]
             assert row.recall_at_k == pytest.approx(sum(found) / 12)
+            assert row.k == 1  # so all figures of retrieval are equal
+            assert row.mrr_at_k == row.ndcg_at_k == row.recall_at_k
+        contained = [
+            max(substring_match(sample.rows[row.name].prediction, answer) for answer in sample.answers)
+            for sample in outcome.samples
+        ]
+        assert row.substring == pytest.approx(sum(contained) / 12)
 
 
 def test_dated_rows_ask_as_of_the_moment_of_each_question() -> None:
