@@ -68,7 +68,9 @@ ExportOption = Annotated[
 ]
 
 
-def benchmark_command(benchmark: str, title: str, *, home: str | None = None) -> Callable[..., None]:
+def benchmark_command(
+    benchmark: str, title: str, *, home: str | None = None, stream: int | None = NEWSWIRE_DOCUMENTS
+) -> Callable[..., None]:
     """The command of one benchmark: `python -m eval.<benchmark>`.
 
     Args:
@@ -76,6 +78,7 @@ def benchmark_command(benchmark: str, title: str, *, home: str | None = None) ->
         title: name of the data set in messages.
         home: where users find the files of a data set whose place generated news cannot take, because its questions
             have moments; None for a data set that news may stand in for.
+        stream: documents of the stream without --documents; None for all.
     """
 
     def main(
@@ -93,8 +96,8 @@ def benchmark_command(benchmark: str, title: str, *, home: str | None = None) ->
         ] = None,
         split: SplitOption = "test",
         documents: Annotated[
-            int, typer.Option(min=1, help="Documents of the stream, from its beginning.")
-        ] = NEWSWIRE_DOCUMENTS,
+            int | None, typer.Option(min=1, help="Documents of the stream, from its beginning.")
+        ] = stream,
         questions: QuestionsOption = None,
         seed: SeedOption = 0,
         batch_size: BatchOption = 32,
@@ -111,7 +114,7 @@ def benchmark_command(benchmark: str, title: str, *, home: str | None = None) ->
                 raise ConfigError(f"eval.{benchmark} needs --data, a folder with the files of {title}; they are {home}")
             if data is None:
                 about = f"The embedded newswire sample, because no --data was given for {title}"
-                return Loaded(generated(split, documents, seed), "generated", about)
+                return Loaded(generated(split, documents or NEWSWIRE_DOCUMENTS, seed), "generated", about)
             dataset = load_dataset(benchmark, split, data, documents=documents)
             return Loaded(dataset, str(data), f"{title} from {data}")
 

@@ -140,6 +140,25 @@ def test_a_benchmark_of_moments_has_rows_with_dates(command: Command, tiny_check
     assert "MAC, dated" in sample.rows
 
 
+def test_weekly_news_is_asked_as_of_the_day_of_each_question(
+    command: Command, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    common = {"question_sentence": "Who opened the hall?", "choices": ["Lena Marsh", "Ada Voss"]}
+    for week, (day, right) in {"20230526": ("2023/05/26", "1"), "20230609": ("2023/06/08", "0")}.items():
+        name = common["choices"][int(right)]
+        question = {**common, "question_id": f"{week}_0", "question_date": day, "answer": [right]}
+        row = {**question, "evidence": f"The hall was opened by {name}."}
+        (tmp_path / f"{week}_qa.jsonl").write_text(json.dumps(row) + "\n")
+    options = ("--data", tmp_path, "--retriever", "bm25", "--k", 5, "--output", "r.json")
+    code, shown, _ = command("eval.realtimeqa", "--model", tiny_checkpoint, *options)
+    assert code == 0
+    assert shown.splitlines()[0] == f"RealTimeQA from {tmp_path}: 2 documents, 2 questions, split test"
+    first, second = samples(tmp_path / "r.json")
+    assert (first.as_of, second.as_of) == ("2023-05-26", "2023-06-08")
+    assert first.rows["bm25 top-5, dated"].retrieved == ("20230526_0-evidence",)
+    assert len(first.rows["bm25 top-5"].retrieved) == len(second.rows["bm25 top-5, dated"].retrieved) == 2
+
+
 class TestRefusals:
     """Each ends with exit code 1, one message on standard error, no traceback and no result."""
 
