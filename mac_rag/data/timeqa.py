@@ -30,14 +30,19 @@ _LARGEST = 256 << 20  # bytes of a file; the official ones have less than 10 mil
 _VAL = 10  # one page of the training file in so many is the split val
 _BEFORE_ALL = "0001-01-01"
 
-_MONTHS = {name.lower(): number for number, name in enumerate(calendar.month_abbr) if name}
 # Numbers of four digits that may be years; not a part of a longer number, as in 1,250 or 1993.5.
-_YEAR = re.compile(r"(?<![\d.,])(1\d{3}|20[0-2]\d)(?!\d|[.,]\d)")
-_MOMENT = r"(?:(?P<{0}month>[a-z]{{3,9}})\.?\s+)?(?P<{0}year>\d{{1,4}})(?!\d|[.,]\d)"
+_FIGURES, _END = r"1\d{3}|20[0-2]\d", r"(?!\d|[.,]\d)"
+_YEAR = re.compile(rf"(?<![\d.,])(?:{_FIGURES}){_END}")
+_MONTHS = "january february march april may june july august september october november december".split()
+_MONTH = "|".join(["sept", *(f"{name[:3]}(?:{name[3:]})?" for name in _MONTHS)])
+_WORD = r"[a-z]{3,9}"  # "late", "early"
+# Of a period its last moment, of which the year may have fewer digits.
 _PERIOD = re.compile(
-    rf"\b(?:from|between)\s+{_MOMENT.format('first_')}\s+(?:to|and|until)\s+{_MOMENT.format('')}", re.IGNORECASE
+    rf"\b(?:from|between)\s+(?:{_WORD}\.?\s+){{,2}}\d{{1,4}}\s+(?:to|and|until)\s+"
+    rf"(?:(?:{_WORD}\s+)??(?P<month>{_MONTH})\.?\s+|{_WORD}\s+)?(?P<year>\d{{1,4}}){_END}",
+    re.IGNORECASE,
 )
-_POINT = re.compile(r"(?:\b(?P<month>[a-z]{3,9})\.?\s+)?" + _YEAR.pattern.replace("(1", "(?P<year>1"), re.IGNORECASE)
+_POINT = re.compile(rf"(?:\b(?P<month>{_MONTH})\.?\s+)?(?<![\d.,])(?P<year>{_FIGURES}){_END}", re.IGNORECASE)
 
 
 def read_timeqa(path: str | Path, split: str) -> QADataset:
@@ -98,7 +103,8 @@ def asked_as_of(question: str) -> str | None:
     if not found or int(found[-1]["year"]) < 1000:
         return None
     year = int(found[-1]["year"])
-    month = _MONTHS.get((found[-1]["month"] or "dec")[:3].lower(), 12)
+    named = (found[-1]["month"] or "december")[:3].lower()
+    month = next(number for number, name in enumerate(_MONTHS, 1) if name.startswith(named))
     return f"{year}-{month:02d}-{calendar.monthrange(year, month)[1]}"
 
 
