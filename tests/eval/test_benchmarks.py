@@ -20,26 +20,26 @@ def samples(path: Path) -> tuple[Sample, ...]:
     return Result.read(path).read_samples(path)
 
 
-@pytest.mark.parametrize("benchmark", ["archivalqa", "streamingqa", "squad", "qa"])
+@pytest.mark.parametrize("experiment", ["archivalqa", "streamingqa", "squad", "qa"])
 def test_without_data_it_runs_on_the_embedded_sample(
-    command: Command, tiny_checkpoint: Path, tmp_path: Path, benchmark: str
+    command: Command, tiny_checkpoint: Path, tmp_path: Path, experiment: str
 ) -> None:
     code, shown, progress = command(
-        f"eval.{benchmark}", "--model", tiny_checkpoint, "--retriever", "bm25", "--k", 2, "--documents", 9, "--seed", 4
+        f"eval.{experiment}", "--model", tiny_checkpoint, "--retriever", "bm25", "--k", 2, "--documents", 9, "--seed", 4
     )
     assert code == 0
     first, *lines = shown.splitlines()
     assert first.startswith("The embedded newswire sample, because no --data was given")
     assert first.endswith("9 documents, 9 questions, split test")
     [path] = (tmp_path / "results").glob("*.json")
-    assert path.name.startswith(f"{benchmark}-")
+    assert path.name.startswith(f"{experiment}-")
     assert lines[-1] == f"Result: {path.relative_to(tmp_path)}"
     for name in ("LM alone", "MAC", "bm25 top-2", "bm25 top-2 + MAC"):
         assert f"│ {name} " in shown
         assert name in progress
     result = Result.read(path)
     stream = generate("test", 9, seed=4)
-    assert result.experiment == benchmark
+    assert result.experiment == experiment
     assert result.seed == result.config["seed"] == 4
     assert result.data is not None
     assert (result.data.name, result.data.source) == ("newswire", "generated")
