@@ -9,6 +9,7 @@ import typer
 from eval.harness.benchmark import (
     AnswersOption,
     BenchmarkModel,
+    ExportOption,
     KOption,
     Loaded,
     QuestionsOption,
@@ -47,6 +48,7 @@ def main(
     batch_size: BatchOption = 32,
     device: DeviceOption = None,
     answers: AnswersOption = None,
+    export: ExportOption = None,
     output: OutputOption = None,
 ) -> None:
     """Evaluate on any data set: adapt to a stream of documents, then ask all questions about them.
@@ -82,6 +84,7 @@ def main(
         batch_size=batch_size,
         device=device,
         answers=answers,
+        export=export,
         output=output,
     )
 

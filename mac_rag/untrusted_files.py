@@ -14,6 +14,7 @@ import math
 import os
 import re
 import stat
+import zlib
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -124,6 +125,31 @@ def read_text_bytes(path: Path, limit: int, *, follow: bool = False) -> bytes:
                 raise NulError(f"byte {len(pieces) * _PIECE + piece.index(0):,} is NUL, which no text has")
             pieces.append(piece)
     return b"".join(pieces)
+
+
+def read_unpacked(path: Path, limit: int) -> bytes:
+    """Reads a file of text, unpacked where its name ends in `.gz`; links are followed.
+
+    Raises:
+        MalformedError: for more than `limit` bytes, packed or unpacked, for what gzip did not pack, and as
+            `read_text_bytes`.
+        OSError: as `open_file`.
+    """
+    if path.suffix != ".gz":
+        return read_text_bytes(path, limit, follow=True)
+    packed, content = read_file(path, limit, follow=True), b""
+    while packed:
+        member = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        try:
+            content += member.decompress(packed, limit + 1 - len(content))
+        except zlib.error as error:
+            raise MalformedError(f"gzip did not pack it: {error}") from None
+        if len(content) > limit:
+            raise MalformedError(f"more than {limit:,} bytes when unpacked")
+        if not member.eof:
+            raise MalformedError("it ends in the middle")
+        packed = member.unused_data.lstrip(b"\0")
+    return content
 
 
 def lines_of(file: BinaryIO, limit: int) -> Iterator[bytes]:

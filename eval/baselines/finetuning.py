@@ -102,6 +102,7 @@ class FineTuning(System):
                 self._answering = trainable_copy(self.lm)
                 tune_answers(self._answering, self._training_questions, self._tuning, seed=self._seed)
         prompts = [self._answering.prompts.prompt(question) for question in questions]
+        self.tokens_fed += sum(map(len, prompts))
         return generate(self._answering, prompts, max_new_tokens=self._max_new_tokens, batch_size=self._batch_size)
 
 

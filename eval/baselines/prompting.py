@@ -38,6 +38,7 @@ class FewShot(System):
     def answer(self, questions: Sequence[str]) -> list[str]:
         lm = self._model.base_lm
         prompts = [lm.prompts.behind_examples(self._examples, question) for question in questions]
+        self.tokens_fed += sum(map(len, prompts))
         limit = self._model.config.max_new_tokens
         return generate(lm, prompts, max_new_tokens=limit, batch_size=self._batch_size)
 
@@ -66,14 +67,12 @@ class RetrieverOnly(System):
 
     def answer(self, questions: Sequence[str]) -> list[str]:
         contexts = [[hit.text for hit in hits] for hits in self._retriever.retrieve(questions, self._k)]
-        answers = self._engine.answer(
-            questions,
-            contexts=contexts,
-            use_memory=False,
-            overflow="truncate",
-            batch_size=self._batch_size,
-            progress=True,
-        )
+        prompts = [
+            self._engine.model.fit_to_window(question, texts, overflow="truncate")
+            for question, texts in zip(questions, contexts, strict=True)
+        ]
+        self.tokens_fed += sum(len(prompt.ids) for prompt in prompts)
+        answers = self._engine.answer(prompts, use_memory=False, batch_size=self._batch_size, progress=True)
         return [answer.text for answer in answers]
 
 

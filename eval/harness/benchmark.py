@@ -59,14 +59,26 @@ AnswersOption = Annotated[
         "continues, and further questions and rows generate nothing twice."
     ),
 ]
+ExportOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Also write the answers of each row to this folder, as records of ragas (ROW.ragas.jsonl) and of "
+        "RAGChecker (ROW.ragchecker.json)."
+    ),
+]
 
 
-def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
+def benchmark_command(
+    benchmark: str, title: str, *, home: str | None = None, stream: int | None = NEWSWIRE_DOCUMENTS
+) -> Callable[..., None]:
     """The command of one benchmark: `python -m eval.<benchmark>`.
 
     Args:
         benchmark: name of the data set in `mac_rag.data.load_dataset`.
         title: name of the data set in messages.
+        home: where users find the files of a data set whose place generated news cannot take, because its questions
+            have moments; None for a data set that news may stand in for.
+        stream: documents of the stream without --documents; None for all.
     """
 
     def main(
@@ -77,25 +89,32 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
         memory_weight: WeightOption = None,
         data: Annotated[
             Path | None,
-            typer.Option(help="Folder of the data set's files.", show_default="the embedded newswire sample"),
+            typer.Option(
+                help="Folder of the data set's files.",
+                show_default="the embedded newswire sample, where it can stand in",
+            ),
         ] = None,
         split: SplitOption = "test",
         documents: Annotated[
-            int, typer.Option(min=1, help="Documents of the stream, from its beginning.")
-        ] = NEWSWIRE_DOCUMENTS,
+            int | None, typer.Option(min=1, help="Documents of the stream, from its beginning.")
+        ] = stream,
         questions: QuestionsOption = None,
         seed: SeedOption = 0,
         batch_size: BatchOption = 32,
         device: DeviceOption = None,
         answers: AnswersOption = None,
+        export: ExportOption = None,
         output: OutputOption = None,
     ) -> None:
         def load() -> Loaded:
             from mac_rag.data import load_dataset
+            from mac_rag.errors import ConfigError
 
+            if data is None and home is not None:
+                raise ConfigError(f"eval.{benchmark} needs --data, a folder with the files of {title}; they are {home}")
             if data is None:
                 about = f"The embedded newswire sample, because no --data was given for {title}"
-                return Loaded(generated(split, documents, seed), "generated", about)
+                return Loaded(generated(split, documents or NEWSWIRE_DOCUMENTS, seed), "generated", about)
             dataset = load_dataset(benchmark, split, data, documents=documents)
             return Loaded(dataset, str(data), f"{title} from {data}")
 
@@ -112,13 +131,19 @@ def benchmark_command(benchmark: str, title: str) -> Callable[..., None]:
             batch_size=batch_size,
             device=device,
             answers=answers,
+            export=export,
             output=output,
         )
 
     main.__doc__ = (
         f"Evaluate on {title}: adapt to a stream of documents, then ask all questions about them.\n\n"
         "Answers come from the LM alone and from MAC's memory alone; with --retriever also from retrieved documents, "
-        f"without and with the memory. Without --data a generated stream of news takes the place of {title}."
+        "without and with the memory. "
+        + (
+            f"Without --data a generated stream of news takes the place of {title}."
+            if home is None
+            else "Rows that are dated ask as of the moment of each question: later documents have no influence."
+        )
     )
     return main
 
@@ -151,6 +176,7 @@ def run_benchmark(
     batch_size: int,
     device: str | None,
     answers: Path | None,
+    export: Path | None,
     output: Path | None,
 ) -> None:
     """Runs the protocol, and writes and prints its result.
@@ -159,15 +185,17 @@ def run_benchmark(
         experiment: name of the module, `eval.<experiment>`.
         load: loads the stream.
         options: all options of the command, for the result.
-        questions, model, retriever, k, memory_weight, seed, batch_size, device, answers, output: the options of these
-            names.
+        questions, model, retriever, k, memory_weight, seed, batch_size, device, answers, export, output: the options
+            of these names.
 
     Raises:
         ConfigError: for an option without meaning, before the stream is loaded.
     """
+    from eval.harness.export import export_folder, export_records
     from eval.harness.results import result_path
 
     path = result_path(output, experiment)
+    folder = None if export is None else export_folder(export)
     ks = whole_numbers("--k", k)
     memory_weights = _memory_weights(memory_weight)
     names = [name.strip() for name in retriever.split(",") if name.strip() != "none"]
@@ -212,7 +240,11 @@ def run_benchmark(
         source=source,
         model=loaded,
         notes=dataset.notes,
+        further=True,
     )
+    if folder is not None:
+        files = export_records(folder, outcome.samples, dataset.documents)
+        say(f"Records for ragas and RAGChecker: {len(files)} files in {folder}")
 
 
 def _memory_weights(text: str | None) -> list[float]:

@@ -90,6 +90,7 @@ def report(
     not_run: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
     table: Sequence[Row] | None = None,
+    further: bool = False,
 ) -> None:
     """Writes the result file and prints its table.
 
@@ -105,8 +106,10 @@ def report(
         model: the evaluated model; None if the rows are of several models.
         not_run, notes: see `eval.harness.results.Result`.
         table: the rows to print; None for all.
+        further: True to print a second table, of the scores that the first has no room for.
     """
-    from eval.harness.results import Data, Model, Result, provenance, show
+    from eval.harness.results import Data, Model, Result, provenance
+    from eval.harness.row_table import show, show_further
 
     result = Result(
         **provenance(experiment),
@@ -138,6 +141,8 @@ def report(
     ).write(path, samples)
     where = "" if dataset is None else f" on {dataset.name} ({dataset.split})"
     show(result.rows if table is None else table, title=f"{options.get('model', experiment)}{where}")
+    if further:
+        show_further(result.rows)
     if adaptation is not None:
         say(
             f"Adapted to {adaptation.documents:,} documents in {adaptation.seconds:.1f} s"

@@ -215,14 +215,14 @@ def _answers(controls: Controls, control: Control, kept: KeptAnswers) -> tuple[l
     """The answer to each question, those that are kept and new ones, and the time that they took."""
     # Equal questions differ where they are shown different documents.
     prompts = [
-        (question.question, documents)
+        Prompt(question.question, documents)
         for question, documents in zip(controls.dataset.questions, control.documents, strict=True)
     ]
     pending: dict[Prompt, int] = {}
     for number, prompt in enumerate(prompts):
         if kept.find(prompt, None) is None:
             pending.setdefault(prompt, number)
-    numbers = sorted(pending.values(), key=lambda number: len(prompts[number][0]))
+    numbers = sorted(pending.values(), key=lambda number: len(prompts[number].question))
     if controls.progress:
         say(control.name, err=True)
     with progress_bar("answer", len(numbers), disable=not controls.progress) as bar:

@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import ValidationError
 
@@ -26,8 +26,13 @@ if TYPE_CHECKING:
     from mac_rag.data.types import Document
     from mac_rag.model import MACModel
 
-# A question and the documents in front of it.
-Prompt = tuple[str, tuple[str, ...]]
+
+class Prompt(NamedTuple):
+    """What is asked: a question, the texts of the documents in front of it, and the moment of the question."""
+
+    question: str
+    contexts: tuple[str, ...] = ()
+    as_of: str | None = None
 
 
 class KeptAnswer(Config):
@@ -73,7 +78,7 @@ class KeptAnswers:
         """The kept answer to a prompt; None if there is none.
 
         Args:
-            prompt: the question and its documents.
+            prompt: the question, its documents and its moment, of which answers without memory do not depend.
             weight: memory weight lambda (see `mac_rag.lm.max_rule`); None for an answer without memory.
         """
         return self._answers.get(self._key(prompt, weight))
@@ -94,7 +99,9 @@ class KeptAnswers:
                 os.fsync(file.fileno())
 
     def _key(self, prompt: Prompt, weight: float | None) -> str:
-        return hashlib.sha256(json.dumps([self._source, prompt, weight]).encode()).hexdigest()[:32]
+        question, contexts, as_of = Prompt(*prompt)
+        key = [self._source, question, contexts, None if weight is None else as_of, weight]  # the LM alone has no date
+        return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def _read(self, path: Path) -> None:
         try:
@@ -133,7 +140,7 @@ def answer_source(model: MACModel, documents: Iterable[Document]) -> str:
 
     digest = hashlib.sha256(f"{weights_hash(model)} {model.config.model_dump_json()} {model.device}".encode())
     for document in documents:
-        digest.update(json.dumps([document.id, document.text]).encode())
+        digest.update(json.dumps([document.id, document.text, str(document.date)]).encode())
     package = Path(mac_rag.__file__).parent
     for file in sorted(package.rglob("*.py")):
         digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())

@@ -7,15 +7,29 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from eval.harness.bootstrap import paired_interval
 from eval.harness.costs import Costs
 from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt
-from eval.harness.results import Adaptation, Gain, Row, Sample, Verdict
+from eval.harness.results import BY_DATES, Adaptation, Gain, Row, Sample, Verdict
 from mac_rag.cli.terminal import say
-from mac_rag.data.metrics import best_over, exact_match, f1, prefix_match, recall_at_k
+from mac_rag.data.dates import moment_of
+from mac_rag.data.metrics import (
+    best_over,
+    exact_match,
+    f1,
+    mrr_at_k,
+    ndcg_at_k,
+    prefix_match,
+    recall_at_k,
+    substring_match,
+)
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import Answer, MACEngine
 from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.memory.known_documents import KnownDocuments
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval import Hit, Retriever
 
@@ -50,6 +64,9 @@ def run_protocol(
     documents in front of the question, no memory) and both together. Documents that do not fit into the LM's window are
     shortened, and the row counts such prompts. Each row has its costs (`eval.harness.costs`).
 
+    If questions have a moment, each row but the LM alone comes twice: with all documents, and `dated`, as of the moment
+    of each question. `dates_f1` of the second is its gain in F1 over the first.
+
     Args:
         engine: an engine with an empty bank and no retriever.
         dataset: the stream.
@@ -67,7 +84,10 @@ def run_protocol(
     """
     adaptation = adapt(engine, dataset.documents, progress=progress)
     table = _Table(engine, dataset, kept or KeptAnswers(), batch_size, seed, progress)
+    dated = any(question.as_of is not None for question in dataset.questions)
     table.ask("LM alone", {"MAC": engine.memory_weight})
+    if dated:
+        table.ask("LM alone", {"MAC": engine.memory_weight}, dated=True)
     for name, retriever in (retrievers or {}).items():
         retriever.add(dataset.documents)
         for k in ks:
@@ -75,7 +95,10 @@ def run_protocol(
             with_memory: dict[str, float | None] = {
                 f"{without} + MAC, lambda {value:g}": value for value in memory_weights
             }
-            table.ask(without, with_memory or {f"{without} + MAC": engine.memory_weight}, retriever, k)
+            with_memory = with_memory or {f"{without} + MAC": engine.memory_weight}
+            table.ask(without, with_memory, retriever, k)
+            if dated:
+                table.ask(without, with_memory, retriever, k, dated=True)
     return Outcome(adaptation, tuple(table.rows), samples(dataset.questions, table.verdicts))
 
 
@@ -117,46 +140,72 @@ class _Table:
         with_memory: Mapping[str, float | None],
         retriever: Retriever | None = None,
         k: int | None = None,
+        *,
+        dated: bool = False,
     ) -> None:
         """Adds the row without memory, and a row with memory for each weight, all of the same prompts.
+
+        Dated rows have names of their own, and come after those of the same names that are not; without a retriever,
+        dates change nothing for the row without memory, which is not repeated.
 
         Args:
             without: name of the row without memory.
             with_memory: name of each row with memory, and its memory weight; None for the model's own.
             retriever: finds k documents for each question; None for questions alone.
             k: number of documents; None without a retriever.
+            dated: True to ask as of the moment of each question.
         """
-        queries = self._queries(retriever, k)
+        queries = self._queries(retriever, k, dated)
         configured = self.engine.model.config.memory_weight
         weights = {name: configured if weight is None else weight for name, weight in with_memory.items()}
+        suffix = ", dated" if dated else ""
+        baseline = without if retriever is None else f"{without}{suffix}"
         if self.progress:
-            say(", ".join([without, *weights]), err=True)
+            say(", ".join([baseline, *(f"{name}{suffix}" for name in weights)]), err=True)
         self._answer([query.prompt for query in queries], [None, *weights.values()])
-        self.rows.append(self._row(without, queries, k, None))
+        if baseline not in self.verdicts:
+            self._add(self._row(baseline, queries, k, None), undated=without if dated else None)
         for name, weight in weights.items():
-            row = self._row(name, queries, k, weight)
-            self.rows.append(row.model_copy(update={"gain": self._gain(name, without)}))
+            row = self._row(f"{name}{suffix}", queries, k, weight)
+            row = row.model_copy(update={"gain": self._gain(row.name, baseline)})
+            self._add(row, undated=name if dated else None)
 
-    def _queries(self, retriever: Retriever | None, k: int | None) -> list[_Query]:
+    def _add(self, row: Row, undated: str | None) -> None:
+        """Adds a row; `undated` names the same one without dates, over which it has its gain by them."""
+        if undated is not None:
+            gain = self._gain(row.name, undated).f1
+            dates = dict(zip(BY_DATES, (gain.mean, gain.low, gain.high), strict=True))
+            row = row.model_copy(update={"measures": row.measures | dates})
+        self.rows.append(row)
+
+    def _queries(self, retriever: Retriever | None, k: int | None, dated: bool) -> list[_Query]:
         """Each question behind its retrieved documents, as far as they fit; equal prompts are common."""
         questions = [question.question for question in self.dataset.questions]
+        moments = [question.as_of if dated else None for question in self.dataset.questions]
         hits: list[list[Hit]] = [[] for _ in questions]
         if retriever is not None and k is not None:
-            hits = retriever.retrieve(questions, k)
+            for moment, places in _by_moment(moments).items():
+                found = retriever.retrieve([questions[place] for place in places], k, allowed=self._known(moment))
+                for place, row in zip(places, found, strict=True):
+                    hits[place] = row
         queries = []
-        for question, row in zip(questions, hits, strict=True):
+        for question, moment, row in zip(questions, moments, hits, strict=True):
             fitted = self.engine.model.fit_to_window(question, [hit.text for hit in row], overflow="truncate")
-            prompt = (question, fitted.contexts)
+            prompt = Prompt(question, fitted.contexts, moment)
             self._fitted[prompt] = fitted
             queries.append(_Query(prompt, tuple(hit.document_id for hit in row), fitted.truncated))
         return queries
+
+    def _known(self, moment: str | None) -> KnownDocuments | None:
+        """The documents of the stream that count at a moment; None for all."""
+        return None if moment is None else KnownDocuments(self.engine.snapshot, moment_of(moment))
 
     def _row(self, name: str, queries: Sequence[_Query], k: int | None, weight: float | None) -> Row:
         """The row of these queries with this memory weight, or without memory for None; all are answered by now."""
         questions = self.dataset.questions
         generated = [answer for query in queries if (answer := self.kept.find(query.prompt, weight))]
         answers = [
-            Answer(answer.text, query.prompt[1], query.document_ids, query.truncated)
+            Answer(answer.text, query.prompt.contexts, query.document_ids, query.truncated)
             for answer, query in zip(generated, queries, strict=True)
         ]
         self.verdicts[name] = judge(questions, answers)
@@ -171,12 +220,13 @@ class _Table:
         for prompt in dict.fromkeys(prompts):
             lacking = tuple(weight for weight in dict.fromkeys(weights) if self.kept.find(prompt, weight) is None)
             # The LM reads documents once for all weights. A prompt without documents shares nothing between weights.
-            for together in [lacking] if prompt[1] else [(weight,) for weight in lacking]:
+            for together in [lacking] if prompt.contexts else [(weight,) for weight in lacking]:
                 missing.setdefault(together, []).append(prompt)
         missing.pop((), None)
         with progress_bar("answer", sum(map(len, missing.values())), disable=not self.progress) as bar:
             for together, pending in missing.items():
-                pending.sort(key=lambda prompt: len(prompt[0]) + sum(map(len, prompt[1])))  # batches of similar length
+                # Batches of similar length.
+                pending.sort(key=lambda prompt: len(prompt.question) + sum(map(len, prompt.contexts)))
                 for first in range(0, len(pending), _GROUP * self.batch_size):
                     group = pending[first : first + _GROUP * self.batch_size]
                     began = time.perf_counter()
@@ -189,17 +239,32 @@ class _Table:
 
     def _generate(self, prompts: Sequence[Prompt], weights: Sequence[float | None]) -> list[list[str]]:
         """For each weight the answers to the prompts, which are sorted by length."""
-        if len(weights) == 1:
+        is_dated = any(prompt.as_of is not None for prompt in prompts) and weights != (None,)
+        if len(weights) == 1 and not is_dated:
             return [self._generate_at(prompts, weights[0])]
         values = [0.0 if weight is None else weight for weight in weights]
         answers: list[list[str]] = [[] for _ in values]
         for first in range(0, len(prompts), self.batch_size):
-            fitted = [self._fitted[prompt] for prompt in prompts[first : first + self.batch_size]]
-            phi = self.engine.aggregate([prompt.question for prompt in fitted])
-            batch = self.engine.model.generate_each(fitted, phi, values)
-            for texts, batch_texts in zip(answers, batch, strict=True):
+            batch = prompts[first : first + self.batch_size]
+            fitted, phi = [self._fitted[prompt] for prompt in batch], self._aggregated(batch)
+            if len(values) == 1:
+                of_batch = [self.engine.model.generate(fitted, modulation=phi, memory_weight=values[0])]
+            else:
+                of_batch = self.engine.model.generate_each(fitted, phi, values)
+            for texts, batch_texts in zip(answers, of_batch, strict=True):
                 texts += batch_texts
         return answers
+
+    def _aggregated(self, prompts: Sequence[Prompt]) -> Tensor:
+        """phi* `[B, T, D]` of each question, as of its moment."""
+        groups = _by_moment([prompt.as_of for prompt in prompts])
+        parts = [
+            self.engine.aggregate([prompts[place].question for place in places], as_of=moment)
+            for moment, places in groups.items()
+        ]
+        order = torch.tensor([place for places in groups.values() for place in places])
+        phi: Tensor = torch.cat(parts)[order.argsort().to(parts[0].device)]
+        return phi
 
     def _generate_at(self, prompts: Sequence[Prompt], weight: float | None) -> list[str]:
         """The answers to the prompts with one memory weight, or without memory for None."""
@@ -221,6 +286,14 @@ class _Table:
             for figure in ("em", "f1")
         }
         return Gain.model_validate(intervals)
+
+
+def _by_moment(moments: Sequence[str | None]) -> dict[str | None, list[int]]:
+    """The places of each moment."""
+    places: dict[str | None, list[int]] = {}
+    for place, moment in enumerate(moments):
+        places.setdefault(moment, []).append(place)
+    return places
 
 
 def adapt(engine: MACEngine, documents: Sequence[Document], *, progress: bool = False) -> Adaptation:
@@ -261,14 +334,17 @@ def summarize(
         questions: at least one.
         verdicts: one for each question.
         documents: number of documents in the stream.
-        k: number of documents retrieved for each question; None without a retriever. Recall is that of the questions
-            which name their document.
+        k: number of documents retrieved for each question; None without a retriever. The figures of retrieval are those
+            of the questions which name their document.
         seconds: time of answering all questions.
     """
-    recall = None
     known = [(verdict.retrieved, q.document_id) for q, verdict in zip(questions, verdicts) if q.document_id is not None]
+    retrieval: dict[str, float] = {}
     if k is not None and known:
-        recall = recall_at_k([found for found, _ in known], [gold for _, gold in known], k)
+        found, gold = [ids for ids, _ in known], [document_id for _, document_id in known]
+        metrics = {"recall_at_k": recall_at_k, "mrr_at_k": mrr_at_k, "ndcg_at_k": ndcg_at_k}
+        retrieval = {name: metric(found, gold, k) for name, metric in metrics.items()}
+    substring = [best_over(substring_match, verdict.prediction, q.answers) for q, verdict in zip(questions, verdicts)]
     count = len(questions)
     return Row(
         name=name,
@@ -278,7 +354,8 @@ def summarize(
         em=sum(verdict.em for verdict in verdicts) / count,
         f1=sum(verdict.f1 for verdict in verdicts) / count,
         em_prefix=sum(verdict.em_prefix for verdict in verdicts) / count,
-        recall_at_k=recall,
+        substring=sum(substring) / count,
+        **retrieval,
         truncated=sum(verdict.truncated for verdict in verdicts),
         seconds=seconds,
     )

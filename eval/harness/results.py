@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ConfigDict, Field, ValidationError
-from rich.table import Table
 
 from eval.harness.bootstrap import Interval
 from eval.harness.scales import Scale
 from mac_rag.atomic_files import write_text
-from mac_rag.cli.terminal import cell, show_table
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
 from mac_rag.untrusted_files import MalformedError, read_file, read_json
@@ -47,6 +45,8 @@ PACKAGES = (
     "rank-bm25",
     "PyStemmer",
 )
+# Measures of a row that asks as of the moments of its questions: the gain in F1 over the row without, and its interval.
+BY_DATES = ("dates_f1", "dates_f1_low", "dates_f1_high")
 
 
 class Verdict(Config):
@@ -73,14 +73,16 @@ class Sample(Config):
     Attributes:
         id, question, answers, document_id: the question, its accepted answers, and the id of its document, if it names
             one.
+        as_of: the moment of the question; None for one that has none.
         rows: the verdict on the answer of each row, by the row's name.
-        hash: sha256 of all other fields.
+        hash: sha256 of all other fields, without a moment that is None.
     """
 
     id: str
     question: str
     answers: tuple[str, ...]
     document_id: str | None
+    as_of: str | None = None
     rows: dict[str, Verdict]
     hash: str
 
@@ -92,6 +94,7 @@ class Sample(Config):
             "question": question.question,
             "answers": list(question.answers),
             "document_id": question.document_id,
+            **({} if question.as_of is None else {"as_of": question.as_of}),
             "rows": {name: verdict.model_dump(mode="json") for name, verdict in rows.items()},
         }
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -120,7 +123,9 @@ class Row(Config):
         documents: number of documents in the stream.
         questions: number of questions.
         em, f1, em_prefix: means over the questions, 0 to 1.
+        substring: share of the answers that contain an accepted one, 0 to 1.
         recall_at_k: share of the questions whose document was retrieved, 0 to 1.
+        mrr_at_k, ndcg_at_k: reciprocal rank and nDCG of the questions' documents among those retrieved, means, 0 to 1.
         gain: gain over the row of the same prompts without memory; of controls, over the memory's row.
         truncated: number of prompts whose documents were shortened to fit into the LM's window.
         seconds: generation time of its answers, also of those that it shares with other rows.
@@ -138,7 +143,10 @@ class Row(Config):
     em: float | None = None
     f1: float | None = None
     em_prefix: float | None = None
+    substring: float | None = None
     recall_at_k: float | None = None
+    mrr_at_k: float | None = None
+    ndcg_at_k: float | None = None
     gain: Gain | None = None
     truncated: int | None = None
     seconds: float | None = None
@@ -338,44 +346,6 @@ def result_path(output: Path | None, experiment: str) -> Path:
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--output {path} cannot be written: no permission in {path.parent}")
     return path
-
-
-def show(rows: Sequence[Row], *, title: str) -> None:
-    """Prints the rows as a table; a column is left out if no row has its figure."""
-    table = Table(title=cell(title), title_justify="left")
-    table.add_column("", no_wrap=True)
-    columns = _columns(rows)
-    for header in columns:
-        table.add_column(header, justify="right", overflow="fold")
-    for index, row in enumerate(rows):
-        table.add_row(cell(row.name), *(cells[index] for cells in columns.values()))
-    # Without a terminal the width is unknown, and the default of 80 columns would break figures.
-    show_table(table, width=None if sys.stdout.isatty() else 160)
-
-
-def _columns(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """The cells of each column by its header; "-" for a figure that a row does not have."""
-    measures = dict.fromkeys(name for row in rows for name in row.measures)
-    columns = {
-        "EM %": [_percent(row.em) for row in rows],
-        "F1 %": [_percent(row.f1) for row in rows],
-        "prefix %": [_percent(row.em_prefix) for row in rows],
-        "recall@k %": [_percent(row.recall_at_k) for row in rows],
-        "+EM (95 %)": [_gain(row.gain.em if row.gain else None) for row in rows],
-        "+F1 (95 %)": [_gain(row.gain.f1 if row.gain else None) for row in rows],
-        **{name: [f"{row.measures[name]:,.4g}" if name in row.measures else "-" for row in rows] for name in measures},
-        "truncated": ["-" if row.truncated is None else f"{row.truncated:,}" for row in rows],
-        "q/s": [f"{row.questions / row.seconds:,.1f}" if row.questions and row.seconds else "-" for row in rows],
-    }
-    return {header: cells for header, cells in columns.items() if set(cells) - {"-"}}
-
-
-def _percent(figure: float | None) -> str:
-    return "-" if figure is None else f"{100 * figure:.1f}"
-
-
-def _gain(gain: Interval | None) -> str:
-    return "-" if gain is None else f"{100 * gain.mean:+.1f} ({100 * gain.low:+.1f}, {100 * gain.high:+.1f})"
 
 
 def _versions() -> dict[str, str]:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 DataOption = Annotated[
     str | None,
     typer.Option(
-        help="The data set: a folder named squad, streamingqa or archivalqa, NAME:FOLDER, or a file, a folder or "
-        "hub:OWNER/NAME with data of your own.",
+        help="The data set: a folder named squad, streamingqa, archivalqa, timeqa or realtimeqa, NAME:FOLDER, or a "
+        "file, a folder or hub:OWNER/NAME with data of your own.",
         show_default="the generated newswire",
     ),
 ]
@@ -89,7 +89,7 @@ def open_stream(
 
     Args:
         data: the value of `--data`; None for generated newswire.
-        split: `train`, `val` or `test`; every data set has all three.
+        split: `train`, `val` or `test`; every data set has all three, but RealTimeQA has `test` alone.
         documents: number of documents, from the beginning of the stream; None for all of a data set, and a sample of
             newswire.
         questions: at most this many of their questions, drawn by the seed; None for all.

@@ -13,6 +13,9 @@ SCORES = {
     "em_prefix": "prefix %",
     "recall_at_k": "recall@k %",
     "f1_before_adaptation": "F1 % before adapting",
+    "dates_f1": "F1 % gained by dates",
+    "dates_f1_low": "... its interval from",
+    "dates_f1_high": "... to",
 }
 NAMES = {
     "added": "documents added",

@@ -1,11 +1,11 @@
-"""Data sets of documents with questions: three benchmarks, a generator, and a user's own files, all as `QADataset`."""
+"""Data sets of documents with questions: five benchmarks, a generator, and a user's own files, all as `QADataset`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from mac_rag.data import archivalqa, own, squad, streamingqa
+from mac_rag.data import archivalqa, own, realtimeqa, squad, streamingqa, timeqa
 from mac_rag.data.newswire import generate, world
 from mac_rag.data.protocol import first_documents
 from mac_rag.data.types import QADataset
@@ -16,6 +16,8 @@ SPLITS = {
     "squad": squad.SPLITS,
     "streamingqa": streamingqa.SPLITS,
     "archivalqa": archivalqa.SPLITS,
+    "timeqa": timeqa.SPLITS,
+    "realtimeqa": realtimeqa.SPLITS,
     "own": own.SPLITS,
 }
 
@@ -33,8 +35,8 @@ def load_dataset(
     """Loads one split of a data set.
 
     Args:
-        name: `newswire` (generated, needs no file), `squad`, `streamingqa`, `archivalqa`, or `own` for a user's files
-            in one of the forms of `mac_rag.data.own_files.find_files`.
+        name: `newswire` (generated, needs no file), `squad`, `streamingqa`, `archivalqa`, `timeqa`,
+            `realtimeqa`, or `own` for a user's files in one of the forms of `mac_rag.data.own_files.find_files`.
         split: one of `SPLITS[name]`.
         path: folder of the data set's files, or file of this split; None for newswire and for `hub`. For `own` also
             `hub:OWNER/NAME`.
@@ -81,6 +83,10 @@ def load_dataset(
         dataset = streamingqa.read_streamingqa(path, split)
     elif name == "own":
         dataset = own.read_own(path, split, columns, unanswered=unanswered)
+    elif name == "timeqa":
+        dataset = timeqa.read_timeqa(path, split)
+    elif name == "realtimeqa":
+        dataset = realtimeqa.read_realtimeqa(path, split)
     else:
         dataset = archivalqa.read_archivalqa(path, split)
     if not dataset.questions:

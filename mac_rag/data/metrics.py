@@ -1,7 +1,13 @@
-"""SQuAD's answer metrics: exact match and F1 after normalization, and the prefix match of MAC's published code."""
+"""Metrics of answers and of retrieval.
+
+Answers: SQuAD's exact match and F1 after normalization, the prefix match of MAC's published code, and the substring
+match of evaluations of RAG. Retrieval: recall, mean reciprocal rank and nDCG among the first k documents, where one
+document is the right one of each question.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections import Counter
@@ -43,6 +49,19 @@ def prefix_match(prediction: str, answer: str) -> float:
     return float(normalize(prediction).startswith(normalize(answer)))
 
 
+def substring_match(prediction: str, answer: str) -> float:
+    """1 if the prediction contains the answer after normalization, else 0: the accuracy of many evaluations of RAG.
+
+    It forgives long answers, which exact match does not. An answer that normalization leaves empty is in every
+    prediction.
+
+    Examples:
+        >>> substring_match("It was Anna Berg of Norrland.", "Anna Berg"), substring_match("Berg", "Anna Berg")
+        (1.0, 0.0)
+    """
+    return float(normalize(answer) in normalize(prediction))
+
+
 def f1(prediction: str, answer: str) -> float:
     """Harmonic mean of precision and recall of the answer's words (SQuAD v1.1), from 0 to 1.
 
@@ -81,3 +100,40 @@ def recall_at_k(retrieved: Sequence[Sequence[str]], gold: Sequence[str], k: int)
         0.5
     """
     return sum(document_id in ids[:k] for ids, document_id in zip(retrieved, gold)) / len(gold)
+
+
+def mrr_at_k(retrieved: Sequence[Sequence[str]], gold: Sequence[str], k: int) -> float:
+    """Mean reciprocal rank of each question's document among the first `k`; 0 for one that is not among them.
+
+    Args:
+        retrieved, gold, k: as for `recall_at_k`.
+
+    Examples:
+        >>> mrr_at_k([["bridge", "river"], ["museum", "bridge"]], ["bridge", "bridge"], k=2)
+        0.75
+    """
+    return sum(1 / rank for rank in _ranks(retrieved, gold, k)) / len(gold)
+
+
+def ndcg_at_k(retrieved: Sequence[Sequence[str]], gold: Sequence[str], k: int) -> float:
+    """Mean normalized discounted cumulative gain (Järvelin and Kekäläinen, 2002) among the first `k` documents.
+
+    The question's document has relevance 1 and all others 0, so the best possible gain is 1.
+
+    Args:
+        retrieved, gold, k: as for `recall_at_k`.
+
+    Examples:
+        >>> round(ndcg_at_k([["bridge", "river"], ["museum", "bridge"]], ["bridge", "bridge"], k=2), 4)
+        0.8155
+    """
+    return sum(1 / math.log2(1 + rank) for rank in _ranks(retrieved, gold, k)) / len(gold)
+
+
+def _ranks(retrieved: Sequence[Sequence[str]], gold: Sequence[str], k: int) -> list[int]:
+    """The rank, from 1, of each question's document, for the questions where it is among the first `k`."""
+    return [
+        list(ids[:k]).index(document_id) + 1
+        for ids, document_id in zip(retrieved, gold, strict=True)
+        if document_id in ids[:k]
+    ]

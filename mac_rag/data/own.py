@@ -21,7 +21,7 @@ from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError, DataError
 
 SPLITS = ("train", "val", "test", "all")
-FIELDS = ("id", "document", "question", "answers", "document_id", "title", "date", "metadata", "is_impossible")
+FIELDS = ("id", "document", "question", "answers", "document_id", "as_of", "title", "date", "metadata", "is_impossible")
 
 # Shares of the splits that are drawn: train the first 80 % of all hashes, val the next 10, test the last 10.
 _VAL, _TEST = 0.8, 0.9

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from mac_rag.data.characters import check_text, shown_id
+from mac_rag.data.dates import read_date
 from mac_rag.data.protocol import shortest_first
 from mac_rag.data.provenance import check_document
 from mac_rag.data.records import Record
 from mac_rag.data.types import Document, Question
-from mac_rag.errors import BankError, DocumentError
+from mac_rag.errors import BankError, DataError, DocumentError
 from mac_rag.untrusted_files import ROW
 
 _NO_ANSWER = "give a text or a list of texts; leave unanswerable questions out, or mark them by is_impossible: true"
@@ -124,7 +125,7 @@ class Contents:
         question_id = _id(record, "id") or record.name
         if question_id in self.questions:
             raise record.fault("id", f"{shown_id(question_id)} is the id of another question further up")
-        added = self.questions[question_id] = Question(question_id, question, answers, document_id)
+        added = self.questions[question_id] = Question(question_id, question, answers, document_id, _as_of(record))
         return added
 
 
@@ -166,6 +167,18 @@ def _text(record: Record, field: str, remedy: str) -> str:
         raise record.fault(field, f"it has more than {ROW:,} characters; divide it into several documents")
     _check(record, field, value)
     return value
+
+
+def _as_of(record: Record) -> str | None:
+    """The moment of a question, as it was written; None if it has none."""
+    value = record.values.get("as_of")
+    if value is None:
+        return None
+    try:
+        read_date(value)
+    except DataError as error:
+        raise record.fault("as_of", str(error)) from None
+    return str(value)
 
 
 def _id(record: Record, field: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 from mac_rag.data.protocol import shortest_first
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import DataError
-from mac_rag.untrusted_files import MalformedError, parse_json, read_file, read_text_bytes
+from mac_rag.untrusted_files import parse_json, read_unpacked
 
 HUB_REPOSITORY = "rajpurkar/squad"
 _LARGEST = 64 << 20  # bytes of a file of SQuAD's layout; SQuAD's own have half of that
@@ -108,8 +107,8 @@ def read_official(file: Path) -> Iterator[SquadRow]:
         DataError: for a file that cannot be read or has another layout; names the file, article and paragraph.
     """
     try:
-        articles = parse_json(_content(file))["data"]
-    except (OSError, zlib.error, ValueError, KeyError, TypeError) as error:
+        articles = parse_json(read_unpacked(file, _LARGEST))["data"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{file} is not a SQuAD file in the official JSON layout: {error!r}") from None
     place = "articles"
     try:
@@ -125,22 +124,6 @@ def read_official(file: Path) -> Iterator[SquadRow]:
                     yield SquadRow(*texts, answers)
     except (KeyError, TypeError) as error:
         raise DataError(f"{file}, {place}: not in the official SQuAD layout: {error!r}") from None
-
-
-def _content(file: Path) -> bytes:
-    """The JSON in a file, plain or gzipped; never more than twice that of SQuAD."""
-    if file.suffix != ".gz":
-        return read_text_bytes(file, _LARGEST, follow=True)
-    packed, content = read_file(file, _LARGEST, follow=True), b""
-    while packed:
-        member = zlib.decompressobj(zlib.MAX_WBITS | 16)
-        content += member.decompress(packed, _LARGEST + 1 - len(content))
-        if len(content) > _LARGEST:
-            raise MalformedError(f"more than {_LARGEST:,} bytes when unpacked")
-        if not member.eof:
-            raise MalformedError("it ends in the middle")
-        packed = member.unused_data.lstrip(b"\0")
-    return content
 
 
 def read_hub_rows(table: Iterable[dict[str, Any]]) -> Iterator[SquadRow]:

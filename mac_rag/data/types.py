@@ -62,6 +62,8 @@ class Question:
         answers: all accepted answers; the first one is used in training. Empty where no answer is known: such
             questions can be trained on by distillation.
         document_id: id of the document that contains the answer; None if nobody knows which one does.
+        as_of: the moment of the question, as `mac_rag.data.dates.read_date` takes it: what later documents say is no
+            answer to it. None for a question about all of the stream.
 
     Examples:
         >>> Question("q1", "Who opened the bridge?", ("Anna Berg", "Berg"), "bridge").answers[0]
@@ -72,6 +74,7 @@ class Question:
     question: str
     answers: tuple[str, ...]
     document_id: str | None
+    as_of: str | None = None
 
     @property
     def gold(self) -> str:

@@ -28,7 +28,8 @@ class DataConfig(Config):
     """Questions to train and validate on.
 
     Attributes:
-        name: `newswire` (generated), `squad`, `streamingqa`, `archivalqa`, or `own` for files of your own.
+        name: `newswire` (generated), `squad`, `streamingqa`, `archivalqa`, `timeqa`, or `own` for files of
+            your own.
         path: folder of the data set's files; newswire has none. For `own` also a file, or `hub:OWNER/NAME`.
         columns: only for `own`: the column that holds a field, where it has another name, such as `{question: q}`; see
             `mac_rag.data.own.FIELDS`.
@@ -40,7 +41,7 @@ class DataConfig(Config):
         seed: random seed of the generated documents.
     """
 
-    name: Literal["newswire", "squad", "streamingqa", "archivalqa", "own"] = "newswire"
+    name: Literal["newswire", "squad", "streamingqa", "archivalqa", "timeqa", "own"] = "newswire"
     path: str | None = None
     columns: dict[str, str] = Field(default_factory=dict)
     train: str | tuple[str, ...] = "train"

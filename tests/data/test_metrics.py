@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections import Counter
@@ -10,7 +11,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mac_rag.data.metrics import best_over, exact_match, f1, normalize, prefix_match, recall_at_k
+from mac_rag.data.metrics import (
+    best_over,
+    exact_match,
+    f1,
+    mrr_at_k,
+    ndcg_at_k,
+    normalize,
+    prefix_match,
+    recall_at_k,
+    substring_match,
+)
 
 
 def official_normalize(text: str) -> str:
@@ -61,12 +72,13 @@ def test_metrics_equal_the_official_definitions(prediction: str, answer: str) ->
     assert exact_match(prediction, answer) == official_exact_match(prediction, answer)
     assert f1(prediction, answer) == official_f1(prediction, answer)
     assert prefix_match(prediction, answer) == published_match(prediction, answer)
+    assert substring_match(prediction, answer) == (official_normalize(answer) in official_normalize(prediction))
 
 
 @given(ANSWERS, ANSWERS)
 def test_bounds_and_symmetry(prediction: str, answer: str) -> None:
     assert 0.0 <= f1(prediction, answer) == f1(answer, prediction) <= 1.0
-    assert exact_match(prediction, answer) <= prefix_match(prediction, answer)
+    assert exact_match(prediction, answer) <= prefix_match(prediction, answer) <= substring_match(prediction, answer)
     if normalize(answer):
         assert exact_match(prediction, answer) <= f1(prediction, answer)
 
@@ -103,3 +115,21 @@ def test_recall_counts_the_first_k_documents() -> None:
     assert recall_at_k(retrieved, wanted, 1) == 0.25
     assert recall_at_k(retrieved, wanted, 2) == 0.5
     assert recall_at_k(retrieved, wanted, 10) == 0.5
+
+
+RANKING = st.tuples(st.permutations(list("abcdef")), st.integers(0, 6), st.sampled_from("abcdef"))
+
+
+@given(st.lists(RANKING, min_size=1), st.integers(1, 7))
+def test_ranking_metrics_are_their_definitions_for_one_relevant_document(
+    drawn: list[tuple[list[str], int, str]], k: int
+) -> None:
+    retrieved, gold = [ids[:length] for ids, length, _ in drawn], [document_id for _, _, document_id in drawn]
+    reciprocal, gains = 0.0, 0.0
+    for ids, document_id in zip(retrieved, gold):
+        relevance = [float(found == document_id) for found in ids[:k]]
+        reciprocal += max((value / rank for rank, value in enumerate(relevance, 1)), default=0.0)
+        ideal = 1.0 / math.log2(2)  # the relevant document first
+        gains += sum(value / math.log2(rank + 1) for rank, value in enumerate(relevance, 1)) / ideal
+    assert mrr_at_k(retrieved, gold, k) == pytest.approx(reciprocal / len(drawn))
+    assert ndcg_at_k(retrieved, gold, k) == pytest.approx(gains / len(drawn))

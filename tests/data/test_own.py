@@ -157,6 +157,16 @@ def test_metadata_title_and_date_belong_to_the_document(tmp_path: Path) -> None:
     assert read(tmp_path / "folder").documents[2] == Document("d2", TEXTS[2], {"n": 2})
 
 
+def test_the_moment_belongs_to_the_question(tmp_path: Path) -> None:
+    content = rows()
+    for row, moment in zip(content, ("2004-05-31", 2004, None, "")):
+        row["as_of"] = moment
+    read_in = read(lines(tmp_path / "rows.jsonl", content))
+    moments = [question.as_of for question in read_in.questions]
+    assert moments == ["2004-05-31", "2004", *[None] * (len(moments) - 2)]
+    assert all("as_of" not in document.metadata for document in read_in.documents)
+
+
 @given(st.text("xyz0189 ", min_size=1).filter(str.strip))
 def test_the_split_is_that_of_the_words_alone(text: str) -> None:
     """So the same text is in one split whatever its id, its file and its punctuation."""
@@ -296,6 +306,8 @@ def test_unanswerable_questions_are_left_out_and_counted(tmp_path: Path) -> None
         ({"id": True}, r"row 2, field 'id': it must be a text, got True"),
         ({"id": "q0"}, r"row 2, field 'id': 'q0' is the id of another question further up"),
         ({"metadata": "x"}, r"row 2, field 'metadata': it must be an object"),
+        ({"as_of": "03/04/2004"}, r"row 2, field 'as_of': the date '03/04/2004' can be read in several ways"),
+        ({"as_of": True}, r"row 2, field 'as_of': True is no date"),
         ({"document_id": "d0"}, r"row 2, field 'document_id': 'd0' is the id of another text further up"),
         ({"document": TEXTS[0], "date": "2024"}, r"row 2, field 'date': document 'd0' has another one further up"),
     ],

@@ -20,26 +20,26 @@ def samples(path: Path) -> tuple[Sample, ...]:
     return Result.read(path).read_samples(path)
 
 
-@pytest.mark.parametrize("benchmark", ["archivalqa", "streamingqa", "squad", "qa"])
+@pytest.mark.parametrize("experiment", ["archivalqa", "streamingqa", "squad", "qa"])
 def test_without_data_it_runs_on_the_embedded_sample(
-    command: Command, tiny_checkpoint: Path, tmp_path: Path, benchmark: str
+    command: Command, tiny_checkpoint: Path, tmp_path: Path, experiment: str
 ) -> None:
     code, shown, progress = command(
-        f"eval.{benchmark}", "--model", tiny_checkpoint, "--retriever", "bm25", "--k", 2, "--documents", 9, "--seed", 4
+        f"eval.{experiment}", "--model", tiny_checkpoint, "--retriever", "bm25", "--k", 2, "--documents", 9, "--seed", 4
     )
     assert code == 0
     first, *lines = shown.splitlines()
     assert first.startswith("The embedded newswire sample, because no --data was given")
     assert first.endswith("9 documents, 9 questions, split test")
     [path] = (tmp_path / "results").glob("*.json")
-    assert path.name.startswith(f"{benchmark}-")
+    assert path.name.startswith(f"{experiment}-")
     assert lines[-1] == f"Result: {path.relative_to(tmp_path)}"
     for name in ("LM alone", "MAC", "bm25 top-2", "bm25 top-2 + MAC"):
         assert f"│ {name} " in shown
         assert name in progress
     result = Result.read(path)
     stream = generate("test", 9, seed=4)
-    assert result.experiment == benchmark
+    assert result.experiment == experiment
     assert result.seed == result.config["seed"] == 4
     assert result.data is not None
     assert (result.data.name, result.data.source) == ("newswire", "generated")
@@ -122,6 +122,43 @@ def test_columns_that_name_nothing_are_refused(columns: str) -> None:
         named_columns(columns)
 
 
+def test_a_benchmark_of_moments_has_rows_with_dates(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    paras = ["Tom Webb", "Webb played for Lund FC from 1996 to 2003 .", "In 2004 he moved to Kell United ."]
+    asked = [
+        ["Which team did Webb play for from 1996 to 2003?", [{"para": 1, "from": 16, "end": 23, "answer": "Lund FC"}]]
+    ]
+    pages = [{"index": "/wiki/Webb#P54", "type": "P54", "link": "/wiki/Webb", "paras": paras, "questions": asked}]
+    (tmp_path / "human_annotated_test.json").write_text(json.dumps(pages))
+    options = ("--data", tmp_path, "--retriever", "bm25", "--k", 3, "--output", "r.json")
+    code, shown, _ = command("eval.timeqa", "--model", tiny_checkpoint, *options)
+    assert code == 0
+    assert shown.splitlines()[0] == f"Time-Sensitive QA from {tmp_path}: 3 documents, 1 questions, split test"
+    [sample] = samples(tmp_path / "r.json")
+    assert sample.as_of == "2003-12-31"
+    assert set(sample.rows["bm25 top-3"].retrieved) == {"Webb#0", "Webb#1", "Webb#2"}
+    assert set(sample.rows["bm25 top-3, dated"].retrieved) == {"Webb#0", "Webb#1"}
+    assert "MAC, dated" in sample.rows
+
+
+def test_weekly_news_is_asked_as_of_the_day_of_each_question(
+    command: Command, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    common = {"question_sentence": "Who opened the hall?", "choices": ["Lena Marsh", "Ada Voss"]}
+    for week, (day, right) in {"20230526": ("2023/05/26", "1"), "20230609": ("2023/06/08", "0")}.items():
+        name = common["choices"][int(right)]
+        question = {**common, "question_id": f"{week}_0", "question_date": day, "answer": [right]}
+        row = {**question, "evidence": f"The hall was opened by {name}."}
+        (tmp_path / f"{week}_qa.jsonl").write_text(json.dumps(row) + "\n")
+    options = ("--data", tmp_path, "--retriever", "bm25", "--k", 5, "--output", "r.json")
+    code, shown, _ = command("eval.realtimeqa", "--model", tiny_checkpoint, *options)
+    assert code == 0
+    assert shown.splitlines()[0] == f"RealTimeQA from {tmp_path}: 2 documents, 2 questions, split test"
+    first, second = samples(tmp_path / "r.json")
+    assert (first.as_of, second.as_of) == ("2023-05-26", "2023-06-08")
+    assert first.rows["bm25 top-5, dated"].retrieved == ("20230526_0-evidence",)
+    assert len(first.rows["bm25 top-5"].retrieved) == len(second.rows["bm25 top-5, dated"].retrieved) == 2
+
+
 class TestRefusals:
     """Each ends with exit code 1, one message on standard error, no traceback and no result."""
 
@@ -136,6 +173,10 @@ class TestRefusals:
     def test_columns_of_no_data(self, command: Command, tmp_path: Path) -> None:
         message = self.refused(command, tmp_path, "--columns", "question=q", benchmark="qa")
         assert "--columns 'question=q' names columns of data of your own; give them with --data" in message
+
+    def test_a_benchmark_of_moments_without_data(self, command: Command, tmp_path: Path) -> None:
+        message = self.refused(command, tmp_path, benchmark="timeqa")
+        assert "eval.timeqa needs --data, a folder with the files of Time-Sensitive QA; they are in dataset/" in message
 
     def test_unknown_path(self, command: Command, tmp_path: Path) -> None:
         assert str(tmp_path / "nowhere") in self.refused(command, tmp_path, "--data", tmp_path / "nowhere")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval.harness.kept_answers import KeptAnswer, KeptAnswers, answer_source
+from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt, answer_source
 from eval.harness.protocol import Outcome, run_protocol
 from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import Answer, MACEngine
@@ -110,12 +111,14 @@ def test_a_further_row_generates_only_its_new_answers(tiny_model: MACModel, tmp_
 def test_answers_of_other_weights_or_streams_are_not_found(tiny_model: MACModel, tmp_path: Path) -> None:
     source = answer_source(tiny_model, STREAM.documents)
     assert source == answer_source(tiny_model, STREAM.documents)
-    sources = {source, answer_source(tiny_model, STREAM.documents[1:])}
+    first = STREAM.documents[0]
+    redated = (replace(first, metadata={**first.metadata, "date": "1999"}), *STREAM.documents[1:])
+    sources = {source, answer_source(tiny_model, STREAM.documents[1:]), answer_source(tiny_model, redated)}
     for network in (tiny_model.base_lm, tiny_model.amortization):
         with torch.no_grad():
             next(network.parameters()).add_(1)
         sources.add(answer_source(tiny_model, STREAM.documents))
-    assert len(sources) == 4
+    assert len(sources) == 5
     path = tmp_path / "answers.jsonl"
     KeptAnswers(path, source).add({("Who?", ()): GIVEN}, None)
     found = [KeptAnswers(path, other).find(("Who?", ()), None) for other in sources]
@@ -131,6 +134,14 @@ def test_an_answer_is_found_by_question_documents_and_weight(tmp_path: Path) -> 
             assert answers.find(prompt, 0.5) is None
         for share in (None, 1.0):
             assert answers.find(("Who?", ("Rain.", "Sun.")), share) is None
+        assert answers.find(("Who?", ("Rain.", "Sun."), "2004"), 0.5) is None
+
+
+def test_the_lm_alone_answers_the_same_at_every_moment() -> None:
+    kept = KeptAnswers()
+    kept.add({Prompt("Who?", as_of="2004"): GIVEN}, None)
+    assert kept.find(Prompt("Who?"), None) == GIVEN
+    assert kept.find(Prompt("Who?", as_of="2004"), 1.0) is None
 
 
 @pytest.mark.parametrize("content", ["my notes\n", "my notes", '{"text": "Rain fell."}', '{"key": 1}\n'])

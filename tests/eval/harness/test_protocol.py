@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from eval.harness.protocol import Outcome, run_protocol, some_questions
+from mac_rag.data.metrics import substring_match
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
@@ -109,6 +112,48 @@ def test_figures_are_means_over_the_samples(tiny_model: MACModel) -> None:
         if row.recall_at_k is not None:
             found = [sample.document_id in sample.rows[row.name].retrieved for sample in outcome.samples]
             assert row.recall_at_k == pytest.approx(sum(found) / 12)
+            assert row.k == 1  # so all figures of retrieval are equal
+            assert row.mrr_at_k == row.ndcg_at_k == row.recall_at_k
+        contained = [
+            max(substring_match(sample.rows[row.name].prediction, answer) for answer in sample.answers)
+            for sample in outcome.samples
+        ]
+        assert row.substring == pytest.approx(sum(contained) / 12)
+
+
+def test_dated_rows_ask_as_of_the_moment_of_each_question() -> None:
+    """The oracle of a dated answer is the engine, asked one question as of its moment."""
+    mac_tiny = MACModel.from_pretrained("mac-tiny")
+    documents = tuple(
+        Document(document.id, document.text, {"date": f"{2000 + number}"})
+        for number, document in enumerate(STREAM.documents)
+    )
+    questions = tuple(
+        replace(question, as_of=None if number % 3 == 2 else f"{2004 + number % 4}-06-01")
+        for number, question in enumerate(STREAM.questions)
+    )
+    stream = QADataset("timeqa", "test", documents, questions)
+    outcome = run_protocol(MACEngine(mac_tiny), stream, {"bm25": BM25Retriever()}, [1], batch_size=5)
+    both = ["bm25 top-1", "bm25 top-1 + MAC"]
+    names = ["LM alone", "MAC", "MAC, dated", *both, *(f"{name}, dated" for name in both)]
+    assert [row.name for row in outcome.rows] == names
+    engine = MACEngine(mac_tiny, retriever=BM25Retriever(), k=1)
+    engine.adapt(documents)
+    for question, sample in zip(questions, outcome.samples):
+        [from_memory] = engine.answer([question.question], use_retriever=False, as_of=question.as_of)
+        [from_both] = engine.answer([question.question], as_of=question.as_of)
+        assert sample.rows["MAC, dated"].prediction == from_memory.text
+        assert sample.rows["bm25 top-1 + MAC, dated"].prediction == from_both.text
+        assert sample.rows["bm25 top-1, dated"].retrieved == from_both.document_ids
+    assert predictions(outcome, "MAC, dated") != predictions(outcome, "MAC")
+    rows = {row.name: row for row in outcome.rows}
+    for name in ("MAC", *both):
+        dated = rows[f"{name}, dated"]
+        assert dated.measures["dates_f1"] == pytest.approx(dated.f1 - rows[name].f1)
+        assert "dates_f1" not in rows[name].measures
+    assert rows["MAC, dated"].gain.f1.mean == pytest.approx(rows["MAC, dated"].f1 - rows["LM alone"].f1)
+    together = rows["bm25 top-1 + MAC, dated"]
+    assert together.gain.f1.mean == pytest.approx(together.f1 - rows["bm25 top-1, dated"].f1)
 
 
 def test_long_documents_and_prompts_are_counted(tiny_model: MACModel) -> None:

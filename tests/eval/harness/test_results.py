@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from eval.harness import results
 from eval.harness.results import (
+    BY_DATES,
     Adaptation,
     Commit,
     Data,
@@ -22,8 +24,8 @@ from eval.harness.results import (
     Verdict,
     provenance,
     result_path,
-    show,
 )
+from eval.harness.row_table import show, show_further
 from mac_rag.data.types import Question
 from mac_rag.errors import ConfigError, DataError
 from tests.helpers import DEEP, DIGITS
@@ -60,8 +62,9 @@ def result(**changes: Any) -> Result:
 
 
 class TestHash:
-    def test_is_the_sha256_of_all_other_fields(self) -> None:
-        sample = Sample.of(QUESTION, {"MAC": VERDICT}).model_dump(mode="json")
+    @pytest.mark.parametrize("as_of", [None, "2004"])
+    def test_is_the_sha256_of_all_other_fields(self, as_of: str | None) -> None:
+        sample = Sample.of(replace(QUESTION, as_of=as_of), {"MAC": VERDICT}).model_dump(mode="json", exclude_none=True)
         claimed = sample.pop("hash")
         text = json.dumps(sample, sort_keys=True, separators=(",", ":"))
         assert claimed == hashlib.sha256(text.encode()).hexdigest()
@@ -224,3 +227,22 @@ def test_table_shows_any_measures(capsys: pytest.CaptureFixture[str]) -> None:
     assert [cell for cell in header if cell not in "┃%"] == ["F1", "peak_mb", "seconds"]
     assert [cell for cell in first if cell != "│"] == ["p0", "-", "1,234", "-"]
     assert [cell for cell in second if cell != "│"] == ["p1", "50.0", "-", "0.25"]
+
+
+def test_a_second_table_has_the_figures_that_are_behind_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [ROW.model_copy(update={"substring": 0.5}), ROW.model_copy(update={"name": "BM25", "mrr_at_k": 0.125})]
+    show_further(rows)
+    shown = capsys.readouterr().out
+    header, first, second = (line.strip("│┃ ").split() for line in shown.splitlines() if "┃" in line or "│" in line)
+    assert [cell for cell in header if cell not in "┃%"] == ["substring", "MRR@k"]
+    assert [cell for cell in first if cell != "│"] == ["MAC", "50.0", "-"]
+    assert [cell for cell in second if cell != "│"] == ["BM25", "-", "12.5"]
+    show_further([ROW])
+    assert capsys.readouterr().out == ""
+
+
+def test_the_gain_by_dates_is_one_column(capsys: pytest.CaptureFixture[str]) -> None:
+    show([ROW.model_copy(update={"measures": dict(zip(BY_DATES, (0.051, 0.01, -0.02)))})], title="timeqa")
+    shown = capsys.readouterr().out
+    assert "+5.1 (+1.0, -2.0)" in shown
+    assert "dates_f1" not in shown

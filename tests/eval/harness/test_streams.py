@@ -28,7 +28,10 @@ def test_any_other_file_or_folder_is_data_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", ["corpora", "newswire", "nyt:folder", ""])
 def test_an_unknown_data_set_is_refused(data: str) -> None:
-    with pytest.raises(ConfigError, match=r"names no data set; give a folder of the name squad, streamingqa or archiv"):
+    with pytest.raises(
+        ConfigError,
+        match=r"names no data set; give a folder of the name squad, streamingqa, archivalqa, timeqa or real",
+    ):
         named_data(data)
 
 
