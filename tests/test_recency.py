@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from mac_rag.config import AggregationConfig, AttentionConfig
-from mac_rag.data.dates import named_in, written
+from mac_rag.data.dates import ALWAYS, named_in, written
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
@@ -18,7 +19,11 @@ from mac_rag.memory.views.codebook import quantize
 from mac_rag.memory.views.overview import layout_for
 from mac_rag.memory.views.reader import reader_of
 from mac_rag.model import MACModel
+from mac_rag.model.objective import Batch, LossWeights, mac_loss
+from mac_rag.nn.aggregation import AttendedBank
+from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.tasks.fit_recency import fit_recency, with_recency_term
+from pipelines.tasks.train import moment
 from tests.distributed.local_shards import assert_read_alike, made, reader
 from tests.helpers import copy_of
 from tests.memory.helpers import fast_folder, random_rows
@@ -159,6 +164,38 @@ def test_without_a_prior_there_is_no_term(loaded_tiny_model: MACModel) -> None:
     model.aggregation.prior = None
     with pytest.raises(ConfigError, match="no document prior"):
         with_recency_term(model)
+
+
+def test_training_learns_the_term_from_the_dates_of_a_batch(loaded_tiny_model: MACModel) -> None:
+    """The losses are those over a bank with these dates; further negatives are older than all of it."""
+    model = with_recency_term(copy_of(loaded_tiny_model))
+    term = model.aggregation.recency
+    assert term is not None
+    documents, questions = STREAM.documents[:4], STREAM.questions[:4]
+    batch = Batch(
+        documents=[document.text for document in documents],
+        questions=[question.question for question in questions],
+        answers=[question.answers[0] for question in questions],
+        gold=[0, 1, 2, 3],
+        dates=[moment(document) for document in documents],
+    )
+    others = MemoryTokens(model.amortize([document.text for document in STREAM.documents[4:]]))
+    weights = LossWeights(answer=1, contrastive=1)
+    terms, phi = mac_loss(model, batch, weights, negatives=others, distractors=9)
+    terms["loss"].backward()
+    assert all(parameter.grad is not None and parameter.grad != 0 for parameter in term.parameters())
+    model.eval()
+    known = torch.cat([phi.stacked(), others.stacked()])
+    bank = model.project(known, dates=torch.tensor([*batch.dates, *[ALWAYS] * len(others)]))
+    with torch.no_grad():
+        encoded = model.input_encoder([model.input_encoder.ids(question) for question in batch.questions])
+        queries = model.aggregation.prior_queries(encoded)
+        asked = model.asked(batch.questions)
+        scores = AttendedBank(model.aggregation, bank, queries, asked=asked, dtype=torch.float32).scores
+        expected = torch.nn.functional.cross_entropy(scores, torch.arange(4))
+    torch.testing.assert_close(terms["contrastive"], expected)
+    undated, _ = mac_loss(model, replace(batch, dates=()), weights, negatives=others, distractors=9)
+    assert all(not torch.allclose(undated[name], terms[name]) for name in ("answer", "contrastive"))
 
 
 def test_fitting_changes_nothing_else_and_lowers_the_loss(loaded_tiny_model: MACModel) -> None:
