@@ -50,8 +50,8 @@ def main(
     interval. The right document is retrieved for comparison. --questions limits the questions of each kind.
 
     Two rows are of memory alone: asked as of the moment before the update, where the older answer is the right one, and
-    asked without the time that the question names. For a model with a recency term, the rows with both versions in
-    memory are repeated with the term off, and with the dates of the documents shuffled.
+    asked without the time that the question names. For a model with a recency term, the rows with all documents in
+    memory are repeated with the term off, and those about updates with the dates of the documents shuffled, too.
     """
     from eval.harness.results import result_path
 
@@ -173,15 +173,15 @@ def _conditions(kind: str, recency: bool) -> Iterator[_Condition]:
     if kind == "outdated":
         yield _Condition("MAC as of before the update", "none", "before")
         yield _Condition("MAC, no time named", "none", "all", timeless=True)
-    if kind == "outdated" and recency:
-        controls: tuple[tuple[Literal["unused", "shuffled"], str], ...] = (
-            ("unused", "recency off"),
-            ("shuffled", "dates shuffled"),
-        )
-        for dates, control in controls:
-            yield _Condition(f"MAC, {control}", "none", "all", dates=dates)
-            yield _Condition(f"{wrong} + MAC, {control}", "wrong", "all", dates=dates)
-            yield _Condition(f"{right} + MAC, {control}", "right", "all", dates=dates)
+    if not recency:
+        return
+    controls: list[tuple[Literal["unused", "shuffled"], str]] = [("unused", "recency off")]
+    if kind == "outdated":
+        controls.append(("shuffled", "dates shuffled"))
+    for dates, control in controls:
+        yield _Condition(f"MAC{about}, {control}", "none", "all", dates=dates)
+        yield _Condition(f"{wrong} + MAC, {control}", "wrong", "all", dates=dates)
+        yield _Condition(f"{right} + MAC, {control}", "right", "all", dates=dates)
 
 
 def measure(
