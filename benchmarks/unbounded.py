@@ -33,6 +33,10 @@ class UnboundedBank:
     def log_counts(self) -> Tensor | None:
         return self.view.log_counts
 
+    @property
+    def dates(self) -> Tensor | None:
+        return self.view.dates
+
     def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
         return self.view.chunks(block)
 

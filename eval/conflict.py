@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -19,7 +21,7 @@ from mac_rag.cli.terminal import say
 if TYPE_CHECKING:
     from eval.harness.conflict_documents import Conflict
     from eval.harness.results import Row, Sample, Verdict
-    from mac_rag.data.types import QADataset
+    from mac_rag.data.types import Answer, Document, QADataset
     from mac_rag.engine import MACEngine
 
 
@@ -46,6 +48,10 @@ def main(
     document is replaced by another of its kind, and the memory holds the true document. `wrong_share` is the share of
     answers that repeat the wrong document; `wrong_gain` is the change of this share by the memory, with its 95 %
     interval. The right document is retrieved for comparison. --questions limits the questions of each kind.
+
+    Two rows are of memory alone: asked as of the moment before the update, where the older answer is the right one, and
+    asked without the time that the question names. For a model with a recency term, the rows with all documents in
+    memory are repeated with the term off, and those about updates with the dates of the documents shuffled, too.
     """
     from eval.harness.results import result_path
 
@@ -71,7 +77,7 @@ def main(
     rows: list[Row] = []
     sampled: list[Sample] = []
     for group in groups:
-        measured = measure(engine, group, newest_only(dataset), batch_size=batch_size, seed=seed, progress=True)
+        measured = measure(engine, group, dataset, batch_size=batch_size, seed=seed, progress=True)
         rows += [row for row, _ in measured]
         sampled += samples([case.question for case in group], {row.name: verdicts for row, verdicts in measured})
     conflict_questions = tuple(case.question for group in groups for case in group)
@@ -130,15 +136,30 @@ def newest_only(dataset: QADataset) -> set[str]:
 
 @dataclass(frozen=True)
 class _Condition:
-    """One experimental condition: the document in front of the question, and the documents in the memory."""
+    """One experimental condition.
+
+    Attributes:
+        name: name of its row.
+        document: the document in front of the question.
+        memory: the documents in the memory; `before` are those from before the update, with the answer of then.
+        timeless: True to ask without the time that the question names.
+        dates: the documents' own; shuffled; or `unused`, with the recency term off.
+    """
 
     name: str
     document: Literal["none", "wrong", "right"]
-    memory: Literal["none", "all", "newest"]
+    memory: Literal["none", "all", "newest", "before"]
+    timeless: bool = False
+    dates: Literal["own", "shuffled", "unused"] = "own"
 
 
-def _conditions(kind: str) -> Iterator[_Condition]:
-    """All conditions; of each document, the one without memory comes first."""
+def _conditions(kind: str, recency: bool) -> Iterator[_Condition]:
+    """All conditions; of each document, the one without memory comes first.
+
+    Args:
+        kind: kind of the conflicts.
+        recency: True with the controls of a recency term.
+    """
     wrong, right = _NAMES[kind]
     about = ", updated facts" if kind == "outdated" else ""
     yield _Condition(f"LM alone{about}", "none", "none")
@@ -149,12 +170,24 @@ def _conditions(kind: str) -> Iterator[_Condition]:
         yield _Condition(f"{wrong} + MAC of the newest", "wrong", "newest")
     yield _Condition(right, "right", "none")
     yield _Condition(f"{right} + MAC", "right", "all")
+    if kind == "outdated":
+        yield _Condition("MAC as of before the update", "none", "before")
+        yield _Condition("MAC, no time named", "none", "all", timeless=True)
+    if not recency:
+        return
+    controls: list[tuple[Literal["unused", "shuffled"], str]] = [("unused", "recency off")]
+    if kind == "outdated":
+        controls.append(("shuffled", "dates shuffled"))
+    for dates, control in controls:
+        yield _Condition(f"MAC{about}, {control}", "none", "all", dates=dates)
+        yield _Condition(f"{wrong} + MAC, {control}", "wrong", "all", dates=dates)
+        yield _Condition(f"{right} + MAC, {control}", "right", "all", dates=dates)
 
 
 def measure(
     engine: MACEngine,
     cases: Sequence[Conflict],
-    newest: Collection[str],
+    dataset: QADataset,
     *,
     batch_size: int = 32,
     seed: int = 0,
@@ -165,7 +198,7 @@ def measure(
     Args:
         engine: an engine that has adapted to the whole stream.
         cases: at least one conflict, all of one kind.
-        newest: ids of the documents in the memory of the newest alone.
+        dataset: the stream.
         batch_size: questions of one generation.
         seed: random seed of the bootstrap.
         progress: shows progress bars.
@@ -179,35 +212,35 @@ def measure(
     from eval.harness.results import Gain
     from mac_rag.data.metrics import exact_match
 
-    questions = [case.question for case in cases]
+    newest, shuffled = newest_only(dataset), with_shuffled_dates(dataset.documents, seed)
     kind = cases[0].kind
+    recency = engine.model.aggregation.recency is not None
     measured: list[tuple[Row, list[Verdict]]] = []
     without: dict[str, dict[str, list[float]]] = {}  # figures of each question, by the document in front of it
-    for condition in _conditions(kind):
+    for condition in _conditions(kind, recency):
         if progress:
             say(condition.name, err=True)
+        asked = [_asked(case, condition) for case in cases]
+        questions = [case.question for case in asked]
+        if condition.dates == "shuffled":
+            engine.adapt(shuffled)
         began = time.perf_counter()
-        answers = engine.answer(
-            [question.question for question in questions],
-            contexts=[_contexts(case, condition) for case in cases],
-            use_memory=condition.memory != "none",
-            allowed=newest if condition.memory == "newest" else None,
-            overflow="truncate",
-            batch_size=batch_size,
-            progress=progress,
-        )
+        with engine.model.without_recency() if condition.dates == "unused" else nullcontext():
+            answers = _answers(engine, asked, condition, newest, batch_size, progress)
         seconds = time.perf_counter() - began
+        if condition.dates == "shuffled":
+            engine.adapt(dataset.documents)
         verdicts = judge(questions, answers)
         figures = {
             "em": [verdict.em for verdict in verdicts],
             "f1": [verdict.f1 for verdict in verdicts],
-            "wrong": [exact_match(answer.text, case.wrong_answer) for answer, case in zip(answers, cases)],
+            "wrong": [exact_match(answer.text, case.wrong_answer) for answer, case in zip(answers, asked)],
         }
         measures = {"wrong_share": sum(figures["wrong"]) / len(cases)}
         gain = None
         if condition.memory == "none":
             without[condition.document] = figures
-        else:
+        elif condition.memory != "before":
             before = without[condition.document]
             em, f1, wrong = (paired_interval(figures[name], before[name], seed=seed) for name in ("em", "f1", "wrong"))
             gain = Gain(em=em, f1=f1)
@@ -218,9 +251,61 @@ def measure(
             "conflict": kind,
             "document": condition.document,
             "memory": condition.memory,
+            "time_named": int(not condition.timeless),
+            "dates": condition.dates,
         }
         measured.append((row.model_copy(update={"gain": gain, "measures": measures, "settings": settings}), verdicts))
     return measured
+
+
+def _answers(
+    engine: MACEngine,
+    cases: Sequence[Conflict],
+    condition: _Condition,
+    newest: Collection[str],
+    batch_size: int,
+    progress: bool,
+) -> list[Answer]:
+    """The answers under a condition. Questions as of different moments are asked moment by moment."""
+    moments = [_moment_before(case) if condition.memory == "before" else None for case in cases]
+    answers: dict[int, Answer] = {}
+    for moment in dict.fromkeys(moments):
+        some = [number for number, other in enumerate(moments) if other == moment]
+        found = engine.answer(
+            [cases[number].question.question for number in some],
+            contexts=[_contexts(cases[number], condition) for number in some],
+            use_memory=condition.memory != "none",
+            allowed=newest if condition.memory == "newest" else None,
+            as_of=moment,
+            overflow="truncate",
+            batch_size=batch_size,
+            progress=progress and len(some) == len(cases),
+        )
+        answers |= zip(some, found, strict=True)
+    return [answers[number] for number in range(len(cases))]
+
+
+def _moment_before(case: Conflict) -> datetime:
+    assert case.changed is not None
+    return case.changed - timedelta(microseconds=1)
+
+
+def _asked(case: Conflict, condition: _Condition) -> Conflict:
+    """The case as a condition asks it."""
+    if condition.memory == "before":
+        return case.before
+    return case.timeless if condition.timeless else case
+
+
+def with_shuffled_dates(documents: Sequence[Document], seed: int) -> list[Document]:
+    """The same documents, among which their dates are shuffled; those without a date stay without."""
+    dated = [number for number, document in enumerate(documents) if document.date is not None]
+    dates = [documents[number].metadata["date"] for number in dated]
+    random.Random(seed).shuffle(dates)
+    shuffled = list(documents)
+    for number, date in zip(dated, dates, strict=True):
+        shuffled[number] = replace(documents[number], metadata={**documents[number].metadata, "date": date})
+    return shuffled
 
 
 def _shortened(row: Row) -> Row:

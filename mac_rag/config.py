@@ -217,6 +217,8 @@ class AggregationConfig(Config):
         prior_width: width of the document prior's space; 0 for no document prior.
         prior_sharpness: factor on the document prior in attention, except in training. The larger the bank, the more
             the prior should weigh, and training batches are small.
+        recency: True for a document prior in which, of documents on the same subject, the newest that a question can
+            mean counts more (see `mac_rag.nn.recency`). It is a handful of learned numbers.
         slots: S, slots of T tokens in phi*. The first one is as it is without slots; each further one leaves out a
             document more of those that the prior ranks first. The LM reads S T tokens.
     """
@@ -227,10 +229,13 @@ class AggregationConfig(Config):
     feed_forward: int = Field(4, ge=1)
     prior_width: int = Field(0, ge=0)
     prior_sharpness: float = Field(1.0, gt=0)
+    recency: bool = False
     slots: int = Field(1, ge=1)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.recency and not self.prior_width:
+            raise ValueError("recency is true, but it is a term of the document prior; set prior_width above 0")
         if self.slots > 1 and not self.prior_width:
             raise ValueError(f"slots is {self.slots}, but documents are ranked by the document prior; set prior_width")
         return self

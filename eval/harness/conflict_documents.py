@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Literal
 
 from mac_rag.data.metrics import normalize
@@ -13,6 +14,7 @@ from mac_rag.data.types import Document, QADataset, Question
 Kind = Literal["outdated", "counterfactual"]
 
 _DRAWS = 20  # wrong answers to try for one question
+_TIME = re.compile(r"^(?:Now|In \d{4}): ")  # in questions of newswire
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Conflict:
         right: text of the document with the right answer.
         wrong: text of the document with the wrong answer.
         wrong_answer: the answer that the wrong document gives.
+        changed: when the right document superseded the wrong one; None for counterfactual ones.
     """
 
     kind: Kind
@@ -32,6 +35,19 @@ class Conflict:
     right: str
     wrong: str
     wrong_answer: str
+    changed: datetime | None = None
+
+    @property
+    def before(self) -> Conflict:
+        """The same question before the change: the older document is right then."""
+        question = replace(self.question, answers=(self.wrong_answer,))
+        return replace(self, question=question, wrong_answer=self.question.answers[0])
+
+    @property
+    def timeless(self) -> Conflict:
+        """The same question without its time: it then asks for what is right now."""
+        text = _TIME.sub("", self.question.question)
+        return replace(self, question=replace(self.question, question=text))
 
 
 def outdated(dataset: QADataset) -> list[Conflict]:
@@ -48,7 +64,7 @@ def outdated(dataset: QADataset) -> list[Conflict]:
         if "updates" in newest.metadata:
             earlier = documents[newest.metadata["updates"]]
             wrong = answers[f"{earlier.id}-{_fact(question)}"]
-            conflicts.append(Conflict("outdated", question, newest.text, earlier.text, wrong))
+            conflicts.append(Conflict("outdated", question, newest.text, earlier.text, wrong, newest.date))
     return conflicts
 
 

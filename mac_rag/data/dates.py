@@ -14,6 +14,7 @@ from dateutil.parser import isoparse, parse
 from mac_rag.errors import DataError
 
 ALWAYS: Final = -(1 << 63)  # the moment of what has no date: before all others
+LAST: Final = (1 << 63) - 1  # the moment after all others
 REMEDY = "write it in ISO 8601, such as 2004-05-31 or 2004-05-31T18:30:00+02:00"
 
 AsOf: TypeAlias = "str | int | date | datetime | None"  # the moment of a question, as `read_date` takes it
@@ -21,6 +22,7 @@ AsOf: TypeAlias = "str | int | date | datetime | None"  # the moment of a questi
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _YEAR_MONTH = re.compile(r"\d{6}")
+_NAMED_YEAR = re.compile(r"(?<![\w.,$£€-])(?:1\d{3}|20\d{2})(?![\w-]|[.,]\d)")  # in a question, not part of a number
 _YEAR = re.compile(r"(?<!\d)\d{4}(?!\d)")  # one of two digits is of this century or of another
 # What is not written is taken from these. Where the two differ, so does what is read.
 _FIRST, _SECOND = datetime(1, 1, 1), datetime(2, 2, 2)
@@ -78,6 +80,21 @@ def moment_of_question(as_of: AsOf) -> int | None:
         DataError: as `read_date`.
     """
     return None if as_of is None else moment_of(as_of)
+
+
+def named_in(question: str) -> int | None:
+    """The last moment of the latest year that a question names, in microseconds since 1970; None if it names none.
+
+    A year is a number from 1000 to 2099 that stands alone.
+
+    Examples:
+        >>> written(named_in("Who led Kestrel between 1998 and 2004?") + 1)
+        '2005-01-01'
+        >>> named_in("Now: who leads it?") is None
+        True
+    """
+    years = [int(year) for year in _NAMED_YEAR.findall(question)]
+    return moment_of(max(years) + 1) - 1 if years else None
 
 
 def written(moment: int) -> str:

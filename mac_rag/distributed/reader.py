@@ -16,6 +16,7 @@ from mac_rag.distributed.transport import Request
 from mac_rag.errors import ConfigError, ShardLostError
 from mac_rag.memory.views.base_reader import Aggregated, Reader
 from mac_rag.nn.attention import Partial
+from mac_rag.nn.recency import Candidates
 
 if TYPE_CHECKING:
     from mac_rag.config import AttentionConfig
@@ -100,14 +101,14 @@ class ShardedReader(Reader):
         there = {number: rows for number, rows in seen.items() if number not in lost}
         if not there:
             raise self.bank.shards.error_of(min(seen))
-        attention = _ShardsAttention(self, question, there)
+        attention = _ShardsAttention(self, question, there, self.model.asked(questions))
         phi, _ = self.model.aggregation.aggregate(question, attention)
         return Aggregated(phi, torch.zeros(len(questions), device=phi.device), without / sum(documents.values()))
 
     @torch.no_grad()
     def _mass(self, questions: Sequence[str], visible: Tensor | None) -> Tensor:
         question = self._encoded(questions, {})
-        attention = _ShardsAttention(self, question, self._seen_rows(visible))
+        attention = _ShardsAttention(self, question, self._seen_rows(visible), self.model.asked(questions))
         _, mass = self.model.aggregation.aggregate(question, attention, mass=True)
         assert mass is not None
         return mass
@@ -136,12 +137,20 @@ class _ShardsAttention:
         reader: the reader.
         question: the encoded questions.
         seen: the shards to ask, and which of their rows, bool `[k]`; None for all.
+        asked: `[B]`, see `mac_rag.nn.recency.RecencyTerm.penalties`; None without the term.
     """
 
-    def __init__(self, reader: ShardedReader, question: MemoryTokens, seen: Mapping[int, Tensor | None]) -> None:
+    def __init__(
+        self,
+        reader: ShardedReader,
+        question: MemoryTokens,
+        seen: Mapping[int, Tensor | None],
+        asked: Tensor | None,
+    ) -> None:
         network, config = reader.model.aggregation, reader.config
         queries = network.prior_queries(question)
         self.bank = reader.bank
+        self.has_recency = network.recency_in_use is not None
         self.name = secrets.token_hex(8)
         self.questions = {
             number: ShardQuestion(
@@ -149,6 +158,8 @@ class _ShardsAttention:
                 version=self.bank.states[number],
                 prior_queries=None if queries is None else to_array(queries),
                 use_prior=network.use_prior,
+                use_recency=network.use_recency,
+                asked=None if asked is None else to_array(asked),
                 visible=None if rows is None else np.packbits(rows.numpy()),
                 cache_dtype=config.cache_dtype,
                 cache_bytes=config.cache_bytes,
@@ -159,6 +170,9 @@ class _ShardsAttention:
     def __call__(self, block: int, mass: bool, query: Tensor) -> tuple[Tensor, Tensor | None]:
         queries = to_array(query)
         begin = {number: None if block else question for number, question in self.questions.items()}
+        if not block and len(begin) > 1 and self.has_recency:
+            self._compare(len(query))
+            begin = dict.fromkeys(begin)
         sent: Array | None = queries
         floor = None
         if not mass and len(begin) > 1:
@@ -173,6 +187,18 @@ class _ShardsAttention:
         parts = (Partial.unpacked(to_tensor(packed[number], query.device)) for number in sorted(packed))
         whole = reduce(Partial.merged, parts)
         return whole.attended.to(query.dtype), self._mass(whole.lse).to(query.dtype) if mass else None
+
+    def _compare(self, batch: int) -> None:
+        """Begins the questions, and tells each shard the recency term's candidates of all: two more round trips."""
+        found = self.bank.shards.done(
+            {
+                number: Request("candidates", (self.name, batch), {"question": question})
+                for number, question in self.questions.items()
+            }
+        )
+        parts = [Candidates(*(to_tensor(array, "cpu") for array in found[number])) for number in sorted(found)]
+        among = tuple(map(to_array, Candidates.of_all(parts)))
+        self.bank.shards.done(dict.fromkeys(self.questions, Request("compare", (self.name, among))))
 
     def _floor(self, block: int, queries: Array, begin: Mapping[int, ShardQuestion | None]) -> Array | None:
         """A lower bound of the largest logits over all shards `[B, H, S]`; None if no shard has one."""

@@ -29,6 +29,7 @@ from mac_rag.memory.views.overview import put_with_overview
 from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.nn.aggregation import AggregationNetwork, AttendedBank
 from mac_rag.nn.attention import Partial, partial_attention
+from mac_rag.nn.recency import Candidates
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 # A state of a shard: which opening of its folder, and the version of the bank since.
@@ -78,6 +79,8 @@ class ShardQuestion:
         version: the state of the shard that they see.
         prior_queries: `[B, d_prior]`; None without a document prior.
         use_prior: False leaves the document prior out.
+        use_recency: False leaves the recency term out of it.
+        asked: `[B]`, see `mac_rag.nn.recency.RecencyTerm.penalties`; None without the term.
         visible: which of the shard's rows may be seen, as packed bits; None for all.
         cache_dtype, cache_bytes: see `AttentionConfig`.
     """
@@ -86,6 +89,8 @@ class ShardQuestion:
     version: Version
     prior_queries: Array | None
     use_prior: bool
+    use_recency: bool
+    asked: Array | None
     visible: Array | None
     cache_dtype: Dtype
     cache_bytes: int
@@ -170,6 +175,32 @@ class Shard:
         return self._opening, self.bank.version
 
     @torch.no_grad()
+    def candidates(self, name: str, batch: int, *, question: ShardQuestion) -> tuple[Array, ...]:
+        """The shard's candidates of the recency term, as arrays of `Candidates`.
+
+        Args:
+            name, question: as `attend` takes them.
+            batch: B.
+
+        Raises:
+            ShardLostError: as `attend`.
+        """
+        own = self._attended(name, question, batch).candidates
+        assert own is not None  # asked only with a recency term
+        return tuple(map(to_array, own))
+
+    @torch.no_grad()
+    def compare(self, name: str, among: tuple[Array, ...]) -> None:
+        """Tells the shard the candidates of all shards, as `candidates` returns them, before the first block.
+
+        Raises:
+            ShardLostError: as `attend`.
+        """
+        attended = self._attended(name, None, 0)
+        scores, keys, dates = (to_tensor(array, self.device) for array in among)
+        attended.among = Candidates(scores.to(attended.dtype), keys.to(attended.dtype), dates)
+
+    @torch.no_grad()
     def floor(self, name: str, block: int, query: Array, *, question: ShardQuestion | None = None) -> Array | None:
         """A lower bound of the largest logits of one block, `[B, H, S]`; None if this shard has none.
 
@@ -232,7 +263,7 @@ class Shard:
 
     def _begin(self, question: ShardQuestion, batch: int) -> None:
         view = self._refreshed_view(question)
-        self.network.use_prior = question.use_prior
+        self.network.use_prior, self.network.use_recency = question.use_prior, question.use_recency
         dtype = next(self.network.parameters()).dtype
         queries = question.prior_queries
         prior_queries = None if queries is None else to_tensor(queries, self.device, dtype)
@@ -240,7 +271,10 @@ class Shard:
         if question.visible is not None:
             bits = np.unpackbits(question.visible, count=view.documents)
             mask = torch.tensor(bits, device=self.device).bool().expand(batch, -1)
-        self._asked[question.name] = AttendedBank(self.network, view, prior_queries, mask=mask, dtype=dtype)
+        asked = None if question.asked is None else to_tensor(question.asked, self.device)
+        self._asked[question.name] = AttendedBank(
+            self.network, view, prior_queries, mask=mask, asked=asked, dtype=dtype
+        )
         while len(self._asked) > _QUESTIONS:
             name, _ = self._asked.popitem(last=False)
             self._last.pop(name, None)

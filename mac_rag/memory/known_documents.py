@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mac_rag.data.dates import written
+from mac_rag.data.dates import ALWAYS, written
 from mac_rag.data.document_ids import HashedIds, id_hash
 from mac_rag.memory.entry_table import Dating, EntryTable, id_hashes
 
@@ -50,6 +50,13 @@ class Timeline:
             torch.cat([nothing, *(part.members for part in parts)]),
             torch.cat([nothing, *(part.rows for part in parts)]),
         )
+
+    @cached_property
+    def row_dates(self) -> Tensor:
+        """When each row counts, int64 `[N]`: the date of its document, of merged ones the latest."""
+        entries = torch.arange(len(self.members)).repeat_interleave(self.members)
+        latest = torch.full_like(self.members, ALWAYS).scatter_reduce(0, entries, self.dating.dates, "amax")
+        return latest.repeat_interleave(self.rows)
 
     @cached_property
     def by_hash(self) -> tuple[Tensor, Tensor]:

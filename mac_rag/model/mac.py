@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from mac_rag.config import MACConfig
+from mac_rag.data.dates import LAST, named_in
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.lm.attention_sink import sink_keys_values
 from mac_rag.lm.base_lm import BaseLM
@@ -28,7 +30,7 @@ from mac_rag.model.factory import (
     with_exact_revisions,
 )
 from mac_rag.model.generation import GenerationMixin
-from mac_rag.model.stored_names import FROZEN, fingerprint_fields, stored_name
+from mac_rag.model.stored_names import BESIDE_BANKS, FROZEN, fingerprint_fields, stored_name
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.bank_view import BankProjection, BankView
@@ -89,6 +91,7 @@ class MACModel(GenerationMixin, nn.Module):
             prior_sharpness=sizes.prior_sharpness,
             sentence_token=config.sentence_encoder is not None,
             lexical_vectors=config.lexical_vectors,
+            recency=sizes.recency,
             slots=sizes.slots,
             lexical_weight=1.0 if config.hashed_bm25 is None else config.hashed_bm25.weight,
         )
@@ -260,8 +263,12 @@ class MACModel(GenerationMixin, nn.Module):
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of all weights that write or read memory tokens. Only models with the same one share a bank."""
+        """Hex digest of all weights that write or read memory tokens. Only models with the same one share a bank.
+
+        Those of a recency term are left out: it reads none.
+        """
         state = self.mac_state() | self._shared_embeddings()
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(BESIDE_BANKS)}
         # In-place updates raise a tensor's version, so training between two calls is noticed.
         version = sum(tensor._version for tensor in state.values())
         if self._fingerprint is None or self._fingerprint[0] != version:
@@ -331,18 +338,21 @@ class MACModel(GenerationMixin, nn.Module):
         return self.config.tokens + self.config.lexical_vectors, self.base_lm.width
 
     @torch.no_grad()
-    def project(self, phi: Tensor) -> BankProjection:
+    def project(self, phi: Tensor, *, dates: Tensor | None = None) -> BankProjection:
         """Projects a bank to the keys and values of all blocks, once for all questions.
 
         Args:
             phi: `[K, T + R, D]`, the result of `amortize`.
+            dates: int64 `[K]`, when each document counts, in microseconds since 1970; a model with a recency term lets
+                newer ones count more. None if nobody knows.
 
         Raises:
             BankError: for an empty bank.
         """
         if not len(phi):
             raise BankError("the memory bank is empty; adapt to some documents first")
-        return self.aggregation.project(MemoryTokens.split(phi.to(self.device), self.config.lexical_vectors))
+        projected = self.aggregation.project(MemoryTokens.split(phi.to(self.device), self.config.lexical_vectors))
+        return projected if dates is None else replace(projected, dates=dates.to(self.device))
 
     @torch.no_grad()
     def aggregate(self, questions: Sequence[str], bank: Tensor | BankView, *, mask: Tensor | None = None) -> Tensor:
@@ -358,15 +368,25 @@ class MACModel(GenerationMixin, nn.Module):
             DocumentError: for an empty question or one beyond the limit.
         """
         view, encoded = self._view(bank), self._encode(questions)
-        phi: Tensor = self.aggregation(encoded, view, mask=mask)[0]
+        phi: Tensor = self.aggregation(encoded, view, mask=mask, asked=self.asked(questions))[0]
         return phi
 
     @torch.no_grad()
     def attention(self, questions: Sequence[str], bank: Tensor | BankView) -> Tensor:
         """The last block's attention mass on each row, `[B, K]`, averaged over heads and tokens; rows sum to 1."""
         view, encoded = self._view(bank), self._encode(questions)
-        mass: Tensor = self.aggregation(encoded, view, mass=True)[1]
+        mass: Tensor = self.aggregation(encoded, view, asked=self.asked(questions), mass=True)[1]
         return mass
+
+    def asked(self, questions: Sequence[str]) -> Tensor | None:
+        """The last moment of the time that each question names, `[B]`, as the recency term takes it; None without one.
+
+        See `mac_rag.data.dates.named_in`; where a question names none, it is the moment after all others.
+        """
+        if self.aggregation.recency_in_use is None:
+            return None
+        moments = [named_in(question) for question in questions]
+        return torch.tensor([LAST if moment is None else moment for moment in moments], device=self.device)
 
     def _encode(self, questions: Sequence[str]) -> MemoryTokens:
         """Memory tokens of questions, without gradients."""
@@ -386,3 +406,13 @@ class MACModel(GenerationMixin, nn.Module):
             yield
         finally:
             self.aggregation.use_prior = before
+
+    @contextmanager
+    def without_recency(self) -> Iterator[None]:
+        """A context in which the document prior ignores dates, to measure the recency term's effect."""
+        before = self.aggregation.use_recency
+        self.aggregation.use_recency = False
+        try:
+            yield
+        finally:
+            self.aggregation.use_recency = before

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mac_rag.config import Config, Renaming
+from mac_rag.data.dates import ALWAYS
 from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import length_buckets, similar_lengths
 from mac_rag.nn.attention import recomputing_attention
@@ -75,6 +76,8 @@ class Batch:
         gold: for each question, the index of the document that answers it.
         contexts: retrieved documents in front of each question; empty if there are none for all questions.
         without_memory: True for each question that the LM answers without phi*; empty if it has phi* for all.
+        dates: when each document counts, in microseconds since 1970, for a model with a recency term; empty if nobody
+            knows.
     """
 
     documents: Sequence[str]
@@ -83,6 +86,7 @@ class Batch:
     gold: Sequence[int]
     contexts: Sequence[Sequence[str]] = field(default=())
     without_memory: Sequence[bool] = field(default=())
+    dates: Sequence[int] = field(default=())
 
 
 def mac_loss(
@@ -149,15 +153,20 @@ def mac_loss(
     if aggregates or weights.contrastive:
         encoded = model.input_encoder([model.input_encoder.ids(question) for question in batch.questions])
         known = phi if negatives is None else MemoryTokens.cat([phi, negatives.to(memory.dtype)])
-        scores = None if prior is None else prior.score(prior.queries(encoded), prior.keys(known))
+        asked, dates = model.asked(batch.questions), _dates(model, batch, len(known))
+        scores = None
+        if prior is not None:
+            prior_keys = prior.keys(known)
+            scores = prior.score(prior.queries(encoded), prior_keys)
     if aggregates:
-        attended = phi
+        attended, attended_dates = phi, None if dates is None else dates[: len(phi)]
         if scores is not None and distractors and len(known) > len(phi):
             others = scores.detach()[:, len(phi) :]
             hardest = others.topk(min(distractors, others.shape[1])).indices.unique()
             attended = MemoryTokens.cat([phi, known[len(phi) + hardest]])
-        bank = model.aggregation.project(attended)
-        aggregated, _ = model.aggregation(encoded, bank, attention=recomputing_attention)
+            attended_dates = None if dates is None else torch.cat([dates[: len(phi)], dates[len(phi) + hardest]])
+        bank = replace(model.aggregation.project(attended), dates=attended_dates)
+        aggregated, _ = model.aggregation(encoded, bank, asked=asked, attention=recomputing_attention)
     if weights.answer:
         terms["answer"] = _mean_loss(model, behind_contexts, answers, aggregated, batch.without_memory)
     if weights.alignment:
@@ -179,9 +188,21 @@ def mac_loss(
         texts = [prompts.document(document) for document in batch.documents]
         terms["reconstruction"] = _mean_loss(model, starts, texts, memory)
     if weights.contrastive and scores is not None:
+        if dates is not None:
+            scores = model.aggregation.with_recency(scores, prior_keys, dates, asked)
         terms["contrastive"] = functional.cross_entropy(scores, gold)
     total = torch.stack([getattr(weights, name) * term for name, term in terms.items()]).sum()
     return {"loss": total, **{name: term.detach() for name, term in terms.items()}}, phi.detach()
+
+
+def _dates(model: MACModel, batch: Batch, known: int) -> Tensor | None:
+    """Dates of a batch's documents and of further negatives `[known]`; None without a recency term, or without dates.
+
+    Negatives are before all documents of the batch: they are on other subjects, and their dates are not kept.
+    """
+    if model.aggregation.recency_in_use is None or not batch.dates:
+        return None
+    return torch.tensor([*batch.dates, *[ALWAYS] * (known - len(batch.dates))], device=model.device)
 
 
 def amortize_with_dropout(model: MACModel, rows: Sequence[Sequence[int]], dropout: float) -> MemoryTokens:

@@ -17,6 +17,9 @@ _STORED_PARTS = {"sentence_encoder": "index", "hashed_bm25": "words"}
 _ENCODERS = ("amortization.network.", "input_encoder.network.")
 # Parts that both encoders share and no training changes, as checkpoints name them.
 FROZEN = tuple(f"amortization.network.{part}." for part in _STORED_PARTS.values())
+# Weights of which no bank knows: the recency term reads dates and prior keys, which every bank has. Like its setting,
+# they are not part of the fingerprint, so a model that learns the term later reads its old banks.
+BESIDE_BANKS = ("aggregation.recency.",)
 SENTENCE_ENCODER_FOLDER = _STORED_PARTS["sentence_encoder"]  # of its architecture, in a checkpoint
 
 
@@ -65,6 +68,5 @@ def fingerprint_fields(config: MACConfig) -> str:
     )
     neutral = {"index": None, "attention_sink": False}
     left_out: dict[str, Any] = {name: True for name, value in neutral.items() if getattr(fields, name) == value}
-    if fields.aggregation.slots == 1:
-        left_out["aggregation"] = {"slots"}
+    left_out["aggregation"] = {"recency"} | ({"slots"} if fields.aggregation.slots == 1 else set())
     return fields.model_dump_json(exclude=left_out)

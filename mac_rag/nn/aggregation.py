@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from mac_rag.nn.attention import BankAttention, Chunk, streaming_attention
 from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, is_bounded, is_view, prior_keys
+from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.memory_slots import MemorySlots
 from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.prior_keys import PriorKeys
 from mac_rag.nn.product_quantizer import ProductQuantizer
+from mac_rag.nn.recency import Candidates, Merge, RankedFirst, RecencyTerm
 from mac_rag.nn.row_bounds import longest_keys, needed_of_all
 
 # Number of a block, whether the attention mass is wanted, and the block's queries `[B, H, S, d]` -> what they attend to
@@ -23,88 +26,6 @@ Attend: TypeAlias = Callable[[int, bool, Tensor], tuple[Tensor, Tensor | None]]
 
 # Rows that can matter to a batch of questions, of which keys and values are gathered at a time.
 _GATHERED = 256
-
-
-class CrossAttentionBlock(nn.Module):
-    """One pre-norm block: cross-attention to the bank, then a feed-forward network, each with a residual.
-
-    Args:
-        width: D.
-        heads: H.
-        head_width: d, width of one head.
-        feed_forward: width of the hidden layer as a multiple of D.
-        prior: True adds a document prior to the logits, times a learned scale for each head.
-        prior_sharpness: a further factor on the prior, except in training.
-    """
-
-    def __init__(
-        self, width: int, heads: int, head_width: int, feed_forward: int, prior: bool, prior_sharpness: float = 1.0
-    ) -> None:
-        super().__init__()
-        self.prior_sharpness = prior_sharpness
-        self.heads = heads
-        self.hidden_width = feed_forward * width
-        self.norm = nn.LayerNorm(width)
-        self.to_query = nn.Linear(width, heads * head_width, bias=False)
-        self.to_key = nn.Linear(width, heads * head_width, bias=False)
-        self.to_value = nn.Linear(width, heads * head_width, bias=False)
-        self.to_out = nn.Linear(heads * head_width, width)
-        self.feed_forward = nn.Sequential(
-            nn.LayerNorm(width),
-            nn.Linear(width, self.hidden_width),
-            nn.GELU(),
-            nn.Linear(self.hidden_width, width),
-        )
-        self.prior_scale = nn.Parameter(torch.ones(heads)) if prior else None
-        # An untrained block already aggregates: queries match keys by similarity, and what is attended to passes
-        # through as it is. From a random start, a small network takes long to find this.
-        nn.init.orthogonal_(self.to_query.weight)
-        nn.init.orthogonal_(self.to_value.weight)
-        with torch.no_grad():
-            self.to_key.weight.copy_(self.to_query.weight)
-            self.to_out.weight.copy_(self.to_value.weight.T)
-        nn.init.zeros_(self.to_out.bias)
-
-    def project(self, bank: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[H, K, T, d]` from a normalised bank `[K, T, D]`."""
-        return self.project_keys(bank), self._by_heads(self.to_value(bank))
-
-    def project_keys(self, bank: Tensor) -> Tensor:
-        """Keys `[H, K, T, d]` from a normalised bank `[K, T, D]`."""
-        return self._by_heads(self.to_key(bank))
-
-    def _by_heads(self, states: Tensor) -> Tensor:
-        by_heads: Tensor = states.unflatten(-1, (self.heads, -1)).permute(2, 0, 1, 3).contiguous()
-        return by_heads
-
-    def prior_bias(self, scores: Tensor) -> Tensor | None:
-        """The document prior's scores `[B, k]` as this block's heads weigh them, `[B, H, k]`; None without a prior."""
-        scale = self.prior_weights
-        return None if scale is None else scores[:, None] * scale[:, None]
-
-    @property
-    def prior_weights(self) -> Tensor | None:
-        """How each head weighs the document prior's scores, `[H]`; None without a prior."""
-        if self.prior_scale is None or self.training:
-            return self.prior_scale
-        return self.prior_sharpness * self.prior_scale
-
-    def forward(
-        self, tokens: Tensor, attend: Callable[[Tensor], tuple[Tensor, Tensor | None]]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Runs the block.
-
-        Args:
-            tokens: `[B, T, D]`.
-            attend: from the block's queries `[B, H, T, d]` to what they attend to in the bank.
-
-        Returns:
-            The new tokens `[B, T, D]`; and the attention mass `[B, K]`, or None where `attend` gives none.
-        """
-        query = self.to_query(self.norm(tokens)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        attended, shares = attend(query * query.shape[-1] ** -0.5)
-        tokens = tokens + self.to_out(attended.transpose(1, 2).flatten(2))
-        return tokens + self.feed_forward(tokens), shares
 
 
 class AggregationNetwork(nn.Module):
@@ -123,11 +44,14 @@ class AggregationNetwork(nn.Module):
         sentence_token: True if the first token of each text is a sentence encoder's, which the document prior compares.
         lexical_vectors: R, lexical vectors of each text, which the document prior alone reads; 0 for none.
         lexical_weight: weight of their product in the document prior.
+        recency: True for a document prior in which newer documents on the same subject count more
+            (`mac_rag.nn.recency`).
         slots: S, phi* has S times T tokens (`mac_rag.nn.memory_slots`).
         chunk_rows: rows of a bank in memory that are attended to at a time.
 
     Attributes:
         use_prior: False leaves the document prior out of attention, to measure what it contributes.
+        use_recency: False leaves the recency term out of the prior, for the same purpose.
         quantizer: how a bank with rows `pq` keeps the memory tokens that the network reads; None if none was fitted.
     """
 
@@ -144,6 +68,7 @@ class AggregationNetwork(nn.Module):
         sentence_token: bool = False,
         lexical_vectors: int = 0,
         lexical_weight: float = 1.0,
+        recency: bool = False,
         slots: int = 1,
         chunk_rows: int = CHUNK_ROWS,
     ) -> None:
@@ -156,8 +81,10 @@ class AggregationNetwork(nn.Module):
             for _ in range(blocks)
         )
         self.prior = DocumentPrior(width, prior_width, sentence_token, lexical_weight) if prior_width else None
+        self.recency = RecencyTerm() if recency else None
         self.slots = MemorySlots(slots, width) if slots > 1 else None
         self.use_prior = True
+        self.use_recency = True
         self.quantizer: ProductQuantizer | None = None
 
     def project(self, phi: MemoryTokens) -> BankProjection:
@@ -197,6 +124,26 @@ class AggregationNetwork(nn.Module):
         prior_keys = self.prior.summary_keys(phi)
         return torch.cat([prior_keys, *(longest_keys(part).T.to(prior_keys.dtype) for part in keys)], 1)
 
+    @property
+    def recency_in_use(self) -> RecencyTerm | None:
+        """The recency term, if it is part of attention."""
+        return self.recency if self.use_prior and self.use_recency else None
+
+    def with_recency(self, scores: Tensor, keys: Tensor, dates: Tensor, asked: Tensor | None) -> Tensor:
+        """The document prior's scores `[B, K]` with the recency term; as they are, where it is not in use.
+
+        Args:
+            scores: the prior's scores.
+            keys: the prior's keys, `[K, d_prior]`.
+            dates: `[K]`, when the documents count.
+            asked: `[B]`, see `RecencyTerm.penalties`.
+        """
+        if self.prior is None or self.recency_in_use is None:
+            return scores
+        first = RankedFirst.among(scores, keys[:, : self.prior.key.out_features], dates)
+        own = first.candidates
+        return first.added(scores, self.recency_in_use.penalties(own, own, asked, self.prior.log_scale.exp()))
+
     def prior_scores(self, question: MemoryTokens, bank: BankRows) -> Tensor:
         """The document prior's score `s(x, d)` for every question and row, `[B, K]`.
 
@@ -214,7 +161,9 @@ class AggregationNetwork(nn.Module):
         *,
         mask: Tensor | None = None,
         scores: Tensor | None = None,
+        asked: Tensor | None = None,
         attention: BankAttention = streaming_attention,
+        merge: Merge | None = None,
         mass: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Aggregates the bank for each question.
@@ -223,8 +172,11 @@ class AggregationNetwork(nn.Module):
             question: B questions as the input encoder encodes them; their tokens are the first query.
             bank: K rows.
             mask: `[B, K]`, True where a question may see a row; every question must see at least one.
-            scores: `[B, K]`, the document prior's scores where they are known; None compares question and prior keys.
+            scores: `[B, K]`, the document prior's scores where they are known; None compares question and prior keys,
+                and has the recency term, if the bank knows its dates.
+            asked: `[B]`, see `RecencyTerm.penalties`.
             attention: the strategy.
+            merge: makes the recency term's candidates of all of the bank from those of `bank`, where that is a part.
             mass: True computes the attention mass, too.
 
         Returns:
@@ -235,7 +187,11 @@ class AggregationNetwork(nn.Module):
             ValueError: when the document prior is in use, and the view has neither prior keys nor scores.
         """
         queries = None if scores is not None else self.prior_queries(question)
-        attended_bank = AttendedBank(self, bank, queries, mask=mask, scores=scores, dtype=question.tokens.dtype)
+        attended_bank = AttendedBank(
+            self, bank, queries, mask=mask, scores=scores, asked=asked, dtype=question.tokens.dtype
+        )
+        if merge is not None and (own := attended_bank.candidates) is not None:
+            attended_bank.among = merge(own)
         if self.slots is not None:
             question = MemoryTokens(question.tokens.repeat_interleave(self.slots.count, 0), None)
 
@@ -283,8 +239,12 @@ class AttendedBank:
         network: the aggregation network.
         bank: K rows.
         queries: `[B, d_prior]`, see `AggregationNetwork.prior_queries`; None without a prior, or with `scores`.
-        mask, scores: as `AggregationNetwork.forward` takes them.
+        mask, scores, asked: as `AggregationNetwork.forward` takes them.
         dtype: dtype of what is added to the logits.
+
+    Attributes:
+        among: the recency term's candidates of all of the bank, if `bank` is a part of it; set it before anything is
+            attended to. None if the bank is all.
 
     Raises:
         ValueError: for rows without prior keys where there are queries.
@@ -298,6 +258,7 @@ class AttendedBank:
         *,
         mask: Tensor | None = None,
         scores: Tensor | None = None,
+        asked: Tensor | None = None,
         dtype: torch.dtype,
     ) -> None:
         self.bank = bank
@@ -306,6 +267,9 @@ class AttendedBank:
         self.queries = queries
         self.prior_keys = None if self.queries is None else prior_keys(bank)
         self.given = None if self.prior is None else scores
+        self.recency = None if self.queries is None else network.recency_in_use
+        self.asked = asked
+        self.among: Candidates | None = None
         self.log_counts = bank.log_counts
         self.slots = network.slots
         self._seen = mask
@@ -386,6 +350,32 @@ class AttendedBank:
     @cached_property
     def scores(self) -> Tensor:
         """The document prior's scores of all rows `[B, K]`; `-inf` for those that a question may not see."""
+        scores, first = self._by_text, self._ranked_first
+        if self.recency is None or self.prior is None or first is None:
+            return scores
+        own = first.candidates
+        among = own if self.among is None else self.among
+        return first.added(scores, self.recency.penalties(own, among, self.asked, self.prior.log_scale.exp()))
+
+    @property
+    def candidates(self) -> Candidates | None:
+        """The recency term's candidates among these rows; None without the term, or for rows without dates."""
+        return None if self._ranked_first is None else self._ranked_first.candidates
+
+    @cached_property
+    def _ranked_first(self) -> RankedFirst | None:
+        keys, dates = self.prior_keys, self.bank.dates
+        if self.recency is None or self.prior is None or keys is None or dates is None:
+            return None
+        width = self.prior.key.out_features
+        summaries = keys.dense if isinstance(keys, PriorKeys) else keys[..., :width]
+        if not len(dates):  # of one process of several; its keys have no width
+            summaries = summaries.new_empty(0, width)
+        return RankedFirst.among(self._by_text, summaries, dates)
+
+    @cached_property
+    def _by_text(self) -> Tensor:
+        """As `scores`, without the recency term."""
         assert self.prior is not None
         if self.queries is None:
             assert self.given is not None

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from mac_rag.errors import ConfigError
-from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
-from mac_rag.nn.bank_view import BankProjection, BankRows, BankView, prior_keys
+from mac_rag.nn.aggregation import AggregationNetwork, AttendedBank
+from mac_rag.nn.bank_view import BankProjection, BankRows, BankView
+from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.memory_tokens import MemoryTokens
 
 # Numbers in memory at once: rows, their keys and values, and hidden states of the feed-forward networks.
@@ -57,6 +58,7 @@ def hierarchical(
     bank: BankView,
     subgroup: int,
     *,
+    asked: Tensor | None = None,
     budget: int = _BUDGET,
 ) -> Tensor:
     """Aggregates groups of M consecutive rows to one modulation each, then groups of these, until one remains.
@@ -68,13 +70,15 @@ def hierarchical(
     All levels work at the same time, each on what the level below has finished, so memory grows with the number of
     levels only. Questions and groups are batched within a constant budget.
 
-    The document prior keeps its meaning: a modulation's score is the log-sum-exp of its rows' scores.
+    The document prior keeps its meaning: a modulation's score is the log-sum-exp of its rows' scores, which have the
+    recency term.
 
     Args:
         network: h_psi.
         question: B questions as the input encoder encodes them.
         bank: a view of K rows.
         subgroup: M, at least 2.
+        asked: `[B]`, as `AggregationNetwork.forward` takes it.
         budget: numbers in memory at once.
 
     Returns:
@@ -90,7 +94,7 @@ def hierarchical(
         raise ConfigError(
             "hierarchical aggregation knows no rows with counts; give it the bank's rows, or aggregate all"
         )
-    level = _bank_rows(network, question, bank)
+    level = _bank_rows(network, question, bank, asked)
     remaining = bank.documents
     while True:
         level = _aggregate_level(network, question, level, subgroup, budget)
@@ -100,10 +104,14 @@ def hierarchical(
             return phi
 
 
-def _bank_rows(network: AggregationNetwork, question: MemoryTokens, bank: BankView) -> Iterator[_Rows]:
+def _bank_rows(
+    network: AggregationNetwork, question: MemoryTokens, bank: BankView, asked: Tensor | None
+) -> Iterator[_Rows]:
     """The bank's rows as the first level needs them."""
-    prior = network.prior if network.use_prior else None
-    scores = None if prior is None else prior.score(prior.queries(question), prior_keys(bank))
+    queries = network.prior_queries(question)
+    scores = None
+    if queries is not None:
+        scores = AttendedBank(network, bank, queries, asked=asked, dtype=question.tokens.dtype).scores
     start = 0
     for parts in zip(*(bank.chunks(block) for block in range(len(network.blocks))), strict=True):
         memory = tuple(part if part.ndim == 5 else part[None] for keys_values in parts for part in keys_values)
@@ -173,6 +181,7 @@ class _Modulations:
 
     prior_keys = None
     log_counts = None
+    dates = None
 
     def __init__(self, network: AggregationNetwork, phi: Tensor, budget: int) -> None:
         self.network = network

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, distributed
 
 from mac_rag.nn.attention import Chunk, Partial, partial_attention
+from mac_rag.nn.recency import Candidates
 
 
 class ShardedAttention:
@@ -37,6 +38,10 @@ class ShardedAttention:
     def total(self, count: int, device: torch.device) -> int:
         """The sum of a number over all processes; every process must take part."""
         return sum(int(part) for part in self._gathered(torch.tensor([count], device=device)))
+
+    def all_candidates(self, own: Candidates) -> Candidates:
+        """The recency term's candidates of all processes; a process may have none."""
+        return Candidates.of_all([Candidates(*parts) for parts in zip(*map(self._gathered, own.padded()), strict=True)])
 
     def _mass(self, own: Tensor) -> Tensor:
         """The mass on the rows of all processes, side by side; processes may hold different numbers of rows."""

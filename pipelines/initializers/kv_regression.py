@@ -24,8 +24,8 @@ from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
 from mac_rag.lm.key_rotation import key_rotation
 from mac_rag.model import MACModel
-from mac_rag.nn.aggregation import CrossAttentionBlock
 from mac_rag.nn.amortization import EncoderPooling
+from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import PrefixModulation, PrefixTuning

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mac_rag.config import Config, MACConfig, Renaming
 from mac_rag.data.characters import shown_id
+from mac_rag.data.dates import ALWAYS, moment_of
 from mac_rag.data.metrics import best_over, exact_match, f1
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
@@ -237,6 +238,7 @@ class TrainTask(Task):
             gold=gold,
             contexts=[[document.text for document in mined] for mined in contexts],
             without_memory=[bool(mined) and rng.random() < self.config.without_memory for mined in contexts],
+            dates=[moment(document) for document in documents],
         )
         return batch, curriculum.losses if curriculum is not None and short else self.config.losses
 
@@ -304,6 +306,7 @@ class TrainTask(Task):
                 questions=[question.question for _, question in pairs],
                 answers=[_target(question) for _, question in pairs],
                 gold=[i for i, _ in pairs],
+                dates=[moment(document) for document in part],
             )
             terms, _ = mac_loss(self.model, batch, self.config.losses)
             count += len(pairs)
@@ -319,6 +322,11 @@ class TrainTask(Task):
 def _target(question: Question) -> str:
     """The answer that a question is trained on; empty if none is known."""
     return question.answers[0] if question.answers else ""
+
+
+def moment(document: Document) -> int:
+    """When a document counts, in microseconds since 1970; before all others without a date."""
+    return ALWAYS if document.date is None else moment_of(document.date)
 
 
 def _figures(engine: MACEngine, questions: Sequence[Question], contexts: list[list[str]] | None) -> dict[str, float]:

@@ -116,7 +116,9 @@ def test_in_double_precision_shards_agree_with_direct_attention(
     texts = rounded(layout_for(built), random(20, TOKENS, WIDTH, seed=1).float())
     encoder = lambda ids, read: question  # noqa: E731
     encoder.ids = lambda text: [1]  # type: ignore[attr-defined]
-    model: Any = SimpleNamespace(aggregation=built, fingerprint="f00d", input_encoder=encoder, device="cpu")
+    model: Any = SimpleNamespace(
+        aggregation=built, fingerprint="f00d", input_encoder=encoder, device="cpu", asked=lambda questions: None
+    )
     with made(folder, model, 4) as bank:
         bank.put(documents(20), texts)
         order = [int(name[5:]) for name in bank.document_ids]

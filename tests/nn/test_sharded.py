@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
 
+from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import Chunk, direct_attention
 from mac_rag.nn.bank_view import BankProjection
 from mac_rag.nn.sharded import ShardedAttention
@@ -24,6 +26,13 @@ def case() -> tuple[Tensor, Chunk]:
     bias = random(2, 3, 9, seed=3)
     bias[0, :, :3] = -torch.inf  # for one question, all that the first processes hold
     return 5 * random(2, 3, 4, 8), Chunk(random(3, 9, 2, 8, seed=1), random(3, 9, 2, 8, seed=2), bias)
+
+
+def recent_case() -> tuple[AggregationNetwork, BankProjection]:
+    """A network with a recency term, and the whole bank with dates."""
+    built = network(recency=True)
+    dates = torch.tensor([5, 3, 8, 1, 9, 2, 7, 3, 4])
+    return built, replace(built.project(random_texts(9, seed=1)), dates=dates)
 
 
 def process(rank: int, folder: str) -> None:
@@ -48,7 +57,12 @@ def attend_to_own_rows(rank: int, split: list[int], group: distributed.ProcessGr
     with torch.no_grad():
         bank = built.project(random_texts(9, seed=1)[rows])
         phi, shares = built(question, bank, attention=attend, mass=True)
-    results = {"attended": attended, "mass": mass, "phi": phi, "shares": shares}
+    newer, whole = recent_case()
+    assert whole.dates is not None
+    own_rows = replace(newer.project(random_texts(9, seed=1)[rows]), dates=whole.dates[rows])
+    with torch.no_grad():
+        recent, _ = newer(question, own_rows, attention=attend, merge=attend.all_candidates)
+    results = {"attended": attended, "mass": mass, "phi": phi, "shares": shares, "recent": recent}
     save_file({name: result.contiguous() for name, result in results.items()}, file)
 
 
@@ -65,8 +79,11 @@ def test_processes_with_parts_of_a_bank_agree_with_one_that_has_it_all(number: i
     query, chunk = case()
     built, question = network(), random_texts(3)
     bank: BankProjection = built.project(random_texts(9, seed=1))
-    results = [*direct_attention(query, [chunk], mass=True), *built(question, bank, mass=True)]
-    expected = dict(zip(["attended", "mass", "phi", "shares"], results, strict=True))
+    newer, dated = recent_case()
+    recent = newer(question, dated)[0]
+    assert not torch.allclose(recent, newer(question, replace(dated, dates=None))[0])  # the term matters
+    results = [*direct_attention(query, [chunk], mass=True), *built(question, bank, mass=True), recent]
+    expected = dict(zip(["attended", "mass", "phi", "shares", "recent"], results, strict=True))
     first = load_file(results_folder / f"{number}-0.safetensors")
     for rank in range(len(SPLITS[number])):
         for name, found in load_file(results_folder / f"{number}-{rank}.safetensors").items():

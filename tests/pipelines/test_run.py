@@ -244,7 +244,10 @@ TRAIN = {"task": "train", "preset": "distilgpt2", "trainer": TRAINER}
         ({"a": {**TRAIN, "start_from": "${stages.a}/last"}}, "'a', which is no earlier stage"),
         ({"a": TRAIN, "b": {**TRAIN, "start_from": "${stages.a}/newest"}}, "is no reference; write"),
         ({"a": TRAIN, "b": {**TRAIN, "start_from": "${a}/last"}}, "is no reference; write"),
-        ({"a": {**TRAIN, "task": "distil"}}, "stage a: give it a task, one of pretrain, tune_qa, train, add_lexical"),
+        (
+            {"a": {**TRAIN, "task": "distil"}},
+            "stage a: give it a task, one of pretrain, tune_qa, train, fit_recency, add_lexical",
+        ),
         ({"A B": TRAIN}, "stage A B: a name has lower-case letters"),
         ({}, "it has no stages"),
     ],

@@ -21,8 +21,9 @@ from torch import Tensor
 from mac_rag.errors import BankError
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.contents import Contents
-from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
+from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.bank_view import BankView
+from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.memory_tokens import MemoryTokens, split_rows
 
 
@@ -57,6 +58,7 @@ class CodebookView:
     """
 
     prior_keys: Tensor | None = None
+    dates: Tensor | None = None  # of codes; rows have `row_dates`
 
     def __init__(
         self,
@@ -139,6 +141,14 @@ class CodebookView:
         """Prior keys of the bank's rows `[N, d_prior]`, to preselect rows by; None without a document prior."""
         return self._row_prior_keys
 
+    @property
+    def row_dates(self) -> Tensor | None:
+        """When each of the bank's rows counts, int64 `[N]`; None for a network without a recency term."""
+        if self.network.recency is None:
+            return None
+        dates: Tensor = self.bank.timeline.row_dates.to(self._codes.device)
+        return dates
+
     def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
         for codes in self._used.split(self.chunk_rows):
             yield self._keys[block][:, codes], self._values[block][:, codes]
@@ -177,6 +187,11 @@ class _ExpandedRows:
     def prior_keys(self) -> Tensor | None:
         keys = self.view.row_prior_keys
         return None if keys is None else keys[self.index]
+
+    @property
+    def dates(self) -> Tensor | None:
+        dates = self.view.row_dates
+        return None if dates is None else dates[self.index]
 
     def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
         keys, values = self.view._keys[block], self.view._values[block]

@@ -16,7 +16,8 @@ from torch import Tensor
 from mac_rag.errors import BankError
 from mac_rag.memory.views.overview import Overview, computed_overview, keeps_overview, read_overviews
 from mac_rag.memory.views.row_cache import RowCache
-from mac_rag.nn.aggregation import AggregationNetwork, CrossAttentionBlock
+from mac_rag.nn.aggregation import AggregationNetwork
+from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.prior_keys import PriorKeys
 
@@ -98,6 +99,7 @@ class ProjectedBank:
         self._overview: Overview | None = None
         self._dense_prior_keys: Tensor | None = None
         self._longest_of_all: Tensor | None = None
+        self._dates: Tensor | None = None
         self._needed: tuple[RowCache, ...] = ()  # for each block the rows that were needed last, unless all are cached
         self._pieces: list[_Piece] = []
         self.refresh()
@@ -135,7 +137,7 @@ class ProjectedBank:
                 overviews.append(computed_overview(self.network, phi, keys))
         # Nothing above changes this view, so an error leaves it as it was.
         self._overview = Overview.cat(overviews) if overviews else None
-        self._dense_prior_keys = self._longest_of_all = None
+        self._dense_prior_keys = self._longest_of_all = self._dates = None
         self._pieces = _joined(pieces, self.chunk_rows)
         self._row_keys, self._version, self.cached = row_keys, version, fits
         if self._pieces:
@@ -213,6 +215,20 @@ class ProjectedBank:
     def log_counts(self) -> None:
         """None: each row stands for itself only."""
         return None
+
+    @property
+    def dates(self) -> Tensor | None:
+        """When each row counts, int64 `[K]`; None for a network without a recency term, which does not ask.
+
+        Raises:
+            BankError: when the bank has changed since the last `refresh`.
+        """
+        if self.network.recency is None:
+            return None
+        if self._dates is None:
+            self._check()
+            self._dates = self.bank.timeline.row_dates.to(self.device)
+        return self._dates
 
     def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values `[H, k, T, d]` of consecutive rows for block number `block`.
@@ -337,6 +353,12 @@ class SelectedRows:
     def log_counts(self) -> None:
         """None: each row stands for itself only."""
         return None
+
+    @property
+    def dates(self) -> Tensor | None:
+        """When each row counts, int64 `[B, N]`; None for a network without a recency term."""
+        dates = self._bank.dates
+        return None if dates is None else dates[self._index.to(dates.device)]
 
     def chunks(self, block: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values `[B, H, k, T, d]`; a chunk has as many rows over all questions as one of the bank."""

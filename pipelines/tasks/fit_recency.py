@@ -1,0 +1,204 @@
+"""Fitting the recency term of a trained MAC model's document prior. Its other weights stay as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional
+
+from mac_rag.atomic_files import write_folder
+from mac_rag.config import Config, Dtype
+from mac_rag.data.newswire.generate import generate
+from mac_rag.data.types import QADataset
+from mac_rag.errors import ConfigError
+from mac_rag.lm.devices import DTYPES
+from mac_rag.model import MACModel
+from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.recency import Candidates, RankedFirst
+from pipelines.corpora.qa_data import DataConfig
+from pipelines.tasks.train import moment
+
+_TOGETHER = 256  # questions that are encoded, or compared with all documents, at a time
+
+
+class FitRecencyConfig(Config):
+    """A stage that fits the recency term: `a`, `alpha`, `beta` and `gamma` of `mac_rag.nn.recency`.
+
+    Attributes:
+        start_from: a MAC checkpoint with a document prior, name or folder.
+        data: documents with dates, of which some are newer versions of others, and questions about them.
+        update_rate: share of the stories of newswire that a later document updates. Other data are taken as they are.
+        questions_per_document: largest number of questions of each document.
+        steps: steps of Adam.
+        batch_size: questions of a step.
+        learning_rate: rate of the first step; it falls to 0 linearly.
+        seed: random seed of the batches.
+        store_dtype: dtype of the weights in the checkpoint.
+    """
+
+    start_from: str
+    data: DataConfig = DataConfig()
+    update_rate: float = Field(0.5, ge=0, le=1)
+    questions_per_document: int = Field(2, ge=1, le=4)
+    steps: int = Field(500, ge=1)
+    batch_size: int = Field(256, ge=1)
+    learning_rate: float = Field(0.05, gt=0)
+    seed: int = 0
+    store_dtype: Dtype = "fp32"
+
+    def dataset(self) -> QADataset:
+        """The documents and questions."""
+        if self.data.name != "newswire":
+            return self.data.training_set()
+        count = self.questions_per_document
+        return generate(
+            "train",
+            self.data.documents,
+            seed=self.data.seed,
+            questions_per_document=count,
+            update_rate=self.update_rate,
+        )
+
+
+def write_fitted(config: FitRecencyConfig, output: Path) -> None:
+    """Writes the model with its recency term to `output/last`.
+
+    Raises:
+        ConfigError: as `fit_recency`.
+    """
+    model = with_recency_term(MACModel.from_pretrained(config.start_from))
+    fit_recency(
+        model,
+        config.dataset(),
+        steps=config.steps,
+        batch_size=config.batch_size,
+        learning_rate=config.learning_rate,
+        questions_per_document=config.questions_per_document,
+        seed=config.seed,
+    )
+    with write_folder(output / "last") as new:
+        model.save_pretrained(new, dtype=DTYPES[config.store_dtype])
+
+
+def with_recency_term(model: MACModel) -> MACModel:
+    """The same networks with a recency term that is not fitted yet; the model itself, if it has one.
+
+    Args:
+        model: a model with a document prior. Its parts go over to the new model; do not use it any more.
+
+    Raises:
+        ConfigError: for a model without a document prior.
+    """
+    if model.aggregation.recency is not None:
+        return model
+    if model.aggregation.prior is None:
+        raise ConfigError("this model has no document prior, of which recency is a term; train one with prior_width")
+    sizes = model.config.aggregation.model_copy(update={"recency": True})
+    config = model.config.model_copy(update={"aggregation": sizes})
+    again = MACModel(config, model.base_lm, model.amortization, model.input_encoder)
+    again.aggregation.load_state_dict(model.aggregation.state_dict(), strict=False)  # all but the term
+    again.modulation.load_state_dict(model.modulation.state_dict())
+    again.base_lm_trained = model.base_lm_trained
+    return again.eval()
+
+
+def fit_recency(
+    model: MACModel,
+    dataset: QADataset,
+    *,
+    steps: int = 500,
+    batch_size: int = 256,
+    learning_rate: float = 0.05,
+    questions_per_document: int = 2,
+    seed: int = 0,
+) -> float:
+    """Fits the term in place: the document prior shall rank the document of each question first among all.
+
+    Args:
+        model: a model with a recency term.
+        dataset: see `FitRecencyConfig`.
+        steps, batch_size, learning_rate, questions_per_document, seed: see `FitRecencyConfig`.
+
+    Returns:
+        The mean loss of the last tenth of the steps.
+
+    Raises:
+        ConfigError: for data without dates.
+    """
+    prior, term = model.aggregation.prior, model.aggregation.recency
+    assert prior is not None
+    assert term is not None
+    if all(document.date is None for document in dataset.documents):
+        raise ConfigError(f"no document of {dataset.name} has a date, from which recency is learned; give them dates")
+    compared = _compared(model, dataset, questions_per_document)
+    scale = prior.log_scale.exp().detach()
+    optimizer = torch.optim.Adam(term.parameters(), lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        index = torch.randint(len(compared.gold), (batch_size,), generator=generator).to(model.device)
+        own = Candidates(*(part[index] for part in compared.candidates))
+        scores = own.scores + term.penalties(own, own, compared.asked[index], scale)
+        rest = compared.rest[index]
+        loss = functional.cross_entropy(torch.cat([scores, rest[:, None]], 1), compared.gold[index])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    last = losses[-max(1, steps // 10) :]
+    return sum(last) / len(last)
+
+
+class _Compared(NamedTuple):
+    """B questions, and what the prior says of all documents.
+
+    Attributes:
+        candidates: the documents that it ranks first.
+        rest: `[B]`, log-sum-exp of the scores of the others.
+        gold: `[B]`, the place of the question's own document among the candidates.
+        asked: `[B]`, see `RecencyTerm.penalties`.
+    """
+
+    candidates: Candidates
+    rest: Tensor
+    gold: Tensor
+    asked: Tensor
+
+
+@torch.no_grad()
+def _compared(model: MACModel, dataset: QADataset, questions_per_document: int) -> _Compared:
+    """The questions whose own document is among the candidates; the term cannot change others."""
+    prior = model.aggregation.prior
+    assert prior is not None
+    vectors = model.config.lexical_vectors
+    phi = model.amortize([document.text for document in dataset.documents], progress=True)
+    prior_keys = prior.keys(MemoryTokens.split(phi, vectors))
+    keys = prior_keys[:, : prior.key.out_features]
+    dates = torch.tensor([moment(document) for document in dataset.documents], device=model.device)
+    place = {document.id: number for number, document in enumerate(dataset.documents)}
+    by_document = dataset.questions_by_document()
+    questions = [question for some in by_document.values() for question in some[:questions_per_document]]
+    parts = []
+    for first in range(0, len(questions), _TOGETHER):
+        some = questions[first : first + _TOGETHER]
+        texts = [question.question for question in some]
+        encoded = model.input_encoder([model.input_encoder.ids(text) for text in texts])
+        scores = prior.score(prior.queries(encoded), prior_keys)
+        ranked = RankedFirst.among(scores, keys, dates)
+        own = torch.tensor([place[question.gold] for question in some], device=model.device)
+        is_own = ranked.rows == own[:, None]
+        asked = model.asked(texts)
+        assert asked is not None
+        rest = scores.scatter(1, ranked.rows, -torch.inf).logsumexp(1)
+        there = is_own.any(1)
+        parts.append(
+            [*(part[there] for part in ranked.candidates), rest[there], is_own.int().argmax(1)[there], asked[there]]
+        )
+    scores, found, moments, rest, gold, asked = (torch.cat(column) for column in zip(*parts, strict=True))
+    return _Compared(Candidates(scores, found, moments), rest, gold, asked)
