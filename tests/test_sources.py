@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,11 @@ from mac_rag.cli.explanation import answer_record
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Answer, Document, Source
 from mac_rag.engine import MACEngine
-from mac_rag.errors import ConfigError
+from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
-from mac_rag.sources import sentence_spans, supporting_span
+from mac_rag.sources import highlights, sentence_spans, supporting_span
 from tests.cli.helpers import refusal, run
 
 PRESS = "Edgar Flara will join the board of Rainga Press. The company employs 180 people."
@@ -93,6 +94,8 @@ def test_merged_documents_have_their_own_dates_and_texts(model: MACModel) -> Non
     engine.bank.merge(["match", "press"], engine.bank["match"].phi)  # type: ignore[attr-defined]
     texts = {source.document_id: source.text for source in engine.sources(QUESTION, "180")}
     assert texts == {"match": MATCH, "press": PRESS}
+    with pytest.raises(BankError, match="'bridge' is none of the documents"):
+        engine.bank["match"].place("bridge")
 
 
 def test_what_cannot_be_told_is_an_error(model: MACModel) -> None:
@@ -146,6 +149,24 @@ def test_the_command_prints_json_and_a_table(tmp_path: Path) -> None:
     assert "2005-01-01" in table
     assert "employs" in table
     assert "leave --explain out" in refusal("ask", QUESTION, "--bank", bank, "--json", "--explain")
+
+
+@given(st.text(max_size=40), st.text(max_size=8))
+def test_highlights_are_the_answer_or_its_words(text: str, answer: str) -> None:
+    places = highlights(text, answer)
+    wanted = [word.casefold() for word in re.findall(r"\w+", answer)]
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(places))
+    for start, end in places:
+        words = [word.casefold() for word in re.findall(r"\w+", text[start:end])]
+        assert words == wanted or (len(words) == 1 and words[0] in wanted)
+    if not places:
+        assert not set(wanted) & {word.casefold() for word in re.findall(r"\w+", text)}
+
+
+def test_the_answer_as_a_whole_is_highlighted_before_its_words() -> None:
+    text = "The head of the museum of Orsena is <b>Ada</b> Voss 😀, the heir of the Voss."
+    assert [text[slice(*place)] for place in highlights(text, "museum of Orsena")] == ["museum of Orsena"]
+    assert [text[slice(*place)] for place in highlights(text, "ada voss")] == ["Ada", "Voss", "Voss"]
 
 
 def test_a_record_is_json() -> None:
