@@ -14,6 +14,7 @@ from mac_rag.errors import ConfigError
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import MACModel
 from mac_rag.model.calibration import Logistic, Mode
+from mac_rag.sources import support_of
 
 # Whatever is not learned by the model's prompt format.
 I_DO_NOT_KNOW = "I don't know"
@@ -109,6 +110,8 @@ def evidence_of(
       say is right more often.
     - `repetition`: the share of the answer's words that stand in the question, 1 for an answer without words. An LM
       that does not know often says back what was asked.
+    - `support`: behind documents, the share of the question's words in the sentence that says the answer; 0 where no
+      sentence does.
 
     Attention is no evidence: its shares sum to 1 whatever is asked.
 
@@ -127,8 +130,15 @@ def evidence_of(
     if behind:
         _, alone[behind] = model.score_answers([prompts[row] for row in behind], [answers[row] for row in behind])
     repeated = [repetition(prompt.question, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    supported = [supported_by(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
     best = torch.zeros(len(prompts), 2) if prior is None else prior.float().cpu()
-    return torch.cat([best, torch.stack([first, mean, alone, torch.tensor(repeated)], 1)], 1)
+    return torch.cat([best, torch.stack([first, mean, alone, torch.tensor(repeated), torch.tensor(supported)], 1)], 1)
+
+
+def supported_by(prompt: FittedPrompt, answer: str) -> float:
+    """The share of the question's words in the sentence in front of it that says an answer; 0 where none does."""
+    found = [support_of(text, answer, prompt.question) for text in prompt.contexts]
+    return max((support.overlap for support in found if support is not None), default=0.0)
 
 
 def repetition(question: str, answer: str) -> float:

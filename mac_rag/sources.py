@@ -1,9 +1,10 @@
 """Which documents an answer rests on, and which sentence of them.
 
 A document is a candidate if the LM read it in front of the question, or if memory pays it much attention, however few
-sources are asked for. First come the documents with a sentence that holds most of the answer's words, because an answer
-that a text does not hold came from elsewhere; among equals those with more attention, and then those that the retriever
-placed higher.
+sources are asked for. First come the documents with a sentence that holds all of the answer's words, then those with
+one that holds most of them, because an answer that a text does not hold came from elsewhere. Among equals those come
+first whose share of the attention and whose sentence's share of the question's words are more together, and then those
+that the retriever placed higher.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -66,8 +68,8 @@ def find_sources(
             _source(name, shares.get(name), texts.get(name), question, answer, bank)
             for name in dict.fromkeys([*texts, *shares])
         ]
-        candidates.sort(key=lambda source: (source.span is None, -(source.share or 0.0)))  # stable: then the retriever
-        found.append(tuple(candidates[:most]))
+        candidates.sort(key=_rank, reverse=True)  # stable: then the retriever
+        found.append(tuple(source for source, _ in candidates[:most]))
     return found
 
 
@@ -135,7 +137,8 @@ def highlights(text: str, answer: str) -> list[tuple[int, int]]:
 
 def _source(
     name: str, share: float | None, read: str | None, question: str, answer: str | None, bank: BankContents
-) -> Source:
+) -> tuple[Source, Support | None]:
+    """A document as a source, and its sentence that says the answer."""
     metadata: Mapping[str, object] = {}
     text, date = read, None
     if name in bank:
@@ -146,29 +149,51 @@ def _source(
             date = date_in(metadata)
         if text is None and bank.keep_texts:
             text = entry.texts[place]
-    span = None if text is None or answer is None else supporting_span(text, answer, question)
-    return Source(name, share, read is not None, date, metadata, text, span)
+    support = None if text is None or answer is None else support_of(text, answer, question)
+    span = None if support is None else support.span
+    return Source(name, share, read is not None, date, metadata, text, span), support
 
 
-def supporting_span(text: str, answer: str, question: str) -> tuple[int, int] | None:
-    """Where in a text the sentence stands that holds most of an answer's words, and then most of the question's.
+def _rank(candidate: tuple[Source, Support | None]) -> tuple[float, float]:
+    source, support = candidate
+    share = source.share or 0.0
+    return (0.0, share) if support is None else (support.coverage, share + support.overlap)
+
+
+@dataclass(frozen=True)
+class Support:
+    """The sentence of a text that says an answer.
+
+    Attributes:
+        span: its start and end in the text.
+        coverage: the share of the answer's words that stand in it.
+        overlap: the share of the question's words that stand in it.
+    """
+
+    span: tuple[int, int]
+    coverage: float
+    overlap: float
+
+
+def support_of(text: str, answer: str, question: str) -> Support | None:
+    """The sentence of a text that holds most of an answer's words, and then most of the question's.
 
     Returns:
-        Start and end of the first such sentence; None if no sentence holds at least half of the answer's words.
+        The first such sentence; None if no sentence holds at least half of the answer's words.
 
     Examples:
         >>> text = "Rainga Press moved. It employs 180 people. Of them, 180 strike."
-        >>> start, end = supporting_span(text, "180", "How many people does it employ?")
-        >>> text[start:end]
-        'It employs 180 people.'
+        >>> found = support_of(text, "180", "How many people does it employ?")
+        >>> text[slice(*found.span)], found.coverage, round(found.overlap, 2)
+        ('It employs 180 people.', 1.0, 0.33)
     """
     wanted, asked = _words(answer), _words(question)
-    best, best_score = None, (_LEAST_SHARE, -1)
-    for start, end in sentence_spans(text):
-        words = _words(text[start:end])
-        score = (len(wanted & words) / len(wanted) if wanted else 0.0, len(asked & words))
+    best, best_score = None, (_LEAST_SHARE, -1.0)
+    for span in sentence_spans(text) if wanted else ():
+        words = _words(text[slice(*span)])
+        score = (len(wanted & words) / len(wanted), len(asked & words) / max(1, len(asked)))
         if score > best_score:
-            best, best_score = (start, end), score
+            best, best_score = Support(span, *score), score
     return best
 
 

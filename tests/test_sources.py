@@ -19,7 +19,7 @@ from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
-from mac_rag.sources import highlights, sentence_spans, supporting_span
+from mac_rag.sources import highlights, sentence_spans, support_of
 from tests.cli.helpers import refusal, run
 
 PRESS = "Edgar Flara will join the board of Rainga Press. The company employs 180 people."
@@ -124,8 +124,29 @@ def test_the_sentence_is_chosen_by_the_answer_then_by_the_question() -> None:
         "the year 1700 of a Danish king": None,
         "": None,
     }.items():
-        span = supporting_span(text, answer, "When did the museum open, or when was it opened?")
-        assert (None if span is None else text[slice(*span)]) == expected
+        support = support_of(text, answer, "When did the museum open, or when was it opened?")
+        assert (None if support is None else text[slice(*support.span)]) == expected
+
+
+def test_the_answers_words_come_before_attention_and_the_questions_beside_it(model: MACModel) -> None:
+    engine = MACEngine(model, MemoryBank(model.fingerprint))
+    read = {
+        "half": "Berg spoke for the workers of Rainga Press, and how many workers does it have?",
+        "bare": "Anna Berg came.",
+        "asked": "For the workers of Rainga Press spoke Anna Berg.",
+        "none": "How many workers does Rainga Press have?",
+    }
+    found = engine.sources("Who spoke for the workers of Rainga Press?", "Anna Berg", texts=read, use_memory=False)
+    assert [source.document_id for source in found] == ["asked", "bare", "half", "none"]
+    assert engine.sources(QUESTION, "", texts=read, use_memory=False)[0].document_id == "half"  # as retrieved
+
+
+def test_few_sources_are_the_first_of_many(model: MACModel) -> None:
+    """The document that holds the answer is named, though another one has more attention."""
+    engine = engine_of(model, keep_texts=True)
+    for answer in ("180", "Norrland"):
+        assert engine.sources(QUESTION, answer, most=1) == engine.sources(QUESTION, answer, most=2)[:1]
+    assert engine.sources(QUESTION, "Norrland", most=1)[0].document_id == "match"
 
 
 def test_the_command_prints_json_and_a_table(tmp_path: Path) -> None:

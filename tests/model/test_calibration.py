@@ -181,6 +181,7 @@ def test_evidence_is_what_it_says(engine: MACEngine, model: MACModel) -> None:
         said = logits.detach().float().log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
         assert evidence[row, 2:4].tolist() == pytest.approx([said[0].item(), said.mean().item()], abs=1e-3)
         assert evidence[row, 4] == 0  # there are no documents
+        assert evidence[row, 6] == 0
         assert evidence[row, 5].item() == pytest.approx(repetition(prompt.question, answer))
     allowed = frozenset({STREAM.documents[0].id})
     alone = engine.evidence(prompts, answers, allowed=allowed)
@@ -198,6 +199,9 @@ def test_behind_documents_the_lm_alone_is_asked_too(engine: MACEngine, model: MA
     evidence = engine.evidence(prompts, answers)
     _, alone = model.score_answers(prompts, answers)
     assert evidence[:, 4].tolist() == pytest.approx([0.0, alone[1].item()], abs=1e-4)
+    text = f"{QUESTION} So it is. 180 people came."
+    [said] = engine.evidence([model.fit_to_window("Who came, and how many people?", [text])], ["180"])[:, 6].tolist()
+    assert said == pytest.approx(2 / 6)  # people, came
     assert not engine.evidence(prompts, answers, use_memory=False)[:, 4].any()
 
 
@@ -225,4 +229,4 @@ def test_the_shipped_calibration_is_of_the_shipped_weights() -> None:
     calibration = read_calibration(SHIPPED / "mac-small")
     assert calibration is not None
     assert calibration.fingerprint == FINGERPRINTS["mac-small"][-1]
-    assert set(calibration.modes) == {"memory"}
+    assert set(calibration.modes) == {"memory", "documents"}
