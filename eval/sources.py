@@ -16,12 +16,14 @@ from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
-    from eval.harness.results import Row, Verdict
+    from eval.harness.results import Quote, Row, Verdict
     from mac_rag.data.types import Answer, QADataset, Source
     from mac_rag.engine import MACEngine
 
 # Sources that are ranked; more than anybody reads, so that the one with most attention is among them.
 _RANKED = 10
+# Quotes of each way to answer in the result.
+_QUOTED = 10
 
 
 def main(
@@ -66,6 +68,7 @@ def main(
     engine = MACEngine(loaded, bank, make_retriever(retriever), k=k)
     engine.adapt(dataset.documents, progress=True)
     rows: list[Row] = []
+    quotes: list[Quote] = []
     verdicts: dict[str, list[Verdict]] = {}
     for use_retriever in (False, True) if engine.retriever is not None else (False,):
         name = f"{retriever} top-{k} + MAC" if use_retriever else "MAC"
@@ -79,7 +82,9 @@ def main(
         )
         seconds = time.perf_counter() - began
         verdicts[name] = judge(dataset.questions, answers)
-        rows += _rows(name, engine, dataset, answers, verdicts[name], k if use_retriever else None, seconds)
+        own, quoted = _rows(name, engine, dataset, answers, verdicts[name], k if use_retriever else None, seconds)
+        rows += own
+        quotes += quoted
     report(
         path,
         experiment="sources",
@@ -89,6 +94,7 @@ def main(
         dataset=dataset,
         source=source,
         model=loaded,
+        quotes=quotes,
     )
 
 
@@ -119,9 +125,10 @@ def _rows(
     verdicts: Sequence[Verdict],
     k: int | None,
     seconds: float,
-) -> list[Row]:
-    """The row of the engine's sources, with the scores of all answers, and those of its controls."""
+) -> tuple[list[Row], list[Quote]]:
+    """The row of the engine's sources, with the scores of all answers, and those of its controls; and some quotes."""
     from eval.harness.protocol import summarize
+    from eval.harness.results import Quote
     from mac_rag.data.metrics import normalize
     from mac_rag.progress import progress_bar
     from mac_rag.sources import texts_read
@@ -134,7 +141,7 @@ def _rows(
         for question, answer, verdict in zip(dataset.questions, answers, verdicts, strict=True)
         if verdict.f1 >= RIGHT
     ]
-    named = []
+    named, quotes = [], []
     with progress_bar("sources", len(right)) as bar:
         for question, answer in right:
             read = texts_read(answer.document_ids, [texts[one] for one in answer.document_ids], answer.contexts)
@@ -142,12 +149,17 @@ def _rows(
             words = f" {normalize(answer.text)} "
             holders = frozenset(document_id for document_id, text in normalized.items() if words in text)
             named.append(named_of(question.gold, holders, sources, answer.document_ids))
+            first, sentence = sources[0].document_id, sources[0].sentence
+            if sentence is not None:
+                quote = Quote(question=question.question, answer=answer.text, document_id=first, sentence=sentence)
+                quotes.append((first == question.gold, quote))
             bar.advance(1)
+    quotes.sort(key=lambda one: one[0])  # those of another document first
     row = summarize(name, dataset.questions, verdicts, len(texts), k, seconds)
     return [
         row.model_copy(update={"truncated": None, "measures": {"right": len(right) / len(answers)}}),
         *control_rows(name, named),
-    ]
+    ], [quote for _, quote in quotes[:_QUOTED]]
 
 
 def named_of(gold: str, holders: frozenset[str], sources: Sequence[Source], retrieved: Sequence[str]) -> Named:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
 
 import pytest
 
 from eval.harness.results import Result
+from eval.report.collect import collect
+from eval.report.page import page
 from eval.sources import Named, control_rows, named_of
+from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Source
+from mac_rag.sources import highlights
 from tests.eval.helpers import Command
 
 
@@ -44,6 +49,12 @@ def test_mac_tiny_names_the_right_document(command: Command, tmp_path: Path) -> 
         assert first.measures["right_document"] >= rows[f"{name}: any that holds the answer"].measures["right_document"]
         assert first.questions == round(rows[name].measures["right"] * 40)
     assert "MAC: the retriever's first" not in rows
+    texts = {document.id: document.text for document in generate("test", 60).documents}
+    assert len(result.quotes) == 20
+    assert all(quote.sentence in texts[quote.document_id] for quote in result.quotes)
+    shown = page(collect([tmp_path]))
+    quote = result.quotes[0]
+    assert f"<mark>{escape(quote.sentence[slice(*highlights(quote.sentence, quote.answer)[0])])}</mark>" in shown
     assert rows["bm25 top-3 + MAC"].em == pytest.approx(
         sum(sample.rows["bm25 top-3 + MAC"].em for sample in result.read_samples(output)) / 40
     )
