@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from eval.harness.benchmark import SplitOption
-from eval.harness.command import MODEL_HELP, BatchOption, DeviceOption, OutputOption, SeedOption, generated, report
-from eval.harness.streams import DataOption, named_data
+from eval.harness.command import MODEL_HELP, BatchOption, DeviceOption, OutputOption, SeedOption, report
+from eval.harness.streams import DataOption, open_stream
 from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.run import run_command
 
@@ -50,7 +50,6 @@ def main(
     from eval.harness.results import Row, result_path
     from eval.harness.selective import auroc
     from mac_rag.confidence import calibration_of
-    from mac_rag.data import load_dataset
     from mac_rag.engine import Answer, MACEngine
     from mac_rag.model import MACModel
     from mac_rag.model.calibration import EVIDENCE
@@ -58,11 +57,7 @@ def main(
     from pipelines.tasks.calibrate import guesses
 
     path = result_path(output, "unanswerable")
-    if data is None:
-        dataset, source = generated(split, documents, seed), "generated"
-    else:
-        name, folder = named_data(data)
-        dataset, source = load_dataset(name, split, folder, documents=documents), str(folder)
+    dataset, source = open_stream(data, split, documents, seed=seed, scale="tiny")
     chosen = model or ("mac-tiny" if data is None else DEFAULT_MODEL)
     loaded = MACModel.from_pretrained(chosen, device=device)
     logistic = calibration_of(loaded, "memory" if retriever == "none" else "documents")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from mac_rag.config import BoundConfig
 from mac_rag.data.characters import shown_id
+from mac_rag.data.languages import language_of
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DocumentError, MACError
@@ -25,7 +27,10 @@ from mac_rag.memory.reduction import BoundedBank
 from mac_rag.memory.views.overview import keep_rows_for, put_with_overview
 from mac_rag.model import BATCH_TOKENS, MACModel
 from mac_rag.progress import progress_bar
+from mac_rag.shipped_models import version_of
 from mac_rag.sync import SyncedBank, is_held
+
+_log = logging.getLogger(__name__)
 
 # Most documents of one commit: they are in memory until then.
 GROUP = 512
@@ -51,6 +56,7 @@ class Adapter:
         self.model = model
         self.bound = bound
         self._bounded: BoundedBank | None = None
+        self._warns = model.config.languages is not None
 
     def plan(
         self,
@@ -104,6 +110,8 @@ class Adapter:
                     plan[document.id] = []
                     bar.advance(len(document.text))
                     continue
+                if self._warns and known is None:
+                    self._check_language(document)
                 rows = None if known is None else known.get(document.id)
                 try:
                     plan[document.id] = rows or self._rows(document, on_long, bar.advance)
@@ -112,6 +120,22 @@ class Adapter:
                         raise
                     on_bad(index, error)
         return plan
+
+    def _check_language(self, document: Document) -> None:
+        """Warns of the first document that is surely in a language that the model does not read."""
+        read = self.model.config.languages or ()
+        found = language_of(document.text)
+        if found is None or found in read:
+            return
+        self._warns = False
+        _log.warning(
+            "document %s is in another language (%s) than %s reads (%s): answers about it and others like it will be "
+            "wrong; translate them, or take a model that has learned to read them",
+            shown_id(document.id),
+            found,
+            version_of(self.model.fingerprint) or "this model",
+            ", ".join(read),
+        )
 
     def _rows(
         self, document: Document, on_long: Literal["chunk", "error"], advance: Callable[[int], object]
@@ -279,9 +303,8 @@ def holds_text(bank: BankContents, document: Document) -> bool:
     """True if the bank holds a document with this text, whatever its metadata, and has not lost the kept text."""
     if document.id not in bank or bank.is_textless(document.id):
         return False
-    return any(
-        member.document_id == document.id and member.matches(document.text) for member in bank[document.id].members
-    )
+    entry = bank[document.id]
+    return entry.members[entry.place(document.id)].matches(document.text)
 
 
 def check_supersession(members: Mapping[str, Member], bank: BankContents) -> None:
@@ -298,7 +321,8 @@ def check_supersession(members: Mapping[str, Member], bank: BankContents) -> Non
     def superseded(name: str) -> tuple[str, ...]:
         member = members.get(name)
         if member is None and name in bank:
-            member = next(one for one in bank[name].members if one.document_id == name)
+            entry = bank[name]
+            member = entry.members[entry.place(name)]
         return () if member is None else member.supersedes
 
     done: set[str] = set()

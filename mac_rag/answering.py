@@ -37,14 +37,14 @@ class Memory:
     Attributes:
         contents: the bank, or a snapshot of it.
         aggregate: from prompts and the allowed documents to phi* of each.
-        best_priors: see `mac_rag.memory.views.base_reader.Reader.best_priors`.
+        prior_evidence: see `mac_rag.memory.views.base_reader.Reader.prior_evidence`.
         masses: from questions and the allowed documents to the attention on each document; see
             `mac_rag.memory.views.base_reader.Reader.document_mass`.
     """
 
     contents: BankContents
     aggregate: Callable[[Sequence[FittedPrompt], Container[str] | None], Aggregated]
-    best_priors: Callable[[Sequence[str], Container[str] | None], Tensor | None]
+    prior_evidence: Callable[[Sequence[str], Container[str] | None], Tensor | None]
     masses: Callable[[Sequence[str], Container[str] | None], tuple[list[str], Tensor]]
 
     def evidence(
@@ -59,7 +59,7 @@ class Memory:
         if phi is None:
             return evidence_of(model, prompts, answers, None, None)
         questions = [prompt.question for prompt in prompts]
-        return evidence_of(model, prompts, answers, phi, self.best_priors(questions, allowed))
+        return evidence_of(model, prompts, answers, phi, self.prior_evidence(questions, allowed))
 
 
 class Retrieval(Protocol):

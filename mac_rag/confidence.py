@@ -8,11 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mac_rag.data.metrics import normalize
 from mac_rag.data.types import Answer
 from mac_rag.errors import ConfigError
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import MACModel
-from mac_rag.model.calibration import EVIDENCE, Logistic, Mode
+from mac_rag.model.calibration import Logistic, Mode
+from mac_rag.sources import support_of
 
 # Whatever is not learned by the model's prompt format.
 I_DO_NOT_KNOW = "I don't know"
@@ -99,11 +101,17 @@ def evidence_of(
 ) -> Tensor:
     """What is known of B answers, `[B, len(EVIDENCE)]` in float32 on the CPU.
 
-    - `prior`: the highest document prior before the softmax and its scale: a cosine, plus the product of the lexical
-      vectors. Unlike attention, it is low where no document is about the question.
-    - `margin`: how much lower the prior of the second document is.
+    - `prior`: the document prior of the best row before the softmax and its scale: a cosine, plus the product of the
+      lexical vectors. Unlike attention, it is low where no document is about the question.
+    - `prior_odds`: the log-odds of that row's share of the prior: how far it is ahead of all others together.
     - `first_log_probability`: the log-probability of the answer's first token under the LM with memory.
     - `log_probability`: the mean over all of its tokens, the end included.
+    - `log_probability_without_memory`: that of the LM without memory, behind documents: what memory and documents both
+      say is right more often.
+    - `repetition`: the share of the answer's words that stand in the question, 1 for an answer without words. An LM
+      that does not know often says back what was asked.
+    - `support`: behind documents, the share of the question's words in the sentence that says the answer; 0 where no
+      sentence does.
 
     Attention is no evidence: its shares sum to 1 whatever is asked.
 
@@ -114,11 +122,31 @@ def evidence_of(
         prompts: B prompts.
         answers: B answers.
         phi: `[B, T, D]`; None for answers without memory.
-        prior: `[B, 2]`, the two highest priors; None without memory or prior.
+        prior: `[B, 2]`, see `mac_rag.memory.views.base_reader.Reader.prior_evidence`; None without memory or prior.
     """
-    evidence = torch.zeros(len(prompts), len(EVIDENCE))
-    if prior is not None:
-        evidence[:, 0] = prior[:, 0].cpu()
-        evidence[:, 1] = (prior[:, 0] - prior[:, 1]).cpu()
-    evidence[:, 2], evidence[:, 3] = model.score_answers(prompts, answers, modulation=phi)
-    return evidence
+    first, mean = model.score_answers(prompts, answers, modulation=phi)
+    alone = torch.zeros(len(prompts))
+    behind = [row for row, prompt in enumerate(prompts) if prompt.contexts and phi is not None]
+    if behind:
+        _, alone[behind] = model.score_answers([prompts[row] for row in behind], [answers[row] for row in behind])
+    repeated = [repetition(prompt.question, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    supported = [supported_by(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    best = torch.zeros(len(prompts), 2) if prior is None else prior.float().cpu()
+    return torch.cat([best, torch.stack([first, mean, alone, torch.tensor(repeated), torch.tensor(supported)], 1)], 1)
+
+
+def supported_by(prompt: FittedPrompt, answer: str) -> float:
+    """The share of the question's words in the sentence in front of it that says an answer; 0 where none does."""
+    found = [support_of(text, answer, prompt.question) for text in prompt.contexts]
+    return max((support.overlap for support in found if support is not None), default=0.0)
+
+
+def repetition(question: str, answer: str) -> float:
+    """The share of an answer's words that stand in the question; 1 for an answer without words.
+
+    Examples:
+        >>> repetition("Who opened the bridge in May?", "the bridge of Anna Berg")
+        0.25
+    """
+    asked, said = set(normalize(question).split()), normalize(answer).split()
+    return sum(word in asked for word in said) / len(said) if said else 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -379,6 +379,8 @@ class MACConfig(Config):
         memory_weight: lambda, the weight of the LM with memory against the LM alone, for questions behind retrieved
             documents (see `mac_rag.lm.max_rule`). 1 is the paper's `LM(d + x; phi*)` and costs half as much. No
             training changes it, so choose it on validation data.
+        languages: languages that the model has learned to read, as ISO 639 codes such as `en`; None where nobody says.
+            Documents that are surely in another one are warned of.
     """
 
     RENAMED: ClassVar[Mapping[str, Renaming]] = {"index": _index_fields}
@@ -398,6 +400,7 @@ class MACConfig(Config):
     max_new_tokens: int = Field(16, ge=1)
     context_window: int | None = Field(None, ge=1)
     memory_weight: float = Field(1.0, gt=0, le=1)
+    languages: tuple[Annotated[str, Field(pattern="^[a-z]{2,3}$")], ...] | None = Field(None, min_length=1)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

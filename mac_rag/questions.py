@@ -224,7 +224,7 @@ class BankQuestions:
 
         Raises:
             BankError: with `use_memory`, for an empty bank, or none of its documents allowed.
-            ConfigError: for a bank in shards.
+            ConfigError: for the strategy sharded.
         """
         with self._queue.turn():
             self._begin()
@@ -236,7 +236,7 @@ class BankQuestions:
     def _memory(self) -> Memory:
         """The bank as the question whose turn it is sees it."""
         reader = self._reader
-        return Memory(self._seen, self._aggregated, reader.best_priors, reader.document_mass)
+        return Memory(self._seen, self._aggregated, reader.prior_evidence, reader.document_mass)
 
     def _known(self, allowed: Container[str] | None, as_of: int | None) -> Container[str] | None:
         """The documents that may influence the question whose turn it is: those of `allowed` that count by then."""

@@ -1,8 +1,10 @@
 """Which documents an answer rests on, and which sentence of them.
 
-A document is a candidate if the LM read it in front of the question, or if memory pays it much attention. First come
-the documents with a sentence that holds most of the answer's words, because an answer that a text does not hold came
-from elsewhere; among equals those with more attention, and then those that the retriever placed higher.
+A document is a candidate if the LM read it in front of the question, or if memory pays it much attention, however few
+sources are asked for. First come the documents with a sentence that holds all of the answer's words, then those with
+one that holds most of them, because an answer that a text does not hold came from elsewhere. Among equals those come
+first whose share of the attention and whose sentence's share of the question's words are more together, and then those
+that the retriever placed higher.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +28,9 @@ _WORD = re.compile(r"\w+")
 _END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+(?=[\"'“‘(\[]?[^\Wa-z_])|\n\s*\n")
 _GOES_ON = re.compile(r"(?:\b[^\W\d_]|\b(?:Mr|Mrs|Ms|Dr|Prof|St|Sr|Jr|vs|Gen|Col|Lt|Rev|Hon|No))\.$")
 _LEAST_SHARE = 0.5  # of the answer's words, for a sentence to count
+# Documents with most attention that are looked at, however few are named: the one that holds the answer may not be the
+# first of them.
+_LOOKED_AT = 8
 
 
 def find_sources(
@@ -53,7 +59,7 @@ def find_sources(
         shares: dict[str, float] = {}
         if masses is not None:
             ids, mass = masses
-            values, places = mass[row].topk(min(most, len(ids)))
+            values, places = mass[row].topk(min(max(most, _LOOKED_AT), len(ids)))
             shares = {ids[place]: value for place, value in zip(places.tolist(), values.tolist())}
             if any(document_id not in shares for document_id in texts):
                 where = {document_id: place for place, document_id in enumerate(ids)}
@@ -62,8 +68,8 @@ def find_sources(
             _source(name, shares.get(name), texts.get(name), question, answer, bank)
             for name in dict.fromkeys([*texts, *shares])
         ]
-        candidates.sort(key=lambda source: (source.span is None, -(source.share or 0.0)))  # stable: then the retriever
-        found.append(tuple(candidates[:most]))
+        candidates.sort(key=_rank, reverse=True)  # stable: then the retriever
+        found.append(tuple(source for source, _ in candidates[:most]))
     return found
 
 
@@ -85,71 +91,109 @@ def texts_read(document_ids: Sequence[str], texts: Sequence[str], contexts: Sequ
     return dict(zip(known, (text for text in contexts if text.strip())))
 
 
-def source_record(source: Source) -> dict[str, Any]:
+def source_record(source: Source, answer: str | None = None) -> dict[str, Any]:
     """A source as JSON takes it; its date in ISO 8601, and `attention` is its share. Its whole text is left out.
 
+    `span` is where the sentence stands in the text, and `highlights` where the answer stands in the sentence, as starts
+    and ends in characters (code points).
+
     Examples:
-        >>> record = source_record(Source("press", share=0.5, text="It moved. It employs 180.", span=(10, 25)))
-        >>> record["document_id"], record["attention"], record["sentence"]
-        ('press', 0.5, 'It employs 180.')
+        >>> record = source_record(Source("press", share=0.5, text="It moved. It employs 180.", span=(10, 25)), "180")
+        >>> record["document_id"], record["attention"], record["sentence"], record["highlights"]
+        ('press', 0.5, 'It employs 180.', [(11, 14)])
     """
+    sentence = source.sentence
     return {
         "document_id": source.document_id,
         "attention": source.share,
         "retrieved": source.retrieved,
         "date": None if source.date is None else written(moment_of(source.date)),
-        "sentence": source.sentence,
+        "sentence": sentence,
+        "span": source.span,
+        "highlights": [] if sentence is None or answer is None else highlights(sentence, answer),
         "metadata": dict(source.metadata),
     }
 
 
 def highlights(text: str, answer: str) -> list[tuple[int, int]]:
-    """Start and end of each word of a text that is one of the answer's words.
+    """Where an answer stands in a text: start and end of the first place with all of its words one behind the other.
+
+    Where there is none, those of each word that is one of the answer's.
 
     Examples:
-        >>> highlights("It employs 180 people.", "180")
-        [(11, 14)]
+        >>> highlights("Of the people, it employs 180 people.", "180 people")
+        [(26, 36)]
+        >>> highlights("It employs 180 young people.", "180 people")
+        [(11, 14), (21, 27)]
     """
-    wanted = _words(answer)
-    return [match.span() for match in _WORD.finditer(text) if match[0].casefold() in wanted]
+    wanted = [word.casefold() for word in _WORD.findall(answer)]
+    found = list(_WORD.finditer(text))
+    words = [match[0].casefold() for match in found]
+    for first in range(len(words) - len(wanted) + 1) if wanted else ():
+        if words[first : first + len(wanted)] == wanted:
+            return [(found[first].start(), found[first + len(wanted) - 1].end())]
+    return [match.span() for match, word in zip(found, words, strict=True) if word in wanted]
 
 
 def _source(
     name: str, share: float | None, read: str | None, question: str, answer: str | None, bank: BankContents
-) -> Source:
+) -> tuple[Source, Support | None]:
+    """A document as a source, and its sentence that says the answer."""
     metadata: Mapping[str, object] = {}
     text, date = read, None
     if name in bank:
         entry = bank[name]
-        place = next(i for i, member in enumerate(entry.members) if member.document_id == name)
+        place = entry.place(name)
         metadata = entry.members[place].metadata
         with suppress(DataError):  # an old bank may hold something else there
             date = date_in(metadata)
         if text is None and bank.keep_texts:
             text = entry.texts[place]
-    span = None if text is None or answer is None else supporting_span(text, answer, question)
-    return Source(name, share, read is not None, date, metadata, text, span)
+    support = None if text is None or answer is None else support_of(text, answer, question)
+    span = None if support is None else support.span
+    return Source(name, share, read is not None, date, metadata, text, span), support
 
 
-def supporting_span(text: str, answer: str, question: str) -> tuple[int, int] | None:
-    """Where in a text the sentence stands that holds most of an answer's words, and then most of the question's.
+def _rank(candidate: tuple[Source, Support | None]) -> tuple[float, float]:
+    source, support = candidate
+    share = source.share or 0.0
+    return (0.0, share) if support is None else (support.coverage, share + support.overlap)
+
+
+@dataclass(frozen=True)
+class Support:
+    """The sentence of a text that says an answer.
+
+    Attributes:
+        span: its start and end in the text.
+        coverage: the share of the answer's words that stand in it.
+        overlap: the share of the question's words that stand in it.
+    """
+
+    span: tuple[int, int]
+    coverage: float
+    overlap: float
+
+
+def support_of(text: str, answer: str, question: str) -> Support | None:
+    """The sentence of a text that holds most of an answer's words, and then most of the question's.
 
     Returns:
-        Start and end of the first such sentence; None if no sentence holds at least half of the answer's words.
+        The first such sentence; None if no sentence holds at least half of the answer's words.
 
     Examples:
         >>> text = "Rainga Press moved. It employs 180 people. Of them, 180 strike."
-        >>> start, end = supporting_span(text, "180", "How many people does it employ?")
-        >>> text[start:end]
-        'It employs 180 people.'
+        >>> found = support_of(text, "180", "How many people does it employ?")
+        >>> text[slice(*found.span)], found.coverage, round(found.overlap, 2)
+        ('It employs 180 people.', 1.0, 0.33)
     """
     wanted, asked = _words(answer), _words(question)
-    best, best_score = None, (_LEAST_SHARE, -1)
-    for start, end in sentence_spans(text):
-        words = _words(text[start:end])
-        score = (len(wanted & words) / len(wanted) if wanted else 0.0, len(asked & words))
+    best, best_score = None, (_LEAST_SHARE, -1.0)
+    for span in sentence_spans(text) if wanted else ():
+        words = _words(text[slice(*span)])
+        score = (len(wanted & words) / len(wanted), len(asked & words) / max(1, len(asked)))
         if score > best_score:
-            best, best_score = (start, end), score
+            best, best_score = Support(span, *score), score
     return best
 
 

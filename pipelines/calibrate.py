@@ -31,8 +31,9 @@ def main(
     """Fit the calibration of a checkpoint, from which `Answer.confidence` is computed.
 
     Half of the questions are asked of a bank without the documents that hold their answers. A logistic model learns to
-    tell right answers from wrong ones by the document prior and the LM's own probabilities; right is an F1 of at
-    least 0.5. Fit it again after training: it holds for the weights that it was fitted for, and for no others.
+    tell right answers from wrong ones by the document prior, the LM's own probabilities, and whether the answer says
+    back the question; right is an F1 of at least 0.5. Fit it again after training: it holds for the weights that it was
+    fitted for, and for no others.
     """
     from mac_rag.data import load_dataset
     from mac_rag.engine import MACEngine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,11 @@ from mac_rag.cli.explanation import answer_record
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Answer, Document, Source
 from mac_rag.engine import MACEngine
-from mac_rag.errors import ConfigError
+from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
-from mac_rag.sources import sentence_spans, supporting_span
+from mac_rag.sources import highlights, sentence_spans, support_of
 from tests.cli.helpers import refusal, run
 
 PRESS = "Edgar Flara will join the board of Rainga Press. The company employs 180 people."
@@ -93,6 +94,8 @@ def test_merged_documents_have_their_own_dates_and_texts(model: MACModel) -> Non
     engine.bank.merge(["match", "press"], engine.bank["match"].phi)  # type: ignore[attr-defined]
     texts = {source.document_id: source.text for source in engine.sources(QUESTION, "180")}
     assert texts == {"match": MATCH, "press": PRESS}
+    with pytest.raises(BankError, match="'bridge' is none of the documents"):
+        engine.bank["match"].place("bridge")
 
 
 def test_what_cannot_be_told_is_an_error(model: MACModel) -> None:
@@ -121,8 +124,29 @@ def test_the_sentence_is_chosen_by_the_answer_then_by_the_question() -> None:
         "the year 1700 of a Danish king": None,
         "": None,
     }.items():
-        span = supporting_span(text, answer, "When did the museum open, or when was it opened?")
-        assert (None if span is None else text[slice(*span)]) == expected
+        support = support_of(text, answer, "When did the museum open, or when was it opened?")
+        assert (None if support is None else text[slice(*support.span)]) == expected
+
+
+def test_the_answers_words_come_before_attention_and_the_questions_beside_it(model: MACModel) -> None:
+    engine = MACEngine(model, MemoryBank(model.fingerprint))
+    read = {
+        "half": "Berg spoke for the workers of Rainga Press, and how many workers does it have?",
+        "bare": "Anna Berg came.",
+        "asked": "For the workers of Rainga Press spoke Anna Berg.",
+        "none": "How many workers does Rainga Press have?",
+    }
+    found = engine.sources("Who spoke for the workers of Rainga Press?", "Anna Berg", texts=read, use_memory=False)
+    assert [source.document_id for source in found] == ["asked", "bare", "half", "none"]
+    assert engine.sources(QUESTION, "", texts=read, use_memory=False)[0].document_id == "half"  # as retrieved
+
+
+def test_few_sources_are_the_first_of_many(model: MACModel) -> None:
+    """The document that holds the answer is named, though another one has more attention."""
+    engine = engine_of(model, keep_texts=True)
+    for answer in ("180", "Norrland"):
+        assert engine.sources(QUESTION, answer, most=1) == engine.sources(QUESTION, answer, most=2)[:1]
+    assert engine.sources(QUESTION, "Norrland", most=1)[0].document_id == "match"
 
 
 def test_the_command_prints_json_and_a_table(tmp_path: Path) -> None:
@@ -146,6 +170,24 @@ def test_the_command_prints_json_and_a_table(tmp_path: Path) -> None:
     assert "2005-01-01" in table
     assert "employs" in table
     assert "leave --explain out" in refusal("ask", QUESTION, "--bank", bank, "--json", "--explain")
+
+
+@given(st.text(max_size=40), st.text(max_size=8))
+def test_highlights_are_the_answer_or_its_words(text: str, answer: str) -> None:
+    places = highlights(text, answer)
+    wanted = [word.casefold() for word in re.findall(r"\w+", answer)]
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(places))
+    for start, end in places:
+        words = [word.casefold() for word in re.findall(r"\w+", text[start:end])]
+        assert words == wanted or (len(words) == 1 and words[0] in wanted)
+    if not places:
+        assert not set(wanted) & {word.casefold() for word in re.findall(r"\w+", text)}
+
+
+def test_the_answer_as_a_whole_is_highlighted_before_its_words() -> None:
+    text = "The head of the museum of Orsena is <b>Ada</b> Voss 😀, the heir of the Voss."
+    assert [text[slice(*place)] for place in highlights(text, "museum of Orsena")] == ["museum of Orsena"]
+    assert [text[slice(*place)] for place in highlights(text, "ada voss")] == ["Ada", "Voss", "Voss"]
 
 
 def test_a_record_is_json() -> None:

@@ -12,7 +12,7 @@ from eval.harness.scales import Scale
 from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
-    from eval.harness.results import Adaptation, Row, Sample
+    from eval.harness.results import Adaptation, Quote, Row, Sample
     from mac_rag.data.types import QADataset
     from mac_rag.model import MACModel
 
@@ -89,6 +89,7 @@ def report(
     model: MACModel | None = None,
     not_run: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
+    quotes: Sequence[Quote] = (),
     table: Sequence[Row] | None = None,
     further: bool = False,
 ) -> None:
@@ -104,7 +105,7 @@ def report(
         dataset: the stream; None if the rows are of several streams.
         source: folder of the data set, or "generated".
         model: the evaluated model; None if the rows are of several models.
-        not_run, notes: see `eval.harness.results.Result`.
+        not_run, notes, quotes: see `eval.harness.results.Result`.
         table: the rows to print; None for all.
         further: True to print a second table, of the scores that the first has no room for.
     """
@@ -138,6 +139,7 @@ def report(
         rows=tuple(rows),
         not_run=dict(not_run or {}),
         notes=tuple(notes),
+        quotes=tuple(quotes),
     ).write(path, samples)
     where = "" if dataset is None else f" on {dataset.name} ({dataset.split})"
     show(result.rows if table is None else table, title=f"{options.get('model', experiment)}{where}")

@@ -211,6 +211,15 @@ class SamplesFile(Config):
     count: int
 
 
+class Quote(Config):
+    """An answer, and the sentence of a document that it rests on."""
+
+    question: str
+    answer: str
+    document_id: str
+    sentence: str
+
+
 class Result(Config):
     """The whole result file.
 
@@ -228,6 +237,7 @@ class Result(Config):
         rows: the table.
         not_run: parts of the experiment that were not run, each with its reason.
         notes: facts that a reader of the figures must know.
+        quotes: examples of answers with the sentences that they rest on.
         samples: the file of samples; None if no questions were asked.
     """
 
@@ -248,6 +258,7 @@ class Result(Config):
     rows: tuple[Row, ...]
     not_run: dict[str, str] = Field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    quotes: tuple[Quote, ...] = ()
     samples: SamplesFile | None = None
 
     def write(self, path: Path, samples: Sequence[Sample] = ()) -> Result:

@@ -34,6 +34,9 @@ def markdown(collection: Collection) -> str:
             lines += [f"{_text(about(file))}; commit {_text(origin['commit'])}; {_code(origin['command'])}", ""]
             lines += [*_table(table(file.result, experiment)), ""]
             lines += [f"- {_text(note)}" for note in file.result.notes]
+            for quote in file.result.quotes:
+                said = f"**{_text(quote.answer)}** {_text(quote.document_id)}: {_text(quote.sentence)}"
+                lines.append(f"- {_text(quote.question)} {said}")
             lines += [f"- not run: {_text(what)}: {_text(why)}" for what, why in file.result.not_run.items()]
     if missing:
         lines += ["", "## Not run", "", *missing]

@@ -9,10 +9,12 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
+from eval.harness.results import Quote
 from eval.report.collect import Collection, ResultFile
 from eval.report.published import published_of
 from eval.report.summary import TITLE, Checked, Section, about, checked, provenance, sections, tally
 from eval.report.tables import Table, paper_table, table
+from mac_rag.sources import highlights
 
 # A longer table is folded up below its plot.
 LONG = 14
@@ -119,9 +121,27 @@ def _result(part: Section, file: ResultFile) -> str:
         figures = f"<details><summary>All {len(content.rows)} rows</summary>{figures}</details>"
     return (
         f'<h3>{escape(title)}</h3><p class="data">{escape(about(file))}</p>{"".join(drawings)}'
-        f"{figures}{listed}"
+        f"{figures}{listed}{_quotes(file.result.quotes)}"
         f"<details><summary>Configuration and commit of these numbers</summary><dl>{origin}</dl></details>"
     )
+
+
+def _quotes(quotes: Sequence[Quote]) -> str:
+    """Answers with the sentences that they rest on, in which the answer is marked."""
+    lines = "".join(
+        f"<dt>{escape(quote.question)}</dt><dd><b>{escape(quote.answer)}</b> {escape(quote.document_id)}: "
+        f"<q>{_marked(quote.sentence, quote.answer)}</q></dd>"
+        for quote in quotes
+    )
+    return f"<details><summary>Answers and what they rest on</summary><dl>{lines}</dl></details>" if quotes else ""
+
+
+def _marked(sentence: str, answer: str) -> str:
+    parts, end = [], 0
+    for start, stop in highlights(sentence, answer):
+        parts.append(f"{escape(sentence[end:start])}<mark>{escape(sentence[start:stop])}</mark>")
+        end = stop
+    return "".join(parts) + escape(sentence[end:])
 
 
 def _table(content: Table) -> str:

@@ -41,7 +41,7 @@ def answer_record(answer: Answer) -> dict[str, Any]:
         "confidence": answer.confidence,
         "guess": answer.guess,
         "truncated": answer.truncated,
-        "sources": [source_record(source) for source in answer.sources],
+        "sources": [source_record(source, answer.said) for source in answer.sources],
     }
 
 

@@ -280,7 +280,7 @@ def ask(
     )
     say(json.dumps(answer_record(answer), ensure_ascii=False) if as_json else answer.text, lines=not as_json)
     if explain:
-        show_sources(answer.sources, answer.text)
+        show_sources(answer.sources, answer.said)
 
 
 @app.command()

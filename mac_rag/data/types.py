@@ -220,3 +220,8 @@ class Answer:
     sources: tuple[Source, ...] = ()
     confidence: float | None = None
     guess: str | None = None
+
+    @property
+    def said(self) -> str:
+        """What the LM said: the guess where there is one, or else the text."""
+        return self.text if self.guess is None else self.guess

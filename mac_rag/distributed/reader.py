@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from mac_rag.memory.interface import BankContents
     from mac_rag.model import MACModel
     from mac_rag.nn.memory_tokens import MemoryTokens
+
+
+_Read = TypeVar("_Read")
 
 
 class ShardedReader(Reader):
@@ -72,10 +75,14 @@ class ShardedReader(Reader):
                 raise
         # What is known of the others is not kept: the next question may find them all.
         known_ids = {} if ids is None else dict(zip(questions, ids, strict=True))
+        return self._without_lost(lambda lost: self._aggregate_without(lost, questions, allowed, known_ids))
+
+    def _without_lost(self, read: Callable[[frozenset[int]], _Read]) -> _Read:
+        """Reads the shards that are not lost, and again without each that is lost meanwhile."""
         while True:
             lost = self.bank.shards.lost
             try:
-                return self._aggregate_without(lost, questions, allowed, known_ids)
+                return read(lost)
             except ShardLostError:
                 if self.bank.shards.lost <= lost:
                     raise
@@ -94,16 +101,49 @@ class ShardedReader(Reader):
         ids: Mapping[str, Sequence[int]],
     ) -> Aggregated:
         """Aggregates the shards that are not lost."""
-        question, visible = self._encoded(questions, ids), self._visible(allowed)
-        seen = self._seen_rows(visible)
+        question, seen = self._encoded(questions, ids), self._seen_rows(self._visible(allowed))
         documents = {number: self._documents(number, rows) for number, rows in seen.items()}
         without = sum(count for number, count in documents.items() if number in lost)
+        attention = _ShardsAttention(self, question, self._there(seen, lost))
+        phi, _ = self.model.aggregation.aggregate(question, attention)
+        return Aggregated(phi, torch.zeros(len(questions), device=phi.device), without / sum(documents.values()))
+
+    def _there(self, seen: Mapping[int, Tensor | None], lost: frozenset[int]) -> dict[int, Tensor | None]:
+        """The rows that are seen of the shards that are not lost."""
         there = {number: rows for number, rows in seen.items() if number not in lost}
         if not there:
             raise self.bank.shards.error_of(min(seen))
-        attention = _ShardsAttention(self, question, there, self.model.asked(questions))
+        attention = _ShardsAttention(self, question, self._there(seen, lost), self.model.asked(questions))
         phi, _ = self.model.aggregation.aggregate(question, attention)
         return Aggregated(phi, torch.zeros(len(questions), device=phi.device), without / sum(documents.values()))
+
+    def _there(self, seen: Mapping[int, Tensor | None], lost: frozenset[int]) -> dict[int, Tensor | None]:
+        """The rows that are seen of the shards that are not lost."""
+        there = {number: rows for number, rows in seen.items() if number not in lost}
+        if not there:
+            raise self.bank.shards.error_of(min(seen))
+        return there
+
+    def _prior_summary(self, questions: Sequence[str], visible: Tensor | None) -> tuple[Tensor, int]:
+        """As `Reader._prior_summary`; of the shards that are not lost, if the bank has `partial_answers`.
+
+        Raises:
+            ShardLostError: as `aggregate`.
+        """
+        encoded, seen = self._encoded(questions, {}), self._seen_rows(visible)
+
+        def read(lost: frozenset[int]) -> tuple[Tensor, int]:
+            there = self._there(seen, lost)
+            asked = _asked(self, encoded, there, secrets.token_hex(8), use_prior=True)
+            found = self.bank.shards.done({number: Request("prior_summary", (one,)) for number, one in asked.items()})
+            parts = torch.stack([to_tensor(found[number], encoded.tokens.device) for number in sorted(found)])
+            count = sum(
+                self.bank.directories[number].rows if rows is None else int(rows.sum())
+                for number, rows in there.items()
+            )
+            return torch.stack([parts[..., 0].amax(0), parts[..., 1].logsumexp(0)], 1), count
+
+        return self._without_lost(read) if self.bank.partial_answers else read(frozenset())
 
     @torch.no_grad()
     def _mass(self, questions: Sequence[str], visible: Tensor | None) -> Tensor:
@@ -130,6 +170,43 @@ class ShardedReader(Reader):
         return sum(len(record.members) for record, is_seen in zip(records, rows[first].tolist()) if is_seen)
 
 
+def _asked(
+    reader: ShardedReader,
+    question: MemoryTokens,
+    seen: Mapping[int, Tensor | None],
+    name: str,
+    asked: Tensor | None = None,
+    *,
+    use_prior: bool,
+) -> dict[int, ShardQuestion]:
+    """What each shard is told of B questions.
+
+    Args:
+        reader: the reader.
+        question: the encoded questions.
+        seen: the shards to ask, and which of their rows, bool `[k]`; None for all.
+        name: a name that no other questions have.
+        asked: `[B]`, see `mac_rag.nn.recency.RecencyTerm.penalties`; None without the term.
+        use_prior: False leaves the document prior out.
+    """
+    prior = reader.model.aggregation.prior if use_prior else None
+    queries = None if prior is None else to_array(prior.queries(question))
+    return {
+        number: ShardQuestion(
+            name=name,
+            version=reader.bank.states[number],
+            prior_queries=queries,
+            use_prior=use_prior,
+            use_recency=reader.model.aggregation.use_recency,
+            asked=None if asked is None else to_array(asked),
+            visible=None if rows is None else np.packbits(rows.numpy()),
+            cache_dtype=reader.config.cache_dtype,
+            cache_bytes=reader.config.cache_bytes,
+        )
+        for number, rows in seen.items()
+    }
+
+
 class _ShardsAttention:
     """Attention of B questions to the rows of some shards, block by block; see `mac_rag.nn.aggregation.Attend`.
 
@@ -147,25 +224,11 @@ class _ShardsAttention:
         seen: Mapping[int, Tensor | None],
         asked: Tensor | None,
     ) -> None:
-        network, config = reader.model.aggregation, reader.config
-        queries = network.prior_queries(question)
+        network = reader.model.aggregation
         self.bank = reader.bank
         self.has_recency = network.recency_in_use is not None
         self.name = secrets.token_hex(8)
-        self.questions = {
-            number: ShardQuestion(
-                name=self.name,
-                version=self.bank.states[number],
-                prior_queries=None if queries is None else to_array(queries),
-                use_prior=network.use_prior,
-                use_recency=network.use_recency,
-                asked=None if asked is None else to_array(asked),
-                visible=None if rows is None else np.packbits(rows.numpy()),
-                cache_dtype=config.cache_dtype,
-                cache_bytes=config.cache_bytes,
-            )
-            for number, rows in seen.items()
-        }
+        self.questions = _asked(reader, question, seen, self.name, asked, use_prior=network.use_prior)
 
     def __call__(self, block: int, mass: bool, query: Tensor) -> tuple[Tensor, Tensor | None]:
         queries = to_array(query)

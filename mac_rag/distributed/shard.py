@@ -25,10 +25,12 @@ from mac_rag.lm.devices import DTYPES
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.contents import Snapshot
 from mac_rag.memory.records import Record
+from mac_rag.memory.views.base_reader import prior_summary
 from mac_rag.memory.views.overview import put_with_overview
 from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.nn.aggregation import AggregationNetwork, AttendedBank
 from mac_rag.nn.attention import Partial, partial_attention
+from mac_rag.nn.bank_view import prior_keys
 from mac_rag.nn.recency import Candidates
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -106,6 +108,11 @@ def to_array(tensor: Tensor) -> Array:
 def to_tensor(array: Array, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
     """A tensor of its own from what was sent, which is read-only."""
     return torch.tensor(array, device=device, dtype=dtype)
+
+
+def _unpacked(visible: Array, rows: int) -> Tensor:
+    """Which rows may be seen, bool `[k]`, from what was sent."""
+    return torch.tensor(np.unpackbits(visible, count=rows)).bool()
 
 
 class Shard:
@@ -269,8 +276,7 @@ class Shard:
         prior_queries = None if queries is None else to_tensor(queries, self.device, dtype)
         mask = None
         if question.visible is not None:
-            bits = np.unpackbits(question.visible, count=view.documents)
-            mask = torch.tensor(bits, device=self.device).bool().expand(batch, -1)
+            mask = _unpacked(question.visible, view.documents).to(self.device).expand(batch, -1)
         asked = None if question.asked is None else to_tensor(question.asked, self.device)
         self._asked[question.name] = AttendedBank(
             self.network, view, prior_queries, mask=mask, asked=asked, dtype=dtype
@@ -304,6 +310,25 @@ class Shard:
         return ShardLostError(
             f"shard {self.mark.number} ({self.folder}) was restarted or has moved on during the question; ask again"
         )
+
+    @torch.no_grad()
+    def prior_summary(self, question: ShardQuestion) -> Array:
+        """The largest document prior of the shard's rows and the log-sum-exp of all, `[B, 2]`.
+
+        See `mac_rag.memory.views.base_reader.prior_summary`.
+
+        Args:
+            question: the questions, with their prior queries.
+
+        Raises:
+            ShardLostError: as `attend`.
+        """
+        view, prior = self._refreshed_view(question), self.network.prior
+        assert prior is not None
+        assert question.prior_queries is not None
+        queries = to_tensor(question.prior_queries, self.device, prior.log_scale.dtype)
+        visible = None if question.visible is None else _unpacked(question.visible, view.documents)
+        return to_array(prior_summary(prior.score(queries, prior_keys(view)), visible))
 
     def mass(self, name: str, lse: Array) -> Array:
         """The attention mass `[B, k]` of the shard's rows in the block that was attended to with `mass`.

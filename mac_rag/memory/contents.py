@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from mac_rag.data.characters import shown_id
 from mac_rag.data.provenance import Member
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory.known_documents import KnownDocuments, Timeline
@@ -56,6 +57,17 @@ class Described:
     def content_hash(self) -> str:
         """Content hash of the first document."""
         return self.members[0].content_hash
+
+    def place(self, document_id: str) -> int:
+        """The place of a document among `members`, and of its text among `texts`.
+
+        Raises:
+            BankError: for a document that is not of this entry.
+        """
+        for place, member in enumerate(self.members):
+            if member.document_id == document_id:
+                return place
+        raise BankError(f"{shown_id(document_id)} is none of the documents of this entry")
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ class Entry(Protocol):
     @property
     def texts(self) -> Texts: ...
 
+    def place(self, document_id: str) -> int: ...
+
 
 class BankContents(Protocol):
     """The documents of a bank and their memory tokens; see `mac_rag.memory.contents.Contents`."""

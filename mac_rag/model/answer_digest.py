@@ -51,7 +51,7 @@ def answer_digest(parts: Parts, state: Mapping[str, Any]) -> str:
 
 def _described(parts: Parts) -> Iterator[tuple[str, Any]]:
     """Everything but weights, as JSON, by name."""
-    yield "configuration", _without(parts.config.model_dump(mode="json"), _PLACES)
+    yield "configuration", _without(parts.config.model_dump(mode="json", exclude={"languages"}), _PLACES)
     lm = parts.base_lm.model
     yield "LM", _without(lm.config.to_dict(), _ORIGINS)
     yield "generation", _without(lm.generation_config.to_dict(), _ORIGINS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 import torch
 from pydantic import Field
@@ -28,8 +28,16 @@ _PENALTY = 1.0  # of half of the squared weights of standardised numbers, so tha
 _STEPS = 100
 
 # What is known of an answer; see `mac_rag.confidence.evidence_of`.
-Evidence: TypeAlias = Literal["prior", "margin", "first_log_probability", "log_probability"]
-EVIDENCE: tuple[Evidence, ...] = ("prior", "margin", "first_log_probability", "log_probability")
+Evidence: TypeAlias = Literal[
+    "prior",
+    "prior_odds",
+    "first_log_probability",
+    "log_probability",
+    "log_probability_without_memory",
+    "repetition",
+    "support",
+]
+EVIDENCE: tuple[Evidence, ...] = get_args(Evidence)
 # How an answer came about: from memory alone, or from documents in front of the question, with or without memory.
 Mode: TypeAlias = Literal["memory", "documents"]
 
@@ -41,7 +49,7 @@ class Logistic(Config):
 
     Examples:
         >>> model = Logistic(weights={"prior": 2.0, "log_probability": 1.0}, bias=-1.0, questions=400, data="squad")
-        >>> model.probability(torch.tensor([[0.5, 0.0, 0.0, 0.0]]))
+        >>> model.probability(torch.tensor([[0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]))
         tensor([0.5000])
 
     Attributes:

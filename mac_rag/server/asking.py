@@ -10,10 +10,11 @@ from mac_rag.engine import MACEngine
 from mac_rag.lm.chat import Message
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
-from mac_rag.server.served_bank import ServedBank, Source
+from mac_rag.server.served_bank import ServedBank
+from mac_rag.sources import texts_read
 
 if TYPE_CHECKING:
-    from mac_rag.data.types import Answer
+    from mac_rag.data.types import Answer, Source
     from mac_rag.retrieval.base import Hit
     from mac_rag.server.metrics import Metrics
 
@@ -61,7 +62,7 @@ class Reply:
         text: the answer.
         prompt_tokens, completion_tokens: numbers of the LM's tokens.
         is_cut: True if the answer has as many tokens as it may.
-        sources: where the question's attention went, the most first; none without memory.
+        sources: the documents that the answer rests on, the first one most.
         retrieved: ids of the documents in front of the question, the best first.
         truncated: True if documents were shortened or left out to fit the LM's window.
         confidence: the probability that the answer is right; None where the request asks for none.
@@ -72,7 +73,7 @@ class Reply:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     is_cut: bool = False
-    sources: list[Source] = field(default_factory=list)
+    sources: Sequence[Source] = ()
     retrieved: list[str] = field(default_factory=list)
     truncated: bool = False
     confidence: float | None = None
@@ -130,15 +131,18 @@ class Asking:
                 overflow="truncate",
                 max_new_tokens=like.max_new_tokens,
                 sampling=like.sampling,
+                sources=0 if prompt is not None or like.bank is None else like.sources,
                 min_confidence=like.min_confidence,
                 cancelled=cancelled,
             )
-        sources = self._sources(questions)
         replies = []
-        for question, answer, came_from in zip(questions, answers, sources, strict=True):
+        for question, answer in zip(questions, answers, strict=True):
             reply = self._counted(question, answer.text, self._prompt_tokens(question, answer, prompt))
-            reply.retrieved = [hit.document_id for hit in hits] if prompt else list(answer.document_ids)
-            reply.truncated, reply.sources = answer.truncated, came_from
+            reply.retrieved, reply.sources = list(answer.document_ids), answer.sources
+            if prompt is not None:
+                reply.retrieved = [hit.document_id for hit in hits]
+                reply.sources = self._sources(question, answer.text, hits, prompt)
+            reply.truncated = answer.truncated
             reply.confidence, reply.guess = answer.confidence, answer.guess
             replies.append(reply)
         return replies
@@ -179,7 +183,7 @@ class Asking:
                 yield piece
         reply = self._counted(question, "".join(pieces), len(prompt.ids))
         reply.retrieved, reply.truncated = [hit.document_id for hit in hits], prompt.truncated
-        [reply.sources] = self._sources([question])
+        reply.sources = self._sources(question, reply.text, hits, prompt)
         yield reply
 
     def search(
@@ -228,10 +232,20 @@ class Asking:
         most = self.usual_answer if question.max_new_tokens is None else question.max_new_tokens
         return Reply(text, prompt_tokens, tokens, tokens >= most)
 
-    def _sources(self, questions: Sequence[Question]) -> list[list[Source]]:
-        like = questions[0]
-        if like.bank is None or not like.remembers or not like.sources:
-            return [[] for _ in questions]
+    def _sources(
+        self, question: Question, answer: str, hits: Sequence[Hit], prompt: FittedPrompt
+    ) -> tuple[Source, ...]:
+        """What an answer rests on whose prompt was fitted here."""
+        if question.bank is None or not question.sources:
+            return ()
+        read = texts_read([hit.document_id for hit in hits], [hit.text for hit in hits], prompt.contexts)
         with self._metrics.part("sources"):
-            texts = [question.text for question in questions]
-            return like.bank.sources(texts, like.sources, like.allowed, like.as_of)
+            return question.bank.engine.sources(
+                question.text,
+                answer,
+                most=question.sources,
+                texts=read,
+                use_memory=question.remembers,
+                allowed=question.allowed,
+                as_of=question.as_of,
+            )

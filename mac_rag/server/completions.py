@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from secrets import token_hex
 from typing import Any
@@ -27,6 +27,7 @@ from mac_rag.server.keys import Principal
 from mac_rag.server.requests import Asked, ChatRequest, CompletionRequest, EmbeddingRequest, StrictRoute
 from mac_rag.server.served_bank import ServedBank
 from mac_rag.server.service import EMBEDDING_MODEL, Service
+from mac_rag.sources import source_record
 
 _log = logging.getLogger(__name__)
 _SEEDS = 2**63
@@ -137,10 +138,10 @@ class _Shape:
             {**self.choice(index, reply), "logprobs": None, "finish_reason": _finish(reply)}
             for index, reply in enumerate(replies)
         ]
-        own = {"sources": [asdict(source) for source in replies[0].sources], **self._own(replies[0])}
+        own = {"sources": _sources(replies[0]), **self._own(replies[0])}
         if len(replies) > 1:
             for choice, reply in zip(choices, replies):
-                choice["sources"] = [asdict(source) for source in reply.sources]
+                choice["sources"] = _sources(reply)
                 choice["confidence"] = reply.confidence
         return {**self._head, "object": self.kind, "choices": choices, "usage": usage_of(replies), **own}
 
@@ -156,7 +157,7 @@ class _Shape:
 
     def end(self, index: int, reply: Reply) -> dict[str, Any]:
         choice = {**self.piece_choice(index, None, False), "logprobs": None, "finish_reason": _finish(reply)}
-        own = {"sources": [asdict(source) for source in reply.sources], **self._own(reply)}
+        own = {"sources": _sources(reply), **self._own(reply)}
         return {**self._head, "object": self.piece_kind, "choices": [{"index": index, **choice}], **own}
 
     def usage(self, replies: list[Reply]) -> dict[str, Any]:
@@ -193,6 +194,11 @@ def usage_of(replies: list[Reply]) -> dict[str, int]:
     prompt = sum(reply.prompt_tokens for reply in replies)
     completion = sum(reply.completion_tokens for reply in replies)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _sources(reply: Reply) -> list[dict[str, Any]]:
+    said = reply.text if reply.guess is None else reply.guess
+    return [source_record(source, said) for source in reply.sources]
 
 
 def _finish(reply: Reply) -> str:

@@ -50,13 +50,16 @@ def make_tools(service: Service) -> MCPServer[Any]:
 
     @server.tool()
     async def ask(context: Context[Any, Any], question: str, bank: str, as_of: str | None = None) -> dict[str, Any]:
-        """Answer a question from what a bank remembers, with the documents that the answer came from."""
+        """Answer a question from what a bank remembers, with the documents and sentences that the answer rests on."""
 
         async def work() -> dict[str, Any]:
             place = service.bank(bank, _principal(context, "read"))
             asked = Question(_within(service, question), place, as_of=as_of, sources=_SOURCES)
             [reply] = await service.questions.run(lambda gone: service.asking.answer([asked], gone))
-            sources = [{"id": source.document_id, "attention": source.attention} for source in reply.sources]
+            sources = [
+                {"id": source.document_id, "attention": source.share, "sentence": source.sentence}
+                for source in reply.sources
+            ]
             return {"answer": reply.text, "sources": sources, "retrieved": reply.retrieved}
 
         return await _told(work)

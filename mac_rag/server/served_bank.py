@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -19,19 +18,6 @@ from mac_rag.server.api_errors import APIError
 # A condition on metadata: key -> a value, or a list of which one has to match.
 Filters = Mapping[str, Any]
 _REMEMBERED_FILTERS = 32
-
-
-@dataclass(frozen=True)
-class Source:
-    """A document that an answer came from.
-
-    Attributes:
-        document_id: its id.
-        attention: the share of the question's attention to it, of all documents that may have influence.
-    """
-
-    document_id: str
-    attention: float
 
 
 class ServedBank:
@@ -126,11 +112,10 @@ class ServedBank:
         if document_id not in seen:
             raise no_such_document(document_id)
         entry = seen[document_id]
-        for member, text in zip(entry.members, entry.texts):
-            if member.document_id == document_id:
-                shared = [other.document_id for other in entry.members if other is not member]
-                return {**_described(member), "text": text or self._retrieved_text(document_id), "merged_with": shared}
-        raise no_such_document(document_id)
+        place = entry.place(document_id)
+        text = entry.texts[place] or self._retrieved_text(document_id)
+        shared = [other.document_id for number, other in enumerate(entry.members) if number != place]
+        return {**_described(entry.members[place]), "text": text, "merged_with": shared}
 
     def _retrieved_text(self, document_id: str) -> str | None:
         retriever = self.engine.retriever
@@ -180,17 +165,6 @@ class ServedBank:
                 self._filtered.clear()
             self._filtered[key] = found
         return found
-
-    def sources(
-        self, questions: Sequence[str], most: int, allowed: frozenset[str] | None, as_of: str | None
-    ) -> list[list[Source]]:
-        """For each question the documents with the largest shares of its attention, the largest first."""
-        ids, attention = self.engine.document_attention(questions, allowed, as_of=as_of)
-        best = attention.topk(min(most, len(ids)), dim=1)
-        return [
-            [Source(ids[place], share) for share, place in zip(shares, places)]
-            for shares, places in zip(best.values.tolist(), best.indices.tolist())
-        ]
 
     def _change(self) -> _Change:
         return _Change(self)

@@ -87,6 +87,8 @@ def test_files_become_memory_and_answer(page: Page, tmp_path: Path) -> None:
     first = page.locator("#sources li").first
     expect(first).to_contain_text("press.md")
     expect(first).to_contain_text("% of the attention, retrieved")
+    expect(first.locator("blockquote")).to_have_text("The company employs 180 people.")
+    expect(first.locator("blockquote mark")).to_have_text("180")
     assert float(first.locator("meter").get_attribute("value") or 0) > 0.5
     first.get_by_role("button").click()
     expect(page.locator("#reader mark")).to_have_text("The company employs 180 people.")
@@ -140,6 +142,8 @@ def test_nothing_becomes_code(page: Page, running: Running) -> None:
     expect(page.locator("#count")).to_have_text("(1)")
     expect(page.locator("#documents li")).to_contain_text(SCRIPT)
     ask(page, f"{SCRIPT} {QUESTION}")
+    quote = page.locator("#sources blockquote").first
+    expect(quote).to_contain_text("The company")
     page.locator("#sources button").first.click()
     expect(page.locator("#reader-text")).to_contain_text(SCRIPT)
     assert page.locator("#documents img, #sources img, #reader img, #answers img").count() == 0

@@ -116,11 +116,15 @@ def reader(model: MACModel, bank: ShardedBank | MemoryBank, **config: Any) -> Re
 
 
 def assert_read_alike(found: Reader, expected: Reader, questions: list[str], allowed: set[str] | None = None) -> None:
-    """Two banks give the same phi* and the same attention to each document, up to rounding."""
+    """Two banks give the same phi*, evidence of the prior and attention to each document, up to rounding."""
     close = {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(
         found.aggregate(questions, allowed).phi, expected.aggregate(questions, allowed).phi, **close
     )
+    evidence, evidence_expected = (one.prior_evidence(questions, allowed) for one in (found, expected))
+    assert evidence is not None
+    assert evidence_expected is not None
+    torch.testing.assert_close(evidence, evidence_expected, rtol=1e-4, atol=1e-4)
     ids, mass = found.document_mass(questions, allowed)
     ids_expected, mass_expected = expected.document_mass(questions, allowed)
     assert sorted(ids) == sorted(ids_expected)

@@ -27,6 +27,7 @@ from mac_rag.memory.entry_table import id_hashes
 from mac_rag.memory.views.overview import layout_for
 from mac_rag.memory.views.reader import reader_of
 from mac_rag.model import MACModel
+from mac_rag.model.calibration import Calibration
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
 from tests.distributed.local_shards import assert_read_alike, documents, local, made, opened, reader
@@ -316,6 +317,11 @@ def test_partial_answers_say_what_share_of_the_documents_they_lack(loaded_tiny_m
             engine.answer(QUESTIONS[:1], allowed=set(lost))
         with pytest.raises(ShardLostError):  # it has no place to say so
             engine.document_attention(QUESTIONS)
+        torch.testing.assert_close(
+            engine._reader.prior_evidence(QUESTIONS), reader(model, one).prior_evidence(QUESTIONS)
+        )
+        with pytest.raises(ShardLostError):
+            engine._reader.prior_evidence(QUESTIONS, set(lost))
         local(bank).held = set()
         assert engine.answer(QUESTIONS[:1]) == whole
         assert {answer.unread for answer in engine.answer(QUESTIONS)} == {0.0}
@@ -422,8 +428,14 @@ def test_shards_answer_as_of_a_date_and_take_other_metadata(loaded_tiny_model: M
         assert bank["text 8"].metadata == {"date": "2002"}
 
 
-def test_sources_are_those_of_one_bank_and_there_is_no_confidence(loaded_tiny_model: MACModel, folder: Path) -> None:
+def test_sources_and_confidence_are_those_of_one_bank(
+    loaded_tiny_model: MACModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = loaded_tiny_model
+    weights = {"prior": 3.0, "prior_odds": 2.0, "first_log_probability": 0.1}
+    fit = {"weights": weights, "bias": 0.0, "questions": 10, "data": "made up"}
+    calibration = Calibration.model_validate({"fingerprint": model.fingerprint, "modes": {"memory": fit}})
+    monkeypatch.setattr(model, "calibration", calibration)
     with made(folder, model, 3) as bank:
         bank.put(documents(9), random_rows(model, 9, 0))
         bank.commit()
@@ -432,5 +444,10 @@ def test_sources_are_those_of_one_bank_and_there_is_no_confidence(loaded_tiny_mo
         assert [source.document_id for source in found] == [source.document_id for source in expected]
         assert [source.share for source in found] == pytest.approx([source.share for source in expected], abs=1e-4)
         assert [source.metadata for source in found] == [source.metadata for source in expected]
-        with pytest.raises(ConfigError, match="bank in shards"):
-            engine.evidence([model.fit_to_window(QUESTIONS[0])], ["No."])
+        answers, same = (one.answer(QUESTIONS, min_confidence=0) for one in (engine, whole))
+        assert [answer.text for answer in answers] == [answer.text for answer in same]
+        expected_confidence = [answer.confidence for answer in same]
+        assert len(set(expected_confidence)) == len(QUESTIONS)
+        assert [answer.confidence for answer in answers] == pytest.approx(expected_confidence, abs=1e-4)
+        withheld = engine.answer(QUESTIONS, min_confidence=1.0)
+        assert {answer.text for answer in withheld} == {"I don't know"}

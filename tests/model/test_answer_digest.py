@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from mac_rag.errors import MACError
 from mac_rag.model import MACModel
 from tests.helpers import mac_config, save_instruct
 from tests.torture.mutations import copy
@@ -75,6 +76,18 @@ def test_it_changes_with_what_changes_answers(
     after = loaded(folder)
     assert after.answer_digest != before.answer_digest
     assert (after.fingerprint == before.fingerprint) is keeps_fingerprint
+
+
+def test_languages_change_no_answer(saved: Path, tmp_path: Path) -> None:
+    folder = copy(saved, tmp_path / "changed")
+    before = loaded(folder)
+    rewritten("config.json", lambda c: c.update(languages=["en", "de"]))(folder)
+    after = loaded(folder)
+    assert after.config.languages == ("en", "de")
+    assert (after.answer_digest, after.fingerprint) == (before.answer_digest, before.fingerprint)
+    rewritten("config.json", lambda c: c.update(languages=[]))(folder)
+    with pytest.raises(MACError, match="languages"):
+        loaded(folder)
 
 
 @pytest.mark.parametrize("part", ["base_lm", "amortization", "input_encoder", "aggregation", "modulation"])

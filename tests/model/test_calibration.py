@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from mac_rag.confidence import repetition
 from mac_rag.config import AttentionConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine
@@ -62,7 +63,7 @@ def test_the_fit_finds_the_weights_that_made_the_labels() -> None:
     fitted = Logistic.fit(evidence, right, "made up")
     assert fitted.weights["prior"] == pytest.approx(2, abs=0.2)
     assert fitted.weights["log_probability"] == pytest.approx(-1, abs=0.15)
-    assert fitted.weights["margin"] == 0
+    assert fitted.weights["prior_odds"] == 0
     assert fitted.bias == pytest.approx(0.5, abs=0.15)
     # At the optimum, confidence is right on average.
     assert float(fitted.probability(evidence).mean()) == pytest.approx(sum(right) / 4000, abs=1e-5)
@@ -90,7 +91,7 @@ def test_one_kind_of_answers_fits_nothing() -> None:
 
 def test_the_file_comes_back_and_goes_with_the_checkpoint(model: MACModel, tmp_path: Path) -> None:
     assert read_calibration(tmp_path) is None
-    calibrated(model, logistic(prior=0.1 + 0.2, margin=-1.5))
+    calibrated(model, logistic(prior=0.1 + 0.2, prior_odds=-1.5))
     assert model.calibration is not None
     model.save_pretrained(tmp_path)
     assert read_calibration(tmp_path) == model.calibration
@@ -169,23 +170,45 @@ def test_evidence_is_what_it_says(engine: MACEngine, model: MACModel) -> None:
     assert prior is not None
     view, encoded = model.project(phi), model._encode(questions)
     assert view.prior_keys is not None
-    scores = (prior.queries(encoded) @ view.prior_keys.T).sort(descending=True).values
-    torch.testing.assert_close(evidence[:, 0], scores[:, 0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(evidence[:, 1], scores[:, 0] - scores[:, 1], rtol=1e-3, atol=1e-5)
+    scores = prior.queries(encoded) @ view.prior_keys.T
+    torch.testing.assert_close(evidence[:, 0], scores.amax(1), rtol=1e-4, atol=1e-5)
+    share = (scores * prior.log_scale.exp()).softmax(1).amax(1)
+    torch.testing.assert_close(evidence[:, 1], (share / (1 - share + 1e-3)).log(), rtol=1e-3, atol=1e-3)
     aggregated = model.aggregate(questions, phi)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         ids = model.base_lm.prompts.answer(answer)
         logits = model.base_lm.answer_logits([prompt.ids], [ids], model.modulation(aggregated[row : row + 1]))
         said = logits.detach().float().log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
-        assert evidence[row, 2:].tolist() == pytest.approx([said[0].item(), said.mean().item()], abs=1e-3)
+        assert evidence[row, 2:4].tolist() == pytest.approx([said[0].item(), said.mean().item()], abs=1e-3)
+        assert evidence[row, 4] == 0  # there are no documents
+        assert evidence[row, 6] == 0
+        assert evidence[row, 5].item() == pytest.approx(repetition(prompt.question, answer))
     allowed = frozenset({STREAM.documents[0].id})
     alone = engine.evidence(prompts, answers, allowed=allowed)
     assert (alone[:, 0] <= evidence[:, 0] + 1e-6).all()
     bare = engine.evidence(prompts, answers, use_memory=False)
     assert not bare[:, :2].any()
-    assert bare[:, 2:].all()
+    assert bare[:, 2:4].all()
     coarse = MACEngine(model, engine.bank, attention=AttentionConfig(strategy="hierarchical"))
     torch.testing.assert_close(coarse.evidence(prompts, answers)[:, :2], evidence[:, :2], rtol=1e-4, atol=1e-5)
+
+
+def test_behind_documents_the_lm_alone_is_asked_too(engine: MACEngine, model: MACModel) -> None:
+    prompts = [model.fit_to_window(QUESTION), model.fit_to_window(QUESTION, [STREAM.documents[0].text])]
+    answers = ["180", "Anna Berg"]
+    evidence = engine.evidence(prompts, answers)
+    _, alone = model.score_answers(prompts, answers)
+    assert evidence[:, 4].tolist() == pytest.approx([0.0, alone[1].item()], abs=1e-4)
+    text = f"{QUESTION} So it is. 180 people came."
+    [said] = engine.evidence([model.fit_to_window("Who came, and how many people?", [text])], ["180"])[:, 6].tolist()
+    assert said == pytest.approx(2 / 6)  # people, came
+    assert not engine.evidence(prompts, answers, use_memory=False)[:, 4].any()
+
+
+def test_repetition_is_of_the_answers_words() -> None:
+    asked = "Who opened the bridge, and when?"
+    for answer, share in {"Anna Berg": 0.0, "the Bridge!": 1.0, "who, Anna": 0.5, "": 1.0, "the": 1.0}.items():
+        assert repetition(asked, answer) == share
 
 
 def test_answers_are_taken_away_and_the_fit_knows_it(model: MACModel) -> None:
@@ -206,4 +229,4 @@ def test_the_shipped_calibration_is_of_the_shipped_weights() -> None:
     calibration = read_calibration(SHIPPED / "mac-small")
     assert calibration is not None
     assert calibration.fingerprint == FINGERPRINTS["mac-small"][-1]
-    assert set(calibration.modes) == {"memory"}
+    assert set(calibration.modes) == {"memory", "documents"}

@@ -47,6 +47,9 @@ class TestOpenAIClient:
         shares = {source["document_id"]: source["attention"] for source in more["sources"]}
         assert shares == pytest.approx(dict(zip(ids, attention[0].tolist())))
         assert more["retrieved"] == ["press"]
+        first = more["sources"][0]
+        assert (first["document_id"], first["retrieved"]) == ("press", True)
+        assert [first["sentence"][slice(*place)] for place in first["highlights"]] == ["180"]
 
     def test_a_stream_joins_to_the_answer(self, client: openai.OpenAI, engine: MACEngine) -> None:
         question = "Who opened Basalt Bridge?"
@@ -154,7 +157,9 @@ class TestOwnFields:
             == engine.answer([QUESTION], use_memory=False, use_retriever=False)[0].text
         )
         assert self.ask(running, retriever=False)["retrieved"] == []
-        assert self.ask(running, memory=False)["retrieved"] == ["press"]
+        without = self.ask(running, memory=False)
+        assert without["retrieved"] == ["press"]
+        assert [(one["document_id"], one["attention"]) for one in without["sources"]] == [("press", None)]
 
     def test_the_model_alone_has_no_bank(self, running: Running) -> None:
         answer = self.ask(running, bank=None)

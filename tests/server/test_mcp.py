@@ -37,6 +37,7 @@ async def use(client: Client, bank: str) -> None:
     answer = told(await call("ask", {"bank": bank, "question": QUESTION}))
     assert answer["answer"] == "180"
     assert answer["sources"][0]["id"] == "press"
+    assert answer["sources"][0]["sentence"] == "The company employs 180 people."
     assert told(await call("list", {}))["banks"] == [{"name": bank, "documents": 2}]
     listed = told(await call("list", {"bank": bank}))["documents"]
     assert [document["id"] for document in listed] == ["press", named]

@@ -102,9 +102,10 @@ def kept_text(bank: BankContents, document_id: str) -> tuple[Member, str]:
         BankError: when the bank has lost the text, or does not hold the document.
     """
     entry = bank[document_id]
-    for member, text in zip(entry.members, entry.texts, strict=True):
-        if member.document_id == document_id and text is not None:
-            return member, text
-    raise BankError(
-        f"the bank has lost the text of {shown_id(document_id)}; adapt to the document again, or restore a backup"
-    )
+    place = entry.place(document_id)
+    text = entry.texts[place]
+    if text is None:
+        raise BankError(
+            f"the bank has lost the text of {shown_id(document_id)}; adapt to the document again, or restore a backup"
+        )
+    return entry.members[place], text

@@ -71,5 +71,5 @@ def raw_of(answer: Answer) -> dict[str, Any] | None:
     if answer.guess is not None:
         raw[GUESS] = answer.guess
     if answer.sources:
-        raw[SOURCES] = [source_record(source) for source in answer.sources]
+        raw[SOURCES] = [source_record(source, answer.said) for source in answer.sources]
     return raw or None

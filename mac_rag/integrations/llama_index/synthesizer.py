@@ -198,11 +198,9 @@ class MACSynthesizer(BaseSynthesizer):
         tells = self._mac.engine.attention.strategy not in ("hierarchical", "sharded")  # single documents apart
         if not (self._most_sources and work.from_memory and tells):
             return ()
-        llm, known = self._mac, answer if isinstance(answer, str) else None
-        if work.answers and work.answers[0].guess is not None:
-            known = work.answers[0].guess
+        llm = self._mac
         return llm.engine.sources(
-            work.prompt.question, known, most=self._most_sources, allowed=llm.allowed, as_of=llm.as_of
+            work.prompt.question, _said(work, answer), most=self._most_sources, allowed=llm.allowed, as_of=llm.as_of
         )
 
     def _respond(self, work: _Synthesis, answer: RESPONSE_TEXT_TYPE, sources: Sequence[Source]) -> RESPONSE_TYPE:
@@ -212,7 +210,7 @@ class MACSynthesizer(BaseSynthesizer):
         for noted in work.answers:
             response.metadata |= {name: value for name, value in (raw_of(noted) or {}).items() if name != SOURCES}
         if sources:
-            response.metadata[SOURCES] = [source_record(source) for source in sources]
+            response.metadata[SOURCES] = [source_record(source, _said(work, answer)) for source in sources]
         work.response = response
         return response
 
@@ -223,3 +221,10 @@ class MACSynthesizer(BaseSynthesizer):
     async def _aanswer(self, prompt: FittedPrompt) -> RESPONSE_TEXT_TYPE:
         ask = self._mac.astream if self._streaming else self._mac.apredict
         return await ask(_SLOTS, query_str=prompt.question, context_str=prompt)
+
+
+def _said(work: _Synthesis, answer: RESPONSE_TEXT_TYPE) -> str | None:
+    """What the LM said; None for an answer that comes piece by piece."""
+    if work.answers:
+        return work.answers[0].said
+    return answer if isinstance(answer, str) else None

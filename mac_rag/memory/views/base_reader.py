@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mac_rag.config import AttentionConfig
 from mac_rag.errors import BankError, ConfigError
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 # Number of questions whose attention mass is computed together.
 _MASS_BATCH = 8
+# What the best row leaves to all others, at least, in log-odds: a share of 1 is a matter of rounding.
+_LEAST_REST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,23 @@ class Aggregated:
     phi: Tensor
     discarded: Tensor
     unread: float = 0.0
+
+
+def prior_summary(scores: Tensor, visible: Tensor | None) -> Tensor:
+    """The largest document prior and the log-sum-exp of all, `[B, 2]`; -inf where there is none.
+
+    Args:
+        scores: `[B, K]`, the prior of each row with its scale.
+        visible: `[K]`, which rows may be seen, bool; None for all.
+
+    Examples:
+        >>> prior_summary(torch.tensor([[1.0, 0.0, 9.0]]), torch.tensor([True, True, False]))
+        tensor([[1.0000, 1.3133]])
+    """
+    if visible is not None:
+        scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
+    scores = functional.pad(scores, (0, 1), value=-torch.inf)
+    return torch.stack([scores.amax(1), scores.logsumexp(1)], 1)
 
 
 class BringsReader(BankContents, Protocol):
@@ -77,6 +97,10 @@ class Reader(ABC):
     @abstractmethod
     def _mass(self, questions: Sequence[str], visible: Tensor | None) -> Tensor:
         """Attention mass `[B, K]` of a few questions; `visible` `[K]` says which rows may be seen, None for all."""
+
+    @abstractmethod
+    def _prior_summary(self, questions: Sequence[str], visible: Tensor | None) -> tuple[Tensor, int]:
+        """As `prior_summary`, of a model with a document prior; and the number of rows that may be seen."""
 
     @property
     def recent_questions(self) -> tuple[int, int]:
@@ -154,17 +178,28 @@ class Reader(ABC):
         ]
         return torch.cat(parts)
 
-    def best_priors(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor | None:
-        """The two highest document priors of each question before the prior's scale, `[B, 2]`, the highest first.
+    @torch.no_grad()
+    def prior_evidence(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor | None:
+        """What the document prior says of the best row for each question, `[B, 2]`; None for a model without a prior.
 
-        With one row that may be seen there is no second, and nothing is known of how far it is behind: it is the first
-        again. None for a model without a document prior.
+        First its prior before the scale, then the log-odds of its share among all rows, `log(p / (1 - p))`, where p is
+        the softmax of the priors: how far it is ahead of all others together. With one row that may be seen there are
+        no others, and the log-odds are 0.
 
         Raises:
             BankError: see `aggregate`.
-            ConfigError: for a bank in shards.
+            ConfigError: for the strategy sharded, whose processes have a part of the bank each.
         """
-        raise ConfigError("a bank in shards gives no confidence; leave min_confidence out")
+        if self.config.strategy == "sharded":
+            raise ConfigError("strategy 'sharded' gives no confidence; choose 'streaming', or leave min_confidence out")
+        prior = self.model.aggregation.prior
+        if prior is None:
+            return None
+        found, rows = self._prior_summary(questions, self._visible(allowed))
+        best, all_rows = found.unbind(1)
+        share = (best - all_rows).exp().clamp(max=1.0)
+        odds = (share / (1 - share + _LEAST_REST)).log() if rows > 1 else torch.zeros_like(share)
+        return torch.stack([best / prior.log_scale.exp(), odds], 1)
 
     def document_mass(
         self, questions: Sequence[str], allowed: Container[str] | None = None

@@ -12,7 +12,7 @@ from mac_rag.config import AttentionConfig
 from mac_rag.errors import ConfigError
 from mac_rag.lm.devices import DTYPES
 from mac_rag.memory.contents import Contents
-from mac_rag.memory.views.base_reader import Aggregated, BringsReader, Reader
+from mac_rag.memory.views.base_reader import Aggregated, BringsReader, Reader, prior_summary
 from mac_rag.memory.views.codebook import CodebookView
 from mac_rag.memory.views.prior_index import PriorIndex
 from mac_rag.memory.views.projection import ProjectedBank
@@ -111,25 +111,17 @@ class BankReader(Reader):
         assert isinstance(mass, Tensor)
         return mass
 
-    @torch.no_grad()
-    def best_priors(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor | None:
+    def _prior_summary(self, questions: Sequence[str], visible: Tensor | None) -> tuple[Tensor, int]:
         prior = self.model.aggregation.prior
-        if self._shards is not None:
-            return super().best_priors(questions, allowed)
-        if prior is None:
-            return None
-        visible = self._visible(allowed)
+        assert prior is not None
         keys: Tensor | PriorKeys | None
         if self.bank.codebook is None:
             keys = prior_keys_of(self._projected())
         else:
             keys = self._coded().row_prior_keys
             assert keys is not None
-        scores = prior.score(prior.queries(self._encoded(questions, {})), keys) / prior.log_scale.exp()
-        if visible is not None:
-            scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
-        first, second = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf).topk(2).values.unbind(1)
-        return torch.stack([first, torch.where(second.isinf(), first, second)], 1)
+        scores = prior.score(prior.queries(self._encoded(questions, {})), keys)
+        return prior_summary(scores, visible), len(keys) if visible is None else int(visible.sum())
 
     def _total(self, count: int) -> int:
         """The sum over all processes, which must all go on or all raise; the count itself without shards."""

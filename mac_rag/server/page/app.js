@@ -11,7 +11,7 @@ let model = "";
 let asking = null;
 let last = null; // id of the last document that is listed
 let dates = [];
-let readAnswer = "";
+let sentences = new Map(); // by id, the sentence that the last answer rests on
 let listing = 0; // number of the last listing that was begun; what an older one brings is for nothing
 
 const key = () => sessionStorage.getItem("key") || "";
@@ -45,6 +45,19 @@ function guarded(work) {
     if (event && event.preventDefault) event.preventDefault();
     try { await work(event); } catch (error) { if (error.name !== "AbortError") say(error.message, true); }
   };
+}
+
+// The parts of a text, those between the given starts and ends as marks. The server counts in code points.
+function marked(text, places) {
+  const points = Array.from(text);
+  const piece = (start, end) => points.slice(start, end).join("");
+  const parts = [];
+  let end = 0;
+  for (const [start, stop] of places) {
+    parts.push(piece(end, start), element("mark", piece(start, stop)));
+    end = stop;
+  }
+  return [...parts, piece(end)];
 }
 
 function element(tag, text, className) {
@@ -105,12 +118,10 @@ async function read(id) {
   const one = await getJSON(`${place()}/document?id=${encodeURIComponent(id)}`);
   $("reader-title").textContent = one.metadata.title ? `${one.metadata.title} (${one.id})` : one.id;
   const text = one.text === null ? "This bank keeps no texts." : one.text;
-  // Sentences that hold the answer are marked.
-  const parts = readAnswer ? text.split(/(?<=[.!?])\s+/) : [text];
-  $("reader-text").replaceChildren(...parts.flatMap((part) => {
-    const holds = readAnswer && part.toLowerCase().includes(readAnswer.toLowerCase());
-    return [holds ? element("mark", part) : document.createTextNode(part), document.createTextNode(" ")];
-  }));
+  const sentence = sentences.get(id);
+  const start = sentence ? text.indexOf(sentence) : -1;
+  const parts = start < 0 ? [text] : [text.slice(0, start), element("mark", sentence), text.slice(start + sentence.length)];
+  $("reader-text").replaceChildren(...parts);
   $("reader").showModal();
 }
 
@@ -151,7 +162,7 @@ async function answer(name, options, question, signal) {
     const response = await call("POST", "/v1/chat/completions", body, signal);
     for await (const event of events(response)) {
       target.textContent += event.choices[0].delta.content || "";
-      if (name === "both" && event.sources) { readAnswer = target.textContent.trim(); showSources(event.sources, event.retrieved); }
+      if (name === "both" && event.sources) showSources(event.sources);
     }
   } catch (error) {
     if (error.name === "AbortError") { target.textContent += " (stopped)"; return; }
@@ -162,18 +173,23 @@ async function answer(name, options, question, signal) {
   }
 }
 
-function showSources(sources, retrieved) {
-  const shares = new Map(sources.map((source) => [source.document_id, source.attention]));
-  for (const id of retrieved) if (!shares.has(id)) shares.set(id, 0);
-  $("sources").replaceChildren(...[...shares].map(([id, share]) => {
+function showSources(sources) {
+  sentences = new Map(sources.map((source) => [source.document_id, source.sentence]));
+  $("sources").replaceChildren(...sources.map((source) => {
     const item = element("li");
-    const open = element("button", id);
+    const open = element("button", source.document_id);
     open.type = "button";
-    open.addEventListener("click", guarded(() => read(id)));
+    open.addEventListener("click", guarded(() => read(source.document_id)));
+    const share = source.attention || 0;
     const bar = element("meter");
     bar.min = 0; bar.max = 1; bar.value = share;
-    bar.setAttribute("aria-label", `attention to ${id}`);
-    item.append(open, " ", bar, ` ${(100 * share).toFixed(0)} % of the attention${retrieved.includes(id) ? ", retrieved" : ""}`);
+    bar.setAttribute("aria-label", `attention to ${source.document_id}`);
+    item.append(open, " ", bar, ` ${(100 * share).toFixed(0)} % of the attention${source.retrieved ? ", retrieved" : ""}`);
+    if (source.sentence) {
+      const quote = element("blockquote");
+      quote.append(...marked(source.sentence, source.highlights));
+      item.append(quote);
+    }
     return item;
   }));
 }
@@ -211,6 +227,7 @@ $("ask").addEventListener("submit", guarded(async () => {
   if (asking) asking.abort();
   const mine = asking = new AbortController();
   $("stop").hidden = false;
+  sentences = new Map();
   $("sources").replaceChildren();
   const question = $("question").value;
   await Promise.all(WAYS.map(([name, options]) => answer(name, options, question, mine.signal)));

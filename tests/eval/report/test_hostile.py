@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from eval.harness.paper_steps import StepRecord, write_records
-from eval.harness.results import Commit, Data, Model, Row, Sample, Verdict
+from eval.harness.results import Commit, Data, Model, Quote, Row, Sample, Verdict
 from eval.report.collect import collect
 from eval.report.markdown import markdown
 from eval.report.page import page
@@ -28,7 +28,7 @@ ATTACKS = [
 PLAIN = {
     "html", "head", "meta", "title", "style", "body", "header", "p", "h1", "ul", "li", "b", "nav", "a", "main",
     "section", "h2", "h3", "div", "span", "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "dl",
-    "dt", "dd", "code", "figure", "figcaption", "footer",
+    "dt", "dd", "code", "figure", "figcaption", "footer", "q", "mark",
 }  # fmt: skip
 SVG = {"svg", "g", "defs", "path", "use", "text", "clippath", "rect", "image"}
 
@@ -71,6 +71,7 @@ def hostile(folder: Path, text: str) -> None:
     lines = [row.model_copy(update={"measures": {"retention": 50.0 + row.settings["added"]}}) for row in lines]
     everything = {
         "created": text, "command": text, "config": {text: text}, "versions": {text: text}, "notes": (text,),
+        "quotes": (Quote(question=text, answer="script alert", document_id=text, sentence=text),),
         "not_run": {text: text}, "git": Commit(commit=text, dirty=True),
         "model": Model(name=text, fingerprint=text, device=text, config={"base_lm": {"name": text}}),
         "data": Data(name=text, split=text, source=text, documents=1, questions=1),

@@ -180,20 +180,26 @@ def test_no_attention_to_documents_under_algorithm_3(tiny_model: MACModel) -> No
 
 
 @torch.no_grad()
-def test_the_best_priors_of_one_row_are_no_margin(tiny_model: MACModel) -> None:
-    """One row is not far ahead of others: there are none."""
+def test_one_row_is_not_ahead_of_others(tiny_model: MACModel) -> None:
     bank = bank_of(tiny_model, NEWS.documents)
     reader = BankReader(tiny_model, bank, AttentionConfig())
     encoded = tiny_model.input_encoder([tiny_model.input_encoder.ids(question) for question in QUESTIONS])
     network = tiny_model.aggregation
     assert network.prior is not None
-    scores = network.prior_scores(encoded, tiny_model.project(bank.phi)) / network.prior.log_scale.exp()
-    best = reader.best_priors(QUESTIONS)
-    assert best is not None
-    torch.testing.assert_close(best, scores.topk(2).values)
+    scores = network.prior_scores(encoded, tiny_model.project(bank.phi))
+    scale = network.prior.log_scale.exp()
+    found = reader.prior_evidence(QUESTIONS)
+    assert found is not None
+    torch.testing.assert_close(found[:, 0], scores.amax(1) / scale)
+    share = scores.double().softmax(1).amax(1)
+    torch.testing.assert_close(found[:, 1].double(), (share / (1 - share + 1e-3)).log(), rtol=1e-4, atol=1e-4)
     one = NEWS.documents[3].id
-    alone = reader.best_priors(QUESTIONS, {one})
+    alone = reader.prior_evidence(QUESTIONS, {one})
     assert alone is not None
-    torch.testing.assert_close(alone, scores[:, 3:4].expand(-1, 2))
-    single = BankReader(tiny_model, bank_of(tiny_model, NEWS.documents[3:4]), AttentionConfig()).best_priors(QUESTIONS)
-    torch.testing.assert_close(single, alone)
+    torch.testing.assert_close(alone, torch.stack([scores[:, 3] / scale, torch.zeros(len(QUESTIONS))], 1))
+    single = BankReader(tiny_model, bank_of(tiny_model, NEWS.documents[3:4]), AttentionConfig())
+    torch.testing.assert_close(single.prior_evidence(QUESTIONS), alone)
+    two = reader.prior_evidence(QUESTIONS, {one, NEWS.documents[5].id})
+    assert two is not None
+    difference = (scores[:, 3] - scores[:, 5]).abs().clamp(max=4.0)
+    torch.testing.assert_close(two[:, 1].clamp(max=4.0), difference, rtol=0.1, atol=0.05)
