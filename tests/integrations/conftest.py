@@ -11,7 +11,7 @@ from llama_index_instrumentation import root_dispatcher
 
 from mac_rag.data.types import Document as MACDocument
 from mac_rag.integrations.llama_index import MACLLM
-from mac_rag.integrations.llama_index.once import forget_warnings
+from mac_rag.integrations.once import forget_warnings
 from mac_rag.model import MACModel
 from tests.helpers import copy_of
 from tests.integrations.helpers import FACTS, EventLog, HashEmbedding, RecordingEngine

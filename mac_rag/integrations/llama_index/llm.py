@@ -28,16 +28,17 @@ from llama_index.core.vector_stores.types import MetadataFilters
 from mac_rag import DEFAULT_MODEL
 from mac_rag.engine import Answer, MACEngine
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.integrations.llama_index.conversation import read_messages
+from mac_rag.integrations.conversations import check_question, last_question, read_conversation
+from mac_rag.integrations.llama_index.conversation import said
 from mac_rag.integrations.llama_index.events import reported
 from mac_rag.integrations.llama_index.filters import FilteringComponent
-from mac_rag.integrations.llama_index.instructions import check_question, last_question
-from mac_rag.integrations.llama_index.plain_text import Options, read_options
+from mac_rag.integrations.llama_index.instructions import FRAMEWORK
 from mac_rag.integrations.llama_index.predicting import PredictingLLM
 from mac_rag.integrations.llama_index.responses import accumulate, chat_response, completion_response, note, raw_of
 from mac_rag.integrations.llama_index.slots import Request
 from mac_rag.integrations.llama_index.spans import NodeReader, listen
-from mac_rag.integrations.llama_index.threads import in_thread
+from mac_rag.integrations.options import Options, read_options
+from mac_rag.integrations.threads import in_thread
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.model import MACModel
@@ -235,10 +236,10 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
         settings, contexts = self._settings(request, options), request.contexts
         if request.messages is not None:
             texts = () if contexts is None or isinstance(contexts, FittedPrompt) else contexts
-            said = read_messages(request.messages)
+            conversation = read_conversation(said(request.messages), FRAMEWORK)
             question, room = request.question or None, options.max_new_tokens
             model = self.engine.model
-            fitted = model.fit_conversation(said, question=question, contexts=texts, max_new_tokens=room)
+            fitted = model.fit_conversation(conversation, question=question, contexts=texts, max_new_tokens=room)
             return reported(fitted, texts), settings
         if contexts is None or isinstance(contexts, FittedPrompt):
             return contexts or request.question, settings
@@ -267,19 +268,19 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
         return generate()
 
     def _options(self, options: Mapping[str, Any]) -> Options:
-        return read_options(options, self.sampling, self.max_new_tokens)
+        return read_options(options, self.sampling, self.max_new_tokens, FRAMEWORK)
 
     def _completion(self, prompt: str, is_question: bool, contexts: Contexts) -> Request:
         """The request of a completion: a question with its contexts, or a message of the user."""
         if self.reads_instructions and contexts is None and self.engine.retriever is None:
             return Request(prompt, messages=(ChatMessage(role=MessageRole.USER, content=prompt),))
         if not is_question and contexts is None and not self.reads_instructions:
-            check_question(prompt)
+            check_question(prompt, FRAMEWORK)
         return Request(prompt, contexts if contexts is None or isinstance(contexts, FittedPrompt) else tuple(contexts))
 
     def _conversation(self, messages: Sequence[ChatMessage], question: str | None, contexts: Contexts) -> Request:
         if not self.reads_instructions:
-            return Request(last_question(messages))
+            return Request(last_question(said(messages), FRAMEWORK))
         texts = () if contexts is None or isinstance(contexts, FittedPrompt) else tuple(contexts)
         return Request(question or "", texts, messages=tuple(messages))
 
