@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from mac_rag.data.types import Answer
+from mac_rag.model import MACModel
 from mac_rag.sources import source_record
 
 SOURCES = "mac_sources"  # the documents that an answer rests on
 CONFIDENCE = "mac_confidence"  # the probability that the LM's answer is right
+TRUNCATED = "mac_truncated"  # True if documents were cut or left out to fit the LM's window
+ATTENTION = "mac_attention"  # of a document: the share of the question's attention on it
 GUESS = "mac_guess"  # the LM's answer where the response says "I don't know"
 
 
@@ -22,3 +25,8 @@ def details_of(answer: Answer) -> dict[str, Any]:
     if answer.sources:
         details[SOURCES] = [source_record(source) for source in answer.sources]
     return details
+
+
+def name_of(model: MACModel) -> str:
+    """A name for a model that is an object."""
+    return f"{model.config.base_lm.name} with MAC {model.fingerprint[:12]}"

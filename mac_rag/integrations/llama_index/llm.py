@@ -29,6 +29,7 @@ from mac_rag import DEFAULT_MODEL
 from mac_rag.engine import Answer, MACEngine
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.integrations.conversations import check_question, last_question, read_conversation
+from mac_rag.integrations.details import name_of
 from mac_rag.integrations.llama_index.conversation import said
 from mac_rag.integrations.llama_index.events import reported
 from mac_rag.integrations.llama_index.filters import FilteringComponent
@@ -135,9 +136,9 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
         if engine is not None and model is not None:
             raise ConfigError(f"give model or engine, not both; the engine already holds a model (got model={model!r})")
         if engine is not None:
-            name = _describe(engine.model)
+            name = name_of(engine.model)
         elif isinstance(model, MACModel):
-            name, engine = _describe(model), MACEngine(model)
+            name, engine = name_of(model), MACEngine(model)
         else:
             name = str(model or DEFAULT_MODEL)
             engine = MACEngine(name)
@@ -403,7 +404,3 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
         request, options = self._conversation(messages, question, contexts), self._options(kwargs)
         pieces = await self._astream(request, options)
         return (chat_response(text, piece) async for text, piece in pieces)
-
-
-def _describe(model: MACModel) -> str:
-    return f"{model.config.base_lm.name} with MAC {model.fingerprint[:12]}"

@@ -1,0 +1,42 @@
+"""Conditions on metadata for the memory bank: a filtered document has no influence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mac_rag.engine import MACEngine
+from mac_rag.integrations.filtered_documents import PassingDocuments
+from mac_rag.memory.metadata_filters import Filters, fits
+
+
+class WhereMetadata(PassingDocuments[Filters]):
+    """The ids of the documents in an engine's bank whose metadata fit, for the engine's `allowed`.
+
+    It follows changes of the bank. A document that the bank does not hold never passes.
+
+    Examples:
+        >>> from mac_rag import Document
+        >>> engine = MACEngine("mac-tiny")
+        >>> texts = {1995: "A storm has hit Haibburn.", 2000: "A storm has hit Wunville."}
+        >>> report = engine.adapt([Document(f"storm-{year}", text, {"year": year}) for year, text in texts.items()])
+        >>> recent = WhereMetadata(engine, {"year": [2000, 2001]})
+        >>> "storm-2000" in recent, "storm-1995" in recent
+        (True, False)
+
+    Args:
+        engine: the engine of the bank.
+        filters: the values that metadata must have by their keys, or lists of which they must have one.
+    """
+
+    def __init__(self, engine: MACEngine, filters: Filters) -> None:
+        super().__init__(engine, filters)
+
+    def passes(self, document_id: str, metadata: Mapping[str, Any]) -> bool:
+        """True if the metadata fit; see `mac_rag.memory.metadata_filters.fits`."""
+        return fits(metadata, self.filters)
+
+
+def where(engine: MACEngine, filters: Filters | None) -> WhereMetadata | None:
+    """The documents that filters let pass; None for all."""
+    return WhereMetadata(engine, filters) if filters else None
