@@ -49,7 +49,7 @@ def read_conversation(said: Sequence[Said], framework: Framework) -> tuple[Messa
         if one.role not in ("system", "user", "assistant"):
             raise MACError(
                 f"{framework.llm} reads messages of the system, the user and the assistant, not of the role "
-                f"{one.role!r}; it calls no functions, so use an agent that calls tools by text (ReActAgent)"
+                f"{one.role!r}; it calls no functions{framework.behind_tools}"
             )
         if one.others:
             raise MACError(
@@ -70,7 +70,7 @@ def last_question(said: Sequence[Said], framework: Framework) -> str:
         if one.role == "system" and one.text.strip():
             refuse_system_message(one.text, framework)
         if one.role not in ("system", "user", "assistant"):
-            refuse("the chat holds the result of a tool", framework, framework.behind_tools)
+            refuse("the chat holds the result of a tool", framework)
     users = [one for one in said if one.role == "user"]
     if not users:
         raise MACError(f"{framework.llm} answers the last user message, and there is none among the messages")

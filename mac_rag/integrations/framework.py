@@ -15,7 +15,7 @@ class Framework:
         other_llm: how to take another LLM for a request; a sentence.
         behind_prompt: the remedy for a prompt in place of a question; it goes on behind that sentence.
         behind_system: the same for a system message.
-        behind_tools: the same for the result of a tool.
+        behind_tools: the same for the result of a tool, in a conversation that a checkpoint reads as a whole.
     """
 
     llm: str

@@ -21,7 +21,7 @@ from langchain_core.messages import (
 )
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.runnables import Runnable, RunnablePassthrough
+from langchain_core.runnables import ConfigurableField, Runnable, RunnablePassthrough
 from pydantic import ValidationError
 
 from mac_rag import Document as MACDocument
@@ -154,6 +154,15 @@ class TestOptions:
         cold = ChatMAC(engine=mac_tiny).bind(temperature=1.5, top_p=0.9, seed=3)
         assert cold.invoke(BRIDGE).content == joined(cold.stream(BRIDGE)).content == expected.text
 
+    def test_a_configuration_of_langchain_sets_them(self, mac_tiny: MACEngine) -> None:
+        field = ConfigurableField(id="heat")
+        llm = ChatMAC(engine=mac_tiny, seed=3).configurable_fields(temperature=field)
+        warm = llm.with_config(configurable={"heat": 1.5})
+        [expected] = mac_tiny.answer([BRIDGE], sampling=Sampling(1.5, seed=3))
+        assert warm.invoke(BRIDGE).content == expected.text
+        assert len([chunk for chunk in warm.stream(BRIDGE) if chunk.content]) > 1
+        assert llm.invoke(BRIDGE).content == mac_tiny.answer([BRIDGE])[0].text
+
     def test_stop_and_length_end_an_answer(self, mac_tiny: MACEngine) -> None:
         assert ChatMAC(engine=mac_tiny, stop=["8"]).invoke(WORKERS).content == "1"
         assert ChatMAC(engine=mac_tiny).invoke(WORKERS, stop=["0"]).content == "18"
@@ -193,6 +202,7 @@ class TestOptions:
             ({"response_format": {"type": "json_object"}}, "response_format"),
             ({"max_tokens": 0}, "max_tokens=0"),
             ({"contexts": "a text"}, "a list of texts"),
+            ({"contexts": [Document("a text")]}, "page_content"),
             ({"top_p": 2.0}, "top_p is 2.0"),
             ({"min_confidence": 2.0}, "min_confidence is 2.0"),
         ],
@@ -319,6 +329,11 @@ class TestRetriever:
             MACRetriever(engine=MACEngine(mac_tiny.model))
         kept = MACEngine(mac_tiny.model, MemoryBank(mac_tiny.model.fingerprint, keep_texts=True))
         assert MACRetriever(engine=kept).invoke(WORKERS) == []
+        assert MACRetriever(engine=mac_tiny).invoke(WORKERS, filters={"year": 1066}) == []
+
+    async def test_async_documents_are_the_same(self, dated: MACEngine) -> None:
+        retriever = MACRetriever(engine=dated)
+        assert await retriever.ainvoke(WORKERS, k=1) == retriever.invoke(WORKERS, k=1)
 
 
 class TestDocuments:

@@ -92,7 +92,7 @@ class ChatMAC(BaseChatModel):
         as_of, k, memory_weight: as `MACEngine.answer` takes them.
         sources: largest number of documents to name as what an answer rests on.
         min_confidence: below this confidence the answer is "I don't know"; it is then not streamed, but comes at once.
-        streaming: True to answer `invoke` by a stream, for callbacks that take single tokens.
+        streaming: True to answer `invoke` by a stream, for callbacks that take single tokens; False to stream nothing.
 
     Raises:
         ConfigError: for an unknown argument. LangChain's `api_key`, `base_url`, `max_retries` and `timeout`, which are
@@ -114,7 +114,7 @@ class ChatMAC(BaseChatModel):
     memory_weight: float | None = Field(default=None, gt=0, le=1)
     sources: int = Field(default=0, ge=0)
     min_confidence: float | None = Field(default=None, ge=0, le=1)
-    streaming: bool = False
+    streaming: bool | None = None  # False, where it is given, is LangChain's word for no streams at all
 
     @model_validator(mode="before")
     @classmethod
@@ -238,8 +238,8 @@ class ChatMAC(BaseChatModel):
         allowed = where(engine, settings.filters)
         use = settings.use_memory
         memory = remembers(engine, allowed, settings.as_of) if use is None else use
-        if isinstance(contexts, str):
-            raise MACError(f"contexts is the text {contexts[:60]!r}; give a list of texts")
+        if isinstance(contexts, str) or not all(isinstance(text, str) for text in contexts or ()):
+            raise MACError(f"contexts is {contexts!r:.80}; give a list of texts, of documents their page_content")
         texts = None if contexts is None else tuple(text for text in contexts if text.strip())
         retrieves = texts is None and engine.retriever is not None
         if use is None and not (memory or texts or retrieves or self.reads_instructions):

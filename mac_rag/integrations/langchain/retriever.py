@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from mac_rag.data.dates import AsOf
 from mac_rag.engine import MACEngine
+from mac_rag.integrations.filtered_documents import remembers
 from mac_rag.integrations.langchain.arguments import check_names
 from mac_rag.integrations.langchain.documents import check_texts, from_source
 from mac_rag.integrations.langchain.filters import where
@@ -25,7 +26,8 @@ class MACRetriever(BaseRetriever):
 
     A document has the id and metadata that the engine has adapted to, and in its metadata `mac_attention`, its share of
     the question's attention; the shares of all documents sum to 1. Its text is the one that the bank keeps, or else
-    that of the engine's retriever. An empty bank has no documents. The async methods do not block the event loop.
+    that of the engine's retriever. Where nothing passes the filters, or the bank is empty, there are none. The async
+    methods do not block the event loop.
 
     `k`, `filters` and `as_of` are also arguments of a call: `retriever.invoke(question, k=1)`.
 
@@ -74,10 +76,10 @@ class MACRetriever(BaseRetriever):
     ) -> list[Document]:
         engine, k = self.engine, self.k if k is None else k
         check_k(k)
-        if not len(engine.snapshot):
-            return []
         allowed = where(engine, self.filters if filters is None else filters)
         moment = self.as_of if as_of is None else as_of
+        if not remembers(engine, allowed, moment):
+            return []
         found = engine.sources(query, most=k, allowed=allowed, as_of=moment)
         return [from_source(source, engine) for source in found]
 

@@ -75,7 +75,7 @@ FRAMEWORK = Framework(
     behind_prompt="; to ask about texts, hand them over: complete(question, contexts=[...]). Without another LLM, a "
     "chat engine takes skip_condense=True or chat_mode='context', and a QueryFusionRetriever num_queries=1",
     behind_system="; or leave the system prompt out. Agents always have one",
-    behind_tools="",
+    behind_tools=", so use an agent that calls tools by text (ReActAgent)",
 )
 
 
