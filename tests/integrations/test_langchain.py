@@ -38,7 +38,6 @@ from mac_rag.lm.chat import Message
 from mac_rag.lm.sampling import Sampling
 from mac_rag.model.calibration import Calibration, Logistic
 from mac_rag.retrieval import BM25Retriever
-from mac_rag.sources import source_record
 from tests.helpers import wait_until
 from tests.integrations.helpers import NEWS
 
@@ -70,13 +69,19 @@ def joined(chunks: Iterator[BaseMessage]) -> AIMessageChunk:
     return whole
 
 
+def named(message: BaseMessage) -> list[tuple[Any, ...]]:
+    """The sources that a message names."""
+    keys = ("document_id", "attention", "sentence")
+    return [tuple(source[key] for key in keys) for source in message.response_metadata["mac_sources"]]
+
+
 class TestAnswers:
     @pytest.mark.parametrize("question", QUESTIONS)
     def test_they_are_the_engine_s(self, llm: ChatMAC, mac_tiny: MACEngine, question: str) -> None:
         [expected] = mac_tiny.answer([question], sources=2)
         message = llm.invoke(question, sources=2)
         assert message.content == expected.text
-        assert message.response_metadata["mac_sources"] == [source_record(source) for source in expected.sources]
+        assert named(message) == [(source.document_id, source.share, source.sentence) for source in expected.sources]
         assert message.response_metadata["model_name"] == llm.model
         prompt = len(mac_tiny.model.fit_to_window(question).ids)
         answer = len(llm.get_token_ids(expected.text))
@@ -279,7 +284,7 @@ class TestConversations:
             assert message.usage_metadata is not None
             assert message.usage_metadata["input_tokens"] == len(fitted.ids)
             [best] = chatting.sources("Where?", expected.text, most=1)
-            assert message.response_metadata["mac_sources"] == [source_record(best)]
+            assert named(message) == [(best.document_id, best.share, best.sentence)]
 
     def test_contexts_stand_in_front_of_the_last_message(self, chatting: MACEngine) -> None:
         documents = "".join(map(chatting.model.base_lm.prompts.written_document, [NEWS["storm"]]))
