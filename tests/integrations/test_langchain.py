@@ -191,7 +191,18 @@ class TestOptions:
         assert first == second
         assert hash(first) == hash(second)
         assert first != WhereMetadata(dated, {"year": 2005})
+        assert WhereMetadata(dated, {"year": 1}) != WhereMetadata(dated, {"year": True})
         assert (list(first._current()), len(first)) == (["bridge"], 1)
+
+    def test_filters_follow_the_bank_and_the_call(self, mac_tiny: MACEngine) -> None:
+        engine = MACEngine(mac_tiny.model, MemoryBank(mac_tiny.model.fingerprint, keep_texts=True))
+        retriever, years = MACRetriever(engine=engine), {"year": [2004]}
+        engine.adapt([MACDocument("press", NEWS["press"], {"year": 2005})])
+        assert retriever.invoke(WORKERS, filters=years) == []
+        years["year"].append(2005)
+        assert [document.id for document in retriever.invoke(WORKERS, filters=years)] == ["press"]
+        engine.adapt([MACDocument("storm", NEWS["storm"], {"year": 2004})])
+        assert len(retriever.invoke(WORKERS, filters=years)) == 2
 
     def test_memory_can_be_left_out(self, dated: MACEngine) -> None:
         [expected] = dated.answer([WORKERS], use_memory=False)
@@ -300,6 +311,7 @@ class TestConversations:
         ("messages", "error", "named"),
         [
             ([HumanMessage("Who?"), AIMessage("Ada.")], PromptError, "end with a message of the user"),
+            ([], PromptError, "nobody"),
             ([HumanMessage("Who?"), ToolMessage("Ada", tool_call_id="1")], MACError, "'tool'"),
         ],
     )

@@ -13,7 +13,7 @@ from langchain_core.language_models import BaseChatModel, LanguageModelInput, Mo
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import RunnableConfig
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.answering import conversation_prompt
@@ -26,7 +26,7 @@ from mac_rag.integrations.details import SOURCES, TRUNCATED, details_of, name_of
 from mac_rag.integrations.filtered_documents import remembers
 from mac_rag.integrations.langchain.arguments import check_names
 from mac_rag.integrations.langchain.calls import Call, Read, Settings
-from mac_rag.integrations.langchain.filters import where
+from mac_rag.integrations.langchain.filters import WhereMetadata, where
 from mac_rag.integrations.langchain.messages import FRAMEWORK, answer_message, last_chunk, said, usage_of
 from mac_rag.integrations.once import first_time
 from mac_rag.integrations.options import read_options
@@ -115,6 +115,8 @@ class ChatMAC(BaseChatModel):
     sources: int = Field(default=0, ge=0)
     min_confidence: float | None = Field(default=None, ge=0, le=1)
     streaming: bool | None = None  # False, where it is given, is LangChain's word for no streams at all
+
+    _filtered: WhereMetadata | None = PrivateAttr(default=None)  # of the last call
 
     @model_validator(mode="before")
     @classmethod
@@ -235,7 +237,7 @@ class ChatMAC(BaseChatModel):
         usual = Sampling(self.temperature, self.top_p, self.seed, tuple(self.stop or ()))
         options = read_options({"stop": stop, **given}, usual, self.max_tokens, FRAMEWORK)
         question, before = self._question(messages)
-        allowed = where(engine, settings.filters)
+        self._filtered = allowed = where(engine, settings.filters, self._filtered)
         use = settings.use_memory
         memory = remembers(engine, allowed, settings.as_of) if use is None else use
         if isinstance(contexts, str) or not all(isinstance(text, str) for text in contexts or ()):
@@ -254,10 +256,11 @@ class ChatMAC(BaseChatModel):
         """The question, and the conversation before it that the checkpoint reads."""
         if not self.reads_instructions:
             return last_question(said(messages), FRAMEWORK), ()
-        *before, last = read_conversation(said(messages), FRAMEWORK)
-        if last.role != "user":
-            raise PromptError(f"a conversation must end with a message of the user, but the last one is of {last.role}")
-        return last.text, tuple(before)
+        conversation = read_conversation(said(messages), FRAMEWORK)
+        last = conversation[-1].role if conversation else "nobody"
+        if last != "user":
+            raise PromptError(f"a conversation must end with a message of the user, but the last one is of {last}")
+        return conversation[-1].text, conversation[:-1]
 
     def _read(self, call: Call) -> Read:
         """What the LM reads."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 from mac_rag.engine import MACEngine
@@ -30,13 +31,31 @@ class WhereMetadata(PassingDocuments[Filters]):
     """
 
     def __init__(self, engine: MACEngine, filters: Filters) -> None:
-        super().__init__(engine, filters)
+        super().__init__(engine, deepcopy(dict(filters)))  # the caller's may change
+        self._key = _key(filters)
+
+    @property
+    def key(self) -> str:
+        """Equal for equal filters; 1 and True are not equal."""
+        return self._key
 
     def passes(self, document_id: str, metadata: Mapping[str, Any]) -> bool:
         """True if the metadata fit; see `mac_rag.memory.metadata_filters.fits`."""
         return fits(metadata, self.filters)
 
 
-def where(engine: MACEngine, filters: Filters | None) -> WhereMetadata | None:
-    """The documents that filters let pass; None for all."""
-    return WhereMetadata(engine, filters) if filters else None
+def where(engine: MACEngine, filters: Filters | None, last: WhereMetadata | None) -> WhereMetadata | None:
+    """The documents that filters let pass; None for all.
+
+    Args:
+        engine: the engine of the bank.
+        filters: the filters.
+        last: those of the call before, which know what passes if the filters are the same.
+    """
+    if not filters:
+        return None
+    return last if last is not None and last.key == _key(filters) else WhereMetadata(engine, filters)
+
+
+def _key(filters: Filters) -> str:
+    return repr(sorted(filters.items()))

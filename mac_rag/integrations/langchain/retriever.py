@@ -9,14 +9,14 @@ from typing import Any
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from mac_rag.data.dates import AsOf
 from mac_rag.engine import MACEngine
 from mac_rag.integrations.filtered_documents import remembers
 from mac_rag.integrations.langchain.arguments import check_names
 from mac_rag.integrations.langchain.documents import check_texts, from_source
-from mac_rag.integrations.langchain.filters import where
+from mac_rag.integrations.langchain.filters import WhereMetadata, where
 from mac_rag.integrations.threads import in_thread
 from mac_rag.retrieval.base import check_k
 
@@ -57,6 +57,8 @@ class MACRetriever(BaseRetriever):
     filters: dict[str, Any] | None = None
     as_of: str | datetime | None = None
 
+    _filtered: WhereMetadata | None = PrivateAttr(default=None)  # of the last call
+
     @model_validator(mode="before")
     @classmethod
     def _check(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -76,7 +78,7 @@ class MACRetriever(BaseRetriever):
     ) -> list[Document]:
         engine, k = self.engine, self.k if k is None else k
         check_k(k)
-        allowed = where(engine, self.filters if filters is None else filters)
+        self._filtered = allowed = where(engine, self.filters if filters is None else filters, self._filtered)
         moment = self.as_of if as_of is None else as_of
         if not remembers(engine, allowed, moment):
             return []
