@@ -11,7 +11,7 @@ NEEDS := $(BIN) pyproject.toml constraints.txt
 USERS_HF_HUB_OFFLINE := $(HF_HUB_OFFLINE)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test test-slow test-browser test-matrix torture test-lm format docs clean
+.PHONY: help demo test test-slow test-browser test-clients test-matrix torture test-lm format docs clean
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,11 @@ test-slow: $(VENV)/.installed-dev  ## Run the tests that `make test` leaves out 
 
 test-browser: $(VENV)/.installed-dev  ## Test the server's page in Chromium, which has to be there (CHROMIUM=its path).
 	CHROMIUM=$(CHROMIUM) $(BIN) -m pytest -m browser tests/browser
+
+test-clients: $(VENV)/.installed-dev  ## Test the server by LlamaIndex's client, and by openai 2, which that needs.
+	$(BIN) -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target build/openai2 \
+		'openai<3' llama-index-llms-openai llama-index-llms-openai-like
+	PYTHONPATH=build/openai2 $(BIN) -m pytest -m 'not slow' tests/server/test_clients.py tests/server/test_completions.py
 
 test-matrix: $(VENV)/.installed-dev  ## Test every LM architecture in every dtype under every modulation.
 	$(BIN) -m pytest -n 2 -m 'not lm' --junitxml build/matrix.xml tests/lm tests/pipelines/test_kv_regression.py

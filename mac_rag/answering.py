@@ -16,6 +16,7 @@ from mac_rag.confidence import check_threshold, doubted, evidence_of
 from mac_rag.data.characters import check_text
 from mac_rag.data.types import Answer, Source
 from mac_rag.errors import ConfigError
+from mac_rag.lm.chat import Message
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import Sampling
 from mac_rag.memory.interface import BankContents
@@ -110,6 +111,30 @@ class Settings:
     def group(self) -> Hashable:
         """Equal for calls that may share a batch."""
         return self, group_of(self.allowed)
+
+
+def conversation_prompt(
+    model: MACModel,
+    before: Sequence[Message],
+    question: str,
+    texts: Sequence[str],
+    max_new_tokens: int | None,
+) -> FittedPrompt:
+    """A question behind a conversation as a prompt, with documents in the user's last turn, which may be cut.
+
+    Args:
+        model: a model whose prompt format is `chat`.
+        before: the conversation before the question.
+        question: the last message; it is what the memory is asked.
+        texts: the documents, the best first.
+        max_new_tokens: longest answer; None for the model's configured length.
+
+    Raises:
+        ConfigError, DocumentError, PromptError: as `MACModel.fit_conversation`.
+    """
+    turn = "".join(map(model.base_lm.prompts.written_document, texts)) + question
+    messages = [*before, Message("user", turn)]
+    return model.fit_conversation(messages, question=question, contexts=texts, max_new_tokens=max_new_tokens)
 
 
 def group_of(allowed: Container[str] | None) -> Hashable:

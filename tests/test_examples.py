@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -40,6 +41,13 @@ def test_a_changing_folder_is_followed(tmp_path: Path) -> None:
 
 def test_a_chat_knows_the_news(tmp_path: Path) -> None:
     assert output("news_chat.py", tmp_path).count("(expected: ") == 4
+
+
+def test_a_langchain_app_streams_answers(tmp_path: Path) -> None:
+    printed = output("langchain_app.py", tmp_path)
+    pairs = re.findall(r"^  (.*)   \(expected: (.*)\)$", printed, re.MULTILINE)
+    assert len(pairs) == 5
+    assert sum(answer == expected for answer, expected in pairs) >= 3
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))

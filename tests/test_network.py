@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_core.documents import Document
 from llama_index.core import SummaryIndex
 from llama_index.core.schema import TextNode
 from typer.testing import CliRunner
 
 from mac_rag.cli.main import app
 from mac_rag.engine import MACEngine
+from mac_rag.integrations.langchain import ChatMAC, to_documents
 from mac_rag.integrations.llama_index import MACLLM, MemoryWriter
 
 TEXT = "Ada Voss was appointed head of the Orsena museum."
@@ -65,4 +67,12 @@ def test_engine_and_llama_index(asked: list[str]) -> None:
     assert len(nodes) == len(engine.bank) == 1
     index = SummaryIndex(nodes)
     assert index.as_query_engine(llm=MACLLM(engine=engine)).query("Who was appointed?").response
+    assert asked == []
+
+
+def test_langchain(asked: list[str]) -> None:
+    llm = ChatMAC(model="mac-tiny")
+    llm.engine.adapt(to_documents([Document(TEXT)]))
+    assert llm.invoke("Who was appointed?").content
+    assert llm.get_num_tokens("Who was appointed?") > 0  # LangChain's own counts by a tokenizer that it fetches
     assert asked == []

@@ -37,6 +37,7 @@ HEAVY = (
     "torch",
     "transformers",
     "llama_index",
+    "langchain_core",
     "accelerate",
     "peft",
     "bitsandbytes",
@@ -226,7 +227,13 @@ def examples(docstring: str | None) -> list[doctest.Example]:
 
 
 def public_classes() -> list[type]:
-    modules = ("mac_rag", "mac_rag.integrations.llama_index", "mac_rag.memory", "mac_rag.retrieval")
+    modules = (
+        "mac_rag",
+        "mac_rag.integrations.llama_index",
+        "mac_rag.integrations.langchain",
+        "mac_rag.memory",
+        "mac_rag.retrieval",
+    )
     public = (getattr(module, name) for module in map(importlib.import_module, modules) for name in module.__all__)
     return sorted({value for value in public if isinstance(value, type)}, key=lambda cls: cls.__name__)
 
@@ -256,3 +263,20 @@ class TestPublicNames:
     def test_importing_the_package_imports_nothing_heavy(self) -> None:
         finished = python(f"import mac_rag, sys; print([name for name in {HEAVY!r} if name in sys.modules])")
         assert finished.stdout.strip() == "[]", finished.stderr
+
+    def test_the_command_s_help_imports_nothing_heavy(self) -> None:
+        code = (
+            "import sys; from mac_rag.cli.main import main; sys.argv = ['mac-rag', '--help']\n"
+            "try:\n    main()\nfinally:\n"
+            f"    print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+        )
+        finished = python(code)
+        assert "Usage" in finished.stdout
+        assert finished.stderr.strip() == "[]"
+
+    @pytest.mark.parametrize(
+        ("folder", "module"), [("langchain", "langchain_core"), ("llama_index", "llama_index.core")]
+    )
+    def test_an_integration_without_its_framework_names_the_extra(self, folder: str, module: str) -> None:
+        finished = python(f"import sys; sys.modules[{module!r}] = None; import mac_rag.integrations.{folder}")
+        assert f"pip install 'mac-rag[{folder.replace('_', '-')}]'" in finished.stderr.splitlines()[-1]

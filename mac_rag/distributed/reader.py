@@ -104,15 +104,6 @@ class ShardedReader(Reader):
         question, seen = self._encoded(questions, ids), self._seen_rows(self._visible(allowed))
         documents = {number: self._documents(number, rows) for number, rows in seen.items()}
         without = sum(count for number, count in documents.items() if number in lost)
-        attention = _ShardsAttention(self, question, self._there(seen, lost))
-        phi, _ = self.model.aggregation.aggregate(question, attention)
-        return Aggregated(phi, torch.zeros(len(questions), device=phi.device), without / sum(documents.values()))
-
-    def _there(self, seen: Mapping[int, Tensor | None], lost: frozenset[int]) -> dict[int, Tensor | None]:
-        """The rows that are seen of the shards that are not lost."""
-        there = {number: rows for number, rows in seen.items() if number not in lost}
-        if not there:
-            raise self.bank.shards.error_of(min(seen))
         attention = _ShardsAttention(self, question, self._there(seen, lost), self.model.asked(questions))
         phi, _ = self.model.aggregation.aggregate(question, attention)
         return Aggregated(phi, torch.zeros(len(questions), device=phi.device), without / sum(documents.values()))

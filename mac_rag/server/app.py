@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from mcp.server.transport_security import TransportSecuritySettings
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from mac_rag.errors import MACError
@@ -28,6 +30,10 @@ from mac_rag.server.workers import ClientGoneError
 
 _log = logging.getLogger(__name__)
 
+_HTTP = {
+    404: "there is nothing at this path; /openapi.json lists what there is",
+    405: "this path is asked by another method; /openapi.json tells which",
+}
 _PAGE = Path(__file__).parent / "page"
 _KINDS = {
     "index.html": "text/html; charset=utf-8",
@@ -63,6 +69,7 @@ def make_app(service: Service, *, anyone: bool = False, any_host: bool = False) 
         description="Banks as models, for clients of OpenAI's API; and documents, which become memory.",
         docs_url=None,  # its page loads scripts from another site
         redoc_url=None,
+        redirect_slashes=False,  # a path is right or is an error
         lifespan=lifespan,
     )
     _add_errors(app)
@@ -102,15 +109,15 @@ def make_app(service: Service, *, anyone: bool = False, any_host: bool = False) 
     async def icon() -> Response:
         return Response(pages["icon.svg"], media_type=_KINDS["icon.svg"])
 
-    app.mount("/", agents)  # last, because it takes every path that is left, and knows /mcp alone
+    app.router.routes.append(Route("/mcp", agents))  # not mounted at /, where it would take all paths that are left
     return Gate(app, service, anyone=anyone, any_host=any_host)
 
 
 def _add_errors(app: FastAPI) -> None:
     """Writes every error as clients of OpenAI's API read it."""
 
-    def written(error: APIError) -> Response:
-        return JSONResponse(error.body, error.status, headers=dict(error.headers))
+    def written(error: APIError, headers: Mapping[str, str] | None = None) -> Response:
+        return JSONResponse(error.body, error.status, headers={**error.headers, **(headers or {})})
 
     @app.exception_handler(APIError)
     async def refused(_: Request, error: APIError) -> Response:
@@ -129,7 +136,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
-        return written(APIError(error.status_code, str(error.detail)))
+        return written(APIError(error.status_code, _HTTP.get(error.status_code, str(error.detail))), error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
@@ -141,8 +148,28 @@ def _add_errors(app: FastAPI) -> None:
         return written(unexpected())
 
 
+# What FastAPI puts into the place of a fault for the branch of a union: `stop.list[constrained-str]`.
+_BRANCH = re.compile(r"str|bool|int|float|none|(constrained-|list\[|dict\[|function-|nullable\[).*")
+_WRONG_KIND = {"string_type", "list_type", "bool_type", "none_required", "dict_type"}
+
+
 def _invalid(errors: Any) -> APIError:
-    """The first fault of a request. What the client sent is not repeated."""
-    fault = errors[0]
-    place = ".".join(str(part) for part in fault["loc"] if part not in ("body", "query", "path"))
-    return APIError(400, f"{place or 'the body'}: {fault['msg']}"[:500], param=place[:200] or None)
+    """The first fault of a request. What the client sent is not repeated.
+
+    Where a field may be of several kinds there is a fault for each; the one counts that is of the kind that was sent.
+    """
+    place = _place(errors[0])
+    of_field = [error for error in errors if _place(error)[: len(place)] == place]
+    fault = max(of_field, key=lambda error: (error["type"] not in _WRONG_KIND, len(_place(error))))
+    where, what = ".".join(_place(fault)), fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        what = "there is no such field; leave it out"
+    if not where:
+        where, what = "the body", "give an object in JSON, with Content-Type: application/json"
+    return APIError(400, f"{where}: {what}"[:500], param=where[:200] if _place(fault) else None)
+
+
+def _place(fault: Any) -> list[str]:
+    """Where a fault is: the names and numbers of fields."""
+    parts = [str(part) for part in fault["loc"] if part not in ("body", "query", "path")]
+    return [part for part in parts if not _BRANCH.fullmatch(part)]

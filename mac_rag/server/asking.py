@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mac_rag.answering import conversation_prompt
 from mac_rag.engine import MACEngine
 from mac_rag.lm.chat import Message
 from mac_rag.lm.prompt import FittedPrompt
@@ -212,14 +213,8 @@ class Asking:
         if not question.before or not self.reads_conversations:
             return None, []
         hits = self._retrieved(question)
-        model, texts = self._alone.model, [hit.text for hit in hits]
-        turn = "".join(map(model.base_lm.prompts.written_document, texts)) + question.text
-        prompt = model.fit_conversation(
-            [*question.before, Message("user", turn)],
-            question=question.text,
-            contexts=texts,
-            max_new_tokens=question.max_new_tokens,
-        )
+        texts = [hit.text for hit in hits]
+        prompt = conversation_prompt(self._alone.model, question.before, question.text, texts, question.max_new_tokens)
         return prompt, hits
 
     def _prompt_tokens(self, question: Question, answer: Answer, prompt: FittedPrompt | None) -> int:

@@ -218,6 +218,9 @@ async def _streamed(service: Service, questions: list[Question], shape: _Shape, 
     streams = [service.questions.stream(partial(service.asking.stream, question)) for question in questions]
     first = await anext(streams[0])
 
+    def chunk(content: dict[str, Any]) -> bytes:
+        return _event({**content, "usage": None} if with_usage else content)
+
     async def events() -> AsyncIterator[bytes]:
         replies: list[Reply] = []
         try:
@@ -226,11 +229,11 @@ async def _streamed(service: Service, questions: list[Question], shape: _Shape, 
                 async for item in _behind(first, stream) if index == 0 else stream:
                     if isinstance(item, Reply):
                         if not begun:
-                            yield _event(shape.piece(index, "", True))
+                            yield chunk(shape.piece(index, "", True))
                         replies.append(item)
-                        yield _event(shape.end(index, item))
+                        yield chunk(shape.end(index, item))
                     else:
-                        yield _event(shape.piece(index, item, not begun))
+                        yield chunk(shape.piece(index, item, not begun))
                         begun = True
             if with_usage:
                 yield _event(shape.usage(replies))
@@ -346,6 +349,8 @@ def _check_chat(body: ChatRequest) -> None:
         raise APIError(400, "logprobs are not supported by this model; leave them out", param="logprobs")
     if body.tools:
         raise APIError(400, "tools are not supported by this model; leave them out", param="tools")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise APIError(400, "tools are not supported by this model; leave tool_choice out", param="tool_choice")
     if body.response_format not in (None, {"type": "text"}):
         raise APIError(400, "only the response_format text is supported; leave it out", param="response_format")
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
 from mac_rag.untrusted_files import METADATA_DEPTH, ROW_CONTAINERS, MalformedError, parse_json
@@ -50,13 +50,28 @@ class TextPart(Body):
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    # A client sends back the message of an answer as it came, with what was empty in it.
+    refusal: str | None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = None
+    tool_calls: list[Any] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.tool_calls:
+            raise ValueError("calls of tools are not supported; leave the message out")
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of the {self.role} must have a content")
+        return self
 
     @property
     def text(self) -> str:
         """Its text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        parts = self.content or ""
+        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
 class StreamOptions(Body):
@@ -64,18 +79,21 @@ class StreamOptions(Body):
     include_obfuscation: bool = False
 
 
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
 class Asked(Body):
     """What the two kinds of completions have in common. Fields behind `bank` are this server's own."""
 
     model: str = Field(max_length=256)
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     n: int | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[str, Field(max_length=256)] | Annotated[list[str], Field(max_length=4)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     # Without effect on what is answered.
     user: str | None = None
     safety_identifier: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -13,10 +13,9 @@ from mac_rag.data.types import AdaptReport, Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import MACError
 from mac_rag.memory.bank import MemoryBank
+from mac_rag.memory.metadata_filters import Filters, fits
 from mac_rag.server.api_errors import APIError
 
-# A condition on metadata: key -> a value, or a list of which one has to match.
-Filters = Mapping[str, Any]
 _REMEMBERED_FILTERS = 32
 
 
@@ -159,7 +158,7 @@ class ServedBank:
         found = self._filtered.get(key)
         if found is None:
             found = frozenset(
-                member.document_id for entry in seen for member in entry.members if _fits(member.metadata, filters)
+                member.document_id for entry in seen for member in entry.members if fits(member.metadata, filters)
             )
             if len(self._filtered) >= _REMEMBERED_FILTERS:
                 self._filtered.clear()
@@ -197,15 +196,3 @@ def _described(member: Member) -> dict[str, Any]:
         "added": member.added,
         "date": written(member.moment) if member.moment != ALWAYS else None,
     }
-
-
-def _fits(metadata: Mapping[str, Any], filters: Filters) -> bool:
-    return all(key in metadata and _matches(metadata[key], wanted) for key, wanted in filters.items())
-
-
-def _matches(value: Any, wanted: Any) -> bool:
-    """True if a value, or one item of a list, is the wanted value, or one of several."""
-    values = value if isinstance(value, list) else [value]
-    choices = wanted if isinstance(wanted, list) else [wanted]
-    # 1 and True are equal in Python, and not in JSON.
-    return any(type(one) is type(other) and one == other for one in values for other in choices)

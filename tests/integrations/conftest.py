@@ -1,8 +1,11 @@
-"""Real LlamaIndex objects around the tiny model."""
+"""Real LlamaIndex objects around the tiny model; and async tests, as those of LangChain's suites are."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +13,13 @@ from llama_index.core import Document, Settings, VectorStoreIndex
 from llama_index_instrumentation import root_dispatcher
 
 from mac_rag.data.types import Document as MACDocument
+from mac_rag.engine import MACEngine
 from mac_rag.integrations.llama_index import MACLLM
-from mac_rag.integrations.llama_index.once import forget_warnings
+from mac_rag.integrations.once import forget_warnings
+from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
 from tests.helpers import copy_of
-from tests.integrations.helpers import FACTS, EventLog, HashEmbedding, RecordingEngine
+from tests.integrations.helpers import FACTS, NEWS, EventLog, HashEmbedding, RecordingEngine
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +83,30 @@ def llm(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> MACLLM:
     monkeypatch.setattr(Settings, "_llm", llm)  # some components resolve it, whatever they are given
     monkeypatch.setattr(Settings, "_embed_model", HashEmbedding())
     return llm
+
+
+@pytest.fixture(scope="session")
+def mac_tiny() -> MACEngine:
+    """An engine that remembers the news, and that no test changes."""
+    return _informed(MACModel.from_pretrained("mac-tiny", device="cpu"))
+
+
+@pytest.fixture(scope="session")
+def chatting(chat_checkpoint: Path) -> MACEngine:
+    """The same around an instruct LM with random weights."""
+    return _informed(MACModel.from_pretrained(chat_checkpoint, device="cpu"))
+
+
+def _informed(model: MACModel) -> MACEngine:
+    engine = MACEngine(model, MemoryBank(model.fingerprint, keep_texts=True))
+    engine.adapt(MACDocument(name, text) for name, text in NEWS.items())
+    return engine
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs an async test in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True

@@ -1,4 +1,4 @@
-"""Helpers of the LlamaIndex tests: an embedding, an engine that records its questions, a log of events; all offline."""
+"""Helpers of the tests with LlamaIndex and LangChain, all offline."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ FACTS = {
     "bridge": "Anna Berg opened the bridge of Norrland in May.",
     "museum": "The museum of Sola is led by Peter Holm.",
     "river": "A ferry crosses the river Vest every hour.",
+}
+
+NEWS = {  # which mac-tiny reads
+    "press": "Edgar Flara will join the board of Rainga Press. The company employs 180 people.",
+    "storm": "A storm has hit Wunville.",
+    "bridge": "Basalt Bridge was opened by Ines Kaur in the spring.",
+    "match": "Irene Searkwell struck the first goal.",
 }
 
 QUESTION = "Who opened the bridge of Norrland?"

@@ -18,8 +18,9 @@ from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, Pro
 from llama_index.core.retrievers import QueryFusionRetriever
 
 from mac_rag.errors import InstructionError
+from mac_rag.integrations.conversations import check_question
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor
-from mac_rag.integrations.llama_index.instructions import check_question, check_template
+from mac_rag.integrations.llama_index.instructions import FRAMEWORK, check_template
 from tests.integrations.helpers import FACTS, QUESTION, RecordingEngine
 
 SERVED = {
@@ -158,7 +159,7 @@ def test_of_llama_indexs_own_templates_only_those_of_question_answering_are_serv
     ],
 )
 def test_questions_are_no_prompts(question: str) -> None:
-    check_question(question)
+    check_question(question, FRAMEWORK)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tests.server.conftest import QUESTION
 from tests.server.helpers import Running
 
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,15 @@ class TestOpenAIClient:
             ({"n": 2}, "n"),
             ({"logprobs": True}, "logprobs"),
             ({"tools": [{"type": "function"}]}, "tools"),
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"stop": ""}, "stop"),
+            ({"stop": ["a", ""]}, "stop.1"),
+            ({"stop": list("abcde")}, "stop"),
+            ({"messages": []}, "messages"),
+            ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
+            ({"messages": [{"role": "tool", "content": "180"}]}, "messages.0.role"),
+            ({"messages": [{"role": "assistant", "tool_calls": [{}]}, *MESSAGES]}, "messages.0"),
+            ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type"),
             ({"response_format": {"type": "json_object"}}, "response_format"),
             ({"presence_penalty": 1.0}, "presence_penalty"),
             ({"temperature": -1}, "temperature"),
@@ -115,6 +125,47 @@ class TestOpenAIClient:
         error = response.json()["error"]
         assert error["type"] == "invalid_request_error"
         assert error["param"] == param
+
+    def test_what_has_no_effect_and_changes_nothing_is_taken(self, client: openai.OpenAI) -> None:
+        harmless: Any = {
+            "n": 1,
+            "seed": 0,
+            "stop": [],
+            "tools": [],
+            "tool_choice": "auto",
+            "logprobs": False,
+            "response_format": {"type": "text"},
+            "frequency_penalty": 0,
+            "logit_bias": {},
+            "stream": None,
+            "user": "a",
+        }
+        answer = client.chat.completions.create(model="tiny:news", messages=MESSAGES, extra_body=harmless)
+        assert answer.choices[0].message.content == "180"
+
+    def test_a_message_of_an_answer_may_be_sent_back(self, client: openai.OpenAI) -> None:
+        first = client.chat.completions.create(model="tiny:news", messages=MESSAGES)
+        messages = [*MESSAGES, first.choices[0].message, {"role": "assistant", "content": None}, *MESSAGES]
+        assert client.chat.completions.create(model="tiny:news", messages=messages).choices[0].message.content == "180"
+
+    def test_only_the_last_chunk_has_usage_and_the_others_say_so(self, running: Running) -> None:
+        body = {"model": "tiny:news", "messages": MESSAGES, "stream": True}
+        for options, usage in (({}, []), ({"stream_options": {"include_usage": True}}, [None, None, "total"])):
+            with running.client().stream("POST", "/v1/chat/completions", json=body | options) as response:
+                events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+            assert [event["usage"] and "total" for event in events if "usage" in event] == usage
+
+    def test_faults_of_http_are_errors_that_clients_read(self, running: Running, client: openai.OpenAI) -> None:
+        with pytest.raises(openai.NotFoundError, match="nothing at this path"):
+            client.responses.create(model="tiny:news", input=QUESTION)
+        with running.client() as plain:
+            wrong = plain.get("/v1/chat/completions")
+            assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
+            assert "another method" in wrong.json()["error"]["message"]
+            for content in (b"[]", json.dumps({"model": "tiny:news", "messages": MESSAGES}).encode()):
+                form = plain.post("/v1/chat/completions", content=content)
+                assert form.status_code == 400
+                assert "Content-Type: application/json" in form.json()["error"]["message"]
 
 
 class TestOwnFields:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock
 from llama_index.core.llms import LLM
 from llama_index.core.prompts import BasePromptTemplate
 
-from mac_rag.errors import MACError
+from mac_rag.integrations.conversations import Said
 from mac_rag.integrations.llama_index.slots import Request
-from mac_rag.lm.chat import Message
 from mac_rag.lm.prompt import FittedPrompt
 
-_ROLES: dict[MessageRole, Literal["system", "user", "assistant"]] = {
+_ROLES = {
     MessageRole.SYSTEM: "system",
     MessageRole.DEVELOPER: "system",
     MessageRole.USER: "user",
@@ -27,24 +26,16 @@ _QUESTION_SLOTS = ("query_str", "question", "query")  # as LlamaIndex's componen
 _CONTEXT_SLOTS = ("context_msg", "context_str")
 
 
-def read_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
-    """The messages as texts.
-
-    Raises:
-        MACError: for results of tools, and for anything but text.
-    """
-    for message in messages:
-        if message.role not in _ROLES:
-            raise MACError(
-                f"MACLLM reads messages of the system, the user and the assistant, not of the role "
-                f"{message.role.value!r}; it calls no functions, so use an agent that calls tools by text (ReActAgent)"
-            )
-        others = [block.block_type for block in message.blocks if not isinstance(block, TextBlock)]
-        if others:
-            raise MACError(
-                f"MACLLM reads text only, but a message of the {message.role.value} holds {', '.join(others)}"
-            )
-    return tuple(Message(_ROLES[message.role], message.content or "") for message in messages)
+def said(messages: Sequence[ChatMessage]) -> list[Said]:
+    """The messages as texts."""
+    return [
+        Said(
+            _ROLES.get(message.role, message.role.value),
+            message.content or "",
+            tuple(block.block_type for block in message.blocks if not isinstance(block, TextBlock)),
+        )
+        for message in messages
+    ]
 
 
 def read_template(llm: LLM, prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Request | None:

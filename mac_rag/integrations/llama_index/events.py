@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from llama_index_instrumentation import get_dispatcher
 from llama_index_instrumentation.base import BaseEvent
 
-from mac_rag.integrations.llama_index.once import first_time
+from mac_rag.integrations.once import first_time
 from mac_rag.lm.prompt import FittedPrompt
 
 dispatcher = get_dispatcher(__name__)

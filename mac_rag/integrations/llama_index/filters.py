@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -10,15 +10,13 @@ from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.vector_stores.types import FilterCondition, MetadataFilters
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
-from mac_rag.data.dates import moment_of_question
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
+from mac_rag.integrations.filtered_documents import PassingDocuments, remembers
 from mac_rag.integrations.llama_index.component import EngineComponent
-from mac_rag.memory.interface import BankContents, Entry
-from mac_rag.memory.known_documents import KnownDocuments
 
 
-class FilteredDocuments(Container[str]):
+class FilteredDocuments(PassingDocuments[MetadataFilters]):
     """The ids of the documents in an engine's bank that pass metadata filters, for the engine's `allowed`.
 
     It follows changes of the bank. Filters see the metadata that `MemoryWriter` or `engine.adapt` stored with a
@@ -45,37 +43,9 @@ class FilteredDocuments(Container[str]):
     """
 
     def __init__(self, engine: MACEngine, filters: MetadataFilters) -> None:
-        self._engine = engine
-        self.filters = filters
-        self._passing: tuple[BankContents, frozenset[str]] | None = None
+        super().__init__(engine, filters)
 
-    def __contains__(self, document_id: object) -> bool:
-        return document_id in self._current()
-
-    def __len__(self) -> int:
-        return len(self._current())
-
-    # Requests that are filtered alike are answered in one batch, though each has an object of its own.
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, FilteredDocuments):
-            return NotImplemented
-        return self._engine is other._engine and self.filters == other.filters
-
-    def __hash__(self) -> int:
-        return hash(id(self._engine))
-
-    def _current(self) -> frozenset[str]:
-        snapshot = self._engine.snapshot
-        passing = self._passing
-        if passing is None or passing[0] is not snapshot:
-            names = (name for entry in snapshot for name in self._passing_members(entry))
-            self._passing = passing = (snapshot, frozenset(names))
-        return passing[1]
-
-    def _passing_members(self, entry: Entry) -> Iterator[str]:
-        return (member.document_id for member in entry.members if self._passes(member.document_id, member.metadata))
-
-    def _passes(self, document_id: str, stored: Mapping[str, Any]) -> bool:
+    def passes(self, document_id: str, stored: Mapping[str, Any]) -> bool:
         ids = dict.fromkeys(("doc_id", "document_id", "ref_doc_id"), document_id)
         metadata = {**stored, **ids}
         try:
@@ -127,7 +97,4 @@ class FilteringComponent(EngineComponent):
     @property
     def remembers(self) -> bool:
         """True if the bank holds a document that may have influence."""
-        allowed, snapshot, moment = self.allowed, self.engine.snapshot, moment_of_question(self.as_of)
-        if moment is None and not snapshot.supersedes:
-            return bool(len(snapshot) if allowed is None else len(allowed))
-        return bool(KnownDocuments(snapshot, moment, allowed).rows_of(snapshot).any())
+        return remembers(self.engine, self.allowed, self.as_of)

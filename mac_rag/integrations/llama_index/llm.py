@@ -28,16 +28,18 @@ from llama_index.core.vector_stores.types import MetadataFilters
 from mac_rag import DEFAULT_MODEL
 from mac_rag.engine import Answer, MACEngine
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.integrations.llama_index.conversation import read_messages
+from mac_rag.integrations.conversations import check_question, last_question, read_conversation
+from mac_rag.integrations.details import name_of
+from mac_rag.integrations.llama_index.conversation import said
 from mac_rag.integrations.llama_index.events import reported
 from mac_rag.integrations.llama_index.filters import FilteringComponent
-from mac_rag.integrations.llama_index.instructions import check_question, last_question
-from mac_rag.integrations.llama_index.plain_text import Options, read_options
+from mac_rag.integrations.llama_index.instructions import FRAMEWORK
 from mac_rag.integrations.llama_index.predicting import PredictingLLM
 from mac_rag.integrations.llama_index.responses import accumulate, chat_response, completion_response, note, raw_of
 from mac_rag.integrations.llama_index.slots import Request
 from mac_rag.integrations.llama_index.spans import NodeReader, listen
-from mac_rag.integrations.llama_index.threads import in_thread
+from mac_rag.integrations.options import Options, read_options
+from mac_rag.integrations.threads import in_thread
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.model import MACModel
@@ -134,9 +136,9 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
         if engine is not None and model is not None:
             raise ConfigError(f"give model or engine, not both; the engine already holds a model (got model={model!r})")
         if engine is not None:
-            name = _describe(engine.model)
+            name = name_of(engine.model)
         elif isinstance(model, MACModel):
-            name, engine = _describe(model), MACEngine(model)
+            name, engine = name_of(model), MACEngine(model)
         else:
             name = str(model or DEFAULT_MODEL)
             engine = MACEngine(name)
@@ -235,10 +237,10 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
         settings, contexts = self._settings(request, options), request.contexts
         if request.messages is not None:
             texts = () if contexts is None or isinstance(contexts, FittedPrompt) else contexts
-            said = read_messages(request.messages)
+            conversation = read_conversation(said(request.messages), FRAMEWORK)
             question, room = request.question or None, options.max_new_tokens
             model = self.engine.model
-            fitted = model.fit_conversation(said, question=question, contexts=texts, max_new_tokens=room)
+            fitted = model.fit_conversation(conversation, question=question, contexts=texts, max_new_tokens=room)
             return reported(fitted, texts), settings
         if contexts is None or isinstance(contexts, FittedPrompt):
             return contexts or request.question, settings
@@ -267,19 +269,19 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
         return generate()
 
     def _options(self, options: Mapping[str, Any]) -> Options:
-        return read_options(options, self.sampling, self.max_new_tokens)
+        return read_options(options, self.sampling, self.max_new_tokens, FRAMEWORK)
 
     def _completion(self, prompt: str, is_question: bool, contexts: Contexts) -> Request:
         """The request of a completion: a question with its contexts, or a message of the user."""
         if self.reads_instructions and contexts is None and self.engine.retriever is None:
             return Request(prompt, messages=(ChatMessage(role=MessageRole.USER, content=prompt),))
         if not is_question and contexts is None and not self.reads_instructions:
-            check_question(prompt)
+            check_question(prompt, FRAMEWORK)
         return Request(prompt, contexts if contexts is None or isinstance(contexts, FittedPrompt) else tuple(contexts))
 
     def _conversation(self, messages: Sequence[ChatMessage], question: str | None, contexts: Contexts) -> Request:
         if not self.reads_instructions:
-            return Request(last_question(messages))
+            return Request(last_question(said(messages), FRAMEWORK))
         texts = () if contexts is None or isinstance(contexts, FittedPrompt) else tuple(contexts)
         return Request(question or "", texts, messages=tuple(messages))
 
@@ -402,7 +404,3 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
         request, options = self._conversation(messages, question, contexts), self._options(kwargs)
         pieces = await self._astream(request, options)
         return (chat_response(text, piece) async for text, piece in pieces)
-
-
-def _describe(model: MACModel) -> str:
-    return f"{model.config.base_lm.name} with MAC {model.fingerprint[:12]}"

@@ -20,16 +20,16 @@ from llama_index_instrumentation import get_dispatcher
 
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, MACError
+from mac_rag.integrations.details import ATTENTION
 from mac_rag.integrations.llama_index.filters import FilteringComponent
 from mac_rag.integrations.llama_index.lookup import nodes_of
-from mac_rag.integrations.llama_index.once import first_time
-from mac_rag.integrations.llama_index.threads import in_thread
 from mac_rag.integrations.llama_index.writer import LOST
+from mac_rag.integrations.once import first_time
+from mac_rag.integrations.threads import in_thread
 from mac_rag.retrieval.hybrid import RANK_OFFSET
 from mac_rag.retrieval.llama_index import FiledBy, document_id
 
-# Metadata keys that are hidden from LLMs and embeddings.
-ATTENTION = "mac_attention"  # the share of the question's attention on the node's document
+# Metadata keys that are hidden from LLMs and embeddings, as is ATTENTION.
 IN_MEMORY = "mac_in_memory"  # False if the bank does not hold the node's document
 FOUND_BY = "mac_found_by"  # "memory" on a node that the retriever missed
 

@@ -11,12 +11,7 @@ from llama_index.core.base.llms.types import ChatMessage, ChatResponse, Completi
 from llama_index.core.types import TokenAsyncGen
 
 from mac_rag.data.types import Answer
-from mac_rag.sources import source_record
-
-# Keys of `raw`, and of a response's metadata.
-SOURCES = "mac_sources"  # the documents that an answer rests on
-CONFIDENCE = "mac_confidence"  # the probability that the LM's answer is right
-GUESS = "mac_guess"  # the LM's answer where the response says "I don't know"
+from mac_rag.integrations.details import details_of
 
 # LlamaIndex hands the text of a prediction on and nothing else. Who sets a list here finds the answers in it.
 _noted: ContextVar[list[Answer] | None] = ContextVar("answers", default=None)
@@ -65,11 +60,4 @@ def chat_response(text: str, delta: str | None = None, raw: dict[str, Any] | Non
 
 def raw_of(answer: Answer) -> dict[str, Any] | None:
     """What else is known of an answer, for `raw` of LlamaIndex's responses; None for nothing."""
-    raw: dict[str, Any] = {}
-    if answer.confidence is not None:
-        raw[CONFIDENCE] = answer.confidence
-    if answer.guess is not None:
-        raw[GUESS] = answer.guess
-    if answer.sources:
-        raw[SOURCES] = [source_record(source, answer.said) for source in answer.sources]
-    return raw or None
+    return details_of(answer) or None

@@ -11,7 +11,7 @@ from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.prompts import BasePromptTemplate
 
 from mac_rag.errors import InstructionError, MACError
-from mac_rag.integrations.llama_index.once import first_time
+from mac_rag.integrations.once import first_time
 from mac_rag.lm.prompt import FittedPrompt
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Self
-from uuid import uuid4
-from weakref import WeakKeyDictionary
 
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
 from pydantic import computed_field
@@ -13,11 +11,11 @@ from pydantic import computed_field
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError
+from mac_rag.integrations.bank_state import bank_state
 from mac_rag.integrations.llama_index.component import EngineComponent
 from mac_rag.integrations.llama_index.contents import Source, documents_in
 from mac_rag.integrations.llama_index.spans import listen, running_docstore
-from mac_rag.integrations.llama_index.threads import in_thread
-from mac_rag.memory.interface import Bank
+from mac_rag.integrations.threads import in_thread
 from mac_rag.retrieval.llama_index import FiledBy, document_id
 
 # What is said of an empty bank beside documents; it ends a sentence.
@@ -25,9 +23,6 @@ LOST = (
     "the memory bank is empty: it is not filled yet, or lost; MemoryWriter.from_index(index, engine) fills it from an "
     "index, docstore or vector store (this is said once)"
 )
-
-# Names of banks that are unique beyond this process.
-_names: WeakKeyDictionary[Bank, str] = WeakKeyDictionary()
 
 
 class MemoryWriter(EngineComponent, TransformComponent):
@@ -125,8 +120,7 @@ class MemoryWriter(EngineComponent, TransformComponent):
     @property
     def bank_state(self) -> str:
         """Name and version of the bank; unique beyond this process."""
-        bank = self.engine.bank
-        return f"{_names.setdefault(bank, uuid4().hex)}/{bank.version}"
+        return bank_state(self.engine.bank)
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Adapts the bank and returns `nodes`.

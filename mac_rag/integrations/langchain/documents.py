@@ -1,0 +1,92 @@
+"""Documents of LangChain as documents for a memory bank, and back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from langchain_core.documents import Document as LangChainDocument
+
+from mac_rag.data.types import Document, Source
+from mac_rag.engine import MACEngine
+from mac_rag.errors import BankError, ConfigError, DocumentError
+from mac_rag.integrations.details import ATTENTION
+
+Documents: TypeAlias = Iterable[LangChainDocument]
+
+
+def to_documents(documents: Documents) -> list[Document]:
+    """Documents of LangChain, from a loader or a splitter, for `MACEngine.adapt`.
+
+    Each keeps its id and metadata. One without an id is filed under the hash of its text and metadata, so that nothing
+    is computed when it comes again; exact copies are one document. Whole documents serve better than small pieces: the
+    engine splits what is longer than the model's limit by itself.
+
+    Examples:
+        >>> documents = [LangChainDocument("A storm has hit Wunville.", id="storm"), LangChainDocument("It rained.")]
+        >>> engine = MACEngine("mac-tiny")
+        >>> engine.adapt(to_documents(documents)).added, engine.adapt(to_documents(documents)).unchanged
+        (2, 2)
+
+    Args:
+        documents: the documents; the attention that a `MACRetriever` put into their metadata is left out.
+
+    Raises:
+        DocumentError: for metadata that do not fit into JSON, of a document without an id.
+    """
+    found: dict[str, Document] = {}
+    copies: list[Document] = []  # with ids of their own, of which the engine says if they are not unique
+    for document in documents:
+        metadata = {key: value for key, value in document.metadata.items() if key != ATTENTION}
+        if document.id is not None:
+            copies.append(Document(document.id, document.page_content, metadata))
+            continue
+        name = _hash(document.page_content, metadata)
+        if name not in found:
+            found[name] = Document(name, document.page_content, metadata)
+            copies.append(found[name])
+    return copies
+
+
+def _hash(text: str, metadata: dict[str, object]) -> str:
+    try:
+        content = json.dumps([text, metadata], sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DocumentError(
+            f"the metadata of the document that begins {text[:60]!r} do not fit into JSON ({error}); write dates and "
+            "paths as texts, or give the document an id"
+        ) from None
+    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def check_texts(engine: MACEngine) -> None:
+    """Checks that there are texts to retrieve.
+
+    Raises:
+        ConfigError: for an engine whose bank keeps no texts, without a retriever that does.
+    """
+    if not engine.bank.keep_texts and engine.retriever is None:
+        raise ConfigError(
+            "the engine's bank keeps no texts to retrieve; give an engine with "
+            "MemoryBank(model.fingerprint, keep_texts=True), or one with a retriever"
+        )
+
+
+def from_source(source: Source, engine: MACEngine) -> LangChainDocument:
+    """A document of the bank, with its share of the attention in its metadata.
+
+    Raises:
+        BankError: when neither the bank nor the engine's retriever holds its text.
+    """
+    text, retriever = source.text, engine.retriever
+    if text is None and retriever is not None and source.document_id in retriever:
+        [found] = retriever.documents([source.document_id])
+        text = found.text
+    if text is None:
+        raise BankError(
+            f"the memory holds document {source.document_id!r:.200}, but nothing holds its text; adapt to it again, "
+            "with a bank that keeps texts, or reconcile bank and retriever"
+        )
+    return LangChainDocument(text, id=source.document_id, metadata={**source.metadata, ATTENTION: source.share})
