@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mac_rag import DEFAULT_MODEL
+from mac_rag.cli.config_file import ConfigOption, PrintConfigOption, written_settings
 from mac_rag.cli.options import DeviceMapOption, ModelOption
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
@@ -20,12 +21,18 @@ if TYPE_CHECKING:
     from mac_rag.server.limits import Limits
     from mac_rag.server.service import Service
 
+# Of the environment variables that serve takes: MAC_RAG_SERVE_PORT and so on.
+ENVIRONMENT = "MAC_RAG_SERVE"
+
 keys = typer.Typer(no_args_is_help=True, help="Make, list and remove the keys of a server.")
 
 DataOption = Annotated[
     Path,
     typer.Option(
-        "--data", help="Folder of the server: banks, backups, keys, audit log.", envvar="MAC_RAG_DATA", file_okay=False
+        "--data",
+        help="Folder of the server: banks, backups, keys, audit log.",
+        envvar=f"{ENVIRONMENT}_DATA",
+        file_okay=False,
     ),
 ]
 NameOption = Annotated[
@@ -35,10 +42,11 @@ NameOption = Annotated[
 
 
 def serve(
+    context: typer.Context,
     data: DataOption,
     model: ModelOption = DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(help="Address to listen on.", envvar="MAC_RAG_HOST")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for a free one.", envvar="MAC_RAG_PORT")] = 8080,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for a free one.")] = 8080,
     model_name: NameOption = None,
     no_keys: Annotated[
         bool,
@@ -50,12 +58,19 @@ def serve(
         int, typer.Option(min=0, help="Requests a minute of one key; 0 for any number.")
     ] = 1_200,
     device_map: DeviceMapOption = None,
+    config: ConfigOption = None,  # noqa: ARG001, what is in it has become the other arguments
+    print_config: PrintConfigOption = False,
 ) -> None:
     """Serve banks over HTTP: an OpenAI-compatible API, a page at /, and MCP at /mcp.
 
     Without keys, the server listens on the loopback address only. Make keys with `mac-rag key add`. Ctrl-C or SIGTERM
     ends it after what has begun; documents that were acknowledged are on the disk.
+
+    Every option can also come from the environment, as MAC_RAG_SERVE_PORT for --port, and from the file of --config.
     """
+    if print_config:
+        say(written_settings(context), lines=True)
+        return
     _check_installed("fastapi", "uvicorn", "prometheus_client", "mcp")
     from mac_rag.server.keys import KeyStore
     from mac_rag.server.limits import Limits
