@@ -13,6 +13,8 @@ import uvicorn
 from mac_rag.server.app import make_app
 from mac_rag.server.service import Service
 
+_log = logging.getLogger(__name__)
+
 # How long requests under way may take when the server ends; a question has its own bound.
 _GRACE = 90
 _M_ARENA_MAX = -8  # of malloc.h
@@ -46,6 +48,12 @@ class Server(uvicorn.Server):
                 http="h11",
             )
         )
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            _log.info("ready at http://%s:%d/", f"[{host}]" if ":" in host else host, port)
 
     async def shutdown(self, sockets: Any = None) -> None:
         self._service.refuse_new_work()
