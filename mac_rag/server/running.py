@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import sys
-from contextlib import suppress
 from typing import Any
 
 import uvicorn
 
+from mac_rag.server.allocator import returned_memory
 from mac_rag.server.app import make_app
 from mac_rag.server.service import Service
 
@@ -17,7 +16,6 @@ _log = logging.getLogger(__name__)
 
 # How long requests under way may take when the server ends; a question has its own bound.
 _GRACE = 90
-_M_ARENA_MAX = -8  # of malloc.h
 
 
 class Server(uvicorn.Server):
@@ -60,20 +58,14 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _bound_arenas() -> None:
-    """Lets threads share two of glibc's arenas: with one for each, what a thread frees is of no use to the others."""
-    with suppress(AttributeError, OSError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
-
-
 def run(service: Service, *, host: str, port: int, anyone: bool, any_host: bool) -> None:
     """Serves until SIGTERM or Ctrl-C."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     for noisy in ("httpx", "mcp", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    _bound_arenas()
-    server = Server(service, host=host, port=port, anyone=anyone, any_host=any_host)
-    try:
-        server.run()
-    finally:
-        service.close()
+    with returned_memory():
+        server = Server(service, host=host, port=port, anyone=anyone, any_host=any_host)
+        try:
+            server.run()
+        finally:
+            service.close()
