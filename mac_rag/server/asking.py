@@ -10,11 +10,11 @@ from mac_rag.engine import MACEngine
 from mac_rag.lm.chat import Message
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
+from mac_rag.retrieval.base import Hit
 from mac_rag.server.served_bank import ServedBank, Source
 
 if TYPE_CHECKING:
     from mac_rag.data.types import Answer
-    from mac_rag.retrieval.base import Hit
     from mac_rag.server.metrics import Metrics
 
 
@@ -31,6 +31,7 @@ class Question:
         max_new_tokens: longest answer.
         sources: documents to name, at most.
         min_confidence: as `MACEngine.answer` takes it.
+        hits: the documents in front of it, where they are retrieved already; None to retrieve them.
     """
 
     text: str
@@ -46,6 +47,7 @@ class Question:
     max_new_tokens: int | None = None
     sources: int = 0
     min_confidence: float | None = None
+    hits: tuple[Hit, ...] | None = None
 
     @property
     def remembers(self) -> bool:
@@ -121,6 +123,7 @@ class Asking:
         with self._metrics.part("answer"):
             answers = self._engine(like).answer(
                 [question.text for question in questions] if prompt is None else [prompt],
+                contexts=None if like.hits is None or prompt is not None else list(map(_texts, questions)),
                 use_memory=like.remembers,
                 use_retriever=like.use_retriever,
                 k=like.k,
@@ -137,7 +140,8 @@ class Asking:
         replies = []
         for question, answer, came_from in zip(questions, answers, sources, strict=True):
             reply = self._counted(question, answer.text, self._prompt_tokens(question, answer, prompt))
-            reply.retrieved = [hit.document_id for hit in hits] if prompt else list(answer.document_ids)
+            known = hits if prompt else question.hits
+            reply.retrieved = list(answer.document_ids) if known is None else [hit.document_id for hit in known]
             reply.truncated, reply.sources = answer.truncated, came_from
             reply.confidence, reply.guess = answer.confidence, answer.guess
             replies.append(reply)
@@ -198,6 +202,8 @@ class Asking:
         return self._alone if question.bank is None else question.bank.engine
 
     def _retrieved(self, question: Question) -> list[Hit]:
+        if question.hits is not None:
+            return list(question.hits)
         if question.bank is None or not question.use_retriever or question.bank.engine.retriever is None:
             return []
         k = question.bank.engine.k if question.k is None else question.k
@@ -235,3 +241,7 @@ class Asking:
         with self._metrics.part("sources"):
             texts = [question.text for question in questions]
             return like.bank.sources(texts, like.sources, like.allowed, like.as_of)
+
+
+def _texts(question: Question) -> list[str]:
+    return [hit.text for hit in question.hits or ()]

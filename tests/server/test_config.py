@@ -53,7 +53,8 @@ def test_the_command_line_counts_first_then_the_environment_then_the_file(
 def test_the_environment_names_the_file_and_takes_every_option(file: Path) -> None:
     file.write_text("seconds: 5")
     values = {"data": "d", "model": "mac-tiny", "host": "::1", "port": 1, "model_name": "m", "no_keys": True,
-              "pending": 2, "requests_per_minute": 3, "device_map": "auto"}  # fmt: skip
+              "pending": 2, "requests_per_minute": 3, "device_map": "auto",
+              "ray": True, "replicas": 4}  # fmt: skip
     variables = {f"MAC_RAG_SERVE_{name.upper()}": str(value) for name, value in values.items()}
     assert settings(**variables, MAC_RAG_SERVE_CONFIG=str(file)) == values | {"seconds": 5}
 
