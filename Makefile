@@ -11,7 +11,7 @@ NEEDS := $(BIN) pyproject.toml constraints.txt
 USERS_HF_HUB_OFFLINE := $(HF_HUB_OFFLINE)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help demo test test-slow test-browser test-clients test-matrix torture test-lm format docs clean
+.PHONY: help demo serve test test-slow test-browser test-clients test-matrix torture test-lm format docs clean
 
 help:  ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,6 +19,9 @@ help:  ## Show this list.
 
 demo: $(VENV)/.installed  ## Remember three paragraphs, then answer: LM alone, memory, BM25, BM25 + memory.
 	$(VENV)/bin/mac-rag try
+
+serve: $(VENV)/.installed-server  ## Serve mac-small to this machine, with a page at http://127.0.0.1:8080.
+	$(VENV)/bin/mac-rag serve $(if $(MAC_RAG_SERVE_DATA)$(MAC_RAG_SERVE_CONFIG),,--data served)
 
 test: $(VENV)/.installed-dev  ## Lint, check types and imports, run the tests.
 	$(BIN) -m ruff check .
@@ -72,7 +75,12 @@ $(VENV)/.installed: $(NEEDS)
 	@$(INSTALL) -e '.[llama-index]'
 	@touch $@
 
+$(VENV)/.installed-server: $(NEEDS)
+	@echo "installing mac_rag with its server (a few minutes the first time) ..."
+	@$(INSTALL) -e '.[server,files]'
+	@touch $@
+
 $(VENV)/.installed-dev: $(NEEDS)
 	@echo "installing mac_rag with all extras and the development tools (a few minutes the first time) ..."
 	@$(INSTALL) -e '.[dev]'
-	@touch $@ $(VENV)/.installed
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-server

@@ -9,13 +9,13 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from benchmarks.served import Memory, Served
 from mac_rag.cli.run import run_command
 from mac_rag.cli.terminal import say
 
@@ -35,18 +35,28 @@ def main(
         float, typer.Option(min=1, help="Seconds of each of the three measures of questions alone.")
     ] = 30,
     mixed: Annotated[float, typer.Option(min=1, help="Seconds of the mixed load.")] = 600,
+    crash: Annotated[
+        float, typer.Option(min=0, help="Seconds of a mixed load in whose middle the server is killed; 0 for none.")
+    ] = 60,
     seed: Annotated[int, typer.Option(help="Random seed of the load.")] = 0,
 ) -> None:
-    """Time questions to the engine and to a server on loopback; then mix questions, streams, puts and deletes."""
+    """Time questions to the engine and to a server on loopback; then mix questions, streams, puts and deletes.
+
+    At the end the server is killed in the middle of such a mix and started again, and every put and delete that was
+    acknowledged is looked for.
+    """
+    from tempfile import TemporaryDirectory
+
     from mac_rag.data.newswire.generate import generate
     from mac_rag.engine import MACEngine
+    from mac_rag.errors import BankError
     from mac_rag.model import MACModel
 
     stream = generate("val", documents)
     asked = [question.question for question in stream.questions]
     questions = Questions(asked)
-    with serving(model) as (process, url):
-        load = Load(url, questions, seed)
+    with TemporaryDirectory() as folder, Served(Path(folder), model) as server:
+        load = Load(server, questions, seed)
         load.prepare([(document.id, document.text) for document in stream.documents])
         engine = MACEngine(MACModel.from_pretrained(model))
         engine.adapt(stream.documents)
@@ -62,10 +72,21 @@ def main(
         ]
         for name, count, ask in measures:
             say(f"{name:>12}: {run_load(ask, count, seconds, seed).described(seconds)}")
-        before = resident(process)
-        result = run_load(load.any, clients, mixed, seed)
+        with Memory(server) as memory:
+            result = run_load(load.any, clients, mixed, seed)
         say(f"{'mixed':>12}: {result.described(mixed)}")
-        say(f"memory: {before:,} MiB before the mixed load, {resident(process):,} MiB after it")
+        say(f"{'memory':>12}: {memory.described()}")
+        if crash:
+            killer = threading.Timer(crash / 2, server.kill_and_start)
+            killer.start()
+            result = run_load(load.any, clients, crash, seed + 1)
+            killer.join()
+            say(f"{'killed':>12}: {result.described(crash)}")
+            puts, deletes = sum(load.acknowledged.values()), sum(not held for held in load.acknowledged.values())
+            lost = load.lost()
+            say(f"{'kept':>12}: of {puts:,} puts and {deletes:,} deletes that were acknowledged, {len(lost)} are lost")
+            if lost:
+                raise BankError(f"the server has lost what it acknowledged: {', '.join(sorted(lost)[:10])}")
 
 
 class Questions:
@@ -105,12 +126,25 @@ def quantile(times: list[float], q: float) -> float:
 
 
 class Load:
-    """Requests to a server. Each returns its kind: `busy` for a 429, `error` with the status for any other fault."""
+    """Requests to a server. Each returns its kind: `busy` for a 429, `error` with the status for any other fault.
 
-    def __init__(self, url: str, questions: Questions, seed: int) -> None:
+    A request that is lost with a killed server is `cut`, and its client waits until there is a server again.
+
+    Args:
+        server: the server.
+        questions: what is asked.
+        seed: random seed.
+
+    Attributes:
+        acknowledged: documents of which the server has said that they are there (True) or deleted (False). A document
+            with a request under way, or whose request was lost, is not among them.
+    """
+
+    def __init__(self, server: Served, questions: Questions, seed: int) -> None:
         import httpx
 
-        self._url, self._questions, self._seed = url, questions, seed
+        self._server, self._questions, self._seed = server, questions, seed
+        self.acknowledged: dict[str, bool] = {}
         self._limits = httpx.Limits(max_connections=1)
         self._own = threading.local()
 
@@ -120,7 +154,7 @@ class Load:
         import httpx
 
         if not hasattr(self._own, "http"):
-            self._own.http = httpx.Client(base_url=self._url, timeout=120, trust_env=False, limits=self._limits)
+            self._own.http = httpx.Client(base_url=self._server.url, timeout=120, trust_env=False, limits=self._limits)
             self._own.held = []
         http: httpx.Client = self._own.http
         return http
@@ -143,19 +177,46 @@ class Load:
 
     def any(self, client: int, chance: random.Random) -> str:
         """A request of the mixed load."""
+        import httpx
+
+        try:
+            return self._any(client, chance)
+        except httpx.TransportError:
+            self._server.wait_until_ready()
+            return "cut"
+
+    def _any(self, client: int, chance: random.Random) -> str:
         [kind] = chance.choices(list(MIXED), list(MIXED.values()))
         http, held = self._http, self._own.held
         if kind in ("ask", "stream"):
             return self.ask(client, chance, stream=kind == "stream")
         if held and (kind == "delete" or len(held) > _SETTLED):
-            response = http.delete("/v1/banks/load/document", params={"id": held.pop()})
+            name = held.pop()
+            del self.acknowledged[name]
+            response = http.delete("/v1/banks/load/document", params={"id": name})
+            if response.status_code == 200:
+                self.acknowledged[name] = False
             return outcome(response.status_code, "delete")
         name = f"client-{client}-{chance.random()}"
         body = {"documents": [{"id": name, "text": f"Report {name}: the board of Rainga Press met in May."}]}
         response = http.post("/v1/banks/load/documents", json=body)
         if response.status_code == 200:
             held.append(name)
+            self.acknowledged[name] = True
         return outcome(response.status_code, "put")
+
+    def lost(self) -> set[str]:
+        """Documents that are not there although their put was acknowledged, or are although their deletion was."""
+        found: set[str] = set()
+        after: dict[str, str] = {}
+        while True:
+            response = self._http.get("/v1/banks/load/documents", params={"limit": 1000, **after})
+            response.raise_for_status()
+            page = response.json()
+            found |= {document["id"] for document in page["data"]}
+            if not page["has_more"]:
+                return {name for name, held in self.acknowledged.items() if held != (name in found)}
+            after = {"after": page["data"][-1]["id"]}
 
 
 def outcome(status: int, kind: str) -> str:
@@ -181,49 +242,6 @@ def run_load(request: Callable[[int, random.Random], str], clients: int, seconds
     for thread in threads:
         thread.join()
     return result
-
-
-@contextmanager
-def serving(model: str) -> Iterator[tuple[int, str]]:
-    """A server in a process of its own: its id and its address."""
-    import os
-    import socket
-    import subprocess
-    import sys
-    from tempfile import TemporaryDirectory
-
-    import httpx
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url, code = f"http://127.0.0.1:{port}", "from mac_rag.cli.main import main; main()"
-    with TemporaryDirectory() as folder:
-        options = ["--data", folder, "--model", model, "--model-name", "served", "--port", str(port)]
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, "serve", *options, "--requests-per-minute", "0"],
-            env=dict(os.environ),
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            while True:
-                if process.poll() is not None:
-                    raise typer.BadParameter("the server has ended; start it by hand to see why: mac-rag serve")
-                try:
-                    httpx.get(f"{url}/ready", trust_env=False).raise_for_status()
-                    break
-                except httpx.HTTPError:
-                    time.sleep(0.2)
-            yield process.pid, url
-        finally:
-            process.terminate()
-            process.wait(120)
-
-
-def resident(process: int) -> int:
-    """MiB of main memory that a process holds."""
-    status = Path(f"/proc/{process}/status").read_text()
-    return int(status.partition("VmRSS:")[2].split()[0]) // 1024
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError
+from mac_rag.strict_yaml import parse_yaml
 from mac_rag.untrusted_files import MalformedError, read_text_bytes
-from pipelines.strict_yaml import parse_yaml
 
 C = TypeVar("C", bound=Config)
 

@@ -40,7 +40,7 @@ app.add_typer(bank.app, name="bank")
 app.command("try")(try_out.try_out)
 app.command()(chat.chat)
 app.command()(fetch.fetch)
-app.command()(serve.serve)
+app.command(context_settings={"auto_envvar_prefix": serve.ENVIRONMENT})(serve.serve)
 app.command()(serve.mcp)
 app.add_typer(serve.keys, name="key")
 

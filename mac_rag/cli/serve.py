@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mac_rag import DEFAULT_MODEL
+from mac_rag.cli.config_file import ConfigOption, PrintConfigOption, written_settings
 from mac_rag.cli.options import DeviceMapOption, ModelOption
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
@@ -20,12 +21,20 @@ if TYPE_CHECKING:
     from mac_rag.server.limits import Limits
     from mac_rag.server.service import Service
 
+# Of the environment variables that serve takes: MAC_RAG_SERVE_PORT and so on.
+ENVIRONMENT = "MAC_RAG_SERVE"
+
 keys = typer.Typer(no_args_is_help=True, help="Make, list and remove the keys of a server.")
+
+_REPLICAS = 2
 
 DataOption = Annotated[
     Path,
     typer.Option(
-        "--data", help="Folder of the server: banks, backups, keys, audit log.", envvar="MAC_RAG_DATA", file_okay=False
+        "--data",
+        help="Folder of the server: banks, backups, keys, audit log.",
+        envvar=f"{ENVIRONMENT}_DATA",
+        file_okay=False,
     ),
 ]
 NameOption = Annotated[
@@ -35,10 +44,11 @@ NameOption = Annotated[
 
 
 def serve(
+    context: typer.Context,
     data: DataOption,
     model: ModelOption = DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(help="Address to listen on.", envvar="MAC_RAG_HOST")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for a free one.", envvar="MAC_RAG_PORT")] = 8080,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for a free one.")] = 8080,
     model_name: NameOption = None,
     no_keys: Annotated[
         bool,
@@ -50,13 +60,36 @@ def serve(
         int, typer.Option(min=0, help="Requests a minute of one key; 0 for any number.")
     ] = 1_200,
     device_map: DeviceMapOption = None,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray",
+            help="Answer in several processes, with Ray Serve: on the cluster at RAY_ADDRESS, or else on this machine. "
+            "New banks are in shards.",
+        ),
+    ] = False,
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --ray: processes that answer; new banks get as many shards.", show_default="2"),
+    ] = None,
+    config: ConfigOption = None,  # noqa: ARG001, what is in it has become the other arguments
+    print_config: PrintConfigOption = False,
 ) -> None:
     """Serve banks over HTTP: an OpenAI-compatible API, a page at /, and MCP at /mcp.
 
     Without keys, the server listens on the loopback address only. Make keys with `mac-rag key add`. Ctrl-C or SIGTERM
     ends it after what has begun; documents that were acknowledged are on the disk.
+
+    Every option can also come from the environment, as MAC_RAG_SERVE_PORT for --port, and from the file of --config.
     """
+    if print_config:
+        say(written_settings(context), lines=True)
+        return
     _check_installed("fastapi", "uvicorn", "prometheus_client", "mcp")
+    if replicas is not None and not ray:
+        raise ConfigError(f"--replicas {replicas} is for --ray; add --ray, or leave it out")
+    if device_map is not None and ray:
+        raise ConfigError(f"--device-map {device_map} is for one process; leave it out, or --ray")
     from mac_rag.server.keys import KeyStore
     from mac_rag.server.limits import Limits
     from mac_rag.server.service import KEYS
@@ -68,7 +101,7 @@ def serve(
             f"add NAME --data {data}, listen on 127.0.0.1, or give --no-keys"
         )
     limits = Limits(pending=pending, question_seconds=seconds, requests_per_minute=requests_per_minute)
-    service = _service(data, model, model_name, limits, device_map)
+    service = _service(data, model, model_name, limits, device_map, (replicas or _REPLICAS) if ray else None)
     from mac_rag.server.running import run
 
     run(service, host=host, port=port, anyone=not has_keys, any_host=not _is_loopback(host))
@@ -130,13 +163,26 @@ def _store(data: Path) -> KeyStore:
     return KeyStore(data / KEYS)
 
 
-def _service(data: Path, model: str, name: str | None, limits: Limits | None, device_map: str | None) -> Service:
+def _service(
+    data: Path,
+    model: str,
+    name: str | None,
+    limits: Limits | None,
+    device_map: str | None,
+    replicas: int | None = None,
+) -> Service:
     from mac_rag.cli.models import load_model
-    from mac_rag.server.service import Service
+    from mac_rag.server.service import BETWEEN_QUESTIONS, Service
 
     say("loading the model ...", err=True)
-    loaded = load_model(model, None, data, device_map=device_map)
-    return Service(data, loaded, name or Path(model).name.partition("@")[0], limits)
+    # With --ray, a GPU is for the replicas.
+    loaded = load_model(model, None, data, device=None if replicas is None else "cpu", device_map=device_map)
+    started = None
+    if replicas is not None and limits is not None:
+        from mac_rag.server.replicas import Replicas
+
+        started = Replicas(model, loaded, data, replicas, limits.pending, BETWEEN_QUESTIONS)
+    return Service(data, loaded, name or Path(model).name.partition("@")[0], limits, started)
 
 
 def _is_loopback(host: str) -> bool:

@@ -11,12 +11,12 @@ from mac_rag.engine import MACEngine
 from mac_rag.lm.chat import Message
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
+from mac_rag.retrieval.base import Hit
 from mac_rag.server.served_bank import ServedBank
 from mac_rag.sources import texts_read
 
 if TYPE_CHECKING:
     from mac_rag.data.types import Answer, Source
-    from mac_rag.retrieval.base import Hit
     from mac_rag.server.metrics import Metrics
 
 
@@ -33,6 +33,7 @@ class Question:
         max_new_tokens: longest answer.
         sources: documents to name, at most.
         min_confidence: as `MACEngine.answer` takes it.
+        hits: the documents in front of it, where they are retrieved already; None to retrieve them.
     """
 
     text: str
@@ -48,6 +49,7 @@ class Question:
     max_new_tokens: int | None = None
     sources: int = 0
     min_confidence: float | None = None
+    hits: tuple[Hit, ...] | None = None
 
     @property
     def remembers(self) -> bool:
@@ -123,6 +125,7 @@ class Asking:
         with self._metrics.part("answer"):
             answers = self._engine(like).answer(
                 [question.text for question in questions] if prompt is None else [prompt],
+                contexts=None if like.hits is None or prompt is not None else list(map(_texts, questions)),
                 use_memory=like.remembers,
                 use_retriever=like.use_retriever,
                 k=like.k,
@@ -139,9 +142,10 @@ class Asking:
         replies = []
         for question, answer in zip(questions, answers, strict=True):
             reply = self._counted(question, answer.text, self._prompt_tokens(question, answer, prompt))
-            reply.retrieved, reply.sources = list(answer.document_ids), answer.sources
+            known = hits if prompt is not None else question.hits
+            reply.retrieved = list(answer.document_ids) if known is None else [hit.document_id for hit in known]
+            reply.sources = answer.sources
             if prompt is not None:
-                reply.retrieved = [hit.document_id for hit in hits]
                 reply.sources = self._sources(question, answer.text, hits, prompt)
             reply.truncated = answer.truncated
             reply.confidence, reply.guess = answer.confidence, answer.guess
@@ -203,6 +207,8 @@ class Asking:
         return self._alone if question.bank is None else question.bank.engine
 
     def _retrieved(self, question: Question) -> list[Hit]:
+        if question.hits is not None:
+            return list(question.hits)
         if question.bank is None or not question.use_retriever or question.bank.engine.retriever is None:
             return []
         k = question.bank.engine.k if question.k is None else question.k
@@ -244,3 +250,7 @@ class Asking:
                 allowed=question.allowed,
                 as_of=question.as_of,
             )
+
+
+def _texts(question: Question) -> list[str]:
+    return [hit.text for hit in question.hits or ()]

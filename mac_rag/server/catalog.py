@@ -13,9 +13,11 @@ from secrets import token_hex
 from typing import Any
 
 from mac_rag.atomic_files import make_folder, remove_file, sealed, sync_folder, unsealed, write_text
+from mac_rag.distributed.shard_files import SHARDS
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, MACError
 from mac_rag.memory.bank import MemoryBank
+from mac_rag.memory.interface import Bank
 from mac_rag.memory.storage.backup import backup
 from mac_rag.model import MACModel
 from mac_rag.server.api_errors import APIError, no_such_bank
@@ -54,14 +56,16 @@ class BankCatalog:
     Args:
         folder: the server's folder.
         model: the model that all of them are read with.
+        shards: number of shards of a new bank, each in a process of its own; None for a bank in one piece.
 
     Attributes:
         unavailable: banks that could not be opened; the log says why.
     """
 
-    def __init__(self, folder: Path, model: MACModel) -> None:
+    def __init__(self, folder: Path, model: MACModel, shards: int | None = None) -> None:
         self._banks_folder, self._backups = folder / "banks", folder / "backups"
         self._model = model
+        self._shards = shards
         self._lock = threading.Lock()
         self._banks: dict[str, ServedBank] = {}
         self.unavailable: set[str] = set()
@@ -82,7 +86,9 @@ class BankCatalog:
     def _open(self, name: str) -> ServedBank:
         place = self._banks_folder / name
         retriever = _read_settings(place / _SETTINGS)
-        bank = MemoryBank.open(place / "bank", write=True, fingerprint=self._model.fingerprint)
+        if self._shards is None and is_in_shards(place / "bank"):
+            raise BankError(f"{place} is a bank in shards; serve it with mac-rag serve --ray")
+        bank = open_bank(place / "bank", self._model, write=True)
         try:
             stored = None if retriever == "none" else StoredRetriever(retriever, place / "retriever")
             return ServedBank(name, MACEngine(self._model, bank, stored), retriever)
@@ -108,17 +114,31 @@ class BankCatalog:
                 raise no_such_bank(name)
             return self._banks[name]
 
-    def create(self, name: str, *, retriever: str, keep_texts: bool, secure_delete: bool) -> ServedBank:
+    def create(
+        self, name: str, *, retriever: str, keep_texts: bool | None = None, secure_delete: bool = False
+    ) -> ServedBank:
         """Makes an empty bank.
 
+        Args:
+            name: its name.
+            retriever: one of `RETRIEVERS`.
+            keep_texts: True to keep texts; None to do so where a bank can.
+            secure_delete: see `MemoryBank`.
+
         Raises:
-            APIError: 400 for a name that is none, 409 for one that is taken.
+            APIError: 400 for a name that is none, or for what a bank in shards cannot do; 409 for a name that is taken.
             ModelLoadError: when what the retriever needs is not installed.
         """
         check_bank_name(name)
         if retriever not in RETRIEVERS:
             raise APIError(
                 400, f"unknown retriever {retriever!r:.40}; choose one of {', '.join(RETRIEVERS)}", param="retriever"
+            )
+        if self._shards is not None and (keep_texts or secure_delete):
+            raise APIError(
+                400,
+                "a bank in shards keeps no texts and deletes as usual; leave keep_texts and secure_delete out",
+                param="keep_texts" if keep_texts else "secure_delete",
             )
         with self._lock:
             place = self._banks_folder / name
@@ -127,9 +147,7 @@ class BankCatalog:
             new = self._banks_folder / f".new-{token_hex(8)}"
             try:
                 make_folder(new)
-                MemoryBank.create(
-                    new / "bank", self._model.fingerprint, keep_texts=keep_texts, secure_delete=secure_delete
-                ).close()
+                self._create_bank(new / "bank", keep_texts is not False, secure_delete)
                 write_text(new / _SETTINGS, sealed({"retriever": retriever}).decode())
                 if retriever != "none":
                     StoredRetriever(retriever, new / "retriever").save(new / "retriever")
@@ -140,6 +158,15 @@ class BankCatalog:
                 raise
             self._banks[name] = self._open(name)
             return self._banks[name]
+
+    def _create_bank(self, folder: Path, keep_texts: bool, secure_delete: bool) -> None:
+        if self._shards is not None:
+            from mac_rag.distributed import ShardedBank
+
+            ShardedBank.create(folder, self._model, shards=self._shards).close()
+        else:
+            fingerprint = self._model.fingerprint
+            MemoryBank.create(folder, fingerprint, keep_texts=keep_texts, secure_delete=secure_delete).close()
 
     def delete(self, name: str) -> None:
         """Deletes a bank with everything in it, after the change under way. Questions under way are finished.
@@ -165,6 +192,8 @@ class BankCatalog:
             The name of the backup, and the number of documents.
         """
         bank = self.get(name)
+        if not isinstance(bank.bank, MemoryBank):
+            raise APIError(400, f"bank {name} is in shards; copy its folder while the server is stopped", param="name")
         moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
         label = f"{name}.{moment}.{token_hex(3)}"
         make_folder(self._backups)
@@ -177,6 +206,24 @@ class BankCatalog:
             banks, self._banks = list(self._banks.values()), {}
         for bank in banks:
             bank.close()
+
+
+def is_in_shards(folder: Path) -> bool:
+    """True if a bank's folder has shards."""
+    return (folder / SHARDS).exists()
+
+
+def open_bank(folder: Path, model: MACModel, *, write: bool) -> Bank:
+    """Opens a bank, in one piece or in shards.
+
+    Raises:
+        BankError, FingerprintError: as `MemoryBank.open` and `ShardedBank.open`.
+    """
+    if not is_in_shards(folder):
+        return MemoryBank.open(folder, write=write, fingerprint=model.fingerprint)
+    from mac_rag.distributed import ShardedBank
+
+    return ShardedBank.open(folder, model, write=write)
 
 
 def _read_settings(path: Path) -> str:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from mac_rag.server.catalog import BankCatalog
+    from mac_rag.server.served_bank import ServedBank
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Banks(Protocol):
+    """Whoever serves banks."""
+
+    def served(self) -> Sequence[ServedBank]:
+        """The banks that are served."""
 
 
 class Metrics:
@@ -23,7 +30,7 @@ class Metrics:
         catalog: its banks, whose sizes are read at each scrape.
     """
 
-    def __init__(self, catalog: BankCatalog) -> None:
+    def __init__(self, catalog: Banks) -> None:
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "mac_rag_requests", "Requests by route and status.", ("method", "route", "status"), registry=self._registry
@@ -77,7 +84,7 @@ class Metrics:
 class _Banks:
     """Sizes of banks, and hits of their caches."""
 
-    def __init__(self, catalog: BankCatalog) -> None:
+    def __init__(self, catalog: Banks) -> None:
         self._catalog = catalog
 
     def collect(self) -> Iterable[Metric]:
@@ -89,7 +96,8 @@ class _Banks:
         for bank in self._catalog.served():
             hits, misses = bank.engine.recent_questions
             documents.add_metric([bank.name], len(bank))
-            size.add_metric([bank.name], bank.bank.nbytes)
+            if bank.nbytes is not None:
+                size.add_metric([bank.name], bank.nbytes)
             lookups.add_metric([bank.name, "hit"], hits)
             lookups.add_metric([bank.name, "miss"], misses)
         return [documents, size, lookups]

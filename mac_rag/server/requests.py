@@ -151,7 +151,7 @@ class EmbeddingRequest(Body):
 class NewBank(Body):
     name: str = Field(max_length=256)
     retriever: str = "bm25"
-    keep_texts: bool = True
+    keep_texts: bool | None = None
     secure_delete: bool = False
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import sys
-from contextlib import suppress
 from typing import Any
 
 import uvicorn
 
+from mac_rag.server.allocator import returned_memory
 from mac_rag.server.app import make_app
 from mac_rag.server.service import Service
 
+_log = logging.getLogger(__name__)
+
 # How long requests under way may take when the server ends; a question has its own bound.
 _GRACE = 90
-_M_ARENA_MAX = -8  # of malloc.h
 
 
 class Server(uvicorn.Server):
@@ -47,15 +47,15 @@ class Server(uvicorn.Server):
             )
         )
 
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            _log.info("ready at http://%s:%d/", f"[{host}]" if ":" in host else host, port)
+
     async def shutdown(self, sockets: Any = None) -> None:
         self._service.refuse_new_work()
         await super().shutdown(sockets)
-
-
-def _bound_arenas() -> None:
-    """Lets threads share two of glibc's arenas: with one for each, what a thread frees is of no use to the others."""
-    with suppress(AttributeError, OSError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
 
 
 def run(service: Service, *, host: str, port: int, anyone: bool, any_host: bool) -> None:
@@ -63,9 +63,9 @@ def run(service: Service, *, host: str, port: int, anyone: bool, any_host: bool)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     for noisy in ("httpx", "mcp", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    _bound_arenas()
-    server = Server(service, host=host, port=port, anyone=anyone, any_host=any_host)
-    try:
-        server.run()
-    finally:
-        service.close()
+    with returned_memory():
+        server = Server(service, host=host, port=port, anyone=anyone, any_host=any_host)
+        try:
+            server.run()
+        finally:
+            service.close()

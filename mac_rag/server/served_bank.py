@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from secrets import token_hex
 from typing import Any
 
 from mac_rag.data.dates import ALWAYS, written
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import AdaptReport, Document
+from mac_rag.distributed.sharded_contents import ShardedContents
 from mac_rag.engine import MACEngine
 from mac_rag.errors import MACError
 from mac_rag.memory.bank import MemoryBank
+from mac_rag.memory.interface import Bank
 from mac_rag.memory.metadata_filters import Filters, fits
 from mac_rag.server.api_errors import APIError
 
@@ -26,21 +29,30 @@ class ServedBank:
         name: its name.
         engine: its engine, whose bank is in a folder.
         retriever: the name of its retriever; `none` for none.
+
+    Attributes:
+        opening: a random name of this opening of the bank.
+        changes: how many changes have ended since then.
     """
 
     def __init__(self, name: str, engine: MACEngine, retriever: str) -> None:
         self.name = name
         self.engine = engine
         self.retriever = retriever
+        self.opening = token_hex(8)
+        self.changes = 0
         self._changing = threading.Lock()
         self._closed = False
         self._filtered: dict[tuple[int, str], frozenset[str]] = {}
 
     @property
-    def bank(self) -> MemoryBank:
-        bank = self.engine.bank
-        assert isinstance(bank, MemoryBank)
-        return bank
+    def bank(self) -> Bank:
+        return self.engine.bank
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of its rows; None for a bank in shards, whose rows are in other processes."""
+        return self.bank.nbytes if isinstance(self.bank, MemoryBank) else None
 
     def __len__(self) -> int:
         return len(self.engine.snapshot)
@@ -52,8 +64,9 @@ class ServedBank:
             "name": self.name,
             "object": "bank",
             "documents": len(seen),
-            "bytes": bank.nbytes,
-            "rows": (bank.layout.dtype or "fp32") if len(seen) else None,
+            "bytes": self.nbytes,
+            "rows": (bank.layout.dtype or "fp32") if isinstance(bank, MemoryBank) and len(seen) else None,
+            "shards": len(bank.directories) if isinstance(bank, ShardedContents) else None,
             "retriever": self.retriever,
             "keep_texts": bank.keep_texts,
             "secure_delete": bank.secure_delete,
@@ -182,6 +195,7 @@ class _Change:
             raise APIError(503, "the bank is being closed; nothing was changed", code="closing", retry_after=5)
 
     def __exit__(self, *error: object) -> None:
+        self._bank.changes += 1
         self._bank._changing.release()
 
 

@@ -21,17 +21,19 @@ from mac_rag.server.jobs import Job, Jobs
 from mac_rag.server.keys import KeyStore, Principal
 from mac_rag.server.limits import Limits
 from mac_rag.server.metrics import Metrics
+from mac_rag.server.replicated import ReplicatedAsking
 from mac_rag.server.served_bank import ServedBank
 from mac_rag.server.workers import Workers
 
 if TYPE_CHECKING:
     from mac_rag.retrieval.dense import Encoder
+    from mac_rag.server.replicas import Replicas
 
 _log = logging.getLogger(__name__)
 
 KEYS = "keys.json"
 # Seconds between questions that arrive in one crowd: their clients read an answer and ask again.
-_BETWEEN_QUESTIONS = 0.02
+BETWEEN_QUESTIONS = 0.02
 # The name under which `/v1/embeddings` serves the sentence encoder.
 EMBEDDING_MODEL = "all-MiniLM-L6-v2"
 
@@ -44,12 +46,20 @@ class Service:
         model: the model.
         model_name: what the API calls it.
         limits: bounds of requests.
+        replicas: processes that answer questions; None to answer in this one. New banks are in as many shards.
 
     Raises:
         ConfigError: for a name that holds a colon, which stands before the name of a bank.
     """
 
-    def __init__(self, folder: Path, model: MACModel, model_name: str, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: MACModel,
+        model_name: str,
+        limits: Limits | None = None,
+        replicas: Replicas | None = None,
+    ) -> None:
         if ":" in model_name or not model_name:
             raise ConfigError(f"{model_name!r} cannot name a model here; give one without a colon by --model-name")
         make_folder(folder)
@@ -60,14 +70,18 @@ class Service:
         self.audit = AuditLog(folder / "audit.jsonl")
         self.uploads = folder / "uploads"
         shutil.rmtree(self.uploads, ignore_errors=True)  # of jobs that a killed process had
-        self.catalog = BankCatalog(folder, model)
+        self.catalog = BankCatalog(folder, model, None if replicas is None else replicas.count)
         self.metrics = Metrics(self.catalog)
         for bank in self.catalog.served():
             bank.engine.on_batch = self.metrics.batch
         alone = MACEngine(model)
         alone.on_batch = self.metrics.batch
-        alone.wait_for_crowds(_BETWEEN_QUESTIONS)
-        self.asking = Asking(alone, self.metrics)
+        alone.wait_for_crowds(BETWEEN_QUESTIONS)
+        self._replicas = replicas
+        if replicas is None:
+            self.asking = Asking(alone, self.metrics)
+        else:
+            self.asking = ReplicatedAsking(alone, self.metrics, replicas, self.catalog)
         self.questions = Workers("questions", self.limits.pending, self.limits.question_seconds)
         self.writes = Workers("writes", self.limits.writes)
         self.reads = Workers("reads", self.limits.pending, self.limits.question_seconds)
@@ -92,7 +106,9 @@ class Service:
         """The banks that somebody may see."""
         return [bank for bank in self.catalog.served() if who.sees(bank.name)]
 
-    def create_bank(self, name: str, who: Principal, *, retriever: str, keep_texts: bool, secure: bool) -> ServedBank:
+    def create_bank(
+        self, name: str, who: Principal, *, retriever: str, keep_texts: bool | None, secure: bool
+    ) -> ServedBank:
         """Makes a bank.
 
         Raises:
@@ -134,6 +150,8 @@ class Service:
         for workers in (self.questions, self.writes, self.reads):
             workers.close()
         self.catalog.close()
+        if self._replicas is not None:
+            self._replicas.close()
 
     def _note_job(self, job: Job) -> None:
         if job.added or job.updated:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mac_rag.errors import ConfigError
+from mac_rag.strict_yaml import parse_yaml
 from mac_rag.untrusted_files import MalformedError
 from pipelines.stages import read_stages, read_yaml
-from pipelines.strict_yaml import parse_yaml
 from tests.torture.mutations import little_memory
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(

@@ -172,7 +172,7 @@ def test_work_that_arrives_at_the_end_is_refused(one_at_a_time: Running) -> None
     assert "new" not in engine_of(one_at_a_time).bank
 
 
-def start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+def start(folder: Path, *options: str) -> tuple[subprocess.Popen[bytes], str]:
     """`mac-rag serve` in a process of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -180,17 +180,19 @@ def start(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
     code = "from mac_rag.cli.main import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "serve", "--data", str(folder), "--model", "mac-tiny", "--port", str(port),
-         "--requests-per-minute", "0"],
+         "--requests-per-minute", "0", *options],
         env=dict(os.environ), stderr=subprocess.DEVNULL,
     )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
-    for _ in range(600):
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
         try:
             if httpx.get(f"{url}/ready", trust_env=False).status_code == 200:
                 return process, url
         except httpx.TransportError:
             assert process.poll() is None
             time.sleep(0.1)
+    process.kill()
     raise AssertionError("the server did not start")
 
 

@@ -49,7 +49,9 @@ class RecentQuestions:
         self.misses += len(new)
         self.hits += len(questions) - len(new)
         if new:
-            self._results.update(zip(new, zip(*compute(new), strict=True), strict=True))
+            # A copy of each row: a view of one would keep the whole batch.
+            rows = ((phi.clone(), discarded.clone()) for phi, discarded in zip(*compute(new), strict=True))
+            self._results.update(zip(new, rows, strict=True))
         for question in questions:
             self._results.move_to_end(question)
         phi, discarded = zip(*(self._results[question] for question in questions), strict=True)

@@ -23,6 +23,7 @@ class RowCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._slots: OrderedDict[int, int] = OrderedDict()  # key of a row -> its place; the last used one is the last
+        self._emptied: list[int] = []  # places of rows that were dropped
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
@@ -61,9 +62,19 @@ class RowCache:
         slots = torch.tensor([self._slots[name] for name in names], dtype=torch.long, device=self._keys.device)
         return self._keys.index_select(1, slots), self._values.index_select(1, slots)
 
+    def drop(self, row_keys: Tensor) -> None:
+        """Forgets rows `[n]`, and leaves out unknown ones. The next rows take their places, and no further memory."""
+        for name in row_keys.tolist():
+            slot = self._slots.pop(name, None)
+            if slot is not None:
+                self._emptied.append(slot)
+
     def _free_slot(self, name: int) -> int:
-        slot = len(self._slots)
-        if slot == self.capacity:
+        if self._emptied:
+            slot = self._emptied.pop()
+        elif len(self._slots) == self.capacity:
             _, slot = self._slots.popitem(last=False)
+        else:
+            slot = len(self._slots)
         self._slots[name] = slot
         return slot

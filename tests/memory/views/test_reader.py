@@ -104,6 +104,8 @@ def test_least_recent_questions_leave_a_full_cache() -> None:
         phi, _ = recent.look_up(questions, None, compute)
         assert phi.flatten().tolist() == [float(text) for text in questions]
     assert asked == ["1", "2", "3", "4", "2"]
+    # What is kept of a batch does not hold the rest of it.
+    assert {phi.untyped_storage().nbytes() for phi, _ in recent._results.values()} == {4}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

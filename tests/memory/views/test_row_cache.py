@@ -18,14 +18,20 @@ def computed(row_keys: Tensor) -> tuple[Tensor, Tensor]:
 
 @given(
     capacity=st.integers(0, 6),
-    calls=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=8, unique=True), max_size=12),
+    calls=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 9), min_size=1, max_size=8, unique=True),
+            st.lists(st.integers(0, 9), max_size=4, unique=True),
+        ),
+        max_size=12,
+    ),
 )
 def test_it_gives_what_was_asked_for_and_computes_only_what_it_does_not_have(
-    capacity: int, calls: list[list[int]]
+    capacity: int, calls: list[tuple[list[int], list[int]]]
 ) -> None:
     cache = RowCache(capacity)
     recent: list[int] = []  # the last one is the last used
-    for names in calls:
+    for names, dropped in calls:
         asked: list[int] = []
 
         def project(places: Tensor, names: list[int] = names, asked: list[int] = asked) -> tuple[Tensor, Tensor]:
@@ -41,3 +47,15 @@ def test_it_gives_what_was_asked_for_and_computes_only_what_it_does_not_have(
         known = [name for name in names if name in recent]
         recent = ([name for name in recent if name not in names] + known + asked)[-capacity:]
         assert cache.bytes == len(recent) * 2 * 2 * 3 * 8
+        cache.drop(torch.tensor(dropped, dtype=torch.long))
+        recent = [name for name in recent if name not in dropped]
+        assert cache.bytes == len(recent) * 2 * 2 * 3 * 8
+
+
+def test_rows_that_come_and_go_take_no_more_memory_than_those_that_are_there() -> None:
+    cache = RowCache(1_000)
+    for first in range(200):  # five at a time
+        names = torch.arange(first, first + 5)
+        cache.look_up(names, lambda places, names=names: computed(names[places]))
+        cache.drop(torch.tensor([first]))
+    assert set(cache._slots.values()) | set(cache._emptied) == set(range(5))

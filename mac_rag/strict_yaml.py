@@ -18,7 +18,7 @@ def parse_yaml(text: str) -> Any:
 
     Raises:
         MalformedError: for ill-formed YAML, a key that comes twice, a value that is no text, number, truth value, null,
-            list or mapping, or more values or deeper nesting than any recipe has; says where.
+            list or mapping, or more values or deeper nesting than any file of ours has; says where.
     """
     _check_brackets(text)
     try:
@@ -28,12 +28,18 @@ def parse_yaml(text: str) -> Any:
             return None
         _count(node, {}, 0)
         return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:  # its text quotes the file, in which there may be what is not to be shown
+        raise MalformedError(f"{error.problem or error.context}{_place(error.problem_mark)}") from None
     except yaml.YAMLError as error:
         raise MalformedError(str(error)) from None
     except RecursionError:
         raise MalformedError(f"nested more than {DEPTH} deep") from None
     except (ValueError, OverflowError) as error:  # a date or a number that there is not
         raise MalformedError(str(error)) from None
+
+
+def _place(mark: yaml.Mark | None) -> str:
+    return "" if mark is None else f", line {mark.line + 1:,}, column {mark.column + 1:,}"
 
 
 def _check_brackets(text: str) -> None:
@@ -56,10 +62,10 @@ def _count(node: yaml.Node, counted: dict[int, int], depth: int) -> int:
     known = counted.get(id(node))
     if known is not None:
         if known == 0:
-            raise MalformedError(f"an alias that refers to itself{node.start_mark}")
+            raise MalformedError(f"an alias that refers to itself{_place(node.start_mark)}")
         return known
     if depth > DEPTH:
-        raise MalformedError(f"nested more than {DEPTH} deep{node.start_mark}")
+        raise MalformedError(f"nested more than {DEPTH} deep{_place(node.start_mark)}")
     counted[id(node)], total = 0, 1
     for part in _parts(node):
         total += _count(part, counted, depth + 1)
@@ -92,7 +98,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_yaml_int(self, node: Any) -> int:
         digits = len(node.value.lstrip("+-"))
         if digits > NUMBER:
-            raise MalformedError(f"a number of {digits:,} digits{node.start_mark}")
+            raise MalformedError(f"a number of {digits:,} digits{_place(node.start_mark)}")
         return super().construct_yaml_int(node)
 
 

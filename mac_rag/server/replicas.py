@@ -1,0 +1,116 @@
+"""Replicas in processes of Ray Serve, on this machine or on several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from mac_rag.distributed.cluster import connected_ray
+from mac_rag.errors import CancelledError, ConfigError, MACError
+from mac_rag.model import MACModel
+from mac_rag.server.api_errors import APIError
+from mac_rag.server.asking import Reply
+from mac_rag.server.replica import Replica
+from mac_rag.server.replicated import Sent
+
+_LOOK = 0.2  # seconds between looks whether somebody still waits
+
+
+class Replicas:
+    """Starts replicas, and gives each question to one that has few. Ray Serve starts a replica again that dies.
+
+    They answer to this process alone: no port is opened beside Ray's own.
+
+    Args:
+        source: name or folder of the model; a folder lies under this path on all machines.
+        model: the model.
+        folder: the server's folder, which all machines reach under this path.
+        count: number of replicas. Each takes a GPU where there are enough, or else a CPU.
+        most: questions at a time.
+        patience: see `MACEngine.wait_for_crowds`.
+
+    Raises:
+        ConfigError: without Ray Serve, or if the cluster has no room for them.
+    """
+
+    def __init__(self, source: str, model: MACModel, folder: Path, count: int, most: int, patience: float) -> None:
+        ray = connected_ray()
+        try:
+            from ray import serve
+        except ImportError as error:
+            raise ConfigError(f"--ray needs Ray Serve: pip install 'mac-rag[server,ray]' ({error})") from None
+        there = ray.cluster_resources()
+        kind = "GPU" if there.get("GPU", 0) >= count else "CPU"
+        if there.get(kind, 0) < count:
+            raise ConfigError(f"--replicas {count} needs as many CPUs or GPUs, and Ray has {there.get(kind, 0):g} CPUs")
+        self.count = count
+        self._is_closed = False
+        self._ray, self._serve, self._name = ray, serve, f"mac-rag-{token_hex(4)}"
+        place = str(Path(source).resolve()) if Path(source).is_dir() else source
+        deployment: Any = serve.deployment(
+            name="replica",
+            num_replicas=count,
+            max_ongoing_requests=2 * most,
+            ray_actor_options={"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_cpus": 1},
+        )(Replica)
+        serve.start(proxy_location="Disabled")
+        bound = deployment.bind(place, model.fingerprint, folder.resolve(), most, patience)
+        try:
+            self._handle = serve.run(bound, name=self._name, route_prefix=None)
+        except RuntimeError as error:
+            self.close()
+            raise ConfigError(f"the replicas cannot start: {str(error).strip()[-500:]}") from None
+
+    def answer(self, sent: Sent, cancelled: Callable[[], bool] | None) -> list[Reply]:
+        """Answers questions in one of the replicas.
+
+        Raises:
+            APIError: 503 when it is lost.
+            CancelledError: when `cancelled` says so.
+            MACError: what the replica raises.
+        """
+        response: Any = self._handle.answer.remote(sent)
+        while True:
+            try:
+                replies: list[Reply] = response.result(timeout_s=_LOOK)
+                return replies
+            except TimeoutError:
+                if cancelled is not None and cancelled():
+                    response.cancel()
+                    raise CancelledError("nobody waits for this request any more, so it was not run") from None
+            except Exception as error:
+                raise self._known(error) from None
+
+    def stream(self, sent: Sent) -> Iterator[str | Reply]:
+        """Yields an answer piece by piece from one of the replicas.
+
+        Raises:
+            APIError: 503 when it is lost.
+            MACError: what the replica raises.
+        """
+        response: Any = self._handle.options(stream=True).stream.remote(sent)
+        try:
+            yield from response
+        except GeneratorExit:
+            response.cancel()
+            raise
+        except Exception as error:
+            raise self._known(error) from None
+
+    def close(self) -> None:
+        """Ends the replicas, unless that is done."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._serve.delete(self._name)
+
+    def _known(self, error: Exception) -> Exception:
+        """The error that a replica has raised, or that of a lost one."""
+        cause: object = getattr(error, "cause", None)
+        if isinstance(cause, MACError | APIError):
+            return cause
+        errors = self._ray.exceptions
+        is_lost = isinstance(error, errors.RayError) and not isinstance(error, errors.RayTaskError)
+        lost = APIError(503, "the process that was to answer is lost; ask again", code="lost", retry_after=1)
+        return lost if is_lost else error

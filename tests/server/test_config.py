@@ -1,0 +1,113 @@
+"""What `mac-rag serve` is told by its command line, the environment and a file; errors name the place and no secret."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from mac_rag.cli.main import app
+from mac_rag.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "server.yaml"
+
+
+def settings(*arguments: str, **environment: str) -> dict[str, Any]:
+    """What counts, as --print-config says."""
+    done = CliRunner().invoke(app, ["serve", *arguments, "--print-config"], env=environment)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    printed = yaml.safe_load(done.stdout)
+    assert isinstance(printed, dict)
+    return printed
+
+
+def refusal(file: Path, text: str) -> str:
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        settings("--config", str(file))
+    assert str(error.value).startswith(str(file))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("on_line", "in_environment", "in_file"), list(product([False, True], repeat=3)))
+def test_the_command_line_counts_first_then_the_environment_then_the_file(
+    file: Path, on_line: bool, in_environment: bool, in_file: bool
+) -> None:
+    file.write_text("port: 1\ndata: of-file\n" if in_file else "data: of-file")
+    arguments = ["--port", "3"] if on_line else []
+    environment = {"MAC_RAG_SERVE_PORT": "2"} if in_environment else {}
+    expected = 3 if on_line else 2 if in_environment else 1 if in_file else 8080
+    found = settings("--config", str(file), *arguments, **environment)
+    assert (found["port"], found["data"]) == (expected, "of-file")
+
+
+def test_the_environment_names_the_file_and_takes_every_option(file: Path) -> None:
+    file.write_text("seconds: 5")
+    values = {"data": "d", "model": "mac-tiny", "host": "::1", "port": 1, "model_name": "m", "no_keys": True,
+              "pending": 2, "requests_per_minute": 3, "device_map": "auto",
+              "ray": True, "replicas": 4}  # fmt: skip
+    variables = {f"MAC_RAG_SERVE_{name.upper()}": str(value) for name, value in values.items()}
+    assert settings(**variables, MAC_RAG_SERVE_CONFIG=str(file)) == values | {"seconds": 5}
+
+
+def test_what_is_printed_is_a_file_that_says_the_same(file: Path) -> None:
+    once = settings("--data", "a: folder", "--seconds", "7", MAC_RAG_SERVE_NO_KEYS="1")
+    file.write_text(CliRunner().invoke(app, ["serve", "--data", "a: folder", "--seconds", "7", "--print-config"],
+                                       env={"MAC_RAG_SERVE_NO_KEYS": "1"}).stdout)  # fmt: skip
+    assert "seconds: 7.0  # command line" in file.read_text()
+    assert "no_keys: true  # environment" in file.read_text()
+    assert settings("--config", str(file)) == once
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("requests-per-minute: 3", "'requests-per-minute' is no option of mac-rag serve; did you mean requests_per_m"),
+        ("prot: 3", "did you mean port?; it takes data, model, host, port"),
+        ("config: other.yaml", "'config' is no option"),
+        ("1: 2", "'1' is no option"),
+        ("port: true", "port takes a whole number, and not True"),
+        ("port: 8080.0", "port takes a whole number, and not 8080.0"),
+        ("port: 70000", "port: Input should be less than or equal to 65535 (got 70000)"),
+        ("pending:", "pending takes a whole number, and not None"),
+        ("no_keys: 'yes'", "no_keys takes true or false, and not 'yes'"),
+        ("host: 127", "host takes a text, and not 127"),
+        ("model: [a]", "model takes a text, and not ['a']"),
+        ("port: 1\nport: 2", "the key 'port' comes twice, line 2, column 1"),
+        ("- port", "holds no options"),
+        ("", "holds no options"),
+        ("port: [", "is not valid YAML"),
+    ],
+)
+def test_a_file_that_says_something_else_is_refused(file: Path, text: str, message: str) -> None:
+    assert message in refusal(file, text)
+
+
+@pytest.mark.parametrize(
+    "text", ["api_key: s3cret", "port: 1\nkey: s3cret: x", "port: {key: s3cret", "? [s3cret]\n: 1", "port: !s3 s3cret"]
+)
+def test_what_may_be_a_secret_is_not_repeated(file: Path, text: str) -> None:
+    assert "s3cret" not in refusal(file, text)
+
+
+def test_a_file_that_is_not_there_is_named(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"server\.yaml cannot be read"):
+        settings("--config", str(file))
+
+
+def test_a_variable_that_is_none_is_refused_without_its_value() -> None:
+    with pytest.raises(ConfigError, match="MAC_RAG_SERVE_PROT is no option of mac-rag serve; did you mean") as error:
+        settings("--data", "d", MAC_RAG_SERVE_PROT="s3cret")
+    assert "s3cret" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"MAC_RAG_SERVE_PORT: .* \(got '70000'\)"):
+        settings("--data", "d", MAC_RAG_SERVE_PORT="70000")
+    assert settings("--data", "d", MAC_RAG_SERVE_PORT="")["port"] == 8080
