@@ -135,7 +135,7 @@ class Asking:
                 overflow="truncate",
                 max_new_tokens=like.max_new_tokens,
                 sampling=like.sampling,
-                sources=0 if prompt is not None or like.bank is None else like.sources,
+                sources=0 if prompt is not None or like.hits is not None or like.bank is None else like.sources,
                 min_confidence=like.min_confidence,
                 cancelled=cancelled,
             )
@@ -145,8 +145,8 @@ class Asking:
             known = hits if prompt is not None else question.hits
             reply.retrieved = list(answer.document_ids) if known is None else [hit.document_id for hit in known]
             reply.sources = answer.sources
-            if prompt is not None:
-                reply.sources = self._sources(question, answer.text, hits, prompt)
+            if known is not None:
+                reply.sources = self._sources(question, answer.said, known, prompt or self._fitted(question, known))
             reply.truncated = answer.truncated
             reply.confidence, reply.guess = answer.confidence, answer.guess
             replies.append(reply)
@@ -167,12 +167,7 @@ class Asking:
         prompt, hits = self._conversation(question)
         if prompt is None:
             hits = self._retrieved(question)
-            prompt = engine.model.fit_to_window(
-                question.text,
-                [hit.text for hit in hits],
-                overflow="truncate",
-                max_new_tokens=question.max_new_tokens,
-            )
+            prompt = self._fitted(question, hits)
         pieces = []
         with self._metrics.part("stream"):
             for piece in engine.stream(
@@ -205,6 +200,15 @@ class Asking:
 
     def _engine(self, question: Question) -> MACEngine:
         return self._alone if question.bank is None else question.bank.engine
+
+    def _fitted(self, question: Question, hits: Sequence[Hit]) -> FittedPrompt:
+        """The prompt of a question without a conversation, behind given documents."""
+        return self._engine(question).model.fit_to_window(
+            question.text,
+            [hit.text for hit in hits],
+            overflow="truncate",
+            max_new_tokens=question.max_new_tokens,
+        )
 
     def _retrieved(self, question: Question) -> list[Hit]:
         if question.hits is not None:
