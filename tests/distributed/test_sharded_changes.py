@@ -218,7 +218,8 @@ def test_questions_of_several_engines_do_not_mix(loaded_tiny_model: MACModel, fo
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)
         # One that began with other rows is told to ask again.
-        attention = _ShardsAttention(engines[0]._reader, loaded_tiny_model.input_encoder([[5, 6]]), {0: None, 1: None})
+        encoded = loaded_tiny_model.input_encoder([[5, 6]])
+        attention = _ShardsAttention(engines[0]._reader, encoded, {0: None, 1: None}, None)
         query = torch.zeros(1, 2, 4, 8)
         attention(0, False, query)
         engines[1].adapt(AFTER)
