@@ -136,7 +136,7 @@ def test_an_empty_validation_split_is_refused_before_the_regression(
     (tmp_path / "mine.jsonl").write_text(json.dumps(row))
     monkeypatch.setattr("pipelines.tasks.train.init_by_kv_regression", lambda *_: pytest.fail("it is too late"))
     source = {"name": "own", "path": str(tmp_path / "mine.jsonl")}
-    with pytest.raises(DataError, match="the split 'val' .* holds no question"):
+    with pytest.raises(DataError, match=r"the split 'val' .* holds no question"):
         TrainTask(train_recipe(model_folder, data=source, init="kv_regression"))
 
 
