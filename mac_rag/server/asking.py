@@ -146,7 +146,7 @@ class Asking:
             reply.retrieved = list(answer.document_ids) if known is None else [hit.document_id for hit in known]
             reply.sources = answer.sources
             if known is not None:
-                reply.sources = self._sources(question, answer.said, known, prompt or self._fitted(question, known))
+                reply.sources = self._sources(question, answer.said, known, answer.contexts)
             reply.truncated = answer.truncated
             reply.confidence, reply.guess = answer.confidence, answer.guess
             replies.append(reply)
@@ -167,7 +167,12 @@ class Asking:
         prompt, hits = self._conversation(question)
         if prompt is None:
             hits = self._retrieved(question)
-            prompt = self._fitted(question, hits)
+            prompt = engine.model.fit_to_window(
+                question.text,
+                [hit.text for hit in hits],
+                overflow="truncate",
+                max_new_tokens=question.max_new_tokens,
+            )
         pieces = []
         with self._metrics.part("stream"):
             for piece in engine.stream(
@@ -183,7 +188,7 @@ class Asking:
                 yield piece
         reply = self._counted(question, "".join(pieces), len(prompt.ids))
         reply.retrieved, reply.truncated = [hit.document_id for hit in hits], prompt.truncated
-        reply.sources = self._sources(question, reply.text, hits, prompt)
+        reply.sources = self._sources(question, reply.text, hits, prompt.contexts)
         yield reply
 
     def search(
@@ -200,15 +205,6 @@ class Asking:
 
     def _engine(self, question: Question) -> MACEngine:
         return self._alone if question.bank is None else question.bank.engine
-
-    def _fitted(self, question: Question, hits: Sequence[Hit]) -> FittedPrompt:
-        """The prompt of a question without a conversation, behind given documents."""
-        return self._engine(question).model.fit_to_window(
-            question.text,
-            [hit.text for hit in hits],
-            overflow="truncate",
-            max_new_tokens=question.max_new_tokens,
-        )
 
     def _retrieved(self, question: Question) -> list[Hit]:
         if question.hits is not None:
@@ -238,12 +234,12 @@ class Asking:
         return Reply(text, prompt_tokens, tokens, tokens >= most)
 
     def _sources(
-        self, question: Question, answer: str, hits: Sequence[Hit], prompt: FittedPrompt
+        self, question: Question, answer: str, hits: Sequence[Hit], contexts: Sequence[str]
     ) -> tuple[Source, ...]:
-        """What an answer rests on whose prompt was fitted here."""
+        """What an answer rests on whose documents were retrieved here; `contexts` is what the LM read of them."""
         if question.bank is None or not question.sources:
             return ()
-        read = texts_read([hit.document_id for hit in hits], [hit.text for hit in hits], prompt.contexts)
+        read = texts_read([hit.document_id for hit in hits], [hit.text for hit in hits], contexts)
         with self._metrics.part("sources"):
             return question.bank.engine.sources(
                 question.text,
