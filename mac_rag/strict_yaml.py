@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mac_rag.untrusted_files import DEPTH, NUMBER, MalformedError
+from mac_rag.errors import ConfigError
+from mac_rag.untrusted_files import DEPTH, NUMBER, MalformedError, read_text_bytes
 
 # Values of a file after every alias is written out. Recipes have some hundreds.
 _MOST_VALUES = 20_000
+_LARGEST = 64 << 10  # bytes of a file; the parser needs a second for one of these
+
+
+def read_yaml(path: Path) -> Any:
+    """The value in a YAML file.
+
+    Raises:
+        ConfigError: for a file that cannot be read, or is larger than 64 KiB; for ill-formed YAML, or a key that comes
+            twice.
+    """
+    try:
+        return parse_yaml(read_text_bytes(path, _LARGEST, follow=True).decode())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid YAML: not UTF-8 at byte {error.start:,}") from None
+    except MalformedError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
 
 
 def parse_yaml(text: str) -> Any:

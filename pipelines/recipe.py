@@ -14,7 +14,7 @@ import yaml
 
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError
-from pipelines.stages import RECIPES, override_value, pipeline_file, read_stages, read_yaml
+from pipelines.stages import RECIPES, override_value, pipeline_file, read_mapping, read_stages
 
 C = TypeVar("C", bound=Config)
 
@@ -91,7 +91,7 @@ def read_recipe(name: str, overrides: list[str] | None) -> Recipe:
     """
     path = Path(name) if Path(name).is_file() else RECIPES / f"{name}.yaml"
     if path.is_file():
-        recipe = Recipe(read_yaml(path), str(path), None)
+        recipe = Recipe(read_mapping(path), str(path), None)
         if "stages" in recipe.values:
             raise ConfigError(f"{path} holds a pipeline; name one of its stages ({path}/STAGE), or use pipelines.run")
     else:
@@ -104,7 +104,7 @@ def read_recipe(name: str, overrides: list[str] | None) -> Recipe:
 def stages_or_itself(name: str) -> list[str]:
     """Names of the recipes of all stages, for the name of a pipeline; for that of a recipe, the name itself."""
     path = pipeline_file(name)
-    if path is None or "stages" not in read_yaml(path):
+    if path is None or "stages" not in read_mapping(path):
         return [name]
     return [f"{name}/{stage.name}" for stage in read_stages(path)]
 
@@ -163,7 +163,7 @@ def changes_since(output: Path, config: Config) -> list[str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # old names in a file that the user did not write
-            stored = type(config).parse(read_yaml(path), path)
+            stored = type(config).parse(read_mapping(path), path)
     except ConfigError as error:
         return [str(error)]
     return list(_differences(stored.model_dump(mode="json"), config.model_dump(mode="json"), ""))

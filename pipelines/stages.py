@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError
-from mac_rag.strict_yaml import parse_yaml
-from mac_rag.untrusted_files import MalformedError, read_text_bytes
+from mac_rag.strict_yaml import parse_yaml, read_yaml
+from mac_rag.untrusted_files import MalformedError
 
 C = TypeVar("C", bound=Config)
 
@@ -37,7 +37,6 @@ TASKS = ("pretrain", "tune_qa", "train", "fit_recency", "add_lexical")  # see pi
 _STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _REFERENCE = re.compile(r"\$\{stages\.([^}]*)\}/(?:best|last)")
 _EVERY_STAGE = "*"
-_LARGEST = 64 << 10  # bytes of a file; the parser needs a second for one of these
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def read_stages(path: Path, overrides: Sequence[str] = ()) -> list[Stage]:
         ConfigError: for ill-formed YAML, a stage without a known task, a reference to anything but an earlier stage,
             or an override of an unknown stage or value; it names the stage.
     """
-    values = read_yaml(path)
+    values = read_mapping(path)
     stages = values.get("stages")
     if not isinstance(stages, dict) or not stages:
         raise ConfigError(f"{path} holds no pipeline: it has no stages")
@@ -117,21 +116,14 @@ def with_stage_folders(config: C, folder: Path) -> C:
     )
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
         ConfigError: for a file that cannot be read, or is larger than 64 KiB; for ill-formed YAML, a key that comes
             twice, or a file that holds no mapping.
     """
-    try:
-        values = parse_yaml(read_text_bytes(path, _LARGEST, follow=True).decode())
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not valid YAML: not UTF-8 at byte {error.start:,}") from None
-    except MalformedError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    values = read_yaml(path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no recipe, but {values!r:.200}")
     return values

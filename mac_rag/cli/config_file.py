@@ -16,7 +16,6 @@ import typer
 
 from mac_rag.errors import ConfigError
 
-_LARGEST = 1 << 16
 # What a value may be in YAML, by the type of the option.
 _KINDS: Mapping[type, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
@@ -98,17 +97,9 @@ def _read(file: Path, context: typer.Context) -> dict[str, Any]:
     Raises:
         ConfigError: for a file that cannot be read, or is no mapping of options to values of their types.
     """
-    from mac_rag.strict_yaml import parse_yaml
-    from mac_rag.untrusted_files import MalformedError, read_text_bytes
+    from mac_rag.strict_yaml import read_yaml
 
-    try:
-        values = parse_yaml(read_text_bytes(file, _LARGEST, follow=True).decode())
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not valid YAML: not UTF-8 at byte {error.start:,}") from None
-    except MalformedError as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}") from None
+    values = read_yaml(file)
     if not isinstance(values, dict):
         raise ConfigError(f"{file} holds no options; write one a line, such as port: 8080")
     known = _settings(context)

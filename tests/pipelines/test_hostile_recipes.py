@@ -10,7 +10,7 @@ import pytest
 from mac_rag.errors import ConfigError
 from mac_rag.strict_yaml import parse_yaml
 from mac_rag.untrusted_files import MalformedError
-from pipelines.stages import read_stages, read_yaml
+from pipelines.stages import read_mapping, read_stages
 from tests.torture.mutations import little_memory
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
@@ -40,7 +40,7 @@ def test_recipes(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
     with little_memory(), pytest.raises(ConfigError, match=message) as error:
-        read_yaml(path)
+        read_mapping(path)
     assert str(path) in str(error.value)
 
 
@@ -62,4 +62,4 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="it is a named pipe, not a file"):
-        read_yaml(path)
+        read_mapping(path)
