@@ -12,10 +12,10 @@ from eval.harness.benchmark import (
     BenchmarkModel,
     QuestionsOption,
     SplitOption,
+    model_for,
 )
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, SeedOption, report
 from eval.harness.streams import DataOption, open_stream
-from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.run import run_command
 from mac_rag.cli.terminal import say
 
@@ -57,7 +57,7 @@ def main(
     from mac_rag.engine import MACEngine
     from mac_rag.model import MACModel
 
-    name = model or ("mac-tiny" if data is None else DEFAULT_MODEL)
+    name = model_for(model, data)
     loaded = MACModel.from_pretrained(name, device=device)
     engine = MACEngine(loaded)
     adaptation = adapt(engine, dataset.documents, progress=True)

@@ -16,11 +16,11 @@ from eval.harness.benchmark import (
     RetrieverOption,
     SplitOption,
     WeightOption,
+    model_for,
     run_benchmark,
 )
 from eval.harness.command import NEWSWIRE_DOCUMENTS, BatchOption, DeviceOption, OutputOption, SeedOption, generated
 from eval.harness.streams import DataOption, named_data
-from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.run import run_command
 
 
@@ -76,7 +76,7 @@ def main(
         load,
         options=context.params,
         questions=questions,
-        model=model or ("mac-tiny" if data is None else DEFAULT_MODEL),
+        model=model_for(model, data),
         retriever=retriever,
         k=k,
         memory_weight=memory_weight,

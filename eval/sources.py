@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.harness.benchmark import BenchmarkModel, QuestionsOption, SplitOption
+from eval.harness.benchmark import BenchmarkModel, QuestionsOption, SplitOption, model_for
 from eval.harness.command import NEWSWIRE_DOCUMENTS, BatchOption, DeviceOption, OutputOption, SeedOption, report
 from eval.harness.streams import DataOption, open_stream
-from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def main(
     path = result_path(output, "sources")
     dataset, source = open_stream(data, split, documents, questions, seed=seed, scale="tiny")
     dataset.questions_by_document()  # raises, before any work, if one names no document
-    chosen = model or ("mac-tiny" if data is None else DEFAULT_MODEL)
+    chosen = model_for(model, data)
     loaded = MACModel.from_pretrained(chosen, device=device)
     bank = MemoryBank(loaded.fingerprint, keep_texts=True)
     engine = MACEngine(loaded, bank, make_retriever(retriever), k=k)

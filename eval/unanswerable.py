@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from eval.harness.benchmark import SplitOption
-from eval.harness.command import MODEL_HELP, BatchOption, DeviceOption, OutputOption, SeedOption, report
+from eval.harness.benchmark import BenchmarkModel, SplitOption, model_for
+from eval.harness.command import BatchOption, DeviceOption, OutputOption, SeedOption, report
 from eval.harness.streams import DataOption, open_stream
-from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.run import run_command
 
 # Points of the risk-coverage curve.
@@ -20,9 +19,7 @@ COVERAGES = (0.2, 0.4, 0.6, 0.8, 1.0)
 
 def main(
     context: typer.Context,
-    model: Annotated[
-        str | None, typer.Option(help=MODEL_HELP, show_default=f"mac-tiny on newswire, {DEFAULT_MODEL} on --data")
-    ] = None,
+    model: BenchmarkModel = None,
     data: DataOption = None,
     split: SplitOption = "test",
     documents: Annotated[int, typer.Option(min=2, help="Documents of the stream, from its beginning.")] = 1000,
@@ -58,7 +55,7 @@ def main(
 
     path = result_path(output, "unanswerable")
     dataset, source = open_stream(data, split, documents, seed=seed, scale="tiny")
-    chosen = model or ("mac-tiny" if data is None else DEFAULT_MODEL)
+    chosen = model_for(model, data)
     loaded = MACModel.from_pretrained(chosen, device=device)
     logistic = calibration_of(loaded, "memory" if retriever == "none" else "documents")
     engine = MACEngine(loaded, retriever=make_retriever(retriever), k=k)

@@ -68,6 +68,11 @@ ExportOption = Annotated[
 ]
 
 
+def model_for(model: str | None, data: Path | str | None) -> str:
+    """The model of a command: the one that its option names, or else the one that reads its data."""
+    return model or ("mac-tiny" if data is None else DEFAULT_MODEL)
+
+
 def benchmark_command(
     benchmark: str, title: str, *, home: str | None = None, stream: int | None = NEWSWIRE_DOCUMENTS
 ) -> Callable[..., None]:
@@ -123,7 +128,7 @@ def benchmark_command(
             load,
             options=context.params,
             questions=questions,
-            model=model or ("mac-tiny" if data is None else DEFAULT_MODEL),
+            model=model_for(model, data),
             retriever=retriever,
             k=k,
             memory_weight=memory_weight,
