@@ -139,10 +139,8 @@ class ProjectedBank:
         self._overview = Overview.cat(overviews) if overviews else None
         self._dense_prior_keys = self._longest_of_all = self._dates = None
         self._pieces = _joined(pieces, self.chunk_rows)
-        if self._needed:
-            gone = self._row_keys[~torch.isin(self._row_keys, row_keys, assume_unique=True)]
-            for rows_of_block in self._needed:
-                rows_of_block.drop(gone)
+        for rows_of_block in self._needed:
+            rows_of_block.drop(self._row_keys[~remains])
         self._row_keys, self._version, self.cached = row_keys, version, fits
         if self._pieces:
             self._needed = ()
