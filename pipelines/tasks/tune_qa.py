@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Container, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -28,6 +29,7 @@ from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, r
 from pipelines.initializers.pointer_head import init_pointer_head
 from pipelines.tasks.cpu_attention import multiplies_bf16, use_products
 from pipelines.tasks.open_book import reading_scores
+from pipelines.tasks.pointer_loss import last_attention, places_of, pointer_loss
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 _COUNTED, _READ = 2048, 32  # training questions whose answer tokens are counted; those of them whose prompts are read
@@ -50,6 +52,8 @@ class TuneConfig(Config):
             LM then learns to read keys and values that were computed before the question, as a memory's are.
         token_dropout: largest share of document tokens that a question does not attend to, where the documents are
             question-blind; drawn uniformly for each question. A memory holds fewer vectors than a text has tokens.
+        pointer_loss: only for a prefix LM: weight of a second loss, which tells the last layer where in the documents an
+            answer stands (see `pipelines.tasks.pointer_loss`).
         sequence_length: longest training sequence in tokens; longer ones are cut at the front.
     """
 
@@ -65,6 +69,7 @@ class TuneConfig(Config):
     questions_per_context: int = Field(1, ge=1)
     question_blind: float = Field(0.0, ge=0, le=1)
     token_dropout: float = Field(0.0, ge=0, lt=1)
+    pointer_loss: float = Field(0.0, ge=0)
     sequence_length: int = Field(512, ge=16)
     trainer: TrainerConfig
 
@@ -93,19 +98,21 @@ class TuneConfig(Config):
 
 
 class _Sequence(NamedTuple):
-    """A training sequence, one value for each token.
+    """A training sequence; all but `copied` hold one value for each token.
 
     Attributes:
         ids: token ids.
         labels: the token id where the loss counts the token, -100 elsewhere.
         segment_ids: segment of the prompt, 0 for answers.
         hidden: True for tokens that only their own segment sees.
+        copied: where the spans of the documents begin that equal the answer.
     """
 
     ids: list[int]
     labels: list[int]
     segment_ids: list[int]
     hidden: list[bool]
+    copied: list[int]
 
 
 class TuneTask(Task):
@@ -125,6 +132,10 @@ class TuneTask(Task):
             raise ConfigError(
                 f"question_blind is {config.question_blind}, but only in a prefix LM do documents attend to what "
                 "follows them; set it to 0"
+            )
+        if config.pointer_loss and not self._segmented:
+            raise ConfigError(
+                f"pointer_loss is {config.pointer_loss}, but it is made for a prefix LM; set it to 0 for this one"
             )
         make_trainable(self.lm, config.lora_rank if config.tune == "lora" else None)
         on_cpu = config.trainer.training_device.type == "cpu"
@@ -174,14 +185,18 @@ class TuneTask(Task):
             ids += prompt + answer
             segment_ids += [1] * len(prompt) + [0] * len(answer)
             labels += (prompt if self.config.loss_on == "all" else [-100] * len(prompt)) + answer
+        behind_documents = len(self.encoder.prompt_start(texts))
+        copied = places_of(answer[:-1], ids[:behind_documents]) if self.config.pointer_loss else []
         hidden = [False] * len(ids)
         if rng.random() < self.config.question_blind:
             share = rng.random() * self.config.token_dropout
-            blind = len(self.encoder.prompt_start(texts))
-            segment_ids[:blind], hidden[:blind] = [2] * blind, [rng.random() < share for _ in range(blind)]
+            segment_ids[:behind_documents] = [2] * behind_documents
+            hidden[:behind_documents] = [rng.random() < share for _ in range(behind_documents)]
         # Cut at the front: document text goes, and the question that it was retrieved for can stay.
         length = self.config.sequence_length
-        return _Sequence(ids[-length:], labels[-length:], segment_ids[-length:], hidden[-length:])
+        cut = max(0, len(ids) - length)
+        places = [place - cut for place in copied if place >= cut]
+        return _Sequence(ids[cut:], labels[cut:], segment_ids[cut:], hidden[cut:], places)
 
     def _target(self, question: Question, read: Container[str]) -> str:
         """The target behind the documents with these ids."""
@@ -190,29 +205,42 @@ class TuneTask(Task):
 
     def forward(self, batch: list[_Sequence]) -> dict[str, Tensor]:
         if self._segmented:
-            return {"loss": self._segmented_loss(batch)}
+            return self._segmented_losses(batch)
         device = self.lm.device
         ids, mask = pad_rows([sequence.ids for sequence in batch], self.encoder.tokenizer.pad_token_id, device)
         labels, _ = pad_rows([sequence.labels for sequence in batch], -100, device)
         logits = self.lm(input_ids=ids, attention_mask=mask).logits[:, :-1].flatten(0, 1)
         return {"loss": functional.cross_entropy(logits.float(), labels[:, 1:].flatten(), ignore_index=-100)}
 
-    def _segmented_loss(self, batch: list[_Sequence]) -> Tensor:
-        """The same loss of an LM that takes segments; rows of similar length share a batch."""
+    def _segmented_losses(self, batch: list[_Sequence]) -> dict[str, Tensor]:
+        """The losses of an LM that takes segments; rows of similar length share a batch."""
         base_lm = BaseLM(self.lm, self.encoder.tokenizer, self.encoder.format)
         prompt_lengths = [sequence.labels.count(-100) for sequence in batch]  # the one answer stands at the end
-        total = torch.zeros((), device=self.lm.device)
+        answer = pointer = torch.zeros((), device=self.lm.device)
+        weight = self.config.pointer_loss
         for group in length_buckets([len(sequence.ids) for sequence in batch], _TOKENS_AT_ONCE):
             rows = [(batch[i], prompt_lengths[i]) for i in group]
-            losses = base_lm.answer_loss(
-                [sequence.ids[:length] for sequence, length in rows],
-                [sequence.labels[length:] for sequence, length in rows],
-                None,
-                segment_ids=[sequence.segment_ids[:length] for sequence, length in rows],
-                hidden=[sequence.hidden[:length] for sequence, length in rows],
-            )
-            total = total + losses.sum()
-        return total / sum(len(sequence.ids) - length for sequence, length in zip(batch, prompt_lengths, strict=True))
+            with last_attention(self.lm) if weight else nullcontext() as attention:
+                losses = base_lm.answer_loss(
+                    [sequence.ids[:length] for sequence, length in rows],
+                    [sequence.labels[length:] for sequence, length in rows],
+                    None,
+                    segment_ids=[sequence.segment_ids[:length] for sequence, length in rows],
+                    hidden=[sequence.hidden[:length] for sequence, length in rows],
+                )
+            answer = answer + losses.sum()
+            if attention is not None:
+                pointer = pointer + pointer_loss(
+                    attention,
+                    self.lm.config.num_attention_heads,
+                    [len(sequence.ids) for sequence, _ in rows],
+                    [len(sequence.ids) - length for sequence, length in rows],
+                    [sequence.copied for sequence, _ in rows],
+                )
+        count = sum(len(sequence.ids) - length for sequence, length in zip(batch, prompt_lengths, strict=True))
+        if not weight:
+            return {"loss": answer / count}
+        return {"loss": (answer + weight * pointer) / count, "answer": answer / count, "pointer": pointer / count}
 
     def validate(self) -> dict[str, float]:
         data = self._validation

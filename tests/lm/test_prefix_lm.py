@@ -16,6 +16,7 @@ from mac_rag.errors import ConfigError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig, prefix_mask
 from mac_rag.model import MACModel
+from pipelines.tasks.pointer_loss import places_of
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Trainer
 from tests.helpers import VOCABULARY, mac_config, save_tokenizer
@@ -147,7 +148,7 @@ def test_a_prefix_lm_is_tuned_on_one_question_at_a_time(folder: Path, tmp_path: 
     batch = task.batch(0, 0, 4)
     base_lm = BaseLM(task.lm.eval(), task.encoder.tokenizer, PromptFormat())
     total = count = 0
-    for ids, labels, _, _ in batch:
+    for ids, labels, *_ in batch:
         start = next(i for i, label in enumerate(labels) if label != -100)
         assert ids[start:] == labels[start:]
         total += float(base_lm.answer_loss([ids[:start]], [ids[start:]], None).detach())
@@ -165,7 +166,7 @@ def test_documents_apart_are_read_as_from_a_cache(folder: Path) -> None:
     task = TuneTask(tuned(str(folder), question_blind=1.0))
     lm, total = task.lm.eval(), 0.0
     batch = task.batch(0, 0, 4)
-    for ids, labels, segment_ids, _ in batch:
+    for ids, labels, segment_ids, *_ in batch:
         apart = segment_ids.count(2)
         assert apart > 0
         start = next(i for i, label in enumerate(labels) if label != -100)
@@ -180,6 +181,52 @@ def test_documents_apart_are_read_as_from_a_cache(folder: Path) -> None:
         total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum").detach())
     count = sum(label != -100 for sequence in batch for label in sequence.labels)
     assert float(task(batch)["loss"].detach()) == pytest.approx(total / count, rel=1e-4)
+
+
+def test_the_pointer_loss_against_a_plain_loop(folder: Path) -> None:
+    task = TuneTask(tuned(str(folder), pointer_loss=0.5, question_blind=0.5, token_dropout=0.4))
+    lm = task.lm.eval()
+    lm.set_attn_implementation("eager")
+    batch = task.batch(0, 0, 8)
+    assert any(hidden for sequence in batch for hidden in sequence.hidden)
+    pointer = answer = 0.0
+    for ids, labels, segment_ids, hidden, copied in batch:
+        out = lm(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            segment_ids=torch.tensor([segment_ids]),
+            hidden=torch.tensor([hidden]),
+            output_attentions=True,
+        )
+        weights, start = out.attentions[-1][0].double().detach(), labels.count(-100)
+        said = ids[start:-1]
+        for step, token in enumerate(said):
+            sources = [place + step for place in copied if not hidden[place + step]]
+            assert all(ids[source] == token for source in sources)
+            if sources:
+                pointer -= float(weights[:, start + step - 1, sources].sum(-1).mean().log())
+        logits = out.logits[0, start - 1 : -1].detach()
+        answer += float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum"))
+    assert pointer > 0
+    count = sum(len(sequence.ids) - sequence.labels.count(-100) for sequence in batch)
+    lm.set_attn_implementation("sdpa")
+    losses = {name: float(value.detach()) for name, value in task(batch).items()}
+    assert losses == pytest.approx(
+        {"loss": (answer + 0.5 * pointer) / count, "answer": answer / count, "pointer": pointer / count}, rel=1e-4
+    )
+
+
+def test_an_answer_that_nothing_holds_points_nowhere(folder: Path) -> None:
+    task = TuneTask(tuned(str(folder), pointer_loss=1.0))
+    batch = [sequence._replace(copied=[]) for sequence in task.batch(0, 0, 2)]
+    losses = task(batch)
+    assert float(losses["pointer"].detach()) == 0
+    losses["loss"].backward()
+
+
+def test_places_of_an_answer() -> None:
+    assert places_of([5, 6], [5, 6, 5, 5, 6]) == [0, 3]
+    assert places_of([], [5]) == places_of([7], []) == places_of([5, 6], [5]) == []
 
 
 def test_minilm_starts_with_the_frequencies_of_tokens() -> None:

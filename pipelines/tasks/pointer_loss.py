@@ -1,0 +1,105 @@
+"""A loss on the last layer's attention: it is to point at what an answer copies.
+
+The answer's own loss says which token comes next, and leaves open which of hundreds of tokens it is copied from. A reader
+that is told so learns from fewer questions (Liu et al., 2016, "Neural Machine Translation with Supervised Attention").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class LastAttention:
+    """Queries, keys and mask of an LM's last attention layer, kept from one forward pass.
+
+    Attributes:
+        queries, keys: `[B, L, D]`.
+        mask: `[B, 1, L, L]`, true or zero where attention is allowed.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    mask: Tensor
+
+    def scores(self, rows: int, heads: int) -> Tensor:
+        """Log-probabilities `[B, H, rows, L]` with which the heads attend, from the last `rows` places."""
+        queries, keys = (
+            states.unflatten(-1, (heads, -1)).transpose(1, 2).float() for states in (self.queries[:, -rows:], self.keys)
+        )
+        allowed = self.mask[:, :, -rows:]
+        allowed = allowed if allowed.dtype == torch.bool else allowed == 0
+        scores = queries @ keys.transpose(2, 3) / math.sqrt(queries.shape[-1])
+        log_weights: Tensor = scores.masked_fill(~allowed, -torch.inf).log_softmax(-1)
+        return log_weights
+
+
+@contextmanager
+def last_attention(lm: Any) -> Iterator[LastAttention]:
+    """Keeps what the last layer of a prefix LM attends with while the block runs."""
+    kept = LastAttention()
+    layer: Any = lm.base_model.encoder.layer[-1].attention.self
+
+    def keep_mask(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        kept.mask = named["attention_mask"] if "attention_mask" in named else inputs[1]
+
+    def keep_queries(_: nn.Module, __: object, output: Tensor) -> None:
+        kept.queries = output
+
+    def keep_keys(_: nn.Module, __: object, output: Tensor) -> None:
+        kept.keys = output
+
+    hooks = [
+        layer.register_forward_pre_hook(keep_mask, with_kwargs=True),
+        layer.query.register_forward_hook(keep_queries),
+        layer.key.register_forward_hook(keep_keys),
+    ]
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def places_of(answer: Sequence[int], ids: Sequence[int]) -> list[int]:
+    """Where an answer begins in a text, each time that it stands there; both are token ids."""
+    length = len(answer)
+    return [i for i in range(len(ids) - length + 1) if length and list(ids[i : i + length]) == list(answer)]
+
+
+def pointer_loss(
+    attention: LastAttention,
+    heads: int,
+    lengths: Sequence[int],
+    answers: Sequence[int],
+    copied: Sequence[Sequence[int]],
+) -> Tensor:
+    """Negative log of the share of attention, over all heads, on the tokens that each token of an answer copies: a sum.
+
+    Args:
+        attention: of B rows, padded on the left.
+        heads: number of heads.
+        lengths: number of tokens of each row.
+        answers: number of tokens of each row's answer, which ends it, with the token that ends an answer.
+        copied: for each row, where the spans that equal the answer begin; none for an answer that nothing holds.
+    """
+    longest, width = max(answers), attention.keys.shape[1]
+    target = torch.zeros(len(lengths), longest, width, dtype=torch.bool)
+    for row, (length, answer, places) in enumerate(zip(lengths, answers, copied, strict=True)):
+        for place in places:
+            # Token t of the answer is predicted at the place in front of it. The one that ends it is copied from nowhere.
+            steps = torch.arange(answer - 1)
+            target[row, longest - answer + steps, width - length + place + steps] = True
+    # The last place predicts nothing, so one place more is read, and the last one is left out.
+    scores = attention.scores(longest + 1, heads)[:, :, :-1]
+    target = target.to(scores.device) & scores[:, 0].isfinite()  # tokens may be hidden from what follows them
+    chosen = target.any(-1)
+    if not bool(chosen.any()):
+        return scores.new_zeros(())
+    pointed = scores.masked_fill(~target[:, None], -torch.inf).logsumexp(-1).transpose(1, 2)[chosen]
+    return (math.log(heads) - pointed.logsumexp(-1)).sum()
