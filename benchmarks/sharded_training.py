@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from mac_rag.cli.run import run_command
+from mac_rag.errors import ConfigError
 
 _STEPS = 4  # a training measures its first three, and validates behind its last
 _WAYS = {
@@ -63,7 +64,9 @@ def main(
             )
             launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), "-m"]
             command = [sys.executable, "-m", *(launch if processes > 1 else []), "pipelines.tune_qa"]
-            subprocess.run([*command, "--config", str(recipe), "--output", f"{folder}/run"], check=True)
+            run = subprocess.run([*command, "--config", str(recipe), "--output", f"{folder}/run"], check=False)
+            if run.returncode:  # it has said why
+                raise ConfigError(f"the training of the row {way!r} ended with exit code {run.returncode}")
             lines = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
             cost = next(line for line in lines if line["kind"] == "cost")
             parts = (size(cost[f"lm/{kind}_bytes"]) for kind in ("weights", "gradients", "optimizer"))
