@@ -9,7 +9,7 @@ from secrets import token_hex
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from mac_rag.data.characters import check_characters
 from mac_rag.errors import ModelLoadError
@@ -78,17 +78,22 @@ class TextTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
-    def batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """As `ids`, for many texts at once."""
-        for text in texts:
-            check_characters(text)
-        return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+    def batch(self, texts: Sequence[str], *, special: bool = False) -> list[list[int]]:
+        """As `ids`, for many texts at once, on all cores."""
+        return [encoding.ids for encoding in self._encodings(texts, special)]
 
     def ids_and_spans(self, text: str, *, special: bool = False) -> tuple[list[int], list[Span]]:
         """As `ids`, with the characters of the text that each token covers."""
-        check_characters(text)
-        encoding = self._tokenizer.encode(text, add_special_tokens=special)
-        return encoding.ids, encoding.offsets
+        return self.batch_with_spans([text], special=special)[0]
+
+    def batch_with_spans(self, texts: Sequence[str], *, special: bool = False) -> list[tuple[list[int], list[Span]]]:
+        """As `ids_and_spans`, for many texts at once, on all cores."""
+        return [(encoding.ids, encoding.offsets) for encoding in self._encodings(texts, special)]
+
+    def _encodings(self, texts: Sequence[str], special: bool) -> list[Encoding]:
+        for text in texts:
+            check_characters(text)
+        return self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
 
     def ids_behind(self, beginning: str, text: str) -> list[int]:
         """Ids of `text` where it stands behind `beginning`, which may change its first token."""

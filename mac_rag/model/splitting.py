@@ -22,6 +22,7 @@ from mac_rag.lm.text_tokenizer import TextTokenizer
 
 _SENTENCE_ENDS = (". ", "! ", "? ", "\n")
 _SENTENCE_ENDS_WITHOUT_SPACE = "。！？"
+_AT_ONCE = 16  # windows that are tokenized at once, and chunks
 _CONTEXT = 256  # characters that a window has before the place that it is read for, and that are not used behind it
 _NOT_SPACE = re.compile(r"\S")
 _CHARACTER = regex.compile(r"\X")  # what a reader takes for one character, such as a letter with its accents
@@ -61,26 +62,56 @@ def split(text: str, tokenizer: TextTokenizer, limit: int, *, window: int = 32) 
     if tokens.are_within(limit):
         yield Chunk(text, tokens.ids, len(text))
         return
-    start = 0
+    whole = limit - tokens.special
+    budget, start, together = whole, 0, _AT_ONCE
     while start < len(text):
-        budget, stop = limit - tokens.special, -1
-        while True:
-            # A chunk may take more tokens alone than in its place in the text: then it has to be shorter.
-            before, stop = stop, _cut(text, start, tokens.ends_behind(start, budget + 1), budget)
-            if stop == start:
-                raise DocumentError(
-                    f"a single character takes more than the {limit} tokens that are read at once; remove it "
-                    f"({shown(text[start : start + 1])} at index {start})"
-                )
-            if stop != before:
-                chunk = text[start:stop].strip()
-                ids = tokenizer.ids(chunk, special=True)
-            if len(ids) <= limit:
+        places = _places(text, start, tokens, budget, whole, together)
+        if not places:
+            raise DocumentError(
+                f"a single character takes more than the {limit} tokens that are read at once; remove it "
+                f"({shown(text[start : start + 1])} at index {start})"
+            )
+        parts = [text[first:stop].strip() for first, stop in places]
+        together = min(2 * together, _AT_ONCE)
+        for (_, stop), part, ids in zip(places, parts, tokenizer.batch(parts, special=True), strict=True):
+            if len(ids) > limit:
+                # A chunk may take more tokens alone than in its place in the text: then it has to be shorter, and those
+                # behind it begin elsewhere. Where this happens, it happens often.
+                budget -= len(ids) - limit
+                together = 1
                 break
-            budget -= len(ids) - limit
-        following = _NOT_SPACE.search(text, stop)
-        start = len(text) if following is None else following.start()
-        yield Chunk(chunk, ids, start)
+            start, budget = _next_start(text, stop), whole
+            yield Chunk(part, ids, start)
+
+
+def _places(text: str, start: int, tokens: _Tokens, first: int, others: int, at_most: int) -> list[tuple[int, int]]:
+    """Where the next chunks begin and end, by their tokens in the text.
+
+    Args:
+        text: the text.
+        start: index of the first chunk's first character.
+        tokens: the text's tokens. For the first chunk they are read, for others only used.
+        first: largest number of tokens of the first chunk. Without room for a single character there are no chunks.
+        others: the same of those behind it.
+        at_most: largest number of chunks.
+    """
+    places: list[tuple[int, int]] = []
+    budget = first
+    while start < len(text) and len(places) < at_most:
+        if places and not tokens.holds(start, budget + 1):
+            break
+        stop = _cut(text, start, tokens.ends_behind(start, budget + 1), budget)
+        if stop == start:
+            break
+        places.append((start, stop))
+        start, budget = _next_start(text, stop), others
+    return places
+
+
+def _next_start(text: str, stop: int) -> int:
+    """Where the chunk begins that follows one which ends at `stop`."""
+    following = _NOT_SPACE.search(text, stop)
+    return len(text) if following is None else following.start()
 
 
 class _Tokens:
@@ -98,7 +129,7 @@ class _Tokens:
         self._tokenizer = tokenizer
         self._window = window
         self._ends: list[int] = []
-        self._read(0, window)
+        self._read(0, window, windows=1)
 
     def are_within(self, limit: int) -> bool:
         """True if the whole text has at most so many tokens; `ids` are then set."""
@@ -108,28 +139,47 @@ class _Tokens:
     def ends_behind(self, start: int, count: int) -> Sequence[int]:
         """Where the first `count` tokens behind `start` end, in characters; fewer only at the end of the text."""
         size = 2 * self._window if start == self._start else self._window
-        while True:
-            first = bisect_right(self._ends, start)
-            if self._at_end or len(self._ends) - first >= count:
-                return self._ends[first : first + max(0, count)]
+        while not self.holds(start, count):
             self._read(start, size)
             size *= 2
+        first = bisect_right(self._ends, start)
+        return self._ends[first : first + max(0, count)]
 
-    def _read(self, start: int, size: int) -> None:
-        """Tokenizes the text from a little before `start`."""
-        text, begin = self._text, _space_before(self._text, start - _CONTEXT // 8, start - _CONTEXT)
-        begin = max(0, start - _CONTEXT) if begin is None else begin
-        stop = min(begin + size, len(text))
+    def holds(self, start: int, count: int) -> bool:
+        """True if `ends_behind` needs to read nothing; `start` may not be before that of an earlier call."""
+        return self._at_end or len(self._ends) - bisect_right(self._ends, start) >= count
+
+    def _read(self, start: int, size: int, windows: int = _AT_ONCE) -> None:
+        """Tokenizes windows of the text: the first from a little before `start`, and each behind the one before it."""
+        text, read = self._text, start
+        parts: list[str] = []
+        bounds: list[tuple[int, int]] = []  # where each window begins, and up to where its tokens are used
+        while not parts or (len(parts) < windows and read < len(text)):
+            begin = _space_before(text, read - _CONTEXT // 8, read - _CONTEXT)
+            begin = max(0, read - _CONTEXT) if begin is None else begin
+            stop = min(begin + size, len(text))
+            used = len(text) if stop == len(text) else _space_before(text, stop - 1, stop - size // 2)
+            used = stop - _CONTEXT if used is None else used
+            parts.append(text[begin:stop])
+            bounds.append((begin, used))
+            if used <= read:  # the window is too small; the next reading is of larger ones
+                break
+            read = used
         # The tokens around a text are counted once, at its beginning.
-        ids, spans = self._tokenizer.ids_and_spans(text[begin:stop], special=not begin)
-        ends = [end for _, end in spans if end]
-        if not begin:
-            self.special = len(ids) - len(ends)
-        self._start, self._at_end = start, stop == len(text)
-        self.ids = ids if self._at_end and not begin else []
-        used = len(text) if self._at_end else _space_before(text, stop - 1, stop - size // 2)
-        used = stop - _CONTEXT if used is None else used
-        self._ends = [begin + end for end in ends if begin + end <= used]
+        at_beginning = not start and windows == 1
+        tokenized = self._tokenizer.batch_with_spans(parts, special=at_beginning)
+        if at_beginning:
+            ids, spans = tokenized[0]
+            self.special = sum(not end for _, end in spans)
+            self.ids = ids
+        self._start, self._at_end = start, bounds[-1][1] == len(text)
+        if not self._at_end:
+            self.ids = []
+        self._ends = []
+        behind = 0
+        for (begin, used), (_, spans) in zip(bounds, tokenized, strict=True):
+            self._ends += [begin + end for _, end in spans if end and behind < begin + end <= used]
+            behind = used
 
 
 def _space_before(text: str, last: int, first: int) -> int | None:
@@ -168,6 +218,8 @@ def _cut_without_spaces(text: str, start: int, ends: Sequence[int]) -> int:
     cut = max(window.rfind(mark) + 1 for mark in _SENTENCE_ENDS_WITHOUT_SPACE)
     if cut >= len(window) // 2 > 0:
         return start + cut
+    if window.isascii() and "\r" not in window and text[last : last + 1].isascii():
+        return last  # each is a character, and each token ends behind one
     characters = [match.end() for match in _CHARACTER.finditer(text, start, last + 1) if match.end() <= last]
     between = set(characters)
     at_token = next((end for end in reversed(ends) if end in between), None)

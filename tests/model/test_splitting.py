@@ -233,10 +233,10 @@ class _Counting:
         self.longest = 0
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        def counted(text: str, *, special: bool) -> object:
-            self.read += len(text)
-            self.longest = max(self.longest, len(text))
-            return getattr(self._tokenizer, name)(text, special=special)
+        def counted(texts: list[str], *, special: bool) -> object:
+            self.read += sum(map(len, texts))
+            self.longest = max([self.longest, *map(len, texts)])
+            return getattr(self._tokenizer, name)(texts, special=special)
 
         return counted
 
