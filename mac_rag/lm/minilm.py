@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModel, BertGenerationConfig, BertGenerationEncoder, PreTrainedTokenizerFast
 
 from mac_rag.errors import ModelLoadError
-from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig
+from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig, repeated_positions
 from mac_rag.lm.random_weights import NoRandomWeights
 
 POSITIONS = 1536  # longest sequence of what the package's weights are made into
@@ -101,7 +101,7 @@ def minilm_tokenizer() -> PreTrainedTokenizerFast:
 def minilm_encoder(positions: int) -> BertGenerationEncoder:
     """MiniLM's weights without a head; nothing drops out.
 
-    Positions beyond MiniLM's 512 repeat these (Beltagy et al., 2020, "Longformer").
+    Positions beyond MiniLM's 512 repeat these.
 
     Args:
         positions: longest sequence.
@@ -134,9 +134,7 @@ def minilm_encoder(positions: int) -> BertGenerationEncoder:
         table.word_embeddings.weight.copy_(words.word_embeddings.weight)
         table.LayerNorm.load_state_dict(words.LayerNorm.state_dict())
         known = words.position_embeddings.weight + words.token_type_embeddings.weight[0]
-        places = torch.arange(positions)
-        places[1:] = 1 + (places[1:] - 1) % (len(known) - 1)  # the first is that of [CLS] and does not repeat
-        table.position_embeddings.weight.copy_(known[places])
+        table.position_embeddings.weight.copy_(repeated_positions(known, positions))
     result: BertGenerationEncoder = encoder.eval()
     return result
 

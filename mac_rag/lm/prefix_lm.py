@@ -133,6 +133,21 @@ def prefix_mask(segment_ids: Tensor, hidden: Tensor | None, attention_mask: Tens
     return seen[:, None]
 
 
+def repeated_positions(known: Tensor, count: int) -> Tensor:
+    """Embeddings of `count` positions, of which those beyond the known ones repeat these, `[count, D]`.
+
+    A longer text is then read, part by part, as a short one is (Beltagy et al., 2020, "Longformer"). The first
+    position, where a text starts, does not repeat.
+
+    Args:
+        known: `[N, D]`.
+        count: number of positions.
+    """
+    places = torch.arange(count, device=known.device)
+    places[1:] = 1 + (places[1:] - 1) % (len(known) - 1)
+    return known[places]
+
+
 AutoConfig.register(PrefixLMConfig.model_type, PrefixLMConfig)
 AutoModel.register(PrefixLMConfig, PrefixLMBody)
 AutoModelForCausalLM.register(PrefixLMConfig, PrefixLM)

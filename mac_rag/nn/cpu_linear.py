@@ -28,8 +28,37 @@ class CPULinear(nn.Linear):
             or input.shape[-1] != self.in_features  # PyTorch's error names the shapes
         ):
             return super().forward(input)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "none")
+        return onednn_linear(input, self.weight, self.bias)
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None, after: str = "none") -> Tensor:
+    """`W x + b` by oneDNN, `[..., in] -> [..., out]`.
+
+    oneDNN makes a kernel of half a MiB for each number of rows that it meets, and keeps a thousand of them. Questions
+    that are answered together have another number of tokens each time, so rows of zeros fill up to one of few numbers.
+
+    Args:
+        x: `[..., in]`, fp32 on the CPU.
+        weight: `[out, in]`, or laid out for oneDNN.
+        bias: `[out]`; None for none.
+        after: what follows: `none` or `gelu`.
+    """
+    rows = x.numel() // max(1, x.shape[-1])
+    filled = filled_rows(rows)
+    product: Tensor
+    if filled == rows:
+        product = torch.ops.mkldnn._linear_pointwise(x, weight, bias, after, [], "none")
         return product
+    flat = x.new_zeros(filled, x.shape[-1])
+    flat[:rows] = x.reshape(rows, -1)
+    product = torch.ops.mkldnn._linear_pointwise(flat, weight, bias, after, [], "none")
+    return product[:rows].view(*x.shape[:-1], product.shape[-1])
+
+
+def filled_rows(rows: int) -> int:
+    """The least number of at least so many rows that has four significant bits; at most an eighth more."""
+    step = 1 << max(0, rows.bit_length() - 4)
+    return -(-rows // step) * step
 
 
 def is_supported() -> bool:

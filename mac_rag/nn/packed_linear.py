@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mac_rag.nn.cpu_linear import is_supported
+from mac_rag.nn.cpu_linear import is_supported, onednn_linear
 
 
 class PackedLinear:
@@ -29,8 +29,6 @@ class PackedLinear:
     def __call__(self, x: Tensor, *, gelu: bool = False) -> Tensor:
         """`[..., in] -> [..., out]`; with `gelu`, of GELU(y)."""
         if self._packed:
-            after = "gelu" if gelu else "none"
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, after, [], "none")
-            return product
+            return onednn_linear(x, self._weight, self._bias, "gelu" if gelu else "none")
         product = functional.linear(x, self._weight, self._bias)
         return functional.gelu(product) if gelu else product

@@ -1,7 +1,8 @@
 """A loss on the last layer's attention: it is to point at what an answer copies.
 
-The answer's own loss says which token comes next, and leaves open which of hundreds of tokens it is copied from. A reader
-that is told so learns from fewer questions (Liu et al., 2016, "Neural Machine Translation with Supervised Attention").
+The answer's own loss says which token comes next, and leaves open which of hundreds of tokens it is copied from. A
+reader that is told so learns from fewer questions (Liu et al., 2016, "Neural Machine Translation with Supervised
+Attention").
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def pointer_loss(
     target = torch.zeros(len(lengths), longest, width, dtype=torch.bool)
     for row, (length, answer, places) in enumerate(zip(lengths, answers, copied, strict=True)):
         for place in places:
-            # Token t of the answer is predicted at the place in front of it. The one that ends it is copied from nowhere.
+            # Token t of the answer is predicted at the place in front of it. The one that ends it is not copied.
             steps = torch.arange(answer - 1)
             target[row, longest - answer + steps, width - length + place + steps] = True
     # The last place predicts nothing, so one place more is read, and the last one is left out.

@@ -23,6 +23,7 @@ from mac_rag.lm.chat import prompt_encoder
 from mac_rag.lm.loading import load_causal_lm, quiet
 from mac_rag.lm.lora_tuning import make_trainable, merged
 from mac_rag.lm.packaged import PACKAGED
+from mac_rag.lm.prefix_lm import repeated_positions
 from mac_rag.model.presets import preset_values
 from pipelines.corpora.long_documents import within_sequences
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
@@ -52,8 +53,8 @@ class TuneConfig(Config):
             LM then learns to read keys and values that were computed before the question, as a memory's are.
         token_dropout: largest share of document tokens that a question does not attend to, where the documents are
             question-blind; drawn uniformly for each question. A memory holds fewer vectors than a text has tokens.
-        pointer_loss: only for a prefix LM: weight of a second loss, which tells the last layer where in the documents an
-            answer stands (see `pipelines.tasks.pointer_loss`).
+        pointer_loss: only for a prefix LM: weight of a second loss, which tells the last layer where in the documents
+            an answer stands (see `pipelines.tasks.pointer_loss`).
         sequence_length: longest training sequence in tokens; longer ones are cut at the front.
     """
 
@@ -147,7 +148,8 @@ class TuneTask(Task):
             data = within_sequences(data, self.encoder, config.sequence_length)
         self._questions = data.questions
         packaged = PACKAGED.get(config.base_lm.name)
-        if packaged is not None and not packaged.writes:
+        self._from_encoder = packaged is not None and not packaged.writes
+        if self._from_encoder:
             self._init_pointer_head(data)
         self._by_document = data.questions_by_document()
         self._miner = ContextMiner(config.context, data)
@@ -258,6 +260,11 @@ class TuneTask(Task):
         return {**{f"{name}{suffix}": value for name, value in scores.items()}, **scores}
 
     def save(self, folder: Path) -> None:
+        if self._from_encoder:
+            # Positions beyond the longest sequence repeated MiniLM's. They were not tuned, and repeat the tuned ones.
+            table = self.lm.bert.embeddings.position_embeddings.weight
+            with torch.no_grad():
+                table.copy_(repeated_positions(table[: self.config.sequence_length].clone(), len(table)))
         with quiet():
             merged(self.lm).save_pretrained(folder)
         self.encoder.tokenizer.save_pretrained(folder)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from mac_rag.config import PromptFormat
 from mac_rag.errors import ConfigError
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig, prefix_mask
+from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig, prefix_mask, repeated_positions
 from mac_rag.model import MACModel
 from pipelines.tasks.pointer_loss import places_of
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
@@ -234,3 +234,15 @@ def test_minilm_starts_with_the_frequencies_of_tokens() -> None:
     with torch.no_grad():
         at_first = float(task(task.batch(0, 0, 4))["loss"])
     assert at_first < 8.5  # all of 30,522 tokens alike would be 10.3
+
+
+def test_positions_that_were_not_tuned_repeat_the_tuned_ones(tmp_path: Path) -> None:
+    task = TuneTask(tuned("minilm", sequence_length=128))
+    with torch.no_grad():
+        task.lm.bert.embeddings.position_embeddings.weight[:128] += 1
+    task.save(tmp_path / "lm")
+    table = AutoModelForCausalLM.from_pretrained(tmp_path / "lm").bert.embeddings.position_embeddings.weight
+    assert len(table) == 1536
+    assert all(table[position].equal(table[1 + (position - 1) % 127]) for position in range(1, 1536))
+    assert not table[0].equal(table[127])
+    assert repeated_positions(table[:128], 100).equal(table[:100])

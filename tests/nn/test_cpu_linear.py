@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mac_rag.nn.cpu_linear import CPULinear, is_supported, use_onednn
+from mac_rag.nn.cpu_linear import CPULinear, filled_rows, is_supported, onednn_linear, use_onednn
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="this processor has no kernels of oneDNN")
 
@@ -86,3 +86,25 @@ def test_only_plain_layers_change() -> None:
     network = nn.Sequential(nn.Linear(2, 2), Other(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.LayerNorm(2))
     use_onednn(network)
     assert [type(layer) for layer in network.modules() if isinstance(layer, nn.Linear)] == [CPULinear, Other, CPULinear]
+
+
+@given(st.integers(0, 1 << 20))
+def test_numbers_of_rows_are_filled_up_to_few(rows: int) -> None:
+    filled = filled_rows(rows)
+    assert rows <= filled <= rows * 9 / 8
+    assert filled_rows(filled) == filled
+    assert len(f"{filled:b}".rstrip("0")) <= 4 or filled.bit_length() <= 4
+
+
+def test_few_kernels_are_made_for_many_numbers_of_rows() -> None:
+    assert len({filled_rows(rows) for rows in range(1, 4097)}) < 90
+
+
+@pytest.mark.parametrize("after", ["none", "gelu"])
+@pytest.mark.parametrize("shape", [(0,), (1,), (17,), (2, 33), (3, 1, 67), (129,)])
+def test_filled_rows_leave_the_product_as_it_is(shape: tuple[int, ...], after: str) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(*shape, 48), torch.randn(80, 48), torch.randn(80)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    expected = torch.nn.functional.gelu(expected) if after == "gelu" else expected
+    torch.testing.assert_close(onednn_linear(x, weight, bias, after).double(), expected, rtol=1e-4, atol=1e-4)
