@@ -30,13 +30,13 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     calls: Counter[str] = Counter()
 
     def counted(tokenize: Any) -> Any:
-        def counting(self: TextTokenizer, text: str, **options: Any) -> Any:
-            calls.update([text])
-            return tokenize(self, text, **options)
+        def counting(self: TextTokenizer, texts: str | list[str], **options: Any) -> Any:
+            calls.update([texts] if isinstance(texts, str) else texts)
+            return tokenize(self, texts, **options)
 
         return counting
 
-    for name in ("ids", "ids_and_spans"):
+    for name in ("ids", "batch", "batch_with_spans"):
         monkeypatch.setattr(TextTokenizer, name, counted(getattr(TextTokenizer, name)))
     return calls
 
