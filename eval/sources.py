@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.harness.benchmark import BenchmarkModel, QuestionsOption, SplitOption, model_for
+from eval.harness.benchmark import BenchmarkModel, OneKOption, QuestionsOption, SplitOption, model_for
 from eval.harness.command import NEWSWIRE_DOCUMENTS, BatchOption, DeviceOption, OutputOption, SeedOption, report
 from eval.harness.streams import DataOption, open_stream
 from mac_rag.cli.run import run_command
@@ -37,7 +37,7 @@ def main(
     retriever: Annotated[
         str, typer.Option(help="Also answer behind the documents of this retriever, with memory.")
     ] = "bm25",
-    k: Annotated[int, typer.Option("--k", min=1, help="Retrieved documents in front of a question.")] = 5,
+    k: OneKOption = 5,
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
     device: DeviceOption = None,

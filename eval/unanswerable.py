@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from eval.harness.benchmark import BenchmarkModel, SplitOption, model_for
+from eval.harness.benchmark import BenchmarkModel, OneKOption, SplitOption, model_for
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, SeedOption, report
 from eval.harness.streams import DataOption, open_stream
 from mac_rag.cli.run import run_command
@@ -27,7 +27,7 @@ def main(
     retriever: Annotated[
         str, typer.Option(help="Answer behind the documents of this retriever instead of from memory alone.")
     ] = "none",
-    k: Annotated[int, typer.Option("--k", min=1, help="Retrieved documents in front of a question.")] = 5,
+    k: OneKOption = 5,
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
     device: DeviceOption = None,

@@ -52,6 +52,7 @@ SplitOption = Annotated[str, typer.Option(help="Split of the data set to stream.
 QuestionsOption = Annotated[
     int | None, typer.Option(min=1, help="At most this many questions, drawn by --seed.", show_default="all")
 ]
+OneKOption = Annotated[int, typer.Option("--k", min=1, help="Retrieved documents in front of a question.")]
 AnswersOption = Annotated[
     Path | None,
     typer.Option(

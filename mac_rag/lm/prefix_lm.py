@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from mac_rag.lm.architectures import Architecture, register
+from mac_rag.nn.dtypes import additive
 
 
 class PrefixLMConfig(BertGenerationConfig):
@@ -58,8 +59,7 @@ class PrefixLMBody(BertGenerationEncoder):
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             attention_mask = prefix_mask(segment_ids, hidden, attention_mask, past)
             if self.config._attn_implementation == "eager":  # it adds its mask to the scores
-                lowest = torch.finfo(self.dtype).min
-                attention_mask = torch.zeros_like(attention_mask, dtype=self.dtype).masked_fill(~attention_mask, lowest)
+                attention_mask = additive(attention_mask, self.dtype)
         return super().forward(input_ids, attention_mask, past_key_values=past_key_values, **options)
 
 

@@ -129,7 +129,7 @@ class _Tokens:
         self._tokenizer = tokenizer
         self._window = window
         self._ends: list[int] = []
-        self._read(0, window, windows=1)
+        self._read(0, window)
 
     def are_within(self, limit: int) -> bool:
         """True if the whole text has at most so many tokens; `ids` are then set."""
@@ -149,12 +149,12 @@ class _Tokens:
         """True if `ends_behind` needs to read nothing; `start` may not be before that of an earlier call."""
         return self._at_end or len(self._ends) - bisect_right(self._ends, start) >= count
 
-    def _read(self, start: int, size: int, windows: int = _AT_ONCE) -> None:
+    def _read(self, start: int, size: int) -> None:
         """Tokenizes windows of the text: the first from a little before `start`, and each behind the one before it."""
         text, read = self._text, start
         parts: list[str] = []
         bounds: list[tuple[int, int]] = []  # where each window begins, and up to where its tokens are used
-        while not parts or (len(parts) < windows and read < len(text)):
+        while not parts or (len(parts) < _AT_ONCE and read < len(text)):
             begin = _space_before(text, read - _CONTEXT // 8, read - _CONTEXT)
             begin = max(0, read - _CONTEXT) if begin is None else begin
             stop = min(begin + size, len(text))
@@ -165,16 +165,12 @@ class _Tokens:
             if used <= read:  # the window is too small; the next reading is of larger ones
                 break
             read = used
-        # The tokens around a text are counted once, at its beginning.
-        at_beginning = not start and windows == 1
-        tokenized = self._tokenizer.batch_with_spans(parts, special=at_beginning)
-        if at_beginning:
-            ids, spans = tokenized[0]
-            self.special = sum(not end for _, end in spans)
-            self.ids = ids
+        # Tokens around a text end at 0. They are counted at the beginning of the text.
+        tokenized = self._tokenizer.batch_with_spans(parts, special=True)
+        if not start:
+            self.special = sum(not end for _, end in tokenized[0][1])
         self._start, self._at_end = start, bounds[-1][1] == len(text)
-        if not self._at_end:
-            self.ids = []
+        self.ids = tokenized[0][0] if parts == [text] else []
         self._ends = []
         behind = 0
         for (begin, used), (_, spans) in zip(bounds, tokenized, strict=True):

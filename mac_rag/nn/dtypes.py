@@ -10,6 +10,11 @@ from torch import Tensor, nn
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to be added to scores of a type: 0 where `mask` is True, and the type's lowest number elsewhere."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+
+
 def widest_dtype(module: nn.Module) -> torch.dtype:
     """The floating-point type that holds every floating-point weight of a module; float16 and bfloat16 give float32.
 

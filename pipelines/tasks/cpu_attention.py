@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from mac_rag.nn.dtypes import additive
+
 _NAME = "mac_products"
 
 
@@ -72,8 +74,7 @@ def attend_by_products(
         attention_mask = torch.ones(length, seen, dtype=torch.bool).tril(seen - length)
     if attention_mask is not None:
         if attention_mask.dtype == torch.bool:
-            lowest = torch.finfo(scores.dtype).min
-            attention_mask = torch.zeros_like(attention_mask, dtype=scores.dtype).masked_fill(~attention_mask, lowest)
+            attention_mask = additive(attention_mask, scores.dtype)
         scores = scores + attention_mask.to(scores.dtype)
     with torch.autocast("cpu", enabled=False):  # autocast would compute the softmax in fp32, with twice the bytes
         weights = scores.softmax(-1)

@@ -67,10 +67,10 @@ def last_attention(lm: Any) -> Iterator[LastAttention]:
             hook.remove()
 
 
-def places_of(answer: Sequence[int], ids: Sequence[int]) -> list[int]:
+def places_of(answer: list[int], ids: list[int]) -> list[int]:
     """Where an answer begins in a text, each time that it stands there; both are token ids."""
     length = len(answer)
-    return [i for i in range(len(ids) - length + 1) if length and list(ids[i : i + length]) == list(answer)]
+    return [i for i in range(len(ids) - length + 1) if length and ids[i : i + length] == answer]
 
 
 def pointer_loss(

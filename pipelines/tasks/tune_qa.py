@@ -187,13 +187,13 @@ class TuneTask(Task):
             ids += prompt + answer
             segment_ids += [1] * len(prompt) + [0] * len(answer)
             labels += (prompt if self.config.loss_on == "all" else [-100] * len(prompt)) + answer
-        behind_documents = len(self.encoder.prompt_start(texts))
-        copied = places_of(answer[:-1], ids[:behind_documents]) if self.config.pointer_loss else []
+        blind, points = rng.random() < self.config.question_blind, bool(self.config.pointer_loss)
+        start = len(self.encoder.prompt_start(texts)) if blind or points else 0  # tokens of the documents
+        copied = places_of(answer[:-1], ids[:start]) if points else []
         hidden = [False] * len(ids)
-        if rng.random() < self.config.question_blind:
+        if blind:
             share = rng.random() * self.config.token_dropout
-            segment_ids[:behind_documents] = [2] * behind_documents
-            hidden[:behind_documents] = [rng.random() < share for _ in range(behind_documents)]
+            segment_ids[:start], hidden[:start] = [2] * start, [rng.random() < share for _ in range(start)]
         # Cut at the front: document text goes, and the question that it was retrieved for can stay.
         length = self.config.sequence_length
         cut = max(0, len(ids) - length)
