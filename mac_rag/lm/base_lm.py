@@ -147,8 +147,9 @@ class BaseLM(DecodingMixin, nn.Module):
                 `mac_rag.lm.prefix_lm.prefix_mask`); None for prompts of one segment.
             hidden: for such an LM, True for prompt tokens that only their own segment sees; None for none.
         """
-        losses = self.token_losses(prompts, answers, modulation, segment_ids=segment_ids, hidden=hidden)
-        return torch.stack([row.sum() for row in losses])
+        losses = torch.cat(self.token_losses(prompts, answers, modulation, segment_ids=segment_ids, hidden=hidden))
+        rows = torch.tensor([row for row, answer in enumerate(answers) for _ in answer], device=losses.device)
+        return losses.new_zeros(len(answers)).index_add(0, rows, losses)
 
     def token_losses(
         self,
@@ -184,9 +185,8 @@ class BaseLM(DecodingMixin, nn.Module):
         rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         longest = max(map(len, answers))
         ids, mask, positions = self._padded(rows, modulation)
-        is_answer = torch.zeros(len(rows), longest, dtype=torch.bool, device=self.device)
-        for row, answer in zip(is_answer, answers, strict=True):
-            row[longest - len(answer) :] = True
+        lengths = torch.tensor([len(answer) for answer in answers])
+        is_answer = (torch.arange(longest) >= longest - lengths[:, None]).to(self.device)
         behind = [len(answer) for answer in answers]
         segments = self._padded_prompts(segment_ids or [[1] * len(prompt) for prompt in prompts], behind, ids)
         hidden_tokens = None if hidden is None else self._padded_prompts(hidden, behind, ids).bool()
@@ -213,11 +213,11 @@ class BaseLM(DecodingMixin, nn.Module):
             behind: tokens behind each prompt.
             ids: `[B, L]`, prompts and answers padded on the left.
         """
-        padded = torch.zeros_like(ids)
+        padded = torch.zeros(ids.shape, dtype=ids.dtype)  # filled on the CPU: a GPU takes it in one copy
         for row, prompt, count in zip(padded, values, behind, strict=True):
             end = len(row) - count
             row[end - len(prompt) : end] = torch.tensor(prompt)
-        return padded
+        return padded.to(ids.device)
 
 
 def _end_tokens(model: Any) -> list[int]:

@@ -78,6 +78,10 @@ class Batch:
         without_memory: True for each question that the LM answers without phi*; empty if it has phi* for all.
         dates: when each document counts, in microseconds since 1970, for a model with a recency term; empty if nobody
             knows.
+        gold_hidden: True for each question from which aggregation hides the document that answers it; empty if each
+            sees it.
+        abstains: True for each question that neither phi* nor a document in front of it answers: the target of the
+            `answer` term is the abstention of the prompt's format. Empty if each is answered.
     """
 
     documents: Sequence[str]
@@ -87,6 +91,8 @@ class Batch:
     contexts: Sequence[Sequence[str]] = field(default=())
     without_memory: Sequence[bool] = field(default=())
     dates: Sequence[int] = field(default=())
+    gold_hidden: Sequence[bool] = field(default=())
+    abstains: Sequence[bool] = field(default=())
 
 
 def mac_loss(
@@ -143,9 +149,13 @@ def mac_loss(
     contexts = batch.contexts or [()] * len(batch.questions)
     alone = [prompts.prompt(q) for q in batch.questions]
     answers = [prompts.answer(answer) for answer in batch.answers]
+    targets = answers
+    if any(batch.abstains):
+        abstention = prompts.answer(prompts.format.abstention or "")
+        targets = [abstention if a else answer for answer, a in zip(answers, batch.abstains, strict=True)]
     behind_contexts = [
         prompts.prompt(question, documents, model.context_window - len(answer))
-        for question, documents, answer in zip(batch.questions, contexts, answers, strict=True)
+        for question, documents, answer in zip(batch.questions, contexts, targets, strict=True)
     ]
 
     terms: dict[str, Tensor] = {}
@@ -166,12 +176,14 @@ def mac_loss(
             attended = MemoryTokens.cat([phi, known[len(phi) + hardest]])
             attended_dates = None if dates is None else torch.cat([dates[: len(phi)], dates[len(phi) + hardest]])
         bank = replace(model.aggregation.project(attended), dates=attended_dates)
-        aggregated, _ = model.aggregation(encoded, bank, asked=asked, attention=recomputing_attention)
+        mask = _seen(batch.gold_hidden, gold, len(attended))
+        aggregated, _ = model.aggregation(encoded, bank, mask=mask, asked=asked, attention=recomputing_attention)
     if weights.answer:
-        terms["answer"] = _mean_loss(model, behind_contexts, answers, aggregated, batch.without_memory)
+        terms["answer"] = _mean_loss(model, behind_contexts, targets, aggregated, batch.without_memory)
     if weights.alignment:
-        own, width = memory[gold].detach(), memory.shape[-1:]
-        first = aggregated[:, : own.shape[1]]  # of several slots the first
+        sees = torch.tensor([not hidden for hidden in batch.gold_hidden or [False] * len(gold)], device=gold.device)
+        own, width = memory[gold[sees]].detach(), memory.shape[-1:]
+        first = aggregated[sees, : own.shape[1]]  # of several slots the first
         terms["alignment"] = functional.mse_loss(functional.layer_norm(first, width), functional.layer_norm(own, width))
     if weights.direct:
         terms["direct"] = _mean_loss(model, alone, answers, memory[gold])
@@ -193,6 +205,14 @@ def mac_loss(
         terms["contrastive"] = functional.cross_entropy(scores, gold)
     total = torch.stack([getattr(weights, name) * term for name, term in terms.items()]).sum()
     return {"loss": total, **{name: term.detach() for name, term in terms.items()}}, phi.detach()
+
+
+def _seen(gold_hidden: Sequence[bool], gold: Tensor, rows: int) -> Tensor | None:
+    """Which rows of the bank each question sees, `[B, rows]`, as `Batch.gold_hidden` says; None for all."""
+    if not any(gold_hidden):
+        return None
+    hidden = torch.tensor(gold_hidden, device=gold.device)
+    return ~(hidden[:, None] & (torch.arange(rows, device=gold.device) == gold[:, None]))
 
 
 def _dates(model: MACModel, batch: Batch, known: int) -> Tensor | None:

@@ -8,6 +8,14 @@ import torch
 from torch import Tensor, nn
 
 
+def weighed(scores: Tensor, weights: Tensor) -> Tensor:
+    """`weights * scores`, where `-inf` stays and tells the weights nothing: zero times infinity would be their gradient."""
+    if not torch.is_grad_enabled():
+        return weights * scores
+    hidden = scores.isneginf()
+    return (weights * scores.masked_fill(hidden, 0.0)).masked_fill(hidden, -torch.inf)
+
+
 class CrossAttentionBlock(nn.Module):
     """One pre-norm block: cross-attention to the bank, then a feed-forward network, each with a residual.
 
@@ -63,7 +71,7 @@ class CrossAttentionBlock(nn.Module):
     def prior_bias(self, scores: Tensor) -> Tensor | None:
         """The document prior's scores `[B, k]` as this block's heads weigh them, `[B, H, k]`; None without a prior."""
         scale = self.prior_weights
-        return None if scale is None else scores[:, None] * scale[:, None]
+        return None if scale is None else weighed(scores[:, None], scale[:, None])
 
     @property
     def prior_weights(self) -> Tensor | None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mac_rag.nn.cross_attention import weighed
+
 
 class MemorySlots(nn.Module):
     """Which documents each slot sees, and marks by which the LM tells slots apart.
@@ -56,7 +58,7 @@ class MemorySlots(nn.Module):
             weight: a scalar, how attention weighs them.
         """
         first = self._first(scores)
-        shares = (weight * scores).softmax(1).gather(1, first)
+        shares = weighed(scores, weight).softmax(1).gather(1, first)
         seen = scores.isfinite().sum(1, keepdim=True)
         rank = torch.arange(self.count, device=scores.device).expand(len(scores), -1)
         of_slots: Tensor = shares.gather(1, rank.minimum(seen - 1))

@@ -90,12 +90,16 @@ def pointer_loss(
         copied: for each row, where the spans that equal the answer begin; none for an answer that nothing holds.
     """
     longest, width = max(answers), attention.keys.shape[1]
+    # Token t of the answer is predicted at the place in front of it. The one that ends it is not copied.
+    told = [
+        (row, longest - answer + step, width - length + place + step)
+        for row, (length, answer, places) in enumerate(zip(lengths, answers, copied, strict=True))
+        for place in places
+        for step in range(answer - 1)
+    ]
     target = torch.zeros(len(lengths), longest, width, dtype=torch.bool)
-    for row, (length, answer, places) in enumerate(zip(lengths, answers, copied, strict=True)):
-        for place in places:
-            # Token t of the answer is predicted at the place in front of it. The one that ends it is not copied.
-            steps = torch.arange(answer - 1)
-            target[row, longest - answer + steps, width - length + place + steps] = True
+    if told:
+        target[torch.tensor(told).unbind(1)] = True
     # The last place predicts nothing, so one place more is read, and the last one is left out.
     scores = attention.scores(longest + 1, heads)[:, :, :-1]
     target = target.to(scores.device) & scores[:, 0].isfinite()  # tokens may be hidden from what follows them

@@ -18,7 +18,7 @@ from mac_rag.data.dates import ALWAYS, moment_of
 from mac_rag.data.metrics import best_over, exact_match, f1
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
-from mac_rag.errors import DataError
+from mac_rag.errors import ConfigError, DataError
 from mac_rag.lm.devices import DTYPES
 from mac_rag.lm.loading import require_gradients
 from mac_rag.model import MACModel
@@ -76,6 +76,9 @@ class TrainConfig(Config):
             question alone.
         without_memory: share of the questions behind documents that the LM answers without memory. A base LM that is
             trained jointly then still reads without it.
+        gold_hidden: share of the questions from which aggregation hides the document that answers them, as if nobody
+            had put it into the bank. Where no document in front of such a question answers it either, the target is the
+            model's `prompt.abstention`; likewise where a question has no memory.
         curriculum: the first steps; None for whole documents and all losses from the start.
         tune_amortization: False freezes the amortization network.
         tune_base_lm: `frozen`, or joint training of all weights (`full`) or of low-rank updates that are merged at the
@@ -98,6 +101,7 @@ class TrainConfig(Config):
     distractors: int = Field(0, ge=0)
     context: ContextConfig = ContextConfig()
     without_memory: float = Field(0.0, ge=0, le=1)
+    gold_hidden: float = Field(0.0, ge=0, lt=1)
     curriculum: CurriculumConfig | None = None
     tune_amortization: bool = True
     tune_base_lm: Literal["frozen", "lora", "full"] = "frozen"
@@ -146,6 +150,15 @@ class TrainConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _hidden_from_answers(self) -> Self:
+        if self.gold_hidden and self.losses.aggregated_distillation:
+            raise ValueError(
+                f"gold_hidden is {self.gold_hidden}, but aggregated_distillation teaches answers that hidden documents "
+                "hold; set one of them to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _processes_call_alike(self) -> Self:
         """Processes that train in parts gather each layer together, so all must call it equally often."""
         if self.trainer.parallel != "fsdp":
@@ -183,6 +196,11 @@ class TrainTask(Task):
             _require_gradients(self.model.config, device)
         if config.tune_base_lm != "frozen":
             self.model.train_base_lm(lora_rank=config.lora_rank if config.tune_base_lm == "lora" else None)
+        if config.gold_hidden and self.model.config.prompt.abstention is None:
+            raise ConfigError(
+                f"gold_hidden is {config.gold_hidden}, but the model does not say what it answers then; set "
+                "model.prompt.abstention"
+            )
         self.model.use_master_weights()
         # Now, not when a batch draws a text that is too long.
         reconstruction = any(losses.reconstruction for losses in config.all_losses)
@@ -231,16 +249,31 @@ class TrainTask(Task):
             answers = [question.answers[0] for question in chosen if question.answers]
             texts.append(document.text if sentences is None else excerpt(document.text, answers, sentences))
         contexts = self._miner.mine(questions, rng)
+        without_memory = [bool(mined) and rng.random() < self.config.without_memory for mined in contexts]
+        gold_hidden = [rng.random() < self.config.gold_hidden for _ in questions]
         batch = Batch(
             documents=texts,
             questions=[question.question for question in questions],
             answers=[_target(question) for question in questions],
             gold=gold,
             contexts=[[document.text for document in mined] for mined in contexts],
-            without_memory=[bool(mined) and rng.random() < self.config.without_memory for mined in contexts],
+            without_memory=without_memory,
             dates=[moment(document) for document in documents],
+            gold_hidden=gold_hidden,
+            abstains=[
+                self._abstains(question, mined, from_memory=not (without or hidden))
+                for question, mined, without, hidden in zip(
+                    questions, contexts, without_memory, gold_hidden, strict=True
+                )
+            ],
         )
         return batch, curriculum.losses if curriculum is not None and short else self.config.losses
+
+    def _abstains(self, question: Question, mined: Sequence[Document], *, from_memory: bool) -> bool:
+        """True if there is an abstention, and neither memory nor a document in front holds the answer."""
+        if self.model.config.prompt.abstention is None or from_memory:
+            return False
+        return question.document_id not in {document.id for document in mined}
 
     def begin_step(self, step: int) -> None:
         """Copies the amortization network to an equal input encoder after a curriculum that did not train the latter.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Container, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -34,7 +35,8 @@ from pipelines.tasks.pointer_loss import last_attention, places_of, pointer_loss
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 _COUNTED, _READ = 2048, 32  # training questions whose answer tokens are counted; those of them whose prompts are read
-_TOKENS_AT_ONCE = 2048  # for a prefix LM, padding included
+# For a prefix LM, padding included. A GPU is only busy with many.
+_TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32_768}
 
 
 class TuneConfig(Config):
@@ -214,13 +216,19 @@ class TuneTask(Task):
         logits = self.lm(input_ids=ids, attention_mask=mask).logits[:, :-1].flatten(0, 1)
         return {"loss": functional.cross_entropy(logits.float(), labels[:, 1:].flatten(), ignore_index=-100)}
 
+    @cached_property
+    def _base_lm(self) -> BaseLM:
+        """The LM as it answers; made once, since each one hooks into the LM."""
+        return BaseLM(self.lm, self.encoder.tokenizer, self.encoder.format)
+
     def _segmented_losses(self, batch: list[_Sequence]) -> dict[str, Tensor]:
         """The losses of an LM that takes segments; rows of similar length share a batch."""
-        base_lm = BaseLM(self.lm, self.encoder.tokenizer, self.encoder.format)
+        base_lm = self._base_lm
         prompt_lengths = [sequence.labels.count(-100) for sequence in batch]  # the one answer stands at the end
         answer = pointer = torch.zeros((), device=self.lm.device)
         weight = self.config.pointer_loss
-        for group in length_buckets([len(sequence.ids) for sequence in batch], _TOKENS_AT_ONCE):
+        most = _TOKENS_AT_ONCE["cuda" if self.lm.device.type == "cuda" else "cpu"]
+        for group in length_buckets([len(sequence.ids) for sequence in batch], most):
             rows = [(batch[i], prompt_lengths[i]) for i in group]
             with last_attention(self.lm) if weight else nullcontext() as attention:
                 losses = base_lm.answer_loss(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mac_rag.config import AggregationConfig
 from mac_rag.nn.aggregation import AggregationNetwork
-from mac_rag.nn.attention import direct_attention
+from mac_rag.nn.attention import direct_attention, recomputing_attention
 from tests.nn.helpers import TOKENS, WIDTH, network, random_texts
 
 
@@ -67,15 +67,21 @@ def test_marks_tell_places_and_shares() -> None:
     torch.testing.assert_close(after, before + marks.repeat_interleave(TOKENS, 1))
 
 
-def test_gradients_reach_the_prior_and_the_marks() -> None:
+@pytest.mark.parametrize("hidden", [None, 0], ids=["all", "but-one"])
+def test_gradients_reach_the_prior_and_the_marks(hidden: int | None) -> None:
+    """And they are numbers, though what a slot or a mask hides has a score of minus infinity."""
     built = network(slots=3)
     assert built.slots is not None
     torch.nn.init.normal_(built.slots.share)
-    phi, _ = built(random_texts(2), built.project(random_texts(6, seed=1)))
+    mask = None if hidden is None else (torch.arange(6) != hidden).expand(2, -1)
+    phi, _ = built(random_texts(2), built.project(random_texts(6, seed=1)), mask=mask, attention=recomputing_attention)
     weights = torch.randn_like(phi)
     (phi * weights).sum().backward()
-    for parameter in (built.prior.query.weight, built.slots.places, built.slots.share, built.blocks[0].to_key.weight):
+    block = built.blocks[0]
+    slots = (built.slots.places, built.slots.share)
+    for parameter in (built.prior.query.weight, *slots, block.to_key.weight, block.prior_scale):
         assert isinstance(parameter.grad, Tensor)
+        assert parameter.grad.isfinite().all()
         assert parameter.grad.abs().sum() > 0
 
 
