@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import threading
@@ -74,7 +73,7 @@ class Served:
 
 
 class Memory:
-    """Main memory of a server, looked at every few seconds during the `with` block.
+    """Main memory of a server, looked at every few seconds during the `with` block, and when it rests.
 
     Args:
         server: the server.
@@ -84,6 +83,7 @@ class Memory:
     def __init__(self, server: Served, every: float = 2.0) -> None:
         self._server, self._every = server, every
         self._seen: list[tuple[float, int]] = []
+        self._resting: list[int] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look)
 
@@ -102,14 +102,12 @@ class Memory:
             if self._end.wait(self._every):
                 return
 
+    def rests(self) -> None:
+        """Called when the server has nothing to do: keeps what it holds then."""
+        self._resting.append(self._server.resident())
+
     def described(self) -> str:
-        """MiB at the beginning, mean of each third, and the slope of the last two thirds."""
-        third = len(self._seen) // 3
-        parts = (self._seen[:third], self._seen[third : 2 * third], self._seen[2 * third :])
-        means = ", ".join(f"{statistics.fmean(size for _, size in part or self._seen):,.0f}" for part in parts)
-        times, sizes = zip(*self._seen[third:], strict=True)
-        slope = statistics.linear_regression(times, sizes).slope * 60 if len(times) > 1 else 0.0
-        return (
-            f"{self._seen[0][1]:,} MiB at the beginning, {means} MiB on average in the thirds; "
-            f"{slope:+.1f} MiB a minute in the last two"
-        )
+        """MiB at the beginning, the most, and each time that it rested."""
+        resting = ", ".join(f"{size:,}" for size in self._resting)
+        most = max(size for _, size in self._seen)
+        return f"{self._seen[0][1]:,} MiB at the beginning, {most:,} at most; at rest {resting}"

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Of 100 requests of the mixed load, how many are of which kind.
 MIXED = {"ask": 70, "stream": 15, "put": 10, "delete": 5}
+_PARTS = 8  # of the mixed load
+_REST = 15.0  # seconds behind each of them
 _SETTLED = 5  # documents of each client, about, once puts and deletes balance
 
 
@@ -42,7 +44,8 @@ def main(
 ) -> None:
     """Time questions to the engine and to a server on loopback; then mix questions, streams, puts and deletes.
 
-    At the end the server is killed in the middle of such a mix and started again, and every put and delete that was
+    The mix comes in eight parts, and behind each the server rests and shows what memory it holds while it does nothing.
+    At the end it is killed in the middle of such a mix and started again, and every put and delete that was
     acknowledged is looked for.
     """
     from tempfile import TemporaryDirectory
@@ -72,14 +75,18 @@ def main(
         ]
         for name, count, ask in measures:
             say(f"{name:>12}: {run_load(ask, count, seconds, seed).described(seconds)}")
+        result = Result()
         with Memory(server) as memory:
-            result = run_load(load.any, clients, mixed, seed)
+            for part in range(_PARTS):
+                result.add(run_load(load.any, clients, mixed / _PARTS, seed + part))
+                time.sleep(_REST)
+                memory.rests()
         say(f"{'mixed':>12}: {result.described(mixed)}")
         say(f"{'memory':>12}: {memory.described()}")
         if crash:
             killer = threading.Timer(crash / 2, server.kill_and_start)
             killer.start()
-            result = run_load(load.any, clients, crash, seed + 1)
+            result = run_load(load.any, clients, crash, seed + _PARTS)
             killer.join()
             say(f"{'killed':>12}: {result.described(crash)}")
             puts, deletes = sum(load.acknowledged.values()), sum(not held for held in load.acknowledged.values())
@@ -109,6 +116,11 @@ class Result:
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, other: Result) -> None:
+        """Adds the requests of another one."""
+        for kind, times in other.seconds.items():
+            self.seconds[kind] += times
 
     def described(self, seconds: float) -> str:
         """Requests a second, and p50, p95 and p99 of each kind in milliseconds."""
