@@ -159,6 +159,7 @@ class Load:
         self.acknowledged: dict[str, bool] = {}
         self._limits = httpx.Limits(max_connections=1)
         self._own = threading.local()
+        self._held: dict[int, list[str]] = defaultdict(list)  # documents of each client, in whatever thread
 
     @property
     def _http(self) -> httpx.Client:
@@ -167,7 +168,6 @@ class Load:
 
         if not hasattr(self._own, "http"):
             self._own.http = httpx.Client(base_url=self._server.url, timeout=120, trust_env=False, limits=self._limits)
-            self._own.held = []
         http: httpx.Client = self._own.http
         return http
 
@@ -199,7 +199,7 @@ class Load:
 
     def _any(self, client: int, chance: random.Random) -> str:
         [kind] = chance.choices(list(MIXED), list(MIXED.values()))
-        http, held = self._http, self._own.held
+        http, held = self._http, self._held[client]
         if kind in ("ask", "stream"):
             return self.ask(client, chance, stream=kind == "stream")
         if held and (kind == "delete" or len(held) > _SETTLED):
