@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def weighed(scores: Tensor, weights: Tensor) -> Tensor:
-    """`weights * scores`, where `-inf` stays and has no part in the weights' gradient: zero times infinity is no number."""
+    """`weights * scores`; `-inf` stays, and has no part in the gradient of the weights: zero times it is no number."""
     if not torch.is_grad_enabled():
         return weights * scores
     hidden = scores.isneginf()
