@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Of 100 requests of the mixed load, how many are of which kind.
 MIXED = {"ask": 70, "stream": 15, "put": 10, "delete": 5}
 _PARTS = 8  # of the mixed load
-_REST = 15.0  # seconds behind each of them
+_REST = 15.0  # seconds behind each of them, at most as long as it
 _SETTLED = 5  # documents of each client, about, once puts and deletes balance
 
 
@@ -79,7 +79,7 @@ def main(
         with Memory(server) as memory:
             for part in range(_PARTS):
                 result.add(run_load(load.any, clients, mixed / _PARTS, seed + part))
-                time.sleep(_REST)
+                time.sleep(min(_REST, mixed / _PARTS))
                 memory.rests()
         say(f"{'mixed':>12}: {result.described(mixed)}")
         say(f"{'memory':>12}: {memory.described()}")
