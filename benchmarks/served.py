@@ -82,7 +82,7 @@ class Memory:
 
     def __init__(self, server: Served, every: float = 2.0) -> None:
         self._server, self._every = server, every
-        self._seen: list[tuple[float, int]] = []
+        self._seen: list[int] = []
         self._resting: list[int] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look)
@@ -96,9 +96,8 @@ class Memory:
         self._thread.join()
 
     def _look(self) -> None:
-        began = time.perf_counter()
         while True:
-            self._seen.append((time.perf_counter() - began, self._server.resident()))
+            self._seen.append(self._server.resident())
             if self._end.wait(self._every):
                 return
 
@@ -109,5 +108,4 @@ class Memory:
     def described(self) -> str:
         """MiB at the beginning, the most, and each time that it rested."""
         resting = ", ".join(f"{size:,}" for size in self._resting)
-        most = max(size for _, size in self._seen)
-        return f"{self._seen[0][1]:,} MiB at the beginning, {most:,} at most; at rest {resting}"
+        return f"{self._seen[0]:,} MiB at the beginning, {max(self._seen):,} at most; at rest {resting}"

@@ -151,7 +151,7 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _hidden_from_answers(self) -> Self:
-        if self.gold_hidden and self.losses.aggregated_distillation:
+        if self.gold_hidden and any(losses.aggregated_distillation for losses in self.all_losses):
             raise ValueError(
                 f"gold_hidden is {self.gold_hidden}, but aggregated_distillation teaches answers that hidden documents "
                 "hold; set one of them to 0"

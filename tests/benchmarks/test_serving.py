@@ -33,8 +33,8 @@ def test_the_load_run_finds_what_is_lost(tmp_path: Path) -> None:
 def test_memory_tells_what_is_held_at_rest() -> None:
     sizes = [100, 500, 210, 400, 220]
     memory = Memory(SimpleNamespace(resident=lambda: sizes[-1]))  # type: ignore[arg-type]
-    for place, size in enumerate(list(sizes)):
-        memory._seen.append((10.0 * place, size))
+    for size in list(sizes):
+        memory._seen.append(size)
         sizes.append(size)
         if size in (210, 220):
             memory.rests()
