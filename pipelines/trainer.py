@@ -69,6 +69,10 @@ class Trainer:
         task.passes = config.accumulate * self.accelerator.num_processes
         if config.gradient_checkpointing:
             recompute_activations(task)
+        if self.accelerator.device.type == "cuda":
+            # cuDNN's attention, which PyTorch prefers on some GPUs, plans for each new shape, which takes longer than a
+            # small model's attention; texts of other lengths make other shapes.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self._sharded: ShardedTask | None = None
         parallel = config.parallel if self.accelerator.num_processes > 1 else "ddp"
         if parallel == "fsdp":

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from mac_rag.config import ModulationConfig, PromptFormat
 from mac_rag.lm.attention_sink import make_attention_sink
 from mac_rag.lm.base_lm import BaseLM
+from mac_rag.model import MACModel
 from mac_rag.nn.modulation import FiLM, LoRA, Modulation, ModulationNetwork, PrefixTuning
 from tests.helpers import VOCABULARY, save_tokenizer
 
@@ -382,3 +383,11 @@ def save_gguf(folder: Path, file: Path, *, without: Sequence[str] = (), **metada
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def strong(model: MACModel) -> MACModel:
+    """The model with a modulation that changes what is generated."""
+    torch.manual_seed(3)
+    for parameter in model.modulation.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model

@@ -20,6 +20,7 @@ from mac_rag.nn.modulation import FiLM, LMShape
 from pipelines.tasks.train import TrainConfig, TrainTask
 from pipelines.trainer import Trainer
 from tests.helpers import mac_config
+from tests.lm.helpers import strong
 
 Folder = Callable[[str], Path]
 TEXTS = ["A storm closed the port of Riga.", "The mayor of Lisbon opened a bridge."]
@@ -38,14 +39,6 @@ def in_dtype(config: MACConfig, dtype: Any, /, **encoder: Any) -> MACConfig:
         }
     ).model_dump()
     return MACConfig.model_validate(values)
-
-
-def strong(model: MACModel) -> MACModel:
-    """The model with a modulation that changes what is generated."""
-    torch.manual_seed(3)
-    for parameter in model.modulation.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return model
 
 
 @pytest.mark.parametrize(
