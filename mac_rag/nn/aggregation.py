@@ -209,12 +209,14 @@ class AggregationNetwork(nn.Module):
         questions = len(phi) // slots.count
         if bank.prior is None:
             shares = phi.new_full((questions, slots.count), 1 / slots.count)
+            faintness = torch.zeros_like(shares)
         else:
             weights = [weights for block in bank.blocks if (weights := block.prior_weights) is not None]
             shares = slots.shares(bank.scores, torch.stack(weights).mean()).to(phi)
+            faintness = slots.faintness(bank.scores).to(phi)
         if mass is not None:
             mass = torch.einsum("bsk,bs->bk", mass.unflatten(0, (questions, -1)), shares / shares.sum(1, keepdim=True))
-        return slots.marked(phi, shares), mass
+        return slots.marked(phi, faintness), mass
 
     def prior_queries(self, question: MemoryTokens) -> Tensor | None:
         """What the document prior compares with its keys, `[B, d_prior]`; None if it is not in use."""

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from mac_rag.nn.cross_attention import weighed
 
+_FAINTEST = 8.0  # largest log-ratio of two documents' probabilities that a mark tells
+
 
 class MemorySlots(nn.Module):
     """Which documents each slot sees, and marks by which the LM tells slots apart.
 
-    A slot's tokens carry a mark of its place, none for the first one, and another one times the document prior's share
-    of the document that the slot sees first: so the LM can learn how far to trust it. Marks start at zero.
+    A slot's tokens carry a mark of its place, none for the first one, and another one times how much less probable the
+    document prior holds the document that the slot sees first than the first slot's: so the LM can learn how far to
+    trust it. Marks are zero unless `pipelines.initializers.slot_marks` fits them.
 
     Args:
         count: S.
@@ -29,7 +32,9 @@ class MemorySlots(nn.Module):
         super().__init__()
         self.count = count
         self.places = nn.Parameter(torch.zeros(count - 1, width))
-        self.share = nn.Parameter(torch.zeros(width))
+        self.faint = nn.Parameter(torch.zeros(width))
+        # As Transformers scale embeddings: an optimiser's small steps would hardly move a mark beside memory tokens.
+        self._scale = width**0.5
 
     def scores(self, scores: Tensor) -> Tensor:
         """The document prior's scores as each slot sees them.
@@ -64,10 +69,22 @@ class MemorySlots(nn.Module):
         of_slots: Tensor = shares.gather(1, rank.minimum(seen - 1))
         return of_slots
 
-    def marked(self, tokens: Tensor, shares: Tensor) -> Tensor:
-        """Slots `[B * S, T, D]` with their marks, side by side `[B, S * T, D]`; `shares` `[B, S]`."""
+    def faintness(self, scores: Tensor) -> Tensor:
+        """How much less probable each slot's first document is than the first slot's, as a log-ratio, `[B, S]`.
+
+        Args:
+            scores: `[B, K]`, of the document prior, whose softmax is the probabilities that it was trained to give.
+        """
+        best = scores.topk(min(self.count, scores.shape[1])).values
+        seen = scores.isfinite().sum(1, keepdim=True)
+        rank = torch.arange(self.count, device=scores.device).expand(len(scores), -1)
+        of_slots = best.gather(1, rank.minimum(seen - 1))
+        return (of_slots[:, :1] - of_slots).clamp(max=_FAINTEST)
+
+    def marked(self, tokens: Tensor, faintness: Tensor) -> Tensor:
+        """Slots `[B * S, T, D]` with their marks, side by side `[B, S * T, D]`; `faintness` `[B, S]`."""
         places = torch.cat([self.places.new_zeros(1, self.places.shape[1]), self.places])
-        marks = places + shares[..., None] * self.share
+        marks = (places + faintness[..., None] * self.faint) * self._scale
         by_slot: Tensor = tokens.unflatten(0, (-1, self.count)) + marks[:, :, None]
         return by_slot.flatten(1, 2)
 

@@ -31,6 +31,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import PrefixModulation, PrefixTuning
 from mac_rag.progress import ProgressBar, progress_bar
 from pipelines.initializers.ridge import Ridge
+from pipelines.initializers.slot_marks import fit_slot_marks
 
 _READ = 256  # texts to which the maps are fitted
 _FLOOR = 0.3  # share of the mean variance that is added to all variances before whitening
@@ -101,6 +102,7 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
         assert isinstance(block, CrossAttentionBlock)
         for linear in (block.to_query, block.to_key):
             linear.weight.add_(linear.weight @ along, alpha=_SHARP - 1)
+    fit_slot_marks(model, data)
     model.train(training)
 
 

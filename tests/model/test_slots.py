@@ -32,7 +32,7 @@ def with_slots(model_folder: Folder, slots: int = 2, kind: Any = "prefix", **val
     model = MACModel.from_config(config, device="cpu")
     assert model.aggregation.slots is not None
     torch.nn.init.normal_(model.aggregation.slots.places)
-    torch.nn.init.normal_(model.aggregation.slots.share)
+    torch.nn.init.normal_(model.aggregation.slots.faint)
     return model.eval()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from mac_rag.config import AggregationConfig
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention, recomputing_attention
+from mac_rag.nn.memory_slots import MemorySlots
 from tests.nn.helpers import TOKENS, WIDTH, network, random_texts
 
 
@@ -53,18 +54,31 @@ def test_a_slot_sees_the_bank_without_the_first_documents(documents: int, slots:
         torch.testing.assert_close(mass[i], whole / parts)
 
 
-def test_marks_tell_places_and_shares() -> None:
+@settings(max_examples=30, deadline=None)
+@given(documents=st.integers(1, 6), slots=st.integers(2, 4), seen=st.integers(1, 2**6 - 1), sharp=st.floats(0.1, 100))
+def test_how_much_less_probable_the_document_of_a_slot_is(documents: int, slots: int, seen: int, sharp: float) -> None:
+    visible = [bool(seen >> place & 1) for place in range(documents)]
+    visible[0] = visible[0] or not any(visible)
+    generator = torch.Generator().manual_seed(seen)
+    scores = sharp * torch.randn(documents, generator=generator, dtype=torch.float64)
+    found = MemorySlots(slots, WIDTH).faintness(scores.masked_fill(~torch.tensor(visible), -torch.inf)[None])[0]
+    ranked = sorted((float(s) for s, v in zip(scores, visible, strict=True) if v), reverse=True)
+    expected = [min(ranked[0] - ranked[min(slot, len(ranked) - 1)], 8.0) for slot in range(slots)]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_marks_tell_places_and_how_faint_a_slot_is() -> None:
     built, question, bank = network(slots=2), random_texts(2), random_texts(5, seed=1)
     assert built.slots is not None
     before, _ = built(question, built.project(bank))
     torch.nn.init.normal_(built.slots.places)
-    torch.nn.init.normal_(built.slots.share)
+    torch.nn.init.normal_(built.slots.faint)
     after, _ = built(question, built.project(bank))
-    weight = torch.stack([block.prior_weights for block in built.blocks]).mean()
-    shares = (weight * built.prior_scores(question, built.project(bank))).softmax(1).sort(descending=True).values[:, :2]
-    marks = shares[..., None] * built.slots.share
-    marks[:, 1] += built.slots.places[0]
-    torch.testing.assert_close(after, before + marks.repeat_interleave(TOKENS, 1))
+    probabilities = built.prior_scores(question, built.project(bank)).softmax(1).sort(descending=True).values
+    faintness = (probabilities[:, 0] / probabilities[:, 1]).log()
+    mark = built.slots.places[0] + faintness[:, None] * built.slots.faint
+    torch.testing.assert_close(after[:, :TOKENS], before[:, :TOKENS])  # the first slot has none
+    torch.testing.assert_close(after[:, TOKENS:], before[:, TOKENS:] + WIDTH**0.5 * mark[:, None])
 
 
 @pytest.mark.parametrize("hidden", [None, 0], ids=["all", "but-one"])
@@ -72,13 +86,13 @@ def test_gradients_reach_the_prior_and_the_marks(hidden: int | None) -> None:
     """And they are numbers, though what a slot or a mask hides has a score of minus infinity."""
     built = network(slots=3)
     assert built.slots is not None
-    torch.nn.init.normal_(built.slots.share)
+    torch.nn.init.normal_(built.slots.faint)
     mask = None if hidden is None else (torch.arange(6) != hidden).expand(2, -1)
     phi, _ = built(random_texts(2), built.project(random_texts(6, seed=1)), mask=mask, attention=recomputing_attention)
     weights = torch.randn_like(phi)
     (phi * weights).sum().backward()
     block = built.blocks[0]
-    slots = (built.slots.places, built.slots.share)
+    slots = (built.slots.places, built.slots.faint)
     for parameter in (built.prior.query.weight, *slots, block.to_key.weight, block.prior_scale):
         assert isinstance(parameter.grad, Tensor)
         assert parameter.grad.isfinite().all()

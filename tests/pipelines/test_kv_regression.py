@@ -129,7 +129,7 @@ def test_what_cannot_start_so(tiny_model: MACModel) -> None:
         EncoderConfig(design="encoder-pooling", name="minilm", layers=2)
 
 
-def around(name: str, folder: Path, tokens: int = 48, layers: int | None = None) -> MACModel:
+def around(name: str, folder: Path, tokens: int = 48, layers: int | None = None, slots: int = 1) -> MACModel:
     """MAC with an attention sink around a random LM. A sliding window is shorter than a document."""
     window = {"sliding_window": 40} if "sliding_window" in ARCHITECTURES[name] else {}
     # One row more than tokens, since the class of Qwen2's tokenizers adds a token of its own.
@@ -143,7 +143,7 @@ def around(name: str, folder: Path, tokens: int = 48, layers: int | None = None)
         input_encoder=part,
         tokens=tokens,
         mlp_width=8,
-        aggregation=AggregationConfig(blocks=1, heads=4, head_width=16, feed_forward=1, prior_width=16),
+        aggregation=AggregationConfig(blocks=1, heads=4, head_width=16, feed_forward=1, prior_width=16, slots=slots),
         modulation=ModulationConfig(attention_sink=True),
     )
     return MACModel.from_config(config, device="cpu")

@@ -1,0 +1,69 @@
+"""First marks of slots: behind all slots the LM predicts what it predicts behind the first one alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from mac_rag.data.newswire.generate import generate
+from mac_rag.model import MACModel
+from mac_rag.nn.memory_slots import MemorySlots
+from pipelines.initializers.kv_regression import init_by_kv_regression
+from pipelines.initializers.slot_marks import fit_slot_marks
+from tests.pipelines.test_kv_regression import around
+
+DATA = generate("train", 60, seed=3, questions_per_document=2)
+
+
+def with_slots(count: int) -> MACModel:
+    """The shipped mac-tiny, which reads its memory, with further slots that it was not trained with."""
+    model = MACModel.from_pretrained("mac-tiny", device="cpu")
+    model.aggregation.slots = MemorySlots(count, model.base_lm.width)
+    return model
+
+
+@torch.no_grad()
+def divergence(model: MACModel) -> float:
+    """How far predictions behind all slots are from those behind the first one (KL), on held-out questions."""
+    held_out, prompts = generate("val", 40), model.base_lm.prompts
+    questions = [question.question for question in held_out.questions]
+    phi = model.aggregate(questions, model.amortize([document.text for document in held_out.documents]))
+    rows = [prompts.prompt(q) for q in questions], [prompts.answer(q.answers[0]) for q in held_out.questions]
+    alone, together = (
+        model.base_lm.answer_logits(*rows, model.modulation(tokens)).log_softmax(-1)
+        for tokens in (phi[:, : model.config.tokens], phi)
+    )
+    return float(functional.kl_div(together, alone, log_target=True, reduction="batchmean"))
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_improbable_documents_are_heard_little(slots: int) -> None:
+    model = with_slots(slots)
+    unmarked = divergence(model)
+    fit_slot_marks(model, DATA)
+    assert divergence(model) < 0.25 * unmarked
+
+
+def test_questions_need_no_answers() -> None:
+    model = with_slots(2)
+    unmarked = divergence(model)
+    fit_slot_marks(model, replace(DATA, questions=[replace(question, answers=[]) for question in DATA.questions]))
+    assert divergence(model) < unmarked
+
+
+def test_a_model_without_slots_stays_as_it_is() -> None:
+    model = MACModel.from_pretrained("mac-tiny", device="cpu")
+    before = model.fingerprint
+    fit_slot_marks(model, DATA)
+    assert model.fingerprint == before
+
+
+def test_kv_regression_fits_them(tmp_path: Path) -> None:
+    model = around("llama", tmp_path, slots=2)
+    init_by_kv_regression(model, DATA)
+    assert model.aggregation.slots is not None
+    assert model.aggregation.slots.faint.any()
