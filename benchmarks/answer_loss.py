@@ -39,7 +39,8 @@ def main(
     from eval.harness.streams import named_data, open_stream
     from mac_rag.model import MACModel
     from pipelines.recipe import load_recipe
-    from pipelines.tasks.train import TrainConfig, TrainTask
+    from pipelines.tasks.train import TrainTask
+    from pipelines.tasks.train_config import TrainConfig
 
     stream, _ = open_stream(data, "test", documents, questions, seed=seed, scale="tiny")
     overrides = [] if data is None else [f"data.path={named_data(data)[1]}"]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mac_rag.lm.base_lm import BaseLM
     from mac_rag.lm.prompt import PromptEncoder
     from mac_rag.model import MACModel
-    from pipelines.tasks.train import TrainConfig
+    from pipelines.tasks.train_config import TrainConfig
 
 BEGINNING = 0.1  # share of a document's tokens that the input encoder reads and the LM continues
 STEPS = 150  # of the training at the tiny scale

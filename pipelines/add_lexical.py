@@ -35,7 +35,7 @@ def main(
     from mac_rag.lm.devices import DTYPES
     from mac_rag.model import MACModel
     from pipelines.tasks.add_lexical import add_hashed_bm25
-    from pipelines.tasks.train import TrainConfig
+    from pipelines.tasks.train_config import TrainConfig
 
     if output.exists() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty; choose another --output")

@@ -30,7 +30,7 @@ def main(
     from mac_rag.model import MACModel
     from mac_rag.model.checkpoint import CONFIG, write_quantizer
     from pipelines.tasks.fit_rows import drawn, fit_quantizer
-    from pipelines.tasks.train import TrainConfig
+    from pipelines.tasks.train_config import TrainConfig
 
     if not (model / CONFIG).is_file():
         raise ConfigError(f"{model} is no folder of a MAC model; save one there first (MACModel.save_pretrained)")

@@ -38,7 +38,7 @@ def main(
     processes: `torchrun --nproc_per_node N -m pipelines.train ...`
     """
     from pipelines.tasks.registry import run_task
-    from pipelines.tasks.train import TrainConfig
+    from pipelines.tasks.train_config import TrainConfig
 
     overrides = with_context(set_, retriever, k) + ([] if base_lm is None else [f"tune_base_lm={base_lm}"])
     run_task("train", load_recipe(TrainConfig, config, overrides), output)

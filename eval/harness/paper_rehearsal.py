@@ -20,7 +20,7 @@ from pipelines.planning.answering import Asking
 from pipelines.planning.report import make_plan
 from pipelines.planning.subject import Subject, subject
 from pipelines.recipe import load_recipe
-from pipelines.tasks.train import TrainConfig
+from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig
 
 # Experiment -> name of a variant -> the part that starts anew at the tiny scale, and the changes of the recipe.

@@ -37,7 +37,8 @@ from mac_rag.model.checkpoint import find, read_config
 from mac_rag.model.presets import PAPER, merged, preset
 from mac_rag.progress import progress_bar
 from pipelines.recipe import keep_recipe, load_recipe
-from pipelines.tasks.train import TrainConfig, TrainTask
+from pipelines.tasks.train import TrainTask
+from pipelines.tasks.train_config import TrainConfig
 from pipelines.trainer import Trainer
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 from mac_rag.config import MACConfig
 from pipelines.planning.memory import Memory
 from pipelines.planning.subject import Subject
-from pipelines.tasks.train import TrainConfig
+from pipelines.tasks.train_config import TrainConfig
 
 _DROPOUT = 0.75  # the paper's, for its large models
 

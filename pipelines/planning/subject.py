@@ -19,7 +19,7 @@ from pipelines.planning.empty_model import empty_lm, empty_model
 from pipelines.planning.memory import Memory
 from pipelines.planning.training import training_of
 from pipelines.recipe import load_recipe, read_recipe, recipe_names
-from pipelines.tasks.train import TrainConfig
+from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig
 
 GENERAL = "small-lm/train"  # settings of a training for what has no recipe of its own

@@ -13,7 +13,7 @@ from mac_rag.model.objective import LossWeights
 from pipelines.planning.activations import QUESTION_TOKENS, Step, activations, inner_width, layer_bytes
 from pipelines.planning.memory import Memory
 from pipelines.planning.weights import AGGREGATION, AMORTIZATION, BASE_LM, INPUT, MODULATION, Weights, weights_by_part
-from pipelines.tasks.train import TrainConfig
+from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig
 
 _ADAM = 8  # bytes of a weight's two moments

@@ -14,7 +14,8 @@ from pipelines.tasks.add_lexical import AddLexicalConfig, write_extended
 from pipelines.tasks.fit_recency import FitRecencyConfig, write_fitted
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
 from pipelines.tasks.pretrain_t5 import PretrainT5Task
-from pipelines.tasks.train import TrainConfig, TrainTask
+from pipelines.tasks.train import TrainTask
+from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Task, Trainer
 

@@ -17,7 +17,8 @@ from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.dtypes import use_master_weights, widest_dtype
 from mac_rag.nn.modulation import FiLM, LMShape
-from pipelines.tasks.train import TrainConfig, TrainTask
+from pipelines.tasks.train import TrainTask
+from pipelines.tasks.train_config import TrainConfig
 from pipelines.trainer import Trainer
 from tests.helpers import mac_config
 from tests.lm.helpers import strong

@@ -13,7 +13,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model.presets import around, sized_for
 from pipelines.recipe import load_recipe
-from pipelines.tasks.train import TrainConfig
+from pipelines.tasks.train_config import TrainConfig
 from tests.helpers import CHATML, save_gpt2, save_instruct, save_llama, save_tokenizer
 from tests.pipelines.helpers import command
 

@@ -18,7 +18,8 @@ from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, mac_loss
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.recipe import load_recipe
-from pipelines.tasks.train import TrainConfig, TrainTask, excerpt
+from pipelines.tasks.train import TrainTask, excerpt
+from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Task, Trainer
 from tests.pipelines.helpers import TRAINER, command, metrics

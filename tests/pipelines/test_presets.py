@@ -12,7 +12,7 @@ from mac_rag.config import BaseLMConfig, MACConfig
 from mac_rag.errors import ConfigError
 from mac_rag.model.presets import PRESETS, preset
 from pipelines.recipe import load_recipe
-from pipelines.tasks.train import TrainConfig
+from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig
 from tests.pipelines.helpers import TRAINER
 

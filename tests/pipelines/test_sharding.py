@@ -19,7 +19,8 @@ from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import length_buckets, one_group, similar_lengths
 from mac_rag.model import MACModel
 from pipelines.recomputation import recompute_activations, transformer_layers
-from pipelines.tasks.train import TrainConfig, TrainTask
+from pipelines.tasks.train import TrainTask
+from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig
 from pipelines.trainer import Trainer, TrainerConfig
 from tests.pipelines import tiny_training

@@ -10,7 +10,8 @@ import torch
 from mac_rag.model import MACModel
 from mac_rag.model.presets import SMALL, sized_for
 from pipelines.planning.architectures import lm_architecture
-from pipelines.tasks.train import TrainConfig, TrainTask
+from pipelines.tasks.train import TrainTask
+from pipelines.tasks.train_config import TrainConfig
 from pipelines.trainer import Trainer
 from tests.helpers import VOCABULARY, save_tokenizer
 from tests.lm.helpers import random_lm

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from pipelines.tasks.train import TrainConfig, TrainTask
+from pipelines.tasks.train import TrainTask
+from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Trainer
 

@@ -14,7 +14,7 @@ from mac_rag.data.squad import read_official
 from mac_rag.data.table import read_table
 from pipelines.recipe import load_recipe, read_recipe
 from pipelines.stages import RECIPES, read_stages
-from pipelines.tasks.train import TrainConfig
+from pipelines.tasks.train_config import TrainConfig
 from tests.torture.mutations import (
     KINDS,
     RAW,

@@ -11,7 +11,7 @@ from mac_rag.data import SPLITS
 from mac_rag.errors import ConfigError
 from mac_rag.model.presets import PAPER
 from pipelines.recipe import load_recipe
-from pipelines.tasks.train import TrainConfig
+from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig
 
 PATHS = [

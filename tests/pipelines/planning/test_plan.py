@@ -21,7 +21,7 @@ from pipelines.planning.memory import GIB, RESERVED, Memory, gpu_bytes, smallest
 from pipelines.planning.report import make_plan, preset_table, text_lines
 from pipelines.planning.subject import subject
 from pipelines.planning.training import changed_parts
-from pipelines.tasks.train import TrainConfig
+from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig
 from tests.helpers import mac_config
 from tests.pipelines.helpers import TRAINER, command

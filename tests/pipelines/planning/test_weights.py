@@ -20,7 +20,7 @@ from pipelines.planning.answering import row_bytes
 from pipelines.planning.empty_model import empty_model
 from pipelines.planning.training import trained_numbers, training_memory
 from pipelines.planning.weights import BASE_LM, weights_by_part
-from pipelines.tasks.train import TrainConfig
+from pipelines.tasks.train_config import TrainConfig
 from tests.helpers import mac_config
 from tests.pipelines.helpers import TRAINER
 

@@ -1,0 +1,159 @@
+"""The recipe of meta-training: the model, its start, the losses, and what the batches hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from mac_rag.config import Config, MACConfig, Renaming
+from mac_rag.model.objective import LossWeights
+from mac_rag.model.presets import preset_values
+from pipelines.corpora.qa_data import ContextConfig, DataConfig
+from pipelines.trainer import TrainerConfig
+
+
+class CurriculumConfig(Config):
+    """First steps on short documents. They move a small model off the plateau where whole documents leave it.
+
+    Attributes:
+        steps: number of these steps.
+        steps_per_sentence: steps on documents of one sentence, then on documents of two, and so on. Sentences that hold
+            an answer come first.
+        losses: weight of each term during these steps.
+    """
+
+    steps: int = Field(ge=1)
+    steps_per_sentence: int = Field(ge=1)
+    losses: LossWeights = LossWeights(answer=0, direct=1)
+
+
+def _init_of_start(start: Any) -> dict[str, Any]:
+    """The field `init` that the old field `start` has become."""
+    return {"init": {"built": "pretrained", "reader": "kv_regression"}.get(start, start)}
+
+
+class TrainConfig(Config):
+    """A recipe of `pipelines.train`. `trainer.batch_size` counts documents, K in the paper.
+
+    Attributes:
+        model: the networks; beside a preset, the values that shall differ from the preset's. Give a model, a preset, or
+            `start_from`.
+        preset: name of a preset; see `mac_rag.model.presets`.
+        base_lm: short for `model: {base_lm: ...}` beside a preset, such as `{name: ...}` for an LM that was tuned on
+            questions. What it does not say stays the preset's, as dtype and quantisation do.
+        start_from: name or folder of a MAC checkpoint whose training goes on.
+        init: first weights of the networks of `model`: those of the pretrained backbones and random ones elsewhere
+            (`pretrained`), or fitted by regression to the keys and values that the base LM computes (`kv_regression`;
+            see `pipelines.initializers.kv_regression`).
+        group_by_title: largest number of consecutive documents with one title that stay together in a batch. A question
+            then has to find its document among others on the same subject, as in a bank.
+        questions_per_document: questions drawn for each document of a batch.
+        backprop_dropout: p, share of the documents that are amortized without gradients.
+        losses: weight of each term; the paper has `answer` alone.
+        negatives: number of documents of earlier batches that are negatives of the contrastive loss.
+        distractors: number of negatives that each question adds to the documents which all questions attend to: those
+            with the highest document prior.
+        context: retrieved documents in front of the questions, `LM(d + x; phi*)`; without a retriever the LM reads the
+            question alone.
+        without_memory: share of the questions behind documents that the LM answers without memory. A base LM that is
+            trained jointly then still reads without it.
+        gold_hidden: share of the questions from which aggregation hides the document that answers them, as if nobody
+            had put it into the bank. Where no document in front of such a question answers it either, the target is the
+            model's `prompt.abstention`; likewise where a question has no memory.
+        curriculum: the first steps; None for whole documents and all losses from the start.
+        tune_amortization: False freezes the amortization network.
+        tune_base_lm: `frozen`, or joint training of all weights (`full`) or of low-rank updates that are merged at the
+            end (`lora`).
+        lora_rank: rank of these updates.
+        store_dtype: dtype of the weights in exported checkpoints; see `mac_rag.lm.int8_storage` for int8.
+    """
+
+    RENAMED: ClassVar[Mapping[str, Renaming]] = {"start": _init_of_start, "together": "group_by_title"}
+
+    model: MACConfig | None = None
+    start_from: str | None = None
+    init: Literal["pretrained", "kv_regression"] = "pretrained"
+    data: DataConfig = DataConfig()
+    group_by_title: int = Field(1, ge=1)
+    questions_per_document: int = Field(1, ge=1)
+    backprop_dropout: float = Field(0.0, ge=0, lt=1)
+    losses: LossWeights = LossWeights()
+    negatives: int = Field(0, ge=0)
+    distractors: int = Field(0, ge=0)
+    context: ContextConfig = ContextConfig()
+    without_memory: float = Field(0.0, ge=0, le=1)
+    gold_hidden: float = Field(0.0, ge=0, lt=1)
+    curriculum: CurriculumConfig | None = None
+    tune_amortization: bool = True
+    tune_base_lm: Literal["frozen", "lora", "full"] = "frozen"
+    lora_rank: int = Field(16, ge=1)
+    store_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    trainer: TrainerConfig
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, values: object) -> object:
+        """Replaces `preset` by its model, with the values of `base_lm` and `model` in place of the preset's own."""
+        if not isinstance(values, Mapping) or "preset" not in values:
+            return values
+        values = dict(values)
+        changes = values.pop("model", None) or {}
+        if not isinstance(changes, Mapping):
+            raise ValueError(f"model is {changes!r:.200}; give the values that shall differ from the preset's")
+        if "base_lm" in values:
+            if "base_lm" in changes:
+                raise ValueError("give either base_lm or model.base_lm, not both")
+            changes = {**changes, "base_lm": values.pop("base_lm")}
+        model = preset_values(values.pop("preset"), changes)
+        return {**values, "model": model}
+
+    @property
+    def all_losses(self) -> tuple[LossWeights, ...]:
+        """The weights of the losses in all phases."""
+        return (self.losses, *(() if self.curriculum is None else (self.curriculum.losses,)))
+
+    @model_validator(mode="after")
+    def _one_start(self) -> Self:
+        if (self.model is None) == (self.start_from is None):
+            raise ValueError("give one of model, preset and start_from")
+        if self.init != "pretrained" and self.start_from is not None:
+            raise ValueError(
+                f"init is {self.init}, but the networks of start_from ({self.start_from!r}) are trained on"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _distractors_are_negatives(self) -> Self:
+        if self.distractors > self.negatives:
+            raise ValueError(
+                f"distractors ({self.distractors}) are chosen among negatives ({self.negatives}); raise these"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _hidden_from_answers(self) -> Self:
+        if self.gold_hidden and any(losses.aggregated_distillation for losses in self.all_losses):
+            raise ValueError(
+                f"gold_hidden is {self.gold_hidden}, but aggregated_distillation teaches answers that hidden documents "
+                "hold; set one of them to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _processes_call_alike(self) -> Self:
+        """Processes that train in parts gather each layer together, so all must call it equally often."""
+        if self.trainer.parallel != "fsdp":
+            return self
+        if self.without_memory:
+            raise ValueError(
+                f"without_memory is {self.without_memory}, but with trainer.parallel: fsdp all processes must call the "
+                "LM equally often; set it to 0"
+            )
+        if self.group_by_title > 1 and self.backprop_dropout:
+            raise ValueError(
+                f"group_by_title is {self.group_by_title}, and with it the processes have batches of different sizes, "
+                "which backprop_dropout divides; with trainer.parallel: fsdp, set one of them to its default"
+            )
+        return self
