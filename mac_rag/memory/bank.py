@@ -13,8 +13,9 @@ from pathlib import Path
 from torch import Tensor
 
 from mac_rag.errors import BankError, FingerprintError
-from mac_rag.memory.contents import BankEntry, Snapshot
+from mac_rag.memory.contents import Snapshot
 from mac_rag.memory.editing import EditableContents
+from mac_rag.memory.entries import BankEntry
 from mac_rag.memory.parts import Part, no_entries
 from mac_rag.memory.rows import RowDtype
 from mac_rag.memory.storage.folder import exists

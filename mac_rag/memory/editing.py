@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
-from mac_rag.memory.contents import BankEntry, Contents, Snapshot, Summarise
+from mac_rag.memory.contents import Contents, Snapshot, Summarise
+from mac_rag.memory.entries import BankEntry
 from mac_rag.memory.entry_table import RecordList
 from mac_rag.memory.new_entries import NewEntry, described_members, new_entries
 from mac_rag.memory.parts import PART_BITS, Part, no_entries
