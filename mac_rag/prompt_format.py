@@ -23,7 +23,8 @@ class PromptFormat:
     Attributes:
         document, question, answer: the templates; a chat has only the document's.
         abstention: the answer that the LM has learned for questions whose answer does not stand in front of them, such
-            as "I don't know"; None if it has learned none.
+            as "I don't know"; None if it has learned none. It abstains where it holds that more probable than all
+            answers together (see `mac_rag.lm.abstention`).
         chat: True to write prompts with the tokenizer's chat template.
         system: the system message of a chat; None for what the chat template writes by itself.
     """

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from mac_rag.errors import ConfigError
+from mac_rag.lm.abstention import AbstainByMajority, abstention_beginning
 from mac_rag.lm.architectures import Architecture
 from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.device_map import device_of
@@ -19,6 +20,7 @@ from mac_rag.lm.extractive import ExtractiveDecoding, SpanSource, numeral_tokens
 from mac_rag.lm.growing_cache import growing
 from mac_rag.lm.loading import list_of_layers
 from mac_rag.lm.max_rule import MaxRuleEnsemble
+from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.lm.sampling import GREEDY, Sampling, TokenChoice
 from mac_rag.nn.modulation import Modulation, attached
 
@@ -33,12 +35,14 @@ class DecodingMixin:
         model: the transformers causal LM.
         tokenizer: its tokenizer.
         architecture: what its architecture needs.
+        prompts: writes prompts; their format says whether the LM has learned to abstain.
         end_tokens: ids of the tokens that end an answer.
     """
 
     model: Any
     tokenizer: Any
     architecture: Architecture
+    prompts: PromptEncoder
     end_tokens: list[int]
 
     @property
@@ -95,7 +99,7 @@ class DecodingMixin:
                 max_new_tokens=max_new_tokens,
                 num_beams=num_beams,
                 do_sample=False,
-                logits_processor=[part for part in (extractive, ensemble) if part],
+                logits_processor=[part for part in (self._abstaining(ids.shape[1]), extractive, ensemble) if part],
                 pad_token_id=self.tokenizer.pad_token_id,
                 eos_token_id=self.end_tokens,
             )
@@ -229,6 +233,7 @@ class DecodingMixin:
         segments = self.architecture.segment_arguments(torch.ones_like(ids))
         written = ids  # prompts, and answers so far
         extractive = self._extractive(sources, ids.shape[1], modulation, ensemble)
+        abstaining = self._abstaining(ids.shape[1])
         while True:
             output = self._read(ids, mask, positions, cache, modulation, segments)
             cache, logits = growing(output.past_key_values), output.logits[:, -1]
@@ -239,7 +244,7 @@ class DecodingMixin:
                 modulation = modulation and modulation.behind_cache(places[: rows * copies])
                 extractive = extractive and extractive.of(places[: rows * copies])
                 copies = 1
-            for processor in (extractive, ensemble):
+            for processor in (abstaining, extractive, ensemble):
                 if processor:
                     logits = processor(written, logits)
             tokens = choose(logits)
@@ -258,6 +263,14 @@ class DecodingMixin:
             mask = torch.cat([mask, torch.ones_like(ids)], 1)
             positions = positions[:, -1:] + 1
             segments = {}
+
+    def _abstaining(self, prompt_length: int) -> AbstainByMajority | None:
+        """When the LM abstains behind padded prompts of this length; None if it has not learned to."""
+        return None if self._abstention is None else AbstainByMajority(self._abstention, prompt_length)
+
+    @cached_property
+    def _abstention(self) -> list[int] | None:
+        return abstention_beginning(self.prompts)
 
     def _extractive(
         self,
