@@ -79,7 +79,7 @@ def test_what_all_answers_begin_with_is_no_abstention(model_folder: Callable[[st
     prompts = load(model_folder("llama"), abstention=ABSTENTION).prompts
     beginning = abstention_beginning(prompts)
     assert beginning == prompts.answer(ABSTENTION)[:2]  # this tokenizer has a token for the space in front of answers
-    assert beginning[:1] == prompts.answer("Ada")[:1]
+    assert beginning[:1] in [prompts.answer(letter)[:1] for letter in "iklo"]
 
 
 def test_an_lm_that_has_not_learned_to_abstain(model_folder: Callable[[str], Path]) -> None:
