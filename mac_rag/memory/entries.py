@@ -60,6 +60,7 @@ class BankEntry(Described):
     """An entry of the bank: one document, or several that were merged.
 
     Examples:
+        >>> import torch
         >>> from mac_rag import Document, MemoryBank
         >>> bank = MemoryBank("fingerprint of the model")
         >>> documents = [Document("may", "The bridge opened.", {"year": 2004}), Document("june", "The bridge closed.")]
