@@ -62,12 +62,7 @@ class MemorySlots(nn.Module):
             scores: `[B, K]`, of the document prior.
             weight: a scalar, how attention weighs them.
         """
-        first = self._first(scores)
-        shares = weighed(scores, weight).softmax(1).gather(1, first)
-        seen = scores.isfinite().sum(1, keepdim=True)
-        rank = torch.arange(self.count, device=scores.device).expand(len(scores), -1)
-        of_slots: Tensor = shares.gather(1, rank.minimum(seen - 1))
-        return of_slots
+        return self._of_slots(weighed(scores, weight).softmax(1), scores)
 
     def faintness(self, scores: Tensor) -> Tensor:
         """How much less probable each slot's first document is than the first slot's, as a log-ratio, `[B, S]`.
@@ -75,10 +70,7 @@ class MemorySlots(nn.Module):
         Args:
             scores: `[B, K]`, of the document prior, whose softmax is the probabilities that it was trained to give.
         """
-        best = scores.topk(min(self.count, scores.shape[1])).values
-        seen = scores.isfinite().sum(1, keepdim=True)
-        rank = torch.arange(self.count, device=scores.device).expand(len(scores), -1)
-        of_slots = best.gather(1, rank.minimum(seen - 1))
+        of_slots = self._of_slots(scores, scores)
         return (of_slots[:, :1] - of_slots).clamp(max=_FAINTEST)
 
     def marked(self, tokens: Tensor, faintness: Tensor) -> Tensor:
@@ -87,6 +79,12 @@ class MemorySlots(nn.Module):
         marks = (places + faintness[..., None] * self.faint) * self._scale
         by_slot: Tensor = tokens.unflatten(0, (-1, self.count)) + marks[:, :, None]
         return by_slot.flatten(1, 2)
+
+    def _of_slots(self, values: Tensor, scores: Tensor) -> Tensor:
+        """Of values of all documents `[B, K]`, that of the document which each slot sees first, `[B, S]`."""
+        seen = scores.isfinite().sum(1, keepdim=True)
+        rank = torch.arange(self.count, device=scores.device).expand(len(scores), -1)
+        return values.gather(1, self._first(scores)).gather(1, rank.minimum(seen - 1))
 
     def _first(self, scores: Tensor) -> Tensor:
         """The documents with the highest scores, `[B, min(S, K)]`."""

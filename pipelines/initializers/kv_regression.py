@@ -11,7 +11,6 @@ Where the prefix has an attention sink, the LM reads the text behind the sink, a
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import PrefixModulation, PrefixTuning
-from mac_rag.progress import ProgressBar, progress_bar
+from pipelines.initializers.progress import init_progress
 from pipelines.initializers.ridge import Ridge
 from pipelines.initializers.slot_marks import fit_slot_marks
 
@@ -72,7 +71,7 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     questions_of = data.questions_by_document()
     documents = [document for document in data.documents if questions_of[document.id]]
     rows = []
-    with _progress("tokenize", len(documents)) as bar:
+    with init_progress("tokenize", len(documents)) as bar:
         for document in documents:
             rows.append(model.amortization.ids(document.text))
             bar.advance()
@@ -81,7 +80,7 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     some = range(0, len(rows), -(-len(rows) // _READ))
     rows_read = [rows[i] for i in some]
     questions = [model.input_encoder.ids(questions_of[documents[i].id][0].question) for i in some]
-    with _progress("read documents", len(rows_read)) as bar:
+    with init_progress("read documents", len(rows_read)) as bar:
         states = [_states(network, row, bar.advance) for row in rows_read]
     _fit_salience(network, rows, rows_read, states)
     count = len(network.queries)
@@ -94,7 +93,7 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     read += places  # as the bias makes them, in phi too
     _fit_prefix(model, prefix, memory, rows_read, states)
     if model.aggregation.prior is not None:
-        with _progress("read questions", len(questions)) as bar:
+        with init_progress("read questions", len(questions)) as bar:
             encoded = model.input_encoder.encode(questions, _BATCH, bar.advance)
         _fit_prior(model.aggregation.prior, encoded, phi)
     along = places.T @ torch.linalg.pinv(places.T)  # the projection onto the marks
@@ -104,11 +103,6 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
             linear.weight.add_(linear.weight @ along, alpha=_SHARP - 1)
     fit_slot_marks(model, data)
     model.train(training)
-
-
-def _progress(label: str, total: int) -> ProgressBar:
-    """A bar of one phase; of several processes, the first shows it."""
-    return progress_bar(f"kv_regression: {label}", total, disable=os.environ.get("RANK", "0") != "0")
 
 
 def _states(network: EncoderPooling, row: Sequence[int], advance: Callable[[], None]) -> Tensor:
@@ -185,7 +179,7 @@ def _fit_prefix(
     if sink is not None:
         longest = sink.length + max(map(len, rows))
         rotation = key_rotation(base_lm.model, range(sink.length, longest), longest)
-    with _progress("fit", len(rows)) as bar:
+    with init_progress("fit", len(rows)) as bar:
         for row, tokens, text in zip(rows, phi, states, strict=True):
             # The sink is what the tokenizer puts in front of a text, where it does so.
             skipped = len(start) if sink is not None and list(row[: len(start)]) == start else 0

@@ -8,8 +8,6 @@ louder where that helps.
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -17,7 +15,7 @@ from torch.nn import functional
 from mac_rag.data.types import QADataset
 from mac_rag.model import MACModel
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.progress import progress_bar
+from pipelines.initializers.progress import init_progress
 
 _QUESTIONS = 128
 _BATCH = 32
@@ -63,8 +61,7 @@ def fit_slot_marks(model: MACModel, data: QADataset) -> None:
     targets = [(part, predictions(part, by_slot[part, 0])) for part in batches]
     enough = _ENOUGH * sum(float(divergence(*target)) for target in targets)
     optimizer = torch.optim.Adam([slots.faint], lr=_RATE)
-    label, first_process = "kv_regression: fit the marks of slots", os.environ.get("RANK", "0") == "0"
-    with progress_bar(label, _PASSES, disable=not first_process) as bar:
+    with init_progress("fit the marks of slots", _PASSES) as bar:
         for _ in range(_PASSES):
             total = 0.0
             for target in targets:
