@@ -25,6 +25,9 @@ class PromptFormat:
         abstention: the answer that the LM has learned for questions whose answer does not stand in front of them, such
             as "I don't know"; None if it has learned none. It abstains where it holds that more probable than all
             answers together (see `mac_rag.lm.abstention`).
+        parallel_documents: True if the LM has learned to read several documents in parallel: each one with the
+            question, none sees another, and the question once more behind them (see `mac_rag.lm.parallel_documents`).
+            Only for an LM whose attention takes segments.
         chat: True to write prompts with the tokenizer's chat template.
         system: the system message of a chat; None for what the chat template writes by itself.
     """
@@ -33,6 +36,7 @@ class PromptFormat:
     question: str = "Question: {question}\nAnswer:"
     answer: str = " {answer}"
     abstention: str | None = None
+    parallel_documents: bool = False
     chat: bool = False
     system: str | None = None
 
@@ -44,6 +48,8 @@ class PromptFormat:
                     f"the {name} template is {given!r}, but in a chat the tokenizer's template stands around the "
                     f"{name}; leave it out, or say in `system` how to answer"
                 )
+        if self.chat and self.parallel_documents:
+            raise ValueError("parallel_documents is true, but a conversation is one text; set chat: false")
         if self.system is not None and not self.chat:
             raise ValueError(f"system is {self.system!r}, but only a chat has a system message; set chat: true")
         for name in ("document", "question", "answer"):

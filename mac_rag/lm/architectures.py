@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
 
 from mac_rag.errors import ModelLoadError
+from mac_rag.prompt_format import PromptFormat
 
 
 def _kv_heads(config: Any) -> int:
@@ -48,6 +49,14 @@ class Architecture:
         if not self.takes_segments:
             return {}
         return {"segment_ids": segment_ids} if hidden is None else {"segment_ids": segment_ids, "hidden": hidden}
+
+    def check_format(self, prompt_format: PromptFormat) -> None:
+        """Raises ModelLoadError for a prompt format that an LM of this architecture cannot read."""
+        if prompt_format.parallel_documents and not self.takes_segments:
+            raise ModelLoadError(
+                "prompt.parallel_documents is true, but only an LM whose attention takes segments reads documents in "
+                "parallel; leave it out"
+            )
 
 
 _ARCHITECTURES = {name: Architecture(linear_head=True) for name in ("gpt2", "llama", "mistral", "qwen2", "qwen3")}

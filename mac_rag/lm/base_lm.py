@@ -44,6 +44,7 @@ class BaseLM(DecodingMixin, nn.Module):
         self.model = model
         self.tokenizer = tokenizer
         self.architecture = architecture_of(model)
+        self.architecture.check_format(prompt_format)
         self.prompts = prompt_encoder(tokenizer, prompt_format)
         self.end_tokens = sorted({*self.prompts.end_tokens, *_end_tokens(model)})
         model.get_output_embeddings().register_forward_pre_hook(_without_gaps)
@@ -121,7 +122,7 @@ class BaseLM(DecodingMixin, nn.Module):
             ids: L token ids.
             modulation: modulation of one row, whose prefix stands in front of the text; None for none.
         """
-        rows, mask, positions = self._padded([ids], modulation)
+        rows, mask, positions, _ = self._padded([ids], modulation)
         # Without a configuration a cache keeps all positions, also in layers with a sliding window.
         cache = self._cache(modulation) or DynamicCache()
         segments = self.architecture.segment_arguments(torch.ones_like(rows))
@@ -143,8 +144,8 @@ class BaseLM(DecodingMixin, nn.Module):
         Args:
             prompts, answers: token ids of B rows.
             modulation: modulation of B rows; None for the LM alone.
-            segment_ids: for an LM that takes segments, the segment of each prompt token, a number above 0 (see
-                `mac_rag.lm.prefix_lm.prefix_mask`); None for prompts of one segment.
+            segment_ids: for an LM that takes segments, the segment of each prompt token, not 0 (see
+                `mac_rag.lm.prefix_lm.prefix_mask`); None for those of the prompt format.
             hidden: for such an LM, True for prompt tokens that only their own segment sees; None for none.
         """
         losses = torch.cat(self.token_losses(prompts, answers, modulation, segment_ids=segment_ids, hidden=hidden))
@@ -182,14 +183,13 @@ class BaseLM(DecodingMixin, nn.Module):
             prompts, answers, modulation, segment_ids, hidden: as `answer_loss` takes them; N is the number of tokens of
                 all answers.
         """
-        rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         longest = max(map(len, answers))
-        ids, mask, positions = self._padded(rows, modulation)
+        ids, mask, positions, segments = self._padded(prompts, modulation, answers, segment_ids)
         lengths = torch.tensor([len(answer) for answer in answers])
         is_answer = (torch.arange(longest) >= longest - lengths[:, None]).to(self.device)
-        behind = [len(answer) for answer in answers]
-        segments = self._padded_prompts(segment_ids or [[1] * len(prompt) for prompt in prompts], behind, ids)
-        hidden_tokens = None if hidden is None else self._padded_prompts(hidden, behind, ids).bool()
+        hidden_tokens = None
+        if hidden is not None:
+            hidden_tokens = self._padded_prompts(hidden, [len(answer) for answer in answers], ids).bool()
         inputs = {
             "input_ids": ids,
             "attention_mask": mask,
@@ -204,20 +204,6 @@ class BaseLM(DecodingMixin, nn.Module):
             else:
                 logits = self.model(**inputs, logits_to_keep=longest + 1).logits[:, :-1][is_answer]
         return logits.to(self.device)
-
-    def _padded_prompts(self, values: Sequence[Sequence[int]], behind: Sequence[int], ids: Tensor) -> Tensor:
-        """One value for each prompt token, and 0 for padding and answers: `[B, L]` as the ids.
-
-        Args:
-            values: a value for each token of the prompts of B rows.
-            behind: tokens behind each prompt.
-            ids: `[B, L]`, prompts and answers padded on the left.
-        """
-        padded = torch.zeros(ids.shape, dtype=ids.dtype)  # filled on the CPU: a GPU takes it in one copy
-        for row, prompt, count in zip(padded, values, behind, strict=True):
-            end = len(row) - count
-            row[end - len(prompt) : end] = torch.tensor(prompt)
-        return padded.to(ids.device)
 
 
 def _end_tokens(model: Any) -> list[int]:

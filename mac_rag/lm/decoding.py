@@ -20,6 +20,7 @@ from mac_rag.lm.extractive import ExtractiveDecoding, SpanSource, numeral_tokens
 from mac_rag.lm.growing_cache import growing
 from mac_rag.lm.loading import list_of_layers
 from mac_rag.lm.max_rule import MaxRuleEnsemble
+from mac_rag.lm.parallel_documents import positions_of
 from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.lm.sampling import GREEDY, Sampling, TokenChoice
 from mac_rag.nn.modulation import Modulation, attached
@@ -89,13 +90,14 @@ class DecodingMixin:
         if sampling != GREEDY:
             raise ConfigError(f"num_beams is {num_beams}, but beams take no sampling or stop; set it to 1: {sampling}")
         prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
-        ids, mask, _ = self._padded(prompts, modulation)
+        ids, mask, positions, segment_ids = self._padded(prompts, modulation)
         extractive = self._extractive(sources, ids.shape[1], modulation, ensemble)
         with attached(modulation, self.model):
             output = self.model.generate(
                 input_ids=ids,
                 attention_mask=mask,
                 past_key_values=self._cache(modulation, num_beams),
+                **self._in_segments(positions, segment_ids),
                 max_new_tokens=max_new_tokens,
                 num_beams=num_beams,
                 do_sample=False,
@@ -228,9 +230,9 @@ class DecodingMixin:
         rows = len(prompts)
         choose = TokenChoice(sampling, rows * copies)
         prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
-        ids, mask, positions = self._padded(prompts, modulation)
+        ids, mask, positions, segment_ids = self._padded(prompts, modulation)
         cache = self._cache(modulation)
-        segments = self.architecture.segment_arguments(torch.ones_like(ids))
+        segments = self.architecture.segment_arguments(segment_ids)
         written = ids  # prompts, and answers so far
         extractive = self._extractive(sources, ids.shape[1], modulation, ensemble)
         abstaining = self._abstaining(ids.shape[1])
@@ -325,13 +327,53 @@ class DecodingMixin:
         prefix: DynamicCache | None = cache
         return prefix
 
-    def _padded(self, rows: Sequence[Sequence[int]], modulation: Modulation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Pads rows on the left: ids `[B, L]`, attention mask `[B, P + L]` with the prefix, and positions `[B, L]`."""
+    def _padded(
+        self,
+        prompts: Sequence[Sequence[int]],
+        modulation: Modulation | None,
+        answers: Sequence[Sequence[int]] | None = None,
+        segment_ids: Sequence[Sequence[int]] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Prompts, and answers behind them, padded on the left.
+
+        Returns:
+            Ids `[B, L]`, attention mask `[B, P + L]` with the prefix, positions and segments `[B, L]`; segments are 0
+            for answers and padding.
+        """
+        behind = answers or [()] * len(prompts)
+        rows = [[*prompt, *answer] for prompt, answer in zip(prompts, behind, strict=True)]
         ids, mask = pad_rows(rows, self.tokenizer.pad_token_id, self.device, "left")
         if modulation:
             mask = torch.cat([modulation.prefix_mask(mask), mask], 1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        return ids, mask, positions
+        segment_ids = segment_ids or [self.prompts.segment_ids(prompt) for prompt in prompts]
+        segments = self._padded_prompts(segment_ids, [len(answer) for answer in behind], ids)
+        if any(-1 in row for row in segment_ids):
+            ends = [positions_of([*row, *[0] * len(answer)]) for row, answer in zip(segment_ids, behind, strict=True)]
+            moved, _ = pad_rows(ends, 0, self.device, "left")
+            # The last token of a row stands behind the prefix and all others.
+            taken = torch.tensor([len(row) for row in rows], device=self.device)
+            positions = moved + (positions[:, -1] + 1 - taken)[:, None]
+        return ids, mask, positions, segments
+
+    def _in_segments(self, positions: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
+        """What `generate` of an LM that takes segments must be told; none for others, which find it out."""
+        segments = self.architecture.segment_arguments(segment_ids)
+        return {**segments, "position_ids": positions} if segments else {}
+
+    def _padded_prompts(self, values: Sequence[Sequence[int]], behind: Sequence[int], ids: Tensor) -> Tensor:
+        """One value for each prompt token, and 0 for padding and answers: `[B, L]` as the ids.
+
+        Args:
+            values: a value for each token of the prompts of B rows.
+            behind: tokens behind each prompt.
+            ids: `[B, L]`, prompts and answers padded on the left.
+        """
+        padded = torch.zeros(ids.shape, dtype=ids.dtype)  # filled on the CPU: a GPU takes it in one copy
+        for row, prompt, count in zip(padded, values, behind, strict=True):
+            end = len(row) - count
+            row[end - len(prompt) : end] = torch.tensor(prompt)
+        return padded.to(ids.device)
 
 
 def _with_and_without(

@@ -104,8 +104,9 @@ class PrefixLM(BertGenerationDecoder):
         inputs: dict[str, Any] = causal.prepare_inputs_for_generation(
             input_ids, is_first_iteration=is_first_iteration, **kwargs
         )
+        segments = inputs.pop("segment_ids", None)
         if is_first_iteration:
-            inputs["segment_ids"] = torch.ones_like(inputs["input_ids"])
+            inputs["segment_ids"] = torch.ones_like(inputs["input_ids"]) if segments is None else segments
         return inputs
 
 
@@ -115,18 +116,18 @@ def prefix_mask(segment_ids: Tensor, hidden: Tensor | None, attention_mask: Tens
     Args:
         segment_ids: `[B, L]`: tokens of a prompt with equal numbers see each other both ways; 0 for tokens behind the
             prompt, which see only what stands before them. A prompt may be one segment. Documents in a segment before
-            the question's do not see the question.
+            the question's do not see the question. Tokens of a segment below 0 see their own segment and the cache.
         hidden: `[B, L]`, True for tokens that only their own segment sees; None where there are none.
         attention_mask: `[B, P + L]`, 0 for padding; None where there is none.
         past: P, tokens in the cache.
     """
-    batch, length = segment_ids.shape
+    length = segment_ids.shape[1]
     places = torch.arange(length, device=segment_ids.device)
     same_segment = (segment_ids[:, :, None] == segment_ids[:, None]) & (segment_ids[:, None] != 0)
-    before = (places[:, None] >= places).expand(batch, -1, -1)
+    before = (places[:, None] >= places) & (segment_ids >= 0)[:, :, None]
     if hidden is not None:
         before = before & ~hidden[:, None]
-    seen = torch.cat([same_segment.new_ones(batch, length, past), before | same_segment], 2)
+    seen = torch.cat([same_segment.new_ones(len(segment_ids), length, past), before | same_segment], 2)
     if attention_mask is not None:
         seen &= attention_mask[:, None].bool()
     seen[:, places, past + places] = True  # a softmax over nothing is not a number

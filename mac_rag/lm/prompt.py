@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mac_rag.config import PromptFormat
 from mac_rag.errors import ModelLoadError
+from mac_rag.lm.parallel_documents import positions_of, segments_of
 from mac_rag.lm.text_tokenizer import text_tokenizer
 
 Exchange = tuple[str, str]  # a question and its answer
@@ -27,7 +28,8 @@ class FittedPrompt:
 
     Attributes:
         question: x, the text.
-        ids: token ids of the base LM: `d_1 + ... + d_k + x`, ending where the answer begins.
+        ids: token ids of the base LM: `d_1 + ... + d_k + x`, ending where the answer begins; in parallel
+            `d_1 + x + ... + d_k + x + x`.
         contexts: d_1 to d_k as they stand in the prompt, possibly cut.
         truncated: True if documents were cut or left out to fit the window.
         question_ids: token ids of the question for the input encoder; empty where no memory is involved.
@@ -56,7 +58,8 @@ class PromptEncoder:
         end_tokens: ids of the tokens that end an answer.
 
     Raises:
-        ModelLoadError: for a tokenizer without an end-of-sequence token, or without a fast version.
+        ModelLoadError: for a tokenizer without an end-of-sequence token, or without a fast version; for documents in
+            parallel, one that puts nothing in front of a text.
     """
 
     def __init__(self, tokenizer: Any, prompt_format: PromptFormat | None = None) -> None:
@@ -70,6 +73,11 @@ class PromptEncoder:
         self.texts = text_tokenizer(tokenizer)
         self.eos: int = tokenizer.eos_token_id
         self.start: list[int] = [i for i in self.texts.ids("", special=True) if i != self.eos]
+        if self.format.parallel_documents and not self.start:
+            raise ModelLoadError(
+                f"the tokenizer of {tokenizer.name_or_path!r} puts no token in front of a text, so documents that are "
+                "read in parallel could not be told apart; leave out prompt.parallel_documents"
+            )
         self.end_tokens: tuple[int, ...] = (self.eos,)
         self._document = self.texts.mark(self.format.document)
         self._question = self.texts.mark(self.format.question)
@@ -88,6 +96,28 @@ class PromptEncoder:
     def answer(self, text: str) -> list[int]:
         return [*self.texts.ids(self._answer.replace("{answer}", text.strip())), self.eos]
 
+    def segment_ids(self, ids: Sequence[int]) -> list[int]:
+        """The segment of each token of a prompt (see `mac_rag.lm.prefix_lm.prefix_mask`)."""
+        return segments_of(ids, self.start) if self.format.parallel_documents else [1] * len(ids)
+
+    def positions(self, ids: Sequence[int]) -> int:
+        """How many of the LM's positions a prompt takes."""
+        return max(positions_of(self.segment_ids(ids)), default=-1) + 1 if self.format.parallel_documents else len(ids)
+
+    def places_of_documents(self, question: str, contexts: Sequence[str]) -> list[range]:
+        """Where documents stand in the ids of `prompt(question, contexts)`, each with the start in front of it.
+
+        Documents that are not read in parallel have one place together.
+        """
+        if len(contexts) < 2 or not self.format.parallel_documents:
+            return [range(len(self.prompt_start(contexts)))]
+        places, end = [], 0
+        for context in contexts:
+            length = len(self.prompt_start([context]))
+            places.append(range(end, end + length))
+            end += length + len(self.question(question))
+        return places
+
     def prompt_start(self, contexts: Sequence[str]) -> list[int]:
         """`d_1 + ... + d_k`, the part of a prompt before its question."""
         ids = list(self.start)
@@ -100,8 +130,7 @@ class PromptEncoder:
 
         The first ids are `prompt(question, contexts)`. All ids joined are one sequence, from which an LM can learn.
         """
-        prompts = [self.question(question) for question, _ in pairs]
-        prompts[0] = [*self.prompt_start(contexts), *prompts[0]]
+        prompts = [self.prompt(pairs[0][0], contexts), *(self.question(question) for question, _ in pairs[1:])]
         return [(prompt, self.answer(answer)) for prompt, (_, answer) in zip(prompts, pairs, strict=True)]
 
     def behind_examples(self, examples: Sequence[Exchange], question: str) -> list[int]:
@@ -120,15 +149,18 @@ class PromptEncoder:
 
         Retrievers put the best document first, and a whole document is worth more than a part. So the first documents
         stay whole as long as there is room, the next one is cut between tokens, and the others are left out. The
-        question is never cut: if it does not fit by itself, the prompt is longer than `room`.
+        question is never cut: if it does not fit by itself, the prompt is longer than `room`. In parallel, each
+        document has the same room, and each that is longer is cut.
 
         Args:
             question: x.
             contexts: d_1 to d_k, in the order of the prompt. Each is tokenized once; one that is cut, once more.
-            room: largest number of tokens of the prompt; None for no limit.
+            room: largest number of positions that the prompt may take; None for no limit.
         """
         start, end = self.start, self.question(question)
         documents = [self.document(text) for text in contexts]
+        if len(contexts) > 1 and self.format.parallel_documents:
+            return self._in_parallel(question, contexts, documents, room)
         used = len(start) + sum(map(len, documents)) + len(end)
         if room is None or not contexts or used <= room:
             ids = [*start, *(token for document in documents for token in document), *end]
@@ -139,6 +171,23 @@ class PromptEncoder:
             fitting.append(text)
             ids += document
         return FittedPrompt(question, (*ids, *end), tuple(fitting), truncated=True)
+
+    def _in_parallel(
+        self, question: str, contexts: Sequence[str], documents: Sequence[list[int]], room: int | None
+    ) -> FittedPrompt:
+        """`d_1 + x + ... + d_k + x + x`, of which each `d_i + x` begins at the first position."""
+        asked = self.question(question)
+        pairs = list(zip(contexts, documents, strict=True))
+        truncated = False
+        if room is not None:
+            left = room - 2 * (len(self.start) + len(asked))
+            truncated = max(map(len, documents)) > left
+            if truncated:
+                pairs = [pair for text, ids in pairs for pair in self.shortened([text], [ids], left)]
+            if len(pairs) < 2:
+                return replace(self.fit_to_window(question, contexts[:1], room), truncated=True)
+        ids = [token for part in (*(ids for _, ids in pairs), []) for token in (*self.start, *part, *asked)]
+        return FittedPrompt(question, tuple(ids), tuple(text for text, _ in pairs), truncated)
 
     def shortened(
         self, contexts: Sequence[str], documents: Sequence[list[int]], left: int

@@ -77,8 +77,9 @@ class GenerationMixin:
         question_ids = self.input_encoder.ids(question)  # checks the question, even if no memory is used
         _check_each(contexts, "document")
         fitted = self.base_lm.prompts.fit_to_window(question, contexts, room)
-        if len(fitted.ids) > room or (fitted.truncated and overflow == "error"):
-            used = len(self.base_lm.prompts.prompt(question, contexts))
+        taken = self.base_lm.prompts.positions
+        if taken(fitted.ids) > room or (fitted.truncated and overflow == "error"):
+            used = taken(self.base_lm.prompts.prompt(question, contexts))
             raise DocumentError(
                 f"{len(contexts)} documents and the question take {used} tokens, but the LM's window leaves room for "
                 f"{room}; give fewer or shorter documents (a smaller k or chunk size)"
@@ -208,7 +209,8 @@ class GenerationMixin:
         Returns:
             `[B]` each, in float32 on the CPU.
         """
-        room = [self._positions - len(prompt.ids) for prompt in prompts]
+        taken = self.base_lm.prompts.positions
+        room = [self._positions - taken(prompt.ids) for prompt in prompts]
         ids = [self.base_lm.prompts.answer(text)[:most] for text, most in zip(answers, room, strict=True)]
         first, mean = torch.zeros(len(prompts)), torch.zeros(len(prompts))
         for rows in self._batches(prompts):

@@ -52,7 +52,8 @@ class TuneConfig(Config):
         questions_per_context: questions behind one set of documents: the one that they were retrieved for, and others
             that they answer.
         question_blind: only for a prefix LM: share of the sequences whose documents do not attend to the question. The
-            LM then learns to read keys and values that were computed before the question, as a memory's are.
+            LM then learns to read keys and values that were computed before the question, as a memory's are. Documents
+            that are read in parallel always see the question.
         token_dropout: largest share of document tokens that a question does not attend to, where the documents are
             question-blind; drawn uniformly for each question. A memory holds fewer vectors than a text has tokens.
         pointer_loss: only for a prefix LM: weight of a second loss, which tells the last layer where in the documents
@@ -128,7 +129,9 @@ class TuneTask(Task):
         torch.manual_seed(config.trainer.seed)
         lm, tokenizer = load_causal_lm(config.base_lm, device)
         self.lm: Any = lm
-        self._segmented = architecture_of(lm).takes_segments
+        architecture = architecture_of(lm)
+        architecture.check_format(config.prompt)
+        self._segmented = architecture.takes_segments
         if self._segmented and (config.loss_on != "answers" or config.questions_per_context > 1):
             raise ConfigError("a prefix LM reads a question at a time: set loss_on: answers, questions_per_context: 1")
         if config.question_blind and not self._segmented:
@@ -187,12 +190,19 @@ class TuneTask(Task):
         segment_ids: list[int] = []
         for prompt, answer in self.encoder.exchanges(texts, [(q.question, self._target(q, read)) for q in questions]):
             ids += prompt + answer
-            segment_ids += [1] * len(prompt) + [0] * len(answer)
+            segment_ids += self.encoder.segment_ids(prompt) + [0] * len(answer)
             labels += (prompt if self.config.loss_on == "all" else [-100] * len(prompt)) + answer
         blind, points = rng.random() < self.config.question_blind, bool(self.config.pointer_loss)
-        start = len(self.encoder.prompt_start(texts)) if blind or points else 0  # tokens of the documents
-        copied = places_of(answer[:-1], ids[:start]) if points else []
+        documents = self.encoder.places_of_documents(question.question, texts) if blind or points else []
+        copied = [
+            part.start + place
+            for part in documents
+            if points
+            for place in places_of(answer[:-1], ids[part.start : part.stop])
+        ]
         hidden = [False] * len(ids)
+        blind = blind and len(documents) == 1  # those of several prompts see the question beside them
+        start = documents[0].stop if blind else 0
         if blind:
             share = rng.random() * self.config.token_dropout
             segment_ids[:start], hidden[:start] = [2] * start, [rng.random() < share for _ in range(start)]

@@ -141,7 +141,7 @@ def test_each_layer_finds_its_part_of_the_memory_on_its_own_device(model_folder:
         module.to("meta")
     assert [device_of(layer).type for layer in body.layers] == ["cpu", "meta"]
     modulation = network(torch.randn(2, 4, lm.width))
-    ids, mask, positions = lm._padded([[1, 30, 31], [1, 40]], modulation)
+    ids, mask, positions, _ = lm._padded([[1, 30, 31], [1, 40]], modulation)
     with modulation.attached(lm.model), OneDevice():
         output = body(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=lm._cache(modulation))
     assert output.last_hidden_state.is_meta

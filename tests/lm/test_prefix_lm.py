@@ -14,36 +14,22 @@ from transformers import AutoModelForCausalLM
 from mac_rag.config import PromptFormat
 from mac_rag.errors import ConfigError
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig, prefix_mask, repeated_positions
+from mac_rag.lm.prefix_lm import PrefixLM, prefix_mask, repeated_positions
 from mac_rag.model import MACModel
 from pipelines.tasks.pointer_loss import places_of
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Trainer
-from tests.helpers import VOCABULARY, mac_config, save_tokenizer
+from tests.helpers import VOCABULARY, mac_config
 
 PROMPTS = [[1, 30, 31], [1, 40, 41, 42, 43, 44, 45, 46], [1, 50, 51, 52, 53]]
 ANSWERS = [[60, 61, 2], [62, 2], [63, 64, 65, 66, 2]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(7)
-    config = PrefixLMConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=512, is_decoder=True, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.3,
-    )  # fmt: skip
-    place = tmp_path_factory.mktemp("prefix") / "lm"
-    PrefixLM(config).save_pretrained(place)
-    save_tokenizer(place, "<s> $A")
-    return place
-
-
 @pytest.fixture
-def lm(folder: Path) -> BaseLM:
+def lm(prefix_lm_folder: Path) -> BaseLM:
     from mac_rag.config import BaseLMConfig
 
-    return BaseLM.load(BaseLMConfig(name=str(folder)), PromptFormat(), torch.device("cpu"))
+    return BaseLM.load(BaseLMConfig(name=str(prefix_lm_folder)), PromptFormat(), torch.device("cpu"))
 
 
 @given(
@@ -51,12 +37,17 @@ def lm(folder: Path) -> BaseLM:
         st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=4
     ),
     st.integers(0, 2),
+    st.sampled_from([2, -1]),
 )
-def test_the_mask_against_its_definition(rows: list[tuple[int, int, int, int]], past: int) -> None:
+def test_the_mask_against_its_definition(rows: list[tuple[int, int, int, int]], past: int, documents: int) -> None:
     length = max(sum(row[1:]) for row in rows) or 1
     padding = [length - sum(row[1:]) for row in rows]
+    # The second prompt token has a segment below 0, as a document that is read in parallel.
     segment_ids = torch.tensor(
-        [[0] * n + [2] * d + [1] * p + [0] * a for n, (_, d, p, a) in zip(padding, rows, strict=True)]
+        [
+            [0] * n + [documents] * d + [1, -2, *[1] * p][:p] + [0] * a
+            for n, (_, d, p, a) in zip(padding, rows, strict=True)
+        ]
     )
     hidden = torch.tensor(
         [
@@ -73,6 +64,8 @@ def test_the_mask_against_its_definition(rows: list[tuple[int, int, int, int]], 
             for j in range(past + length):
                 segment = int(segment_ids[row, j - past]) if j >= past else 0
                 before = j <= past + i and not (j >= past and bool(hidden[row, j - past]))
+                if j >= past and int(segment_ids[row, i]) < 0:
+                    before = False
                 together = segment != 0 and int(segment_ids[row, i]) == segment
                 expected = j == past + i or (bool(kept[row, j]) and (before or together))
                 assert bool(seen[row, 0, i, j]) == expected
@@ -109,9 +102,10 @@ def test_generation_is_what_the_losses_say(lm: BaseLM, beams: int) -> None:
         assert int(losses.argmin()) == int(first.argmax())
 
 
-def test_a_prefix_lm_comes_back_and_carries_a_memory(folder: Path, tmp_path: Path) -> None:
-    assert isinstance(AutoModelForCausalLM.from_pretrained(folder), PrefixLM)
-    model = MACModel.from_config(mac_config(folder), device="cpu")
+def test_a_prefix_lm_comes_back_and_carries_a_memory(prefix_lm_folder: Path, tmp_path: Path) -> None:
+    assert isinstance(AutoModelForCausalLM.from_pretrained(prefix_lm_folder), PrefixLM)
+    torch.manual_seed(7)
+    model = MACModel.from_config(mac_config(prefix_lm_folder), device="cpu")
     model.save_pretrained(tmp_path / "mac", dtype=torch.int8)
     again = MACModel.from_pretrained(tmp_path / "mac", device="cpu")
     texts = ["A storm closed the port of Riga.", "The mayor of Lisbon opened a bridge."]
@@ -142,8 +136,8 @@ def tuned(name: str, **values: Any) -> TuneConfig:
     )
 
 
-def test_a_prefix_lm_is_tuned_on_one_question_at_a_time(folder: Path, tmp_path: Path) -> None:
-    recipe = tuned(str(folder))
+def test_a_prefix_lm_is_tuned_on_one_question_at_a_time(prefix_lm_folder: Path, tmp_path: Path) -> None:
+    recipe = tuned(str(prefix_lm_folder))
     task = TuneTask(recipe)
     batch = task.batch(0, 0, 4)
     base_lm = BaseLM(task.lm.eval(), task.encoder.tokenizer, PromptFormat())
@@ -157,13 +151,13 @@ def test_a_prefix_lm_is_tuned_on_one_question_at_a_time(folder: Path, tmp_path: 
     Trainer(task, recipe.trainer, tmp_path / "out").run()
     assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "best"), PrefixLM)
     with pytest.raises(ConfigError, match="a prefix LM reads a question at a time"):
-        TuneTask(tuned(str(folder), questions_per_context=2))
+        TuneTask(tuned(str(prefix_lm_folder), questions_per_context=2))
     with pytest.raises(ConfigError, match=r"token_dropout is 0.5, but it applies to question-blind documents only"):
-        tuned(str(folder), token_dropout=0.5)
+        tuned(str(prefix_lm_folder), token_dropout=0.5)
 
 
-def test_documents_apart_are_read_as_from_a_cache(folder: Path) -> None:
-    task = TuneTask(tuned(str(folder), question_blind=1.0))
+def test_documents_apart_are_read_as_from_a_cache(prefix_lm_folder: Path) -> None:
+    task = TuneTask(tuned(str(prefix_lm_folder), question_blind=1.0))
     lm, total = task.lm.eval(), 0.0
     batch = task.batch(0, 0, 4)
     for ids, labels, segment_ids, *_ in batch:
@@ -183,8 +177,8 @@ def test_documents_apart_are_read_as_from_a_cache(folder: Path) -> None:
     assert float(task(batch)["loss"].detach()) == pytest.approx(total / count, rel=1e-4)
 
 
-def test_the_pointer_loss_against_a_plain_loop(folder: Path) -> None:
-    task = TuneTask(tuned(str(folder), pointer_loss=0.5, question_blind=0.5, token_dropout=0.4))
+def test_the_pointer_loss_against_a_plain_loop(prefix_lm_folder: Path) -> None:
+    task = TuneTask(tuned(str(prefix_lm_folder), pointer_loss=0.5, question_blind=0.5, token_dropout=0.4))
     lm = task.lm.eval()
     lm.set_attn_implementation("eager")
     batch = task.batch(0, 0, 8)
@@ -216,8 +210,8 @@ def test_the_pointer_loss_against_a_plain_loop(folder: Path) -> None:
     )
 
 
-def test_an_answer_that_nothing_holds_points_nowhere(folder: Path) -> None:
-    task = TuneTask(tuned(str(folder), pointer_loss=1.0))
+def test_an_answer_that_nothing_holds_points_nowhere(prefix_lm_folder: Path) -> None:
+    task = TuneTask(tuned(str(prefix_lm_folder), pointer_loss=1.0))
     batch = [sequence._replace(copied=[]) for sequence in task.batch(0, 0, 2)]
     losses = task(batch)
     assert float(losses["pointer"].detach()) == 0
