@@ -249,23 +249,30 @@ class ModulationConfig(Config):
         ('q_proj', 'v_proj')
 
     Attributes:
-        kind: `prefix` (P-tuning v2), `lora` or `film`.
+        kind: `prefix` (P-tuning v2), `lora`, `film`, or `prompt` (prompt tuning, see `mac_rag.nn.prompt_tuning`); the
+            last one only for an LM whose attention takes segments.
         slots: prefix positions for each token of phi*; only for `prefix`.
         attention_sink: the prefix begins with the LM's own keys and values of its first tokens, and where the LM turns
             keys by their positions, those of the prefix are generated before rotation; only for `prefix`. Rotary LMs
             need it. The paper has none.
         bottleneck: inner width of the map from phi*; None for one linear layer.
         targets: last names of the modules that LoRA changes; None for those of the attention's queries and values.
+        entry_layer: for `prompt`, and only there: number of the LM's layers behind which phi* gives states once more.
     """
 
-    kind: Literal["prefix", "lora", "film"] = "prefix"
+    kind: Literal["prefix", "lora", "film", "prompt"] = "prefix"
     slots: int = Field(1, ge=1)
     attention_sink: bool = False
     bottleneck: int | None = Field(None, ge=1)
     targets: tuple[str, ...] | None = None
+    entry_layer: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if (self.entry_layer is not None) != (self.kind == "prompt"):
+            raise ValueError(f"entry_layer is {self.entry_layer}, but kind is {self.kind}; only kind prompt has one")
+        if self.bottleneck is not None and self.kind == "prompt":
+            raise ValueError(f"bottleneck is {self.bottleneck}, but kind prompt has none; leave it out")
         if self.slots > 1 and self.kind != "prefix":
             raise ValueError(f"slots is {self.slots}, but only kind prefix has slots, not {self.kind}")
         if self.attention_sink and self.kind != "prefix":

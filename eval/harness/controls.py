@@ -114,8 +114,8 @@ class Controls:
     def _against_side_by_side(self) -> str | None:
         """Why the LM cannot read several rows of memory tokens side by side; None if it can."""
         model = self.engine.model
-        if model.config.modulation.kind != "prefix" or model.config.modulation.attention_sink:
-            return "only a prefix without an attention sink may have more than T tokens"
+        if model.config.modulation.kind not in ("prefix", "prompt") or model.config.modulation.attention_sink:
+            return "only a prefix without an attention sink, and a prompt, may have more than T tokens"
         positions = SIDE_BY_SIDE * model.modulation.prefix_length + model.config.max_new_tokens
         longest = max(len(model.fit_to_window(question).ids) for question in self._questions)
         if positions + longest > model.base_lm.context_window:

@@ -77,7 +77,7 @@ def check_modulation(config: Any, kind: str) -> None:
 
     Args:
         config: the LM's transformers configuration.
-        kind: `prefix`, `lora` or `film`.
+        kind: `prefix`, `lora`, `film` or `prompt`.
 
     Raises:
         ModelLoadError: for such an LM; it names the reason and the modulation that works.
@@ -97,6 +97,11 @@ def check_modulation(config: Any, kind: str) -> None:
         raise ModelLoadError(
             f"{name} does not say how many positions it has (max_position_embeddings), so no prompt could be fitted "
             "to it; give an LM whose configuration does"
+        )
+    if kind == "prompt" and not _ARCHITECTURES.get(name, Architecture()).takes_segments:
+        raise ModelLoadError(
+            f"{name} cannot read a memory as a part of its prompt: its attention takes no segments, so what stands in "
+            "front would not see the question; set modulation.kind to prefix"
         )
     reason = _against_prefix(config, lm_class) if kind == "prefix" else None
     if reason is not None:

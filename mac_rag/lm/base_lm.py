@@ -95,6 +95,7 @@ class BaseLM(DecodingMixin, nn.Module):
         """
         lm = self.model.config
         linears = linear_names(self.model, config.targets or LORA_TARGETS)
+        embeddings = self.model.get_input_embeddings()
         if config.kind == "lora" and not linears:
             raise ModelLoadError(
                 f"no linear module of {lm.model_type} is named {', '.join(config.targets or LORA_TARGETS)}; "
@@ -107,6 +108,7 @@ class BaseLM(DecodingMixin, nn.Module):
             width=lm.hidden_size,
             linears=linears,
             blocks=self._block_names(),
+            embeddings=next(name for name, module in self.model.named_modules() if module is embeddings),
         )
 
     def _block_names(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from mac_rag.lm.extractive import ExtractiveDecoding, SpanSource, numeral_tokens
 from mac_rag.lm.growing_cache import growing
 from mac_rag.lm.loading import list_of_layers
 from mac_rag.lm.max_rule import MaxRuleEnsemble
-from mac_rag.lm.parallel_documents import positions_of
+from mac_rag.lm.parallel_documents import positions_of, slot_segments
 from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.lm.sampling import GREEDY, Sampling, TokenChoice
 from mac_rag.nn.modulation import Modulation, attached
@@ -334,7 +334,7 @@ class DecodingMixin:
         answers: Sequence[Sequence[int]] | None = None,
         segment_ids: Sequence[Sequence[int]] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Prompts, and answers behind them, padded on the left.
+        """Prompts, and answers behind them, padded on the left; and in front of all any tokens of the modulation.
 
         Returns:
             Ids `[B, L]`, attention mask `[B, P + L]` with the prefix, positions and segments `[B, L]`; segments are 0
@@ -343,17 +343,27 @@ class DecodingMixin:
         behind = answers or [()] * len(prompts)
         rows = [[*prompt, *answer] for prompt, answer in zip(prompts, behind, strict=True)]
         ids, mask = pad_rows(rows, self.tokenizer.pad_token_id, self.device, "left")
-        if modulation:
-            mask = torch.cat([modulation.prefix_mask(mask), mask], 1)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         segment_ids = segment_ids or [self.prompts.segment_ids(prompt) for prompt in prompts]
         segments = self._padded_prompts(segment_ids, [len(answer) for answer in behind], ids)
-        if any(-1 in row for row in segment_ids):
-            ends = [positions_of([*row, *[0] * len(answer)]) for row, answer in zip(segment_ids, behind, strict=True)]
-            moved, _ = pad_rows(ends, 0, self.device, "left")
-            # The last token of a row stands behind the prefix and all others.
-            taken = torch.tensor([len(row) for row in rows], device=self.device)
-            positions = moved + (positions[:, -1] + 1 - taken)[:, None]
+        length = ids.shape[1]
+        slots: list[int] = []
+        if modulation:
+            mask = torch.cat([modulation.prefix_mask(mask), mask], 1)
+            slots = slot_segments(modulation.slots, modulation.prefix_length) if modulation.slots else []
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -length:]
+        if slots or any(-1 in row for row in segment_ids):
+            shown = modulation.shown_rows(len(rows)) if modulation else 0
+            moved = []
+            for number, (row, answer) in enumerate(zip(segment_ids, behind, strict=True)):
+                front = slots if number < shown else []
+                moved.append(positions_of([*front, *row, *[0] * len(answer)])[len(front) :])
+            cached = mask[:, :-length].sum(1, keepdim=True) if not slots else 0
+            positions = pad_rows(moved, 0, self.device, "left")[0] + cached
+        if slots:
+            front_positions = torch.tensor(positions_of(slots), device=self.device)
+            ids = _in_front(torch.full_like(front_positions, self.tokenizer.pad_token_id), ids)
+            positions = _in_front(front_positions, positions)
+            segments = _in_front(torch.tensor(slots, device=self.device), segments)
         return ids, mask, positions, segments
 
     def _in_segments(self, positions: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
@@ -374,6 +384,11 @@ class DecodingMixin:
             end = len(row) - count
             row[end - len(prompt) : end] = torch.tensor(prompt)
         return padded.to(ids.device)
+
+
+def _in_front(values: Tensor, rows: Tensor) -> Tensor:
+    """The same values `[P]` in front of each row of `[B, L]`."""
+    return torch.cat([values.expand(len(rows), -1), rows], 1)
 
 
 def _with_and_without(

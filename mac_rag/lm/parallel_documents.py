@@ -11,6 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MEMORY = (
+    1_000_000  # the number of the first slot of a memory whose tokens stand in a prompt, as a segment; others follow
+)
+
 
 def segments_of(ids: Sequence[int], start: Sequence[int]) -> list[int]:
     """The segment of each token of a prompt, as `mac_rag.lm.prefix_lm.prefix_mask` takes them.
@@ -32,7 +36,7 @@ def segments_of(ids: Sequence[int], start: Sequence[int]) -> list[int]:
 
 
 def positions_of(segment_ids: Sequence[int]) -> list[int]:
-    """The position of each token of a prompt: all segments below 0 begin at 0, the others behind the longest of them.
+    """The position of each token, given the segments: those in parallel begin at 0, the others behind the longest.
 
     Examples:
         >>> positions_of([-1, -1, -1, -2, -2, 1, 1])
@@ -41,9 +45,18 @@ def positions_of(segment_ids: Sequence[int]) -> list[int]:
     positions: list[int] = []
     place, longest, last = 0, 0, None
     for segment in segment_ids:
-        if segment != last and (last is None or last < 0):
-            place = 0 if segment < 0 else longest
+        if segment != last and (last is None or _parallel(last)):
+            place = 0 if _parallel(segment) else longest
         positions.append(place)
         place += 1
         longest, last = max(longest, place), segment
     return positions
+
+
+def _parallel(segment: int) -> bool:
+    return segment < 0 or segment >= MEMORY
+
+
+def slot_segments(slots: int, length: int) -> list[int]:
+    """The segments of `length` memory tokens that stand in front of a prompt, in S slots."""
+    return [MEMORY + slot for slot in range(slots) for _ in range(length // slots)]

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from mac_rag.lm.architectures import Architecture, register
+from mac_rag.lm.parallel_documents import MEMORY
 from mac_rag.nn.dtypes import additive
 
 
@@ -117,6 +118,7 @@ def prefix_mask(segment_ids: Tensor, hidden: Tensor | None, attention_mask: Tens
         segment_ids: `[B, L]`: tokens of a prompt with equal numbers see each other both ways; 0 for tokens behind the
             prompt, which see only what stands before them. A prompt may be one segment. Documents in a segment before
             the question's do not see the question. Tokens of a segment below 0 see their own segment and the cache.
+            Those of a segment from `MEMORY` on see segment 1, too, where the question stands.
         hidden: `[B, L]`, True for tokens that only their own segment sees; None where there are none.
         attention_mask: `[B, P + L]`, 0 for padding; None where there is none.
         past: P, tokens in the cache.
@@ -124,7 +126,9 @@ def prefix_mask(segment_ids: Tensor, hidden: Tensor | None, attention_mask: Tens
     length = segment_ids.shape[1]
     places = torch.arange(length, device=segment_ids.device)
     same_segment = (segment_ids[:, :, None] == segment_ids[:, None]) & (segment_ids[:, None] != 0)
-    before = (places[:, None] >= places) & (segment_ids >= 0)[:, :, None]
+    memory = segment_ids >= MEMORY
+    before = (places[:, None] >= places) & ((segment_ids >= 0) & ~memory)[:, :, None]
+    before |= memory[:, :, None] & (segment_ids == 1)[:, None]
     if hidden is not None:
         before = before & ~hidden[:, None]
     seen = torch.cat([same_segment.new_ones(len(segment_ids), length, past), before | same_segment], 2)

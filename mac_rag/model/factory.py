@@ -19,6 +19,7 @@ from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.dtypes import HALF_PRECISION, SharedEmbedding
 from mac_rag.nn.hashed_bm25 import HashedBM25
 from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning
+from mac_rag.nn.prompt_tuning import PromptTuning
 
 
 def with_exact_revisions(config: MACConfig) -> MACConfig:
@@ -80,6 +81,8 @@ def make_encoder(
     network = DESIGNS[part.design](
         backbone, config.tokens, base_lm.width, config.mlp_width, sentence_encoder, hashed_bm25
     )
+    # A bank that is normalised already comes out of attention as it went in.
+    network.normalises = config.modulation.kind == "prompt"
     return TextEncoder(network, tokenizer, config.max_document_tokens)
 
 
@@ -173,6 +176,13 @@ def make_modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNet
         return LoRA(shape, config.modulation_tokens, base_lm.width, bottleneck=part.bottleneck)
     if part.kind == "film":
         return FiLM(shape, base_lm.width, bottleneck=part.bottleneck)
+    if part.entry_layer is not None:
+        if part.entry_layer >= shape.layers:
+            raise ModelLoadError(
+                f"modulation.entry_layer is {part.entry_layer}, but the LM has {shape.layers} layers; give fewer"
+            )
+        slots = config.modulation_tokens // config.tokens
+        return PromptTuning(shape, config.modulation_tokens, slots=slots, entry_layer=part.entry_layer)
     sink = None
     if part.attention_sink:
         sink = make_attention_sink(base_lm, config.modulation_tokens * part.slots, config.context_window)

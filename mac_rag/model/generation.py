@@ -151,7 +151,7 @@ class GenerationMixin:
         fitted = self._as_fitted(prompts, contexts)
         weights = self._weights(fitted, memory_weight)
         answers = [""] * len(fitted)
-        for rows in self._batches(fitted):
+        for rows in self._batches(fitted, modulation):
             texts = self.base_lm.generate(
                 [fitted[i].ids for i in rows],
                 self._modulation(None if modulation is None else modulation[rows]),
@@ -180,7 +180,7 @@ class GenerationMixin:
             B answers for each weight.
         """
         answers = [[""] * len(prompts) for _ in weights]
-        for rows in self._batches(prompts):
+        for rows in self._batches(prompts, modulation):
             each = self.base_lm.generate_each(
                 [prompts[i].ids for i in rows],
                 self.modulation(modulation[rows]),
@@ -213,7 +213,7 @@ class GenerationMixin:
         room = [self._positions - taken(prompt.ids) for prompt in prompts]
         ids = [self.base_lm.prompts.answer(text)[:most] for text, most in zip(answers, room, strict=True)]
         first, mean = torch.zeros(len(prompts)), torch.zeros(len(prompts))
-        for rows in self._batches(prompts):
+        for rows in self._batches(prompts, modulation):
             losses = self.base_lm.token_losses(
                 [prompts[i].ids for i in rows],
                 [ids[i] for i in rows],
@@ -233,11 +233,12 @@ class GenerationMixin:
             for prompt, texts in zip(prompts, contexts or [()] * len(prompts), strict=True)
         ]
 
-    def _batches(self, prompts: Sequence[FittedPrompt]) -> list[list[int]]:
+    def _batches(self, prompts: Sequence[FittedPrompt], phi: Tensor | None) -> list[list[int]]:
         """Batches of prompts, as lists of indices: a single one on a GPU, several of similar lengths on a CPU."""
         if self.base_lm.device.type != "cpu":
             return [list(range(len(prompts)))]
-        return length_buckets([len(prompt.ids) for prompt in prompts], self.cpu_batch_tokens)
+        memory = phi.shape[1] if phi is not None and self.config.modulation.kind == "prompt" else 0
+        return length_buckets([memory + len(prompt.ids) for prompt in prompts], self.cpu_batch_tokens)
 
     def stream(
         self,

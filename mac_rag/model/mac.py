@@ -93,6 +93,7 @@ class MACModel(GenerationMixin, nn.Module):
             lexical_vectors=config.lexical_vectors,
             recency=sizes.recency,
             slots=sizes.slots,
+            readout=config.modulation.kind == "prompt",
             lexical_weight=1.0 if config.hashed_bm25 is None else config.hashed_bm25.weight,
         )
         self.modulation = make_modulation_network(config, base_lm)

@@ -47,6 +47,7 @@ class AggregationNetwork(nn.Module):
         recency: True for a document prior in which newer documents on the same subject count more
             (`mac_rag.nn.recency`).
         slots: S, phi* has S times T tokens (`mac_rag.nn.memory_slots`).
+        readout: True for phi* of the kind of memory tokens: the last block leaves out the residual of its attention.
         chunk_rows: rows of a bank in memory that are attended to at a time.
 
     Attributes:
@@ -70,6 +71,7 @@ class AggregationNetwork(nn.Module):
         lexical_weight: float = 1.0,
         recency: bool = False,
         slots: int = 1,
+        readout: bool = False,
         chunk_rows: int = CHUNK_ROWS,
     ) -> None:
         super().__init__()
@@ -77,8 +79,16 @@ class AggregationNetwork(nn.Module):
         self.chunk_rows = chunk_rows
         self.bank_norm = nn.LayerNorm(width)  # one for all blocks: they look at the same bank
         self.blocks = nn.ModuleList(
-            CrossAttentionBlock(width, heads, head_width, feed_forward, prior_width > 0, prior_sharpness)
-            for _ in range(blocks)
+            CrossAttentionBlock(
+                width,
+                heads,
+                head_width,
+                feed_forward,
+                prior_width > 0,
+                prior_sharpness,
+                readout=readout and number == blocks - 1,
+            )
+            for number in range(blocks)
         )
         self.prior = DocumentPrior(width, prior_width, sentence_token, lexical_weight) if prior_width else None
         self.recency = RecencyTerm() if recency else None

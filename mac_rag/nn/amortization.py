@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from mac_rag.nn.dtypes import widest_dtype
 from mac_rag.nn.hashed_bm25 import HashedBM25
 from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.residual_linear import ResidualLinear
 from mac_rag.nn.unpadded_bert import Reading, last_states
 
 # How a pooling encoder starts: the standard deviation of a memory token's attention, in stretches; and the scale of its
@@ -55,26 +56,6 @@ class TokenMLPs(nn.Module):
         return mapped + skipped
 
 
-class ResidualLinear(nn.Module):
-    """`x + W x`, where W starts at zero: a map that starts as the identity.
-
-    W is kept apart from the identity, beside whose ones its small weights would be lost when they are rounded.
-
-    Args:
-        width: width of x.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.added = nn.Linear(width, width, bias=False)
-        nn.init.zeros_(self.added.weight)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """`[..., width] -> [..., width]`."""
-        added: Tensor = self.added(states)
-        return states + added
-
-
 class AmortizationNetwork(nn.Module):
     """A backbone, T learned input vectors and T MLPs. Subclasses say how the vectors meet the text.
 
@@ -86,7 +67,12 @@ class AmortizationNetwork(nn.Module):
         sentence_encoder: a transformers model of width D, whose mean state of the text is the first of the T tokens;
             None for none.
         hashed_bm25: makes R lexical vectors of the text; None for none.
+
+    Attributes:
+        normalises: True if memory tokens, but for a sentence encoder's, have a mean of 0 and a variance of 1.
     """
+
+    normalises = False
 
     def __init__(
         self,
@@ -134,6 +120,8 @@ class AmortizationNetwork(nn.Module):
     ) -> MemoryTokens:
         """Memory tokens of K texts whose `states` are known; the other arguments are those of `forward`."""
         tokens: Tensor = self.mlps(states.to(self.queries.dtype))
+        if self.normalises:
+            tokens = functional.layer_norm(tokens, tokens.shape[-1:])
         if self.sentence_encoder is not None:
             with torch.no_grad():
                 text = read(self.sentence_encoder, input_ids, attention_mask)

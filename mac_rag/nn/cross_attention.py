@@ -26,12 +26,23 @@ class CrossAttentionBlock(nn.Module):
         feed_forward: width of the hidden layer as a multiple of D.
         prior: True adds a document prior to the logits, times a learned scale for each head.
         prior_sharpness: a further factor on the prior, except in training.
+        readout: True leaves out the residual of the attention: what comes out are memory tokens, not the question's
+            tokens and what they have attended to.
     """
 
     def __init__(
-        self, width: int, heads: int, head_width: int, feed_forward: int, prior: bool, prior_sharpness: float = 1.0
+        self,
+        width: int,
+        heads: int,
+        head_width: int,
+        feed_forward: int,
+        prior: bool,
+        prior_sharpness: float = 1.0,
+        *,
+        readout: bool = False,
     ) -> None:
         super().__init__()
+        self.readout = readout
         self.prior_sharpness = prior_sharpness
         self.heads = heads
         self.hidden_width = feed_forward * width
@@ -55,6 +66,9 @@ class CrossAttentionBlock(nn.Module):
             self.to_key.weight.copy_(self.to_query.weight)
             self.to_out.weight.copy_(self.to_value.weight.T)
         nn.init.zeros_(self.to_out.bias)
+        if readout:
+            for parameter in self.feed_forward[-1].parameters():
+                nn.init.zeros_(parameter)
 
     def project(self, bank: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[H, K, T, d]` from a normalised bank `[K, T, D]`."""
@@ -94,5 +108,6 @@ class CrossAttentionBlock(nn.Module):
         """
         query = self.to_query(self.norm(tokens)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         attended, shares = attend(query * query.shape[-1] ** -0.5)
-        tokens = tokens + self.to_out(attended.transpose(1, 2).flatten(2))
+        read = self.to_out(attended.transpose(1, 2).flatten(2))
+        tokens = read if self.readout else tokens + read
         return tokens + self.feed_forward(tokens), shares

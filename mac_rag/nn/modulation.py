@@ -1,8 +1,9 @@
 """Modulations: phi* `[B, T, D]` becomes a change to the frozen LM, one for each row of its batch.
 
 A *modulation network* maps phi* to a `Modulation`, which the base LM applies: as keys and values in front of every
-layer (P-tuning v2), or through forward hooks on the LM's own modules (LoRA, FiLM). All three work in a batched forward
-pass and in generation alike, and a batch gives what its rows give one by one.
+layer (P-tuning v2), through forward hooks on the LM's own modules (LoRA, FiLM), or as tokens in front of the prompt
+(`mac_rag.nn.prompt_tuning`). All work in a batched forward pass and in generation alike, and a batch gives what its
+rows give one by one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class LMShape:
         width: width of the hidden states.
         linears: name -> (inputs, outputs) of every linear module that LoRA changes.
         blocks: names of the decoder layers, which FiLM changes.
+        embeddings: name of the module of the token embeddings.
     """
 
     layers: int
@@ -40,16 +42,20 @@ class LMShape:
     width: int
     linears: dict[str, tuple[int, int]]
     blocks: tuple[str, ...]
+    embeddings: str
 
 
 class Modulation(ABC):
     """A modulation of B rows, to be applied to an LM.
 
     Attributes:
-        prefix_length: P, positions in front of each row; 0 for modulations without a prefix.
+        prefix_length: P, keys and values in front of each row; 0 for modulations without a prefix.
+        slots: S if the P keys and values are those of tokens that the LM runs over, S parts that do not see each other;
+            0 if they are in a cache.
     """
 
     prefix_length: int = 0
+    slots: int = 0
 
     @abstractmethod
     def beside_none(self) -> Modulation:
@@ -57,7 +63,13 @@ class Modulation(ABC):
 
     def prefix_mask(self, mask: Tensor) -> Tensor:
         """The prefix's attention mask `[B, P]`, to stand in front of the prompts' attention mask `[B, L]`."""
-        return mask.new_ones(len(mask), self.prefix_length)
+        seen = mask.new_ones(len(mask), self.prefix_length)
+        seen[self.shown_rows(len(mask)) :] = 0
+        return seen
+
+    def shown_rows(self, rows: int) -> int:
+        """How many of the LM's rows, the first ones, see the prefix."""
+        return rows
 
     def cache(self, dtype: torch.dtype, repeats: int = 1) -> DynamicCache | None:
         """A key-value cache that holds the prefix; None without one. Each call makes a new one, since use changes it.
@@ -99,11 +111,8 @@ class PrefixModulation(Modulation):
     def beside_none(self) -> PrefixModulation:
         return PrefixModulation(self._keys_values.repeat(2, 1, 1, 1, 1, 1), half=True)
 
-    def prefix_mask(self, mask: Tensor) -> Tensor:
-        seen = super().prefix_mask(mask)
-        if self._half:
-            seen[len(seen) // 2 :] = 0
-        return seen
+    def shown_rows(self, rows: int) -> int:
+        return rows // 2 if self._half else rows
 
     def cache(self, dtype: torch.dtype, repeats: int = 1) -> DynamicCache:
         rows = self._keys_values.repeat_interleave(repeats, 0) if repeats > 1 else self._keys_values
@@ -197,7 +206,7 @@ class ModulationNetwork(nn.Module, ABC):
     """Maps phi* to a modulation of one LM.
 
     Attributes:
-        prefix_length: P, positions that its modulations take in front of each row; 0 for those without a prefix.
+        prefix_length: positions that its modulations take in front of each row; 0 for those without a prefix.
     """
 
     prefix_length: int = 0

@@ -6,6 +6,8 @@ that the LM can read. What remains to be learned is what to keep, as there are f
 to find it.
 
 Where the prefix has an attention sink, the LM reads the text behind the sink, and keys are predicted before rotation.
+
+A memory that the LM reads as a part of its prompt yields the LM's states instead, where it enters.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mac_rag.config import MACConfig
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
 from mac_rag.lm.key_rotation import key_rotation
@@ -27,7 +30,8 @@ from mac_rag.nn.amortization import EncoderPooling
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.modulation import PrefixModulation, PrefixTuning
+from mac_rag.nn.modulation import ModulationNetwork, PrefixModulation, PrefixTuning
+from mac_rag.nn.prompt_tuning import PromptTuning
 from pipelines.initializers.progress import init_progress
 from pipelines.initializers.ridge import Ridge
 from pipelines.initializers.slot_marks import fit_slot_marks
@@ -35,9 +39,26 @@ from pipelines.initializers.slot_marks import fit_slot_marks
 _READ = 256  # texts to which the maps are fitted
 _FLOOR = 0.3  # share of the mean variance that is added to all variances before whitening
 _SCALES = (5.0, 10.0, 15.0, 20.0, 30.0, 40.0)  # candidates for the document prior's scale
+_WORD_REACH = 0.2  # standard deviation of a memory token's attention, in stretches, where it is one word's state
 _BATCH = 4096  # tokens that an encoder reads at once
-_PLACE = 0.3  # size of the vectors that tell memory tokens apart, beside the tokens
-_SHARP = 4.0  # how much more those vectors count where attention compares
+
+
+class _Start(NamedTuple):
+    """How aggregation starts.
+
+    Attributes:
+        mark: size of the vectors that tell memory tokens apart, beside the tokens.
+        sharp: how much more those vectors count where attention compares.
+        prior_scale: weight of the document prior.
+    """
+
+    mark: float
+    sharp: float
+    prior_scale: float
+
+
+# Keys and values of a prefix may be blends of neighbours. Tokens of a prompt must come out as they are.
+_PREFIX, _PROMPT = _Start(0.3, 4.0, 1.0), _Start(1.0, 3.0, 4.0)
 
 
 @torch.no_grad()
@@ -46,7 +67,7 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
 
     Args:
         model: a model whose encoders are both of design `encoder-pooling` and start from the base LM's weights, with a
-            prefix; it is changed in place.
+            prefix or a prompt; it is changed in place.
         data: the training set. All documents count for how rare words are; the maps are fitted to some of them and
             their questions.
 
@@ -56,15 +77,13 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     config, network, prefix = model.config, model.amortization.network, model.modulation
     if (
         not isinstance(network, EncoderPooling)
-        or not isinstance(prefix, PrefixTuning)
-        or not isinstance(prefix.to_keys_values, nn.Linear)
-        or prefix.slots > 1
+        or not _can_be_fitted(prefix, config)
         or config.amortization != config.input_encoder
         or config.amortization.name is not None
     ):
         raise ConfigError(
             "init: kv_regression needs encoders of design encoder-pooling without a name, both alike, and a prefix "
-            "of one slot without bottleneck"
+            "of one slot without bottleneck, or a prompt that enters behind as many layers as the encoders have"
         )
     training = model.training
     model.eval()
@@ -82,16 +101,22 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     questions = [model.input_encoder.ids(questions_of[documents[i].id][0].question) for i in some]
     with init_progress("read documents", len(rows_read)) as bar:
         states = [_states(network, row, bar.advance) for row in rows_read]
-    _fit_salience(network, rows, rows_read, states)
+    if isinstance(prefix, PromptTuning):
+        _take_words_as_they_are(network)
+    else:
+        _fit_salience(network, rows, rows_read, states)
     count = len(network.queries)
-    phi = MemoryTokens.cat([_memory_tokens(network, row, state) for row, state in zip(rows_read, states, strict=True)])
-    memory = phi.tokens
-    read = memory[:, -count:]  # without the sentence encoder's
-    places = _least_used(read.flatten(0, 1), count) * (_PLACE * read.square().mean((0, 1)).sum().sqrt())
+    unmarked = torch.stack([_read_by_mlps(network, state) for state in states])
+    start = _PROMPT if isinstance(prefix, PromptTuning) else _PREFIX
+    places = _least_used(unmarked.flatten(0, 1), count) * (start.mark * unmarked.square().mean((0, 1)).sum().sqrt())
     network.mlps.outer_bias.add_(places)
     model.input_encoder.load_state_dict(model.amortization.state_dict())
-    read += places  # as the bias makes them, in phi too
-    _fit_prefix(model, prefix, memory, rows_read, states)
+    phi = MemoryTokens.cat([_memory_tokens(network, row, state) for row, state in zip(rows_read, states, strict=True)])
+    if isinstance(prefix, PromptTuning):
+        _fit_prompt(model, prefix, phi.tokens[:, -count:], unmarked, rows_read, states)
+    else:
+        assert isinstance(prefix, PrefixTuning)
+        _fit_prefix(model, prefix, phi.tokens, rows_read, states)
     if model.aggregation.prior is not None:
         with init_progress("read questions", len(questions)) as bar:
             encoded = model.input_encoder.encode(questions, _BATCH, bar.advance)
@@ -100,9 +125,18 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     for block in model.aggregation.blocks:
         assert isinstance(block, CrossAttentionBlock)
         for linear in (block.to_query, block.to_key):
-            linear.weight.add_(linear.weight @ along, alpha=_SHARP - 1)
-    fit_slot_marks(model, data)
+            linear.weight.add_(linear.weight @ along, alpha=start.sharp - 1)
+        if block.prior_scale is not None:
+            block.prior_scale.fill_(start.prior_scale)
+    if isinstance(prefix, PrefixTuning):  # in a prompt, tokens see the question, and tell by themselves if they answer
+        fit_slot_marks(model, data)
     model.train(training)
+
+
+def _can_be_fitted(network: ModulationNetwork, config: MACConfig) -> bool:
+    if isinstance(network, PromptTuning):
+        return network.entry_layer == config.amortization.layers
+    return isinstance(network, PrefixTuning) and isinstance(network.to_keys_values, nn.Linear) and network.slots == 1
 
 
 def _states(network: EncoderPooling, row: Sequence[int], advance: Callable[[], None]) -> Tensor:
@@ -111,6 +145,12 @@ def _states(network: EncoderPooling, row: Sequence[int], advance: Callable[[], N
     states = network.text_states(ids, torch.ones_like(ids))[0]
     advance()
     return states
+
+
+def _read_by_mlps(network: EncoderPooling, states: Tensor) -> Tensor:
+    """Memory tokens as the MLPs make them, `[learned vectors, D]`, of a text whose states `[L, w]` are known."""
+    tokens: Tensor = network.mlps(network.pooled(states[None], torch.ones(1, len(states), device=states.device)))[0]
+    return tokens.float()
 
 
 def _memory_tokens(network: EncoderPooling, row: Sequence[int], states: Tensor) -> MemoryTokens:
@@ -149,6 +189,37 @@ def _fit_salience(
     weight, bias = ridge.solve()
     network.salience.weight.copy_(weight.T)
     network.salience.bias.copy_(bias)
+
+
+def _take_words_as_they_are(network: EncoderPooling) -> None:
+    """A memory token starts as the state of the word in the middle of its stretch, and all words have the same room."""
+    network.log_reach.fill_(math.log(_WORD_REACH))
+    network.mlps.outer.zero_()
+
+
+def _fit_prompt(
+    model: MACModel,
+    prompt: PromptTuning,
+    tokens: Tensor,
+    pooled: Tensor,
+    rows: Sequence[Sequence[int]],
+    states: Sequence[Tensor],
+) -> None:
+    """Fits the prompt of memory tokens `[N, T, D]` to their words' embeddings, and to their words' pooled states."""
+    network, embeddings = model.amortization.network, model.base_lm.model.get_input_embeddings()
+    assert isinstance(network, EncoderPooling)
+    width = tokens.shape[-1]
+    to_embeddings, to_states = Ridge(width, width, tokens.device), Ridge(width, width, tokens.device)
+    for row, text, own, text_states in zip(rows, tokens, pooled, states, strict=True):
+        words = embeddings(torch.tensor(row, device=tokens.device)).float()
+        to_embeddings.add(text, _pooling(network, text_states, 0)[-len(text) :] @ words)
+        to_states.add(text, own - text)
+    weight, bias = to_embeddings.solve()
+    prompt.to_embeddings.weight.copy_(weight.T)
+    prompt.to_embeddings.bias.copy_(bias)
+    weight, bias = to_states.solve()
+    prompt.to_states.added.weight.copy_(weight.T)
+    prompt.shift.copy_(bias)
 
 
 def _least_used(phi: Tensor, count: int) -> Tensor:

@@ -169,7 +169,7 @@ def test_half_precision_loses_little_of_the_memory(model_folder: Folder, kind: A
 
 
 def test_film_keeps_a_scale_below_the_resolution_of_bf16() -> None:
-    network = FiLM(LMShape(1, 1, 1, width=1, linears={}, blocks=("0",)), width=1)
+    network = FiLM(LMShape(1, 1, 1, width=1, linears={}, blocks=("0",), embeddings=""), width=1)
     lm = torch.nn.Sequential(torch.nn.Identity())
     states = torch.full((1, 1, 1), 255.0, dtype=torch.bfloat16)
     for beta, expected in [(0.0, 255.0), (0.5, 256.0)]:  # 255.25 rounds back; both together reach the next number

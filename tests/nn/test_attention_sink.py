@@ -74,7 +74,7 @@ def test_a_prefix_is_the_sink_and_the_generated_slots_behind_it_at_their_places(
     tokens, sinks = 3, 2
     turn = rotation(list(range(sinks, sinks + tokens * slots)), 4, False, 1.0)
     sink = AttentionSink(torch.randn(LAYERS, 2, HEADS, sinks, WIDTH).double(), turn)
-    shape = LMShape(LAYERS, HEADS, WIDTH, 16, {}, ())
+    shape = LMShape(LAYERS, HEADS, WIDTH, 16, {}, (), "")
     torch.manual_seed(0)
     with_sink = PrefixTuning(shape, tokens, 16, slots=slots, sink=sink).double()
     plain = PrefixTuning(shape, tokens, 16, slots=slots).double()
