@@ -229,3 +229,45 @@ def test_keys_are_fitted_before_rotation_and_behind_the_sink(tmp_path: Path) -> 
     second_layer = slice(2 * 2 * 16, None)  # of two heads; the encoder's states are its inputs, before a norm
     target, found = torch.stack(expected)[:, second_layer], fitted[:, second_layer]
     assert (found - target).square().sum() < 0.1 * (target - target.mean(0)).square().sum()
+
+
+def in_prompt(layers: int, slots: int = 1) -> MACModel:
+    """MAC around MiniLM, whose memory enters behind two layers."""
+    torch.manual_seed(5)
+    part = EncoderConfig(design="encoder-pooling", name=None, embeddings="base-lm", layers=layers)
+    config = MACConfig(
+        base_lm=BaseLMConfig(name="minilm"),
+        amortization=part,
+        input_encoder=part,
+        tokens=64,
+        mlp_width=8,
+        aggregation=AggregationConfig(
+            blocks=1, heads=6, head_width=64, feed_forward=1, prior_width=64, prior_sharpness=5.0, slots=slots
+        ),
+        modulation=ModulationConfig(kind="prompt", entry_layer=2),
+    )
+    return MACModel.from_config(config, device="cpu")
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_memory_in_the_prompt_is_read_as_the_document_is(slots: int) -> None:
+    """Before any training; and attention returns the memory tokens of what the document prior ranks first."""
+    model = in_prompt(layers=2, slots=slots)
+    assert max(len(model.amortization.ids(document.text)) for document in DATA.documents) <= 64
+    init_by_kv_regression(model, DATA)
+    own, others, none = divergences(model)
+    assert 3 * own < min(others, none)
+    held_out = generate("val", 24)
+    with torch.no_grad():
+        phi = model.amortize([document.text for document in held_out.documents])
+        encoded = model.input_encoder([model.input_encoder.ids(q.question) for q in held_out.questions])
+        bank = model.project(phi)
+        first = model.aggregation.prior_scores(encoded, bank).topk(slots).indices
+        expected = phi[first].flatten(1, 2)
+        wrong = (model.aggregation(encoded, bank)[0] - expected).square().sum((1, 2)) / expected.square().sum((1, 2))
+    assert float(wrong.median()) < 0.05
+
+
+def test_a_memory_enters_the_prompt_where_its_encoders_end() -> None:
+    with pytest.raises(ConfigError, match="a prompt that enters behind as many layers as the encoders have"):
+        init_by_kv_regression(in_prompt(layers=1), DATA)
