@@ -429,6 +429,11 @@ class MACConfig(Config):
         return self.tokens * self.aggregation.slots
 
     @property
+    def tokens_in_prompt(self) -> int:
+        """Tokens of phi* that the LM runs over with each prompt; 0 for all modulations but a prompt."""
+        return self.modulation_tokens if self.modulation.kind == "prompt" else 0
+
+    @property
     def lexical_vectors(self) -> int:
         """R, lexical vectors that are stored with the T memory tokens of a text; 0 without `hashed_bm25`."""
         return 0 if self.hashed_bm25 is None else self.hashed_bm25.vectors

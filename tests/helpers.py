@@ -26,6 +26,7 @@ from transformers import (
 
 from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig
 from mac_rag.data.newswire.generate import generate
+from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig
 from mac_rag.model import MACModel
 
 # JSON that is beyond the bounds of `mac_rag.untrusted_files`.
@@ -92,6 +93,16 @@ def save_gpt2(folder: Path) -> Path:
     torch.manual_seed(2)
     config = GPT2Config(**_SMALL, n_embd=64, n_layer=2, n_head=4, n_positions=1024)
     return _save(GPT2LMHeadModel(config), folder, "$A")
+
+
+def save_prefix_lm(folder: Path) -> Path:
+    torch.manual_seed(7)
+    config = PrefixLMConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=512, is_decoder=True, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.3,
+    )  # fmt: skip
+    return _save(PrefixLM(config), folder, "<s> $A")
 
 
 def save_t5(folder: Path) -> Path:

@@ -45,10 +45,11 @@ class Costs:
             weight: memory weight; None for answers without memory.
 
         Returns:
-            `lm_tokens`, the tokens of prompts that the LM reads, twice for an ensemble, over all questions; and
-            `gflop`, the operations until the first token in billions, over those of the sample.
+            `lm_tokens`, the tokens of prompts that the LM reads, twice for an ensemble, and of a memory in the prompt,
+            over all questions; and `gflop`, the operations until the first token in billions, over those of the sample.
         """
         tokens = sum(len(prompt.ids) * self._readings(prompt, weight) for prompt in prompts) / len(prompts)
+        tokens += 0 if weight is None else self._engine.model.config.tokens_in_prompt
         sample = [prompt for prompt in prompts if prompt.question in self._sample][:_SAMPLE]
         model = self._engine.model
         operations = 0.0

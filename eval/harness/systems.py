@@ -72,7 +72,7 @@ class MACSystem(System):
 
     def answer(self, questions: Sequence[str]) -> list[str]:
         prompts = [self._engine.model.fit_to_window(question, overflow="error") for question in questions]
-        self.tokens_fed += sum(len(prompt.ids) for prompt in prompts)
+        self.tokens_fed += sum(len(prompt.ids) + self._engine.model.config.tokens_in_prompt for prompt in prompts)
         return [answer.text for answer in self._engine.answer(prompts, batch_size=self._batch_size, progress=True)]
 
 

@@ -237,7 +237,7 @@ class GenerationMixin:
         """Batches of prompts, as lists of indices: a single one on a GPU, several of similar lengths on a CPU."""
         if self.base_lm.device.type != "cpu":
             return [list(range(len(prompts)))]
-        memory = phi.shape[1] if phi is not None and self.config.modulation.kind == "prompt" else 0
+        memory = 0 if phi is None else self.config.tokens_in_prompt
         return length_buckets([memory + len(prompt.ids) for prompt in prompts], self.cpu_batch_tokens)
 
     def stream(

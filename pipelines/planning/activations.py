@@ -140,8 +140,7 @@ def _lm(model: MACModel, step: Step, rows: int, prompt: int, answer: int) -> int
     lm: Any = model.base_lm.model.config
     number = step.bytes_of(half=model.base_lm.dtype.itemsize == 2)
     layer = layer_bytes(lm.hidden_size, inner_width(lm), number)
-    memory = model.config.modulation_tokens if model.config.modulation.kind == "prompt" else 0
-    window = memory + min(prompt + answer, model.context_window)
+    window = model.config.tokens_in_prompt + min(prompt + answer, model.context_window)
     layers = step.layers(lm.num_hidden_layers, lm.hidden_size, layer)
     return rows * int(window * layers + answer * lm.vocab_size * (number + 8))
 

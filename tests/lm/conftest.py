@@ -1,4 +1,4 @@
-"""For tests of LMs: a small prefix LM; and what a cell of the conformance matrix found goes into the run's report."""
+"""For tests of LMs: what a cell of the conformance matrix found goes into the run's report."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-import torch
 
 from mac_rag.errors import MACError
-from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig
-from tests.helpers import VOCABULARY, save_tokenizer
 
 InTable: TypeAlias = Callable[..., None]
 
@@ -30,15 +27,6 @@ def in_table(record_property: Callable[[str, object], None]) -> InTable:
 
 
 @pytest.fixture(scope="session")
-def prefix_lm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prefix_lm_folder(model_folder: Callable[[str], Path]) -> Path:
     """A small prefix LM with random weights, whose tokenizer puts <s> in front of a text."""
-    torch.manual_seed(7)
-    config = PrefixLMConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=512, is_decoder=True, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.3,
-    )  # fmt: skip
-    place = tmp_path_factory.mktemp("prefix") / "lm"
-    PrefixLM(config).save_pretrained(place)
-    save_tokenizer(place, "<s> $A")
-    return place
+    return model_folder("prefix_lm")

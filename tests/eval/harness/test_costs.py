@@ -72,3 +72,21 @@ def test_a_larger_bank_costs_more_and_a_question_asked_before_no_less(model_fold
         of_memory.append(Costs(engine, QUESTIONS).measures(prompts, 1.0)["gflop"])
     # Attention from T = 4 tokens to 4 of each of 4 documents more, by 2 heads of width 8.
     assert of_memory[1] - of_memory[0] == pytest.approx(4 * 4 * (4 * 4) * 16 / 1e9)
+
+
+def test_the_lm_runs_over_a_memory_in_the_prompt(model_folder: Callable[[str], Path]) -> None:
+    from mac_rag.config import AggregationConfig, ModulationConfig
+    from tests.helpers import mac_config
+
+    slots = AggregationConfig(blocks=1, heads=2, head_width=8, prior_width=8, slots=3)
+    kind = ModulationConfig(kind="prompt", entry_layer=1)
+    folder = model_folder("prefix_lm")
+    model = MACModel.from_config(mac_config(folder, aggregation=slots, modulation=kind), device="cpu")
+    engine = MACEngine(model)
+    engine.adapt(STREAM.documents)
+    costs = Costs(engine, QUESTIONS[:1])
+    prompts = [model.fit_to_window(QUESTIONS[0], texts) for texts in ([], [STREAM.documents[0].text])]
+    for prompt, weight, readings in ((prompts[0], 1.0, 1), (prompts[1], 1.0, 1), (prompts[1], 0.5, 2)):
+        measured = costs.measures([prompt], weight)
+        assert measured["lm_tokens"] == readings * len(prompt.ids) + 3 * 4
+        assert measured["gflop"] > costs.measures([prompt], None)["gflop"]
