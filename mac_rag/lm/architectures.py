@@ -98,7 +98,7 @@ def check_modulation(config: Any, kind: str) -> None:
             f"{name} does not say how many positions it has (max_position_embeddings), so no prompt could be fitted "
             "to it; give an LM whose configuration does"
         )
-    if kind == "prompt" and not _ARCHITECTURES.get(name, Architecture()).takes_segments:
+    if kind == "prompt" and not _of_type(name).takes_segments:
         raise ModelLoadError(
             f"{name} cannot read a memory as a part of its prompt: its attention takes no segments, so what stands in "
             "front would not see the question; set modulation.kind to prefix"
@@ -126,4 +126,8 @@ def register(model_type: str, architecture: Architecture) -> None:
 
 def architecture_of(model: Any) -> Architecture:
     """The traits of a transformers model."""
-    return _ARCHITECTURES.get(model.config.model_type, Architecture())
+    return _of_type(model.config.model_type)
+
+
+def _of_type(model_type: str) -> Architecture:
+    return _ARCHITECTURES.get(model_type, Architecture())

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MEMORY = (
-    1_000_000  # the number of the first slot of a memory whose tokens stand in a prompt, as a segment; others follow
-)
+# The segment of a memory's first slot where its tokens stand in front of a prompt; those of the other slots follow.
+MEMORY = 1_000_000
 
 
 def segments_of(ids: Sequence[int], start: Sequence[int]) -> list[int]:

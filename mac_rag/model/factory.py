@@ -181,8 +181,7 @@ def make_modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNet
             raise ModelLoadError(
                 f"modulation.entry_layer is {part.entry_layer}, but the LM has {shape.layers} layers; give fewer"
             )
-        slots = config.modulation_tokens // config.tokens
-        return PromptTuning(shape, config.modulation_tokens, slots=slots, entry_layer=part.entry_layer)
+        return PromptTuning(shape, config.tokens, entry_layer=part.entry_layer)
     sink = None
     if part.attention_sink:
         sink = make_attention_sink(base_lm, config.modulation_tokens * part.slots, config.context_window)

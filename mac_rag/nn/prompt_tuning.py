@@ -67,14 +67,13 @@ class PromptTuning(ModulationNetwork):
 
     Args:
         shape: the LM's sizes.
-        tokens: tokens of phi*, T for each slot.
-        slots: S.
+        tokens: T, tokens of a slot of phi*.
         entry_layer: number of the LM's layers behind which phi* gives states.
     """
 
-    def __init__(self, shape: LMShape, tokens: int, *, slots: int, entry_layer: int) -> None:
+    def __init__(self, shape: LMShape, tokens: int, *, entry_layer: int) -> None:
         super().__init__()
-        self.prefix_length = tokens // slots
+        self.prefix_length = tokens
         self.entry_layer = entry_layer
         self._names = shape.embeddings, shape.blocks[entry_layer - 1]
         self.to_embeddings = nn.Linear(shape.width, shape.width)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ DATA = generate("train", 60, seed=3, questions_per_document=2)
 TOKENS = 24
 
 
-def build(layers: int | None = 4, sentence_encoder: bool = False) -> MACModel:
+def build(layers: int | None = 4, sentence_encoder: bool = False, slots: int = 1, **values: Any) -> MACModel:
+    """MAC around MiniLM, with further values of its configuration."""
     torch.manual_seed(5)
     part = EncoderConfig(design="encoder-pooling", name=None, embeddings="base-lm", layers=layers)
     config = MACConfig(
@@ -41,9 +43,11 @@ def build(layers: int | None = 4, sentence_encoder: bool = False) -> MACModel:
         amortization=part,
         input_encoder=part,
         sentence_encoder=SentenceEncoderConfig(name="minilm", embeddings="base-lm") if sentence_encoder else None,
-        tokens=TOKENS + sentence_encoder,
         mlp_width=8,
-        aggregation=AggregationConfig(blocks=1, heads=6, head_width=64, feed_forward=1, prior_width=64),
+        aggregation=AggregationConfig(
+            blocks=1, heads=6, head_width=64, feed_forward=1, prior_width=64, prior_sharpness=5.0, slots=slots
+        ),
+        **{"tokens": TOKENS + sentence_encoder, **values},
     )
     return MACModel.from_config(config, device="cpu")
 
@@ -232,21 +236,8 @@ def test_keys_are_fitted_before_rotation_and_behind_the_sink(tmp_path: Path) -> 
 
 
 def in_prompt(layers: int, slots: int = 1) -> MACModel:
-    """MAC around MiniLM, whose memory enters behind two layers."""
-    torch.manual_seed(5)
-    part = EncoderConfig(design="encoder-pooling", name=None, embeddings="base-lm", layers=layers)
-    config = MACConfig(
-        base_lm=BaseLMConfig(name="minilm"),
-        amortization=part,
-        input_encoder=part,
-        tokens=64,
-        mlp_width=8,
-        aggregation=AggregationConfig(
-            blocks=1, heads=6, head_width=64, feed_forward=1, prior_width=64, prior_sharpness=5.0, slots=slots
-        ),
-        modulation=ModulationConfig(kind="prompt", entry_layer=2),
-    )
-    return MACModel.from_config(config, device="cpu")
+    """The same, with a memory that enters the prompt behind two layers."""
+    return build(layers, slots=slots, tokens=64, modulation=ModulationConfig(kind="prompt", entry_layer=2))
 
 
 @pytest.mark.parametrize("slots", [1, 2])
