@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.aggregation import AttendedBank
 from mac_rag.nn.memory_tokens import MemoryTokens
-from pipelines.tasks.fit_recency import fit_recency, with_recency_term
+from pipelines.corpora.qa_data import DataConfig
+from pipelines.tasks.fit_recency import FitRecencyConfig, fit_recency, with_recency_term, write_fitted
 from pipelines.tasks.train import moment
 from tests.distributed.local_shards import assert_read_alike, made, reader
 from tests.helpers import copy_of
@@ -209,3 +211,14 @@ def test_fitting_changes_nothing_else_and_lowers_the_loss(loaded_tiny_model: MAC
     undated = [Document(one.id, one.text) for one in stories.documents]
     with pytest.raises(ConfigError, match="no document of newswire has a date"):
         fit_recency(model, type(stories)(stories.name, stories.split, tuple(undated), stories.questions))
+
+
+def test_it_is_fitted_to_documents_longer_than_the_model_reads(loaded_tiny_model: MACModel, tmp_path: Path) -> None:
+    short, longest = tmp_path / "short", 40
+    loaded_tiny_model.save_pretrained(short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_document_tokens": longest}))
+    stories = FitRecencyConfig(start_from=str(short), data=DataConfig(documents=12), steps=1, store_dtype="int8")
+    assert max(len(loaded_tiny_model.amortization.ids(one.text)) for one in stories.dataset().documents) > longest
+    write_fitted(stories, tmp_path)
+    assert MACModel.from_pretrained(tmp_path / "last").aggregation.recency is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -19,6 +19,7 @@ from mac_rag.lm.devices import DTYPES
 from mac_rag.model import MACModel
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.recency import Candidates, RankedFirst
+from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.train import moment
 
@@ -37,7 +38,7 @@ class FitRecencyConfig(Config):
         batch_size: questions of a step.
         learning_rate: rate of the first step; it falls to 0 linearly.
         seed: random seed of the batches.
-        store_dtype: dtype of the weights in the checkpoint.
+        store_dtype: dtype of the weights in the checkpoint; see `mac_rag.lm.int8_storage` for int8.
     """
 
     start_from: str
@@ -48,7 +49,7 @@ class FitRecencyConfig(Config):
     batch_size: int = Field(256, ge=1)
     learning_rate: float = Field(0.05, gt=0)
     seed: int = 0
-    store_dtype: Dtype = "fp32"
+    store_dtype: Dtype | Literal["int8"] = "fp32"
 
     def dataset(self) -> QADataset:
         """The documents and questions."""
@@ -69,11 +70,12 @@ def write_fitted(config: FitRecencyConfig, output: Path) -> None:
 
     Raises:
         ConfigError: as `fit_recency`.
+        DataError, DocumentError: for a question or a document that the model cannot take.
     """
     model = with_recency_term(MACModel.from_pretrained(config.start_from))
     fit_recency(
         model,
-        config.dataset(),
+        within_limits(config.dataset(), model),
         steps=config.steps,
         batch_size=config.batch_size,
         learning_rate=config.learning_rate,
@@ -81,7 +83,7 @@ def write_fitted(config: FitRecencyConfig, output: Path) -> None:
         seed=config.seed,
     )
     with write_folder(output / "last") as new:
-        model.save_pretrained(new, dtype=DTYPES[config.store_dtype])
+        model.save_pretrained(new, dtype=torch.int8 if config.store_dtype == "int8" else DTYPES[config.store_dtype])
 
 
 def with_recency_term(model: MACModel) -> MACModel:
