@@ -34,6 +34,7 @@ from mac_rag.atomic_files import write_folder, write_text
 from mac_rag.errors import ConfigError, DataError
 from mac_rag.lm.batching import one_group
 from mac_rag.progress import progress_bar
+from pipelines.averaging import WeightMean
 from pipelines.checkpoints import Checkpoints, optimizer_tensors
 from pipelines.cost import CostMeter
 from pipelines.recomputation import recompute_activations
@@ -91,6 +92,8 @@ class Trainer:
         if parallel == "zero":
             self.optimizer = self._zero = ZeroTask(task, self.optimizer, self.accelerator, config)
             self.model = self._zero.engine
+        start = config.average_from
+        self._weight_mean = None if start is None else WeightMean(task, config.steps, start)
         self.step = 0
         self.best: float | None = None
 
@@ -135,6 +138,10 @@ class Trainer:
                     bar.note(f"loss {scalars['loss']:.4f}  rate {scalars['rate']:.2e}  {cost.left(self.step)} left")
                 bar.advance()
                 last = self.step == config.steps
+                if self._weight_mean is not None:
+                    self._weight_mean.add(self.step)
+                    if last:
+                        self._weight_mean.put()
                 if self.step % config.validate_every == 0 or last:
                     figures = self._validate()
                     shown = [f"{name} {value:.4f}" for name, value in figures.items()]
@@ -267,12 +274,16 @@ class Trainer:
         with write_folder(self.output / name) as new:
             self.task.save(new)
 
+    def _state(self, step: int) -> dict[str, Tensor]:
+        """The trained tensors of a checkpoint after so many steps."""
+        return self.task.training_state() | ({} if self._weight_mean is None else self._weight_mean.state(step))
+
     def _progress(self) -> Progress:
         return Progress(self.step, self.best, self.task.passes, finished=False)
 
     def _checkpoint(self) -> None:
         state = self._zero.optimizer_tensors() if self._zero else optimizer_tensors(self.optimizer, self.task)
-        self.checkpoints.write(self.task.training_state(), state, self._progress())
+        self.checkpoints.write(self._state(self.step), state, self._progress())
 
     def _resume(self) -> bool:
         """Goes to where the folder's newest checkpoint was written; returns True if the run was finished there."""
@@ -287,7 +298,7 @@ class Trainer:
                     f"{self.output} was trained with {progress.passes} passes a step (trainer.accumulate x processes), "
                     f"and now there are {self.task.passes}; start as many processes as before"
                 )
-            self.checkpoints.read(self._load, self.task.training_state(), self.optimizer, self.task)
+            self.checkpoints.read(self._load, self._state(progress.step), self.optimizer, self.task)
             self.step, self.best = progress.step, progress.best
             self.accelerator.print(f"resumed {self.output} at step {self.step}")
         self._keep_metrics()
@@ -295,7 +306,7 @@ class Trainer:
         return False
 
     def _load(self, state: dict[str, Tensor]) -> None:
-        self.task.load_training_state(state)
+        self.task.load_training_state(state if self._weight_mean is None else self._weight_mean.load(state))
         if self._zero is not None:
             self._zero.take_weights()
 

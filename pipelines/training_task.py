@@ -28,6 +28,8 @@ class TrainerConfig(Config):
         warmup_steps: steps of linear warm-up, after which `schedule` applies (constant in the paper).
         schedule_steps: step at which the schedule ends; None for the last step. With a later step, the run does not
             end at a rate of zero, which helps a run that starts from it.
+        average_from: share of the steps from which on the mean of the weights is taken, which replaces the last weights
+            when the run ends; None for the last weights themselves.
         clip: largest gradient norm; longer gradients are scaled down.
         precision: `fp32`, or `bf16` for mixed precision.
         validate_every, save_every, log_every: intervals in steps.
@@ -49,6 +51,7 @@ class TrainerConfig(Config):
     warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     schedule_steps: int | None = Field(None, ge=1)
+    average_from: float | None = Field(None, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     clip: float = Field(1.0, gt=0)

@@ -271,6 +271,29 @@ def test_best_is_the_best_validation_and_last_the_final_weights(tmp_path: Path, 
         assert task.eval().validate()["error"] == choose(errors)
 
 
+def test_the_last_weights_may_be_the_mean_of_the_last_steps(tmp_path: Path) -> None:
+    _, figures = train(tmp_path / "mean", schedule="constant", average_from=0.875)
+    for steps in (22, 23, 24):
+        train(tmp_path / str(steps), schedule="constant", steps=steps)
+    parts = [weights(tmp_path / str(steps)) for steps in (22, 23, 24)]
+    mean = {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
+    torch.testing.assert_close(weights(tmp_path / "mean"), mean)
+    task = ToyTask()
+    task.layers.load_state_dict(mean)
+    with torch.no_grad():
+        assert figures["error"] == pytest.approx(task.eval().validate()["error"])
+
+
+@pytest.mark.parametrize("step", [10, 13, 20], ids=["before-the-mean", "at-its-start", "in-it"])
+def test_a_mean_goes_on_where_it_was_interrupted(tmp_path: Path, step: int) -> None:
+    settings = {"dropout": 0.2, "save_every": 3, "average_from": 0.5}
+    train(tmp_path / "whole", **settings)
+    interrupted(tmp_path / "parts", step, **settings)
+    train(tmp_path / "parts", **settings)
+    torch.testing.assert_close(weights(tmp_path / "parts"), weights(tmp_path / "whole"), rtol=0, atol=0)
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+
+
 def test_each_example_counts_once_however_a_step_is_divided(tmp_path: Path) -> None:
     whole, _ = train(tmp_path / "1x16", batch_size=16)
     parts, _ = train(tmp_path / "2x8", batch_size=8, accumulate=2)

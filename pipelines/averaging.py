@@ -1,0 +1,62 @@
+"""The mean of the weights over the last steps of a training run.
+
+One run's mean is as good as the end of a longer one: the weights of single steps lie around it (Izmailov et al., 2018,
+"Averaging Weights Leads to Wider Optima and Better Generalization").
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipelines.training_task import Task
+
+_MEAN = "mean/"  # in front of a weight's name in a checkpoint: the name of its mean
+
+
+class WeightMean:
+    """The running mean of a task's trained weights, step by step from some step on.
+
+    Args:
+        task: has the weights.
+        steps: steps of the run.
+        start: share of the steps that are over before the first that counts.
+    """
+
+    def __init__(self, task: Task, steps: int, start: float) -> None:
+        self._task = task
+        self._first = min(round(start * steps), steps - 1) + 1  # the steps done when the first of them counts
+        self._mean: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, step: int) -> None:
+        """Counts the weights after a step; `step` is the number of steps done."""
+        count = step - self._first + 1
+        if count < 1:
+            return
+        for name, weight in self._weights().items():
+            if count == 1:
+                self._mean[name] = weight.float().clone()
+            else:
+                self._mean[name].lerp_(weight.float(), 1 / count)
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Puts the mean in the place of the weights."""
+        for name, weight in self._weights().items():
+            weight.copy_(self._mean[name])
+
+    def state(self, step: int) -> dict[str, Tensor]:
+        """What a checkpoint after so many steps holds beside the weights, in tensors of the right shape."""
+        if step < self._first:
+            return {}
+        like = self._mean or {name: weight.float() for name, weight in self._weights().items()}
+        return {_MEAN + name: mean for name, mean in like.items()}
+
+    def load(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Takes the means out of a checkpoint's tensors, and returns the others."""
+        self._mean = {name.removeprefix(_MEAN): t for name, t in state.items() if name.startswith(_MEAN)}
+        return {name: t for name, t in state.items() if not name.startswith(_MEAN)}
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: weight.detach() for name, weight in self._task.named_parameters() if weight.requires_grad}
