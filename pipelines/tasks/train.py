@@ -25,7 +25,9 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import ContextMiner, retrieved
 from pipelines.initializers.kv_regression import init_by_kv_regression
+from pipelines.tasks.reading_turns import reading_task
 from pipelines.tasks.train_config import TrainConfig
+from pipelines.tasks.tune_qa import TrainingSequence, TuneTask
 from pipelines.trainer import Task, shuffled
 
 
@@ -71,6 +73,10 @@ class TrainTask(Task):
         self._stories = _stories(data, self._questions, config.group_by_title)
         self._miner = ContextMiner(config.context, data)
         self._validation_retrieved = retrieved(config.context, self._validation)
+        reading = config.reading
+        self.reading: TuneTask | None = None
+        if reading is not None:
+            self.reading = reading_task(reading, self.model.base_lm, config.data, config.trainer)
         # A ring of the newest documents' memory tokens; part of the state, so that a resumed run has the same.
         shape = config.negatives, *self.model.row_shape
         self.register_buffer("negatives", torch.zeros(shape, dtype=torch.bfloat16, device=device))
@@ -78,9 +84,12 @@ class TrainTask(Task):
         self.negatives: Tensor
         self.negatives_seen: Tensor
 
-    def batch(self, step: int, micro: int, size: int) -> tuple[Batch, LossWeights]:
-        """Documents and questions, and the weights of the losses on them."""
-        trainer = self.config.trainer
+    def batch(self, step: int, micro: int, size: int) -> tuple[Batch, LossWeights] | list[TrainingSequence]:
+        """Documents and questions, and the weights of the losses on them; or what the LM reads without memory."""
+        trainer, turns = self.config.trainer, self.config.reading
+        if self.reading is not None and turns is not None and turns.is_turn(step):
+            self.reading.passes = self.passes
+            return self.reading.batch(step // turns.every, micro, turns.batch_size)
         stories = -(-size // self.config.group_by_title)
         per_step = stories * self.passes
         indices = shuffled(len(self._stories), step, micro, stories, seed=trainer.seed, per_step=per_step)
@@ -139,8 +148,12 @@ class TrainTask(Task):
         if not (curriculum.losses.answer or curriculum.losses.contrastive):  # the losses that train the input encoder
             self.model.input_encoder.load_state_dict(self.model.amortization.state_dict())
 
-    def forward(self, batch: tuple[Batch, LossWeights]) -> dict[str, Tensor]:
+    def forward(self, batch: tuple[Batch, LossWeights] | list[TrainingSequence]) -> dict[str, Tensor]:
         config = self.config
+        if isinstance(batch, list):
+            assert self.reading is not None
+            losses: dict[str, Tensor] = self.reading(batch)
+            return {name if name == "loss" else f"reading_{name}": loss for name, loss in losses.items()}
         seen = int(self.negatives_seen)
         held = self.negatives[: min(seen, config.negatives)]
         terms, phi = mac_loss(

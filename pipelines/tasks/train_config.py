@@ -11,6 +11,7 @@ from mac_rag.config import Config, MACConfig, Renaming
 from mac_rag.model.objective import LossWeights
 from mac_rag.model.presets import preset_values
 from pipelines.corpora.qa_data import ContextConfig, DataConfig
+from pipelines.tasks.reading_turns import ReadingTurns
 from pipelines.trainer import TrainerConfig
 
 
@@ -62,6 +63,8 @@ class TrainConfig(Config):
         gold_hidden: share of the questions from which aggregation hides the document that answers them, as if nobody
             had put it into the bank. Where no document in front of such a question answers it either, the target is the
             model's `prompt.abstention`; likewise where a question has no memory.
+        reading: steps between the others in which the LM reads documents without memory, as by `pipelines.tune_qa`;
+            None for none. A base LM that is trained jointly then goes on learning to read.
         curriculum: the first steps; None for whole documents and all losses from the start.
         tune_amortization: False freezes the amortization network.
         tune_base_lm: `frozen`, or joint training of all weights (`full`) or of low-rank updates that are merged at the
@@ -85,6 +88,7 @@ class TrainConfig(Config):
     context: ContextConfig = ContextConfig()
     without_memory: float = Field(0.0, ge=0, le=1)
     gold_hidden: float = Field(0.0, ge=0, lt=1)
+    reading: ReadingTurns | None = None
     curriculum: CurriculumConfig | None = None
     tune_amortization: bool = True
     tune_base_lm: Literal["frozen", "lora", "full"] = "frozen"
@@ -129,6 +133,17 @@ class TrainConfig(Config):
         if self.distractors > self.negatives:
             raise ValueError(
                 f"distractors ({self.distractors}) are chosen among negatives ({self.negatives}); raise these"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reading_trains_the_lm(self) -> Self:
+        if self.reading is not None and self.tune_base_lm == "frozen":
+            raise ValueError("reading trains the LM, but tune_base_lm is frozen; set it to lora or full")
+        if self.reading is not None and self.trainer.parallel == "fsdp":
+            raise ValueError(
+                "with trainer.parallel: fsdp all processes must call the LM equally often, which steps of reading do "
+                "not; leave reading out"
             )
         return self
 

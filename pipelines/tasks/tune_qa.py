@@ -101,7 +101,7 @@ class TuneConfig(Config):
         return self
 
 
-class _Sequence(NamedTuple):
+class TrainingSequence(NamedTuple):
     """A training sequence; all but `copied` hold one value for each token.
 
     Attributes:
@@ -120,14 +120,22 @@ class _Sequence(NamedTuple):
 
 
 class TuneTask(Task):
-    """An LM and its questions. Validation gives EM and F1 without documents and with each number of them."""
+    """An LM and its questions. Validation gives EM and F1 without documents and with each number of them.
 
-    def __init__(self, config: TuneConfig) -> None:
+    Args:
+        config: the recipe.
+        base_lm: the LM in place of the recipe's, if another task trains it, too; that one says what of it is trained.
+    """
+
+    def __init__(self, config: TuneConfig, base_lm: BaseLM | None = None) -> None:
         super().__init__()
         self.config = config
-        device = config.trainer.device
         torch.manual_seed(config.trainer.seed)
-        lm, tokenizer = load_causal_lm(config.base_lm, device)
+        if base_lm is None:
+            lm, tokenizer = load_causal_lm(config.base_lm, config.trainer.device)
+        else:
+            lm, tokenizer = base_lm.model, base_lm.tokenizer
+        self._shared = base_lm is not None
         self.lm: Any = lm
         architecture = architecture_of(lm)
         architecture.check_format(config.prompt)
@@ -143,17 +151,18 @@ class TuneTask(Task):
             raise ConfigError(
                 f"pointer_loss is {config.pointer_loss}, but it is made for a prefix LM; set it to 0 for this one"
             )
-        make_trainable(self.lm, config.lora_rank if config.tune == "lora" else None)
-        on_cpu = config.trainer.training_device.type == "cpu"
-        if on_cpu and config.trainer.precision == "bf16" and multiplies_bf16():
-            use_products(self.lm)
+        if not self._shared:
+            make_trainable(self.lm, config.lora_rank if config.tune == "lora" else None)
+            on_cpu = config.trainer.training_device.type == "cpu"
+            if on_cpu and config.trainer.precision == "bf16" and multiplies_bf16():
+                use_products(self.lm)
         self.encoder = prompt_encoder(tokenizer, config.prompt)
         data = config.data.training_set()
         if config.context.retriever != "none":
             data = within_sequences(data, self.encoder, config.sequence_length)
         self._questions = data.questions
         packaged = PACKAGED.get(config.base_lm.name)
-        self._from_encoder = packaged is not None and not packaged.writes
+        self._from_encoder = not self._shared and packaged is not None and not packaged.writes
         if self._from_encoder:
             self._init_pointer_head(data)
         self._by_document = data.questions_by_document()
@@ -169,7 +178,7 @@ class TuneTask(Task):
         answers = [token for q in sample for token in self.encoder.answer(q.answers[0])]
         init_pointer_head(self.lm, ids, torch.tensor(answers, device=self.lm.device))
 
-    def batch(self, step: int, micro: int, size: int) -> list[_Sequence]:
+    def batch(self, step: int, micro: int, size: int) -> list[TrainingSequence]:
         """Training sequences."""
         trainer = self.config.trainer
         per_step = size * self.passes
@@ -179,7 +188,7 @@ class TuneTask(Task):
         contexts = self._miner.mine(questions, rng)
         return [self._sequence(q, c, rng) for q, c in zip(questions, contexts, strict=True)]
 
-    def _sequence(self, question: Question, contexts: list[Document], rng: random.Random) -> _Sequence:
+    def _sequence(self, question: Question, contexts: list[Document], rng: random.Random) -> TrainingSequence:
         others = [q for document in contexts for q in self._by_document[document.id] if q.id != question.id]
         rng.shuffle(others)
         questions = [question, *others[: self.config.questions_per_context - 1]]
@@ -210,14 +219,14 @@ class TuneTask(Task):
         length = self.config.sequence_length
         cut = max(0, len(ids) - length)
         places = [place - cut for place in copied if place >= cut]
-        return _Sequence(ids[cut:], labels[cut:], segment_ids[cut:], hidden[cut:], places)
+        return TrainingSequence(ids[cut:], labels[cut:], segment_ids[cut:], hidden[cut:], places)
 
     def _target(self, question: Question, read: Container[str]) -> str:
         """The target behind the documents with these ids."""
         abstention = self.encoder.format.abstention
         return question.answers[0] if abstention is None or question.document_id in read else abstention
 
-    def forward(self, batch: list[_Sequence]) -> dict[str, Tensor]:
+    def forward(self, batch: list[TrainingSequence]) -> dict[str, Tensor]:
         if self._segmented:
             return self._segmented_losses(batch)
         device = self.lm.device
@@ -231,7 +240,7 @@ class TuneTask(Task):
         """The LM as it answers; made once, since each one hooks into the LM."""
         return BaseLM(self.lm, self.encoder.tokenizer, self.encoder.format)
 
-    def _segmented_losses(self, batch: list[_Sequence]) -> dict[str, Tensor]:
+    def _segmented_losses(self, batch: list[TrainingSequence]) -> dict[str, Tensor]:
         """The losses of an LM that takes segments; rows of similar length share a batch."""
         base_lm = self._base_lm
         prompt_lengths = [sequence.labels.count(-100) for sequence in batch]  # the one answer stands at the end

@@ -1,0 +1,54 @@
+"""Steps between those of meta-training in which the LM alone reads documents, without memory."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from mac_rag.config import BaseLMConfig, Config
+from mac_rag.lm.base_lm import BaseLM
+from pipelines.corpora.qa_data import ContextConfig, DataConfig
+from pipelines.tasks.tune_qa import TuneConfig, TuneTask
+from pipelines.trainer import TrainerConfig
+
+
+class ReadingTurns(Config):
+    """How the LM goes on reading while it learns to use memory. What is not said here is as in `TuneConfig`.
+
+    Attributes:
+        every: each so many-th step is one of these.
+        batch_size: questions of a step.
+        context: what stands in front of them.
+        question_blind, token_dropout, pointer_loss, sequence_length: see `pipelines.tasks.tune_qa.TuneConfig`.
+    """
+
+    every: int = Field(3, ge=2)
+    batch_size: int = Field(ge=1)
+    context: ContextConfig = ContextConfig()
+    question_blind: float = Field(0.0, ge=0, le=1)
+    token_dropout: float = Field(0.0, ge=0, lt=1)
+    pointer_loss: float = Field(0.0, ge=0)
+    sequence_length: int = Field(512, ge=16)
+
+    def is_turn(self, step: int) -> bool:
+        """True for a step of these; steps count from 0."""
+        return step % self.every == self.every - 1
+
+
+def reading_task(turns: ReadingTurns, base_lm: BaseLM, data: DataConfig, trainer: TrainerConfig) -> TuneTask:
+    """The task of these steps, around an LM that is trained elsewhere.
+
+    Raises:
+        ConfigError: as `TuneTask`.
+    """
+    config = TuneConfig(
+        base_lm=BaseLMConfig(name="(the one of the model)"),
+        prompt=base_lm.prompts.format,
+        data=data,
+        context=turns.context,
+        question_blind=turns.question_blind,
+        token_dropout=turns.token_dropout,
+        pointer_loss=turns.pointer_loss,
+        sequence_length=turns.sequence_length,
+        trainer=trainer,
+    )
+    return TuneTask(config, base_lm)

@@ -1,0 +1,56 @@
+"""Steps in which the LM alone reads documents, between those in which it learns to use memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mac_rag.errors import ConfigError
+from mac_rag.model import MACModel
+from pipelines.tasks.train import TrainTask
+from pipelines.tasks.tune_qa import TuneConfig, TuneTask
+from pipelines.trainer import Trainer
+from tests.pipelines.helpers import TRAINER, metrics
+from tests.pipelines.test_pipelines import DATA, Folder, stopping_at, train_recipe
+
+READING = {"every": 2, "batch_size": 3, "context": {"retriever": "bm25", "k": [2]}}
+
+
+def test_they_train_the_lm_as_tuning_it_does(model_folder: Folder) -> None:
+    task = TrainTask(train_recipe(model_folder, reading=READING, tune_base_lm="full"))
+    lm = {"name": str(model_folder("llama"))}
+    tuned = TuneTask(
+        TuneConfig.parse({"base_lm": lm, "data": DATA, "context": READING["context"], "trainer": TRAINER}, "test")
+    )
+    assert [isinstance(task.batch(step, 0, 2), list) for step in range(5)] == [False, True, False, True, False]
+    for step in (1, 3):
+        read, batch = task.batch(step, 0, 2), tuned.batch(step // 2, 0, 3)
+        assert read == batch
+        terms = task(read)
+        torch.testing.assert_close(terms["loss"], tuned(batch)["loss"])
+    terms["loss"].backward()
+    reached = {name for name, weight in task.named_parameters() if weight.grad is not None}
+    assert reached == {f"model.base_lm.{name}" for name, _ in task.model.base_lm.named_parameters()}
+
+
+def test_a_stopped_training_goes_on_to_the_same_weights(model_folder: Folder, tmp_path: Path) -> None:
+    trainer = {**TRAINER, "average_from": 0.25}
+    recipe = train_recipe(model_folder, reading=READING, tune_base_lm="full", trainer=trainer)
+    Trainer(TrainTask(recipe), recipe.trainer, tmp_path / "whole").run()
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(stopping_at(TrainTask(recipe), 3), recipe.trainer, tmp_path / "stopped").run()
+    Trainer(TrainTask(recipe), recipe.trainer, tmp_path / "stopped").run()
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
+    models = [MACModel.from_pretrained(tmp_path / name / "last", device="cpu") for name in ("whole", "stopped")]
+    assert models[0].fingerprint == models[1].fingerprint
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_there_are_none_where_the_lm_does_not_learn(model_folder: Folder) -> None:
+    with pytest.raises(ConfigError, match="tune_base_lm is frozen; set it to lora or full"):
+        train_recipe(model_folder, reading=READING)
+    with pytest.raises(ConfigError, match="leave reading out"):
+        train_recipe(model_folder, reading=READING, tune_base_lm="full", trainer={**TRAINER, "parallel": "fsdp"})
