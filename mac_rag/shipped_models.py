@@ -8,7 +8,10 @@ from __future__ import annotations
 
 # Name -> the fingerprints of its versions, the first one first. A line is never changed, only appended to.
 FINGERPRINTS: dict[str, tuple[str, ...]] = {
-    "mac-small": ("c2de37d0863f3e639b236f3e1d7a91aee01696a993b954f0bdba43247361a0dc",),
+    "mac-small": (
+        "c2de37d0863f3e639b236f3e1d7a91aee01696a993b954f0bdba43247361a0dc",
+        "5c130a0b4218ced40b4579789109a25ed3c15510a9584c4aed8f14b25f720204",
+    ),
     "mac-tiny": ("3172397d910772fa4d1ea7a551d62e02196a5aa1465b46e0e621405dc0cdc27e",),
 }
 

@@ -82,8 +82,8 @@ def read_recipe(name: str, overrides: list[str] | None) -> Recipe:
     """Reads a recipe without validating it.
 
     Args:
-        name: a YAML file; a shipped recipe, such as `mac-small/tune_qa-reader`; or a stage of a pipeline, such as
-            `mac-small/memory` or `pipeline.yaml/memory`.
+        name: a YAML file; a shipped recipe, such as `distilgpt2/train`; or a stage of a pipeline, such as
+            `mac-small/joint` or `pipeline.yaml/joint`.
         overrides: `name=value` each.
 
     Raises:

@@ -95,7 +95,7 @@ def test_a_bank_without_the_file_is_as_before(bank: Path, checkpoint: Path) -> N
     manifest = (bank / MANIFEST).read_bytes()
     (bank / MODEL_NAME).unlink()
     message = refusal("ask", "Who?", "--bank", bank)
-    assert "cannot be read by mac-small@1; use the model that wrote it" in message
+    assert "cannot be read by mac-small@2; use the model that wrote it" in message
     assert run("ask", "Who?", "--bank", bank, "--model", checkpoint).exit_code == 0
     assert run("adapt", "a.txt", "--bank", bank, "--model", checkpoint).exit_code == 0
     assert read_model_name(bank, MemoryBank.open(bank).fingerprint) == str(checkpoint)

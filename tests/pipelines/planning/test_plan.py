@@ -62,8 +62,8 @@ class TestSubject:
     def test_what_has_no_plan(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no recipe 'mac-huge'"):
             subject("mac-huge")
-        with pytest.raises(ConfigError, match="the task add_lexical has no plan"):
-            subject("mac-small/lexical")
+        with pytest.raises(ConfigError, match="the task fit_recency has no plan"):
+            subject("mac-small/recency")
         later = subject("mac-tiny/train-joint")
         with pytest.raises(ConfigError, match="the result of another stage; give its folder"):
             make_plan(later, Asking())
