@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from mac_rag.errors import ConfigError
-from mac_rag.model import MACModel
 from pipelines.tasks.train import TrainTask
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
-from pipelines.trainer import Trainer
-from tests.pipelines.helpers import TRAINER, metrics
-from tests.pipelines.test_pipelines import DATA, Folder, stopping_at, train_recipe
+from tests.pipelines.helpers import TRAINER
+from tests.pipelines.test_pipelines import DATA, Folder, resumed_and_whole, train_recipe
 
 READING = {"every": 2, "batch_size": 3, "context": {"retriever": "bm25", "k": [2]}}
 
@@ -38,14 +36,9 @@ def test_they_train_the_lm_as_tuning_it_does(model_folder: Folder) -> None:
 def test_a_stopped_training_goes_on_to_the_same_weights(model_folder: Folder, tmp_path: Path) -> None:
     trainer = {**TRAINER, "average_from": 0.25}
     recipe = train_recipe(model_folder, reading=READING, tune_base_lm="full", trainer=trainer)
-    Trainer(TrainTask(recipe), recipe.trainer, tmp_path / "whole").run()
-    with pytest.raises(KeyboardInterrupt):
-        Trainer(stopping_at(TrainTask(recipe), 3), recipe.trainer, tmp_path / "stopped").run()
-    Trainer(TrainTask(recipe), recipe.trainer, tmp_path / "stopped").run()
-    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
-    models = [MACModel.from_pretrained(tmp_path / name / "last", device="cpu") for name in ("whole", "stopped")]
-    assert models[0].fingerprint == models[1].fingerprint
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+    stopped, whole = resumed_and_whole(recipe, tmp_path)
+    assert stopped.fingerprint == whole.fingerprint
+    for one, other in zip(stopped.parameters(), whole.parameters(), strict=True):
         assert torch.equal(one, other)
 
 
