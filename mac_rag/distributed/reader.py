@@ -1,4 +1,7 @@
-"""How a model reads a bank in shards: two round trips to all shards for each block, and an exact merge."""
+"""How a model reads a bank in shards: two round trips to all shards for each block, and an exact merge.
+
+A recency term and slots cost two more each, once.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from mac_rag.distributed.transport import Request
 from mac_rag.errors import ConfigError, ShardLostError
 from mac_rag.memory.views.base_reader import Aggregated, Reader
 from mac_rag.nn.attention import Partial
+from mac_rag.nn.memory_slots import FirstRows
 from mac_rag.nn.recency import Candidates
 
 if TYPE_CHECKING:
@@ -46,11 +50,6 @@ class ShardedReader(Reader):
     def __init__(self, model: MACModel, bank: ShardedContents, config: AttentionConfig) -> None:
         if config.strategy != "streaming":
             raise ConfigError(f"a bank in shards cannot be read by strategy {config.strategy!r}; choose 'streaming'")
-        if model.aggregation.slots is not None:
-            raise ConfigError(
-                f"a bank in shards cannot be read by a model with slots (aggregation.slots is "
-                f"{model.aggregation.slots.count}); put the documents into one bank"
-            )
         super().__init__(model, bank, config)
 
     def follow(self, bank: BankContents) -> None:
@@ -105,7 +104,7 @@ class ShardedReader(Reader):
         documents = {number: self._documents(number, rows) for number, rows in seen.items()}
         without = sum(count for number, count in documents.items() if number in lost)
         attention = _ShardsAttention(self, question, self._there(seen, lost), self.model.asked(questions))
-        phi, _ = self.model.aggregation.aggregate(question, attention)
+        phi, _ = self.model.aggregation.aggregate(question, attention, first=attention.begun(len(questions)))
         return Aggregated(phi, torch.zeros(len(questions), device=phi.device), without / sum(documents.values()))
 
     def _there(self, seen: Mapping[int, Tensor | None], lost: frozenset[int]) -> dict[int, Tensor | None]:
@@ -140,7 +139,8 @@ class ShardedReader(Reader):
     def _mass(self, questions: Sequence[str], visible: Tensor | None) -> Tensor:
         question = self._encoded(questions, {})
         attention = _ShardsAttention(self, question, self._seen_rows(visible), self.model.asked(questions))
-        _, mass = self.model.aggregation.aggregate(question, attention, mass=True)
+        first = attention.begun(len(questions))
+        _, mass = self.model.aggregation.aggregate(question, attention, first=first, mass=True)
         assert mass is not None
         return mass
 
@@ -217,22 +217,36 @@ class _ShardsAttention:
     ) -> None:
         network = reader.model.aggregation
         self.bank = reader.bank
+        self.device = question.tokens.device
         self.has_recency = network.recency_in_use is not None
+        self.has_slots = network.slots is not None and network.use_prior
         self.name = secrets.token_hex(8)
         self.questions = _asked(reader, question, seen, self.name, asked, use_prior=network.use_prior)
+        # What shards are still to be told of the questions.
+        self._to_tell: Mapping[int, ShardQuestion | None] = self.questions
+
+    def begun(self, batch: int) -> FirstRows | None:
+        """Tells each shard what of the others it has to know before the first block.
+
+        Args:
+            batch: B.
+
+        Returns:
+            What the prior ranks first in all shards; None without slots, or where the prior is not in use.
+        """
+        if self.has_recency and len(self.questions) > 1:
+            self._compare(batch)
+        return self._ranked(batch) if self.has_slots else None
 
     def __call__(self, block: int, mass: bool, query: Tensor) -> tuple[Tensor, Tensor | None]:
         queries = to_array(query)
-        begin = {number: None if block else question for number, question in self.questions.items()}
-        if not block and len(begin) > 1 and self.has_recency:
-            self._compare(len(query))
-            begin = dict.fromkeys(begin)
+        begin = self._told()
         sent: Array | None = queries
         floor = None
         if not mass and len(begin) > 1:
             # A shard without the documents that a question is about would find that many of its rows can matter.
             floor = self._floor(block, queries, begin)
-            begin, sent = dict.fromkeys(begin), None
+            begin, sent = self._told(), None
         requests = {
             number: Request("attend", (self.name, block, sent), {"mass": mass, "question": question, "floor": floor})
             for number, question in begin.items()
@@ -242,17 +256,42 @@ class _ShardsAttention:
         whole = reduce(Partial.merged, parts)
         return whole.attended.to(query.dtype), self._mass(whole.lse).to(query.dtype) if mass else None
 
+    def _told(self) -> Mapping[int, ShardQuestion | None]:
+        """What to tell each shard of the questions with this request, which is nothing behind the first."""
+        told, self._to_tell = self._to_tell, dict.fromkeys(self.questions)
+        return told
+
     def _compare(self, batch: int) -> None:
-        """Begins the questions, and tells each shard the recency term's candidates of all: two more round trips."""
+        """Tells each shard the recency term's candidates of all: two more round trips."""
         found = self.bank.shards.done(
             {
                 number: Request("candidates", (self.name, batch), {"question": question})
-                for number, question in self.questions.items()
+                for number, question in self._told().items()
             }
         )
         parts = [Candidates(*(to_tensor(array, "cpu") for array in found[number])) for number in sorted(found)]
         among = tuple(map(to_array, Candidates.of_all(parts)))
         self.bank.shards.done(dict.fromkeys(self.questions, Request("compare", (self.name, among))))
+
+    def _ranked(self, batch: int) -> FirstRows:
+        """Tells each shard which of its rows the prior ranks first in all of them: two round trips."""
+        found = self.bank.shards.done(
+            {
+                number: Request("first_rows", (self.name, batch), {"question": question})
+                for number, question in self._told().items()
+            }
+        )
+        parts = [FirstRows(*(to_tensor(array, "cpu") for array in found[number])) for number in sorted(found)]
+        if len(parts) > 1:
+            of_shards = {number: FirstRows.of_all(parts, place) for place, number in enumerate(sorted(found))}
+            self.bank.shards.done(
+                {
+                    number: Request("rank", (self.name, tuple(map(to_array, first))))
+                    for number, first in of_shards.items()
+                }
+            )
+        first = FirstRows.of_all(parts)
+        return FirstRows(*(part.to(self.device) for part in first))
 
     def _floor(self, block: int, queries: Array, begin: Mapping[int, ShardQuestion | None]) -> Array | None:
         """A lower bound of the largest logits over all shards `[B, H, S]`; None if no shard has one."""

@@ -31,6 +31,7 @@ from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.nn.aggregation import AggregationNetwork, AttendedBank
 from mac_rag.nn.attention import Partial, partial_attention
 from mac_rag.nn.bank_view import prior_keys
+from mac_rag.nn.memory_slots import FirstRows
 from mac_rag.nn.recency import Candidates
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -203,9 +204,35 @@ class Shard:
         Raises:
             ShardLostError: as `attend`.
         """
-        attended = self._attended(name, None, 0)
+        attended = self._attended(name)
         scores, keys, dates = (to_tensor(array, self.device) for array in among)
         attended.among = Candidates(scores.to(attended.dtype), keys.to(attended.dtype), dates)
+
+    @torch.no_grad()
+    def first_rows(self, name: str, batch: int, *, question: ShardQuestion | None = None) -> tuple[Array, ...]:
+        """What the prior ranks first in the shard, as arrays of `FirstRows`; behind `compare`, if that is asked.
+
+        Args:
+            name, question: as `attend` takes them.
+            batch: B.
+
+        Raises:
+            ShardLostError: as `attend`.
+        """
+        first = self._attended(name, question, batch).first
+        assert first is not None  # asked only of a network with slots, and with its prior
+        return tuple(map(to_array, first))
+
+    @torch.no_grad()
+    def rank(self, name: str, first: tuple[Array, ...]) -> None:
+        """Tells the shard what the prior ranks first in all shards, as `first_rows` returns it, before the first block.
+
+        Raises:
+            ShardLostError: as `attend`.
+        """
+        attended = self._attended(name)
+        scores, rows, seen = (to_tensor(array, self.device) for array in first)
+        attended.first_of_all = FirstRows(scores.to(attended.dtype), rows, seen)
 
     @torch.no_grad()
     def floor(self, name: str, block: int, query: Array, *, question: ShardQuestion | None = None) -> Array | None:
@@ -219,7 +246,7 @@ class Shard:
         Raises:
             ShardLostError: as `attend`.
         """
-        attended = self._attended(name, question, len(query))
+        attended = self._attended(name, question, self._questions_of(query))
         queries = self._queries[name] = to_tensor(query, self.device, attended.dtype)
         floor = attended.floor(block, queries)
         return None if floor is None else to_array(floor)
@@ -240,7 +267,8 @@ class Shard:
         Args:
             name: name of the questions.
             block: number of the block.
-            query: `[B, H, S, d]`, already scaled; None for those that `floor` was asked with.
+            query: `[B, H, S, d]`, already scaled, B times the number of slots; None for those that `floor` was asked
+                with.
             mass: True if `mass` will be asked next.
             question: the questions, with the first call about their first block.
             floor: `[B, H, S]`, a lower bound of the largest logits over all shards; None where it is not known.
@@ -251,7 +279,7 @@ class Shard:
         Raises:
             ShardLostError: when this shard was opened, or asked about another state, since the question began.
         """
-        attended = self._attended(name, question, 0 if query is None else len(query))
+        attended = self._attended(name, question, 0 if query is None else self._questions_of(query))
         queries = self._queries[name] if query is None else to_tensor(query, self.device, attended.dtype)
         bound = None if floor is None else to_tensor(floor, self.device, attended.dtype)
         chunks, bound = attended.chunks(block, queries, mass=mass, floor=bound)
@@ -260,7 +288,11 @@ class Shard:
             self._last[name] = partial
         return to_array(partial.packed)
 
-    def _attended(self, name: str, question: ShardQuestion | None, batch: int) -> AttendedBank:
+    def _questions_of(self, query: Array) -> int:
+        """B of the queries of B questions, of which each has one in every slot."""
+        return len(query) // (1 if self.network.slots is None else self.network.slots.count)
+
+    def _attended(self, name: str, question: ShardQuestion | None = None, batch: int = 0) -> AttendedBank:
         """The shard's rows as these questions attend to them, which begin with `question`."""
         if question is not None:
             self._begin(question, batch)

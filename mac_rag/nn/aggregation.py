@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,11 @@ from mac_rag.nn.attention import BankAttention, Chunk, streaming_attention
 from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, is_bounded, is_view, prior_keys
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.document_prior import DocumentPrior
-from mac_rag.nn.memory_slots import MemorySlots
+from mac_rag.nn.memory_slots import FirstRows, MemorySlots
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.prior_keys import PriorKeys
 from mac_rag.nn.product_quantizer import ProductQuantizer
-from mac_rag.nn.recency import Candidates, Merge, RankedFirst, RecencyTerm
+from mac_rag.nn.recency import Candidates, RankedFirst, RecencyTerm
 from mac_rag.nn.row_bounds import longest_keys, needed_of_all
 
 # Number of a block, whether the attention mass is wanted, and the block's queries `[B, H, S, d]` -> what they attend to
@@ -26,6 +26,16 @@ Attend: TypeAlias = Callable[[int, bool, Tensor], tuple[Tensor, Tensor | None]]
 
 # Rows that can matter to a batch of questions, of which keys and values are gathered at a time.
 _GATHERED = 256
+
+
+class OtherParts(Protocol):
+    """The other parts of a bank of which one is here: what the document prior ranks first is known of all together."""
+
+    def all_candidates(self, own: Candidates) -> Candidates:
+        """The recency term's candidates of all parts."""
+
+    def all_first_rows(self, own: FirstRows) -> FirstRows:
+        """The first rows of all parts."""
 
 
 class AggregationNetwork(nn.Module):
@@ -173,7 +183,7 @@ class AggregationNetwork(nn.Module):
         scores: Tensor | None = None,
         asked: Tensor | None = None,
         attention: BankAttention = streaming_attention,
-        merge: Merge | None = None,
+        parts: OtherParts | None = None,
         mass: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Aggregates the bank for each question.
@@ -186,7 +196,7 @@ class AggregationNetwork(nn.Module):
                 and has the recency term, if the bank knows its dates.
             asked: `[B]`, see `RecencyTerm.penalties`.
             attention: the strategy.
-            merge: makes the recency term's candidates of all of the bank from those of `bank`, where that is a part.
+            parts: the other parts, where `bank` is one of several.
             mass: True computes the attention mass, too.
 
         Returns:
@@ -200,45 +210,55 @@ class AggregationNetwork(nn.Module):
         attended_bank = AttendedBank(
             self, bank, queries, mask=mask, scores=scores, asked=asked, dtype=question.tokens.dtype
         )
-        if merge is not None and (own := attended_bank.candidates) is not None:
-            attended_bank.among = merge(own)
-        if self.slots is not None:
-            question = MemoryTokens(question.tokens.repeat_interleave(self.slots.count, 0), None)
+        if parts is not None and (own := attended_bank.candidates) is not None:
+            attended_bank.among = parts.all_candidates(own)
+        if parts is not None and (first := attended_bank.first) is not None:
+            attended_bank.first_of_all = parts.all_first_rows(first)
 
         def attend(number: int, mass: bool, query: Tensor) -> tuple[Tensor, Tensor | None]:
             chunks, floor = attended_bank.chunks(number, query, mass=mass)
             return attention(query, chunks, floor=floor, mass=mass)
 
-        phi, shares = self.aggregate(question, attend, mass=mass)
-        return (phi, shares) if self.slots is None else self._side_by_side(self.slots, attended_bank, phi, shares)
+        return self.aggregate(question, attend, first=attended_bank.first, mass=mass)
 
     def _side_by_side(
-        self, slots: MemorySlots, bank: AttendedBank, phi: Tensor, mass: Tensor | None
+        self, slots: MemorySlots, first: FirstRows | None, phi: Tensor, mass: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """phi* and the attention mass of questions from those of their slots."""
         questions = len(phi) // slots.count
-        if bank.prior is None:
+        if first is None:
             shares = phi.new_full((questions, slots.count), 1 / slots.count)
             faintness = torch.zeros_like(shares)
         else:
-            weights = [weights for block in bank.blocks if (weights := block.prior_weights) is not None]
-            shares = slots.shares(bank.scores, torch.stack(weights).mean()).to(phi)
-            faintness = slots.faintness(bank.scores).to(phi)
+            blocks = (block for block in self.blocks if isinstance(block, CrossAttentionBlock))
+            weights = [weights for block in blocks if (weights := block.prior_weights) is not None]
+            shares = slots.shares(first, torch.stack(weights).mean()).to(phi)
+            faintness = slots.faintness(first).to(phi)
         if mass is not None:
-            mass = torch.einsum("bsk,bs->bk", mass.unflatten(0, (questions, -1)), shares / shares.sum(1, keepdim=True))
+            mass = torch.einsum("bsk,bs->bk", mass.unflatten(0, (questions, -1)), shares)
         return slots.marked(phi, faintness), mass
 
     def prior_queries(self, question: MemoryTokens) -> Tensor | None:
         """What the document prior compares with its keys, `[B, d_prior]`; None if it is not in use."""
         return None if self.prior is None or not self.use_prior else self.prior.queries(question)
 
-    def aggregate(self, question: MemoryTokens, attend: Attend, *, mass: bool = False) -> tuple[Tensor, Tensor | None]:
-        """As `forward`, for a bank that only `attend` reaches."""
+    def aggregate(
+        self, question: MemoryTokens, attend: Attend, *, first: FirstRows | None = None, mass: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `forward`, for a bank that only `attend` reaches.
+
+        Args:
+            question, mass: as `forward` takes them.
+            attend: attends; with slots, each question is S of the queries, one after another.
+            first: what the prior ranks first in all of the bank; None without slots, or where the prior is not in use.
+        """
         tokens, shares = question.tokens, None
+        if self.slots is not None:
+            tokens = tokens.repeat_interleave(self.slots.count, 0)
         for number, block in enumerate(self.blocks):
             with_mass = mass and number == len(self.blocks) - 1
             tokens, shares = block(tokens, partial(attend, number, with_mass))
-        return tokens, shares
+        return (tokens, shares) if self.slots is None else self._side_by_side(self.slots, first, tokens, shares)
 
 
 class AttendedBank:
@@ -257,6 +277,7 @@ class AttendedBank:
     Attributes:
         among: the recency term's candidates of all of the bank, if `bank` is a part of it; set it before anything is
             attended to. None if the bank is all.
+        first_of_all: what the prior ranks first in all of the bank, likewise.
 
     Raises:
         ValueError: for rows without prior keys where there are queries.
@@ -282,6 +303,7 @@ class AttendedBank:
         self.recency = None if self.queries is None else network.recency_in_use
         self.asked = asked
         self.among: Candidates | None = None
+        self.first_of_all: FirstRows | None = None
         self.log_counts = bank.log_counts
         self.slots = network.slots
         self._seen = mask
@@ -374,6 +396,15 @@ class AttendedBank:
         """The recency term's candidates among these rows; None without the term, or for rows without dates."""
         return None if self._ranked_first is None else self._ranked_first.candidates
 
+    @property
+    def first(self) -> FirstRows | None:
+        """What the prior ranks first, of all of the bank once that is known; None without slots, or without a prior."""
+        return self._own_first if self.first_of_all is None else self.first_of_all
+
+    @cached_property
+    def _own_first(self) -> FirstRows | None:
+        return None if self.slots is None or self.prior is None else self.slots.first(self.scores)
+
     @cached_property
     def _ranked_first(self) -> RankedFirst | None:
         keys, dates = self.prior_keys, self.bank.dates
@@ -400,7 +431,9 @@ class AttendedBank:
     @cached_property
     def _scores(self) -> Tensor:
         """The scores as the queries see them: those of each slot, where there are slots."""
-        return self.scores if self.slots is None else self.slots.scores(self.scores)
+        if self.slots is None or self.first is None:
+            return self.scores
+        return self.slots.scores(self.scores, self.first)
 
     def _bias(self, block: CrossAttentionBlock, query: Tensor, rows: slice | Tensor) -> Tensor | None:
         bias = None if self.prior is None else block.prior_bias(self._scores[:, rows])

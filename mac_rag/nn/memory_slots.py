@@ -8,12 +8,40 @@ without slots computes. Not part of the paper.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from mac_rag.nn.cross_attention import weighed
 
 _FAINTEST = 8.0  # largest log-ratio of two documents' probabilities that a mark tells
+
+
+class FirstRows(NamedTuple):
+    """The rows that the document prior ranks first for each of B questions, as one part of a bank knows them.
+
+    Attributes:
+        scores: `[B, S]`, the prior's scores, descending; `-inf` behind the last row that a question may see.
+        rows: `[B, S]`, their numbers in the part; -1 for a row of another part, and for none.
+        seen: `[B]`, how many rows of all parts a question may see.
+    """
+
+    scores: Tensor
+    rows: Tensor
+    seen: Tensor
+
+    @classmethod
+    def of_all(cls, parts: Sequence[FirstRows], own: int | None = None) -> FirstRows:
+        """Those of a whole bank from those of its parts, as part `own` knows them; None for who has no part."""
+        count = parts[0].scores.shape[1]
+        scores, rows = torch.cat([part.scores for part in parts], 1), torch.cat([part.rows for part in parts], 1)
+        order = scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+        is_own = order // count == (-1 if own is None else own)
+        rows = torch.where(is_own, rows.gather(1, order), -1)
+        return cls(scores.gather(1, order), rows, torch.stack([part.seen for part in parts]).sum(0))
 
 
 class MemorySlots(nn.Module):
@@ -36,41 +64,52 @@ class MemorySlots(nn.Module):
         # As Transformers scale embeddings: an optimiser's small steps would hardly move a mark beside memory tokens.
         self._scale = width**0.5
 
-    def scores(self, scores: Tensor) -> Tensor:
-        """The document prior's scores as each slot sees them.
+    def first(self, scores: Tensor) -> FirstRows:
+        """What the prior ranks first among rows, of which there may be none.
 
         Args:
             scores: `[B, K]`; `-inf` for documents that a question may not see.
+        """
+        top = scores.topk(min(self.count, scores.shape[1]))
+        missing = (0, self.count - top.values.shape[1])
+        best = functional.pad(top.values, missing, value=-torch.inf)
+        rows = functional.pad(top.indices, missing).masked_fill(best.isneginf(), -1)
+        return FirstRows(best, rows, scores.isfinite().sum(1))
+
+    def scores(self, scores: Tensor, first: FirstRows) -> Tensor:
+        """The document prior's scores as each slot sees them.
+
+        Args:
+            scores: `[B, K]`, as for `first`.
+            first: what the prior ranks first, of all of the bank where these rows are a part of it.
 
         Returns:
             `[B * S, K]`, the slots of one question after another. Slot j has `-inf` for the j documents with the
             highest scores; where there are no more than these, for all but the last of them.
         """
-        seen = scores.isfinite().sum(1)
         by_slot = scores[:, None].repeat(1, self.count, 1)
         slot = torch.arange(self.count, device=scores.device)
-        for rank, document in enumerate(self._first(scores).unbind(1)[: self.count - 1]):
-            hidden = (slot > rank) & (rank < seen - 1)[:, None]
-            place = document[:, None, None].expand(-1, self.count, 1)
+        for rank, row in enumerate(first.rows.unbind(1)[: self.count - 1] if scores.shape[1] else ()):
+            hidden = (slot > rank) & ((rank < first.seen - 1) & (row >= 0))[:, None]
+            place = row.clamp(min=0)[:, None, None].expand(-1, self.count, 1)
             by_slot = by_slot.scatter(2, place, by_slot.gather(2, place).masked_fill(hidden[..., None], -torch.inf))
         return by_slot.flatten(0, 1)
 
-    def shares(self, scores: Tensor, weight: Tensor) -> Tensor:
-        """The prior's softmax share of the first document of each slot, `[B, S]`.
+    def shares(self, first: FirstRows, weight: Tensor) -> Tensor:
+        """The prior's softmax over the first documents of all slots, `[B, S]`.
 
         Args:
-            scores: `[B, K]`, of the document prior.
-            weight: a scalar, how attention weighs them.
+            first: what the prior ranks first.
+            weight: a scalar, how attention weighs its scores.
         """
-        return self._of_slots(weighed(scores, weight).softmax(1), scores)
+        return weighed(self._of_slots(first), weight).softmax(1)
 
-    def faintness(self, scores: Tensor) -> Tensor:
+    def faintness(self, first: FirstRows) -> Tensor:
         """How much less probable each slot's first document is than the first slot's, as a log-ratio, `[B, S]`.
 
-        Args:
-            scores: `[B, K]`, of the document prior, whose softmax is the probabilities that it was trained to give.
+        The probabilities are the softmax of the prior's scores, as it was trained to give them.
         """
-        of_slots = self._of_slots(scores, scores)
+        of_slots = self._of_slots(first)
         return (of_slots[:, :1] - of_slots).clamp(max=_FAINTEST)
 
     def marked(self, tokens: Tensor, faintness: Tensor) -> Tensor:
@@ -80,12 +119,7 @@ class MemorySlots(nn.Module):
         by_slot: Tensor = tokens.unflatten(0, (-1, self.count)) + marks[:, :, None]
         return by_slot.flatten(1, 2)
 
-    def _of_slots(self, values: Tensor, scores: Tensor) -> Tensor:
-        """Of values of all documents `[B, K]`, that of the document which each slot sees first, `[B, S]`."""
-        seen = scores.isfinite().sum(1, keepdim=True)
-        rank = torch.arange(self.count, device=scores.device).expand(len(scores), -1)
-        return values.gather(1, self._first(scores)).gather(1, rank.minimum(seen - 1))
-
-    def _first(self, scores: Tensor) -> Tensor:
-        """The documents with the highest scores, `[B, min(S, K)]`."""
-        return scores.topk(min(self.count, scores.shape[1])).indices
+    def _of_slots(self, first: FirstRows) -> Tensor:
+        """The score of the document which each slot sees first, `[B, S]`."""
+        rank = torch.arange(self.count, device=first.scores.device).expand(len(first.scores), -1)
+        return first.scores.gather(1, rank.minimum(first.seen[:, None] - 1))

@@ -18,8 +18,7 @@ Not part of the paper.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,10 +60,6 @@ class Candidates(NamedTuple):
             functional.pad(self.keys, (0, 0, 0, missing)),
             functional.pad(self.dates, (0, missing)),
         )
-
-
-# Makes the candidates of a whole bank from those of a part of it.
-Merge: TypeAlias = Callable[[Candidates], Candidates]
 
 
 class RecencyTerm(nn.Module):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, distributed
 
 from mac_rag.nn.attention import Chunk, Partial, partial_attention
+from mac_rag.nn.memory_slots import FirstRows
 from mac_rag.nn.recency import Candidates
 
 
@@ -42,6 +43,11 @@ class ShardedAttention:
     def all_candidates(self, own: Candidates) -> Candidates:
         """The recency term's candidates of all processes; a process may have none."""
         return Candidates.of_all([Candidates(*parts) for parts in zip(*map(self._gathered, own.padded()), strict=True)])
+
+    def all_first_rows(self, own: FirstRows) -> FirstRows:
+        """What the prior ranks first in the rows of all processes; a process may have none."""
+        parts = [FirstRows(*parts) for parts in zip(*map(self._gathered, own), strict=True)]
+        return FirstRows.of_all(parts, distributed.get_rank(self.group))
 
     def _mass(self, own: Tensor) -> Tensor:
         """The mass on the rows of all processes, side by side; processes may hold different numbers of rows."""

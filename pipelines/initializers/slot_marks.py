@@ -44,7 +44,7 @@ def fit_slot_marks(model: MACModel, data: QADataset) -> None:
     )
     encoded = model.input_encoder([model.input_encoder.ids(question.question) for _, question in pairs])
     by_slot = model.aggregation(encoded, bank)[0].unflatten(1, (slots.count, -1))
-    faintness = slots.faintness(model.aggregation.prior_scores(encoded, bank)).to(by_slot)
+    faintness = slots.faintness(slots.first(model.aggregation.prior_scores(encoded, bank))).to(by_slot)
     questions = [prompts.prompt(question.question) for _, question in pairs]
     answers = [prompts.answer((q.answers or [d.text[:_UNANSWERED]])[0]) for d, q in pairs]
     batches = [slice(first, first + _BATCH) for first in range(0, len(pairs), _BATCH)]

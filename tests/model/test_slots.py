@@ -14,9 +14,12 @@ from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.memory import MemoryBank
+from mac_rag.memory.views.overview import layout_for
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.model.stored_names import fingerprint_fields
+from pipelines.tasks.fit_recency import with_recency_term
+from tests.distributed.local_shards import assert_read_alike, made, reader
 from tests.helpers import mac_config
 
 Folder = Callable[[str], Path]
@@ -76,11 +79,39 @@ def test_training_reaches_the_marks(model_folder: Folder, kind: Any) -> None:
         assert parameter.grad.abs().sum() > 0
 
 
-def test_strategies_that_know_no_slots_are_refused(model_folder: Folder) -> None:
+@pytest.mark.parametrize("recency", [False, True], ids=["", "recency"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_bank_in_shards_is_read_as_one(model_folder: Folder, tmp_path: Path, shards: int, recency: bool) -> None:
+    """Also where a shard holds no document that a slot sees, and without the prior."""
+    model = with_slots(model_folder, slots=3)
+    model = with_recency_term(model) if recency else model
+    documents = [
+        Document(f"{number}", f"{text} {number}", {"date": 2001 + number % 3}) for number, text in enumerate(TEXTS * 2)
+    ]
+    phi = model.amortize([document.text for document in documents])
+    bank, sharded = MemoryBank(model.fingerprint), made(tmp_path / "shards", model, shards)
+    bank.keep_rows_as(layout_for(model.aggregation))  # as shards do
+    bank.put(documents, phi)
+    sharded.put(documents, phi, [1] * len(documents))
+    sharded.commit()
+    found, expected = reader(model, sharded), reader(model, bank)
+    assert_read_alike(found, expected, QUESTIONS)
+    for names in ({"0"}, {"1", "5"}, {"0", "3", "6"}):
+        assert_read_alike(found, expected, QUESTIONS, names)
+    with model.without_document_prior():
+        for names in (None, {"1", "5"}):
+            torch.testing.assert_close(
+                reader(model, sharded).aggregate(QUESTIONS, names).phi,
+                reader(model, bank).aggregate(QUESTIONS, names).phi,
+                rtol=1e-5,
+                atol=1e-5,
+            )
+
+
+def test_a_strategy_that_knows_no_slots_is_refused(model_folder: Folder) -> None:
     model = with_slots(model_folder)
-    for strategy in ("hierarchical", "sharded"):
-        with pytest.raises(ConfigError, match=rf"'{strategy}' knows no slots, of which this model has 2"):
-            MACEngine(model, attention=AttentionConfig(strategy=strategy))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'hierarchical' knows no slots, of which this model has 2"):
+        MACEngine(model, attention=AttentionConfig(strategy="hierarchical"))
 
 
 def test_one_slot_leaves_the_fingerprint_as_it_was(model_folder: Folder) -> None:

@@ -61,7 +61,8 @@ def test_how_much_less_probable_the_document_of_a_slot_is(documents: int, slots:
     visible[0] = visible[0] or not any(visible)
     generator = torch.Generator().manual_seed(seen)
     scores = sharp * torch.randn(documents, generator=generator, dtype=torch.float64)
-    found = MemorySlots(slots, WIDTH).faintness(scores.masked_fill(~torch.tensor(visible), -torch.inf)[None])[0]
+    built = MemorySlots(slots, WIDTH)
+    found = built.faintness(built.first(scores.masked_fill(~torch.tensor(visible), -torch.inf)[None]))[0]
     ranked = sorted((float(s) for s, v in zip(scores, visible, strict=True) if v), reverse=True)
     expected = [min(ranked[0] - ranked[min(slot, len(ranked) - 1)], 8.0) for slot in range(slots)]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))

@@ -29,8 +29,11 @@ def case() -> tuple[Tensor, Chunk]:
 
 
 def recent_case() -> tuple[AggregationNetwork, BankProjection]:
-    """A network with a recency term, and the whole bank with dates."""
-    built = network(recency=True)
+    """A network with a recency term and slots, and the whole bank with dates."""
+    built = network(recency=True, slots=3)
+    assert built.slots is not None
+    for marks in built.slots.parameters():
+        torch.nn.init.normal_(marks)
     dates = torch.tensor([5, 3, 8, 1, 9, 2, 7, 3, 4])
     return built, replace(built.project(random_texts(9, seed=1)), dates=dates)
 
@@ -61,8 +64,9 @@ def attend_to_own_rows(rank: int, split: list[int], group: distributed.ProcessGr
     assert whole.dates is not None
     own_rows = replace(newer.project(random_texts(9, seed=1)[rows]), dates=whole.dates[rows])
     with torch.no_grad():
-        recent, _ = newer(question, own_rows, attention=attend, merge=attend.all_candidates)
+        recent, recent_shares = newer(question, own_rows, attention=attend, parts=attend, mass=True)
     results = {"attended": attended, "mass": mass, "phi": phi, "shares": shares, "recent": recent}
+    results["recent_shares"] = recent_shares
     save_file({name: result.contiguous() for name, result in results.items()}, file)
 
 
@@ -80,10 +84,11 @@ def test_processes_with_parts_of_a_bank_agree_with_one_that_has_it_all(number: i
     built, question = network(), random_texts(3)
     bank: BankProjection = built.project(random_texts(9, seed=1))
     newer, dated = recent_case()
-    recent = newer(question, dated)[0]
+    recent, recent_shares = newer(question, dated, mass=True)
     assert not torch.allclose(recent, newer(question, replace(dated, dates=None))[0])  # the term matters
-    results = [*direct_attention(query, [chunk], mass=True), *built(question, bank, mass=True), recent]
-    expected = dict(zip(["attended", "mass", "phi", "shares", "recent"], results, strict=True))
+    results = [*direct_attention(query, [chunk], mass=True), *built(question, bank, mass=True), recent, recent_shares]
+    names = ["attended", "mass", "phi", "shares", "recent", "recent_shares"]
+    expected = dict(zip(names, results, strict=True))
     first = load_file(results_folder / f"{number}-0.safetensors")
     for rank in range(len(SPLITS[number])):
         for name, found in load_file(results_folder / f"{number}-{rank}.safetensors").items():

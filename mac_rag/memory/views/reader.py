@@ -39,8 +39,8 @@ class BankReader(Reader):
         config: attention strategy and cache of keys and values.
 
     Raises:
-        ConfigError: for preselection with a model that has no document prior, and for the strategies hierarchical and
-            sharded with one that has slots.
+        ConfigError: for preselection with a model that has no document prior, and for the strategy hierarchical with
+            one that has slots.
     """
 
     bank: Contents
@@ -48,7 +48,7 @@ class BankReader(Reader):
     def __init__(self, model: MACModel, bank: Contents, config: AttentionConfig) -> None:
         if config.strategy == "preselect" and model.aggregation.prior is None:
             raise ConfigError("this model has no document prior to preselect by; choose strategy 'streaming'")
-        if config.strategy in ("hierarchical", "sharded") and model.aggregation.slots is not None:
+        if config.strategy == "hierarchical" and model.aggregation.slots is not None:
             count = model.aggregation.slots.count
             raise ConfigError(
                 f"strategy {config.strategy!r} knows no slots, of which this model has {count}; choose 'streaming'"
@@ -90,8 +90,9 @@ class BankReader(Reader):
                 view = view.select(visible.nonzero().T)
             return Aggregated(hierarchical(network, question, view, self.config.subgroup, asked=asked), nothing)
         mask = None if visible is None else visible.to(device).expand(len(questions), -1)
-        merge = None if self._shards is None else self._shards.all_candidates
-        phi, _ = network(question, self._projected(), mask=mask, asked=asked, attention=self._attention, merge=merge)
+        phi, _ = network(
+            question, self._projected(), mask=mask, asked=asked, attention=self._attention, parts=self._shards
+        )
         return Aggregated(phi, nothing)
 
     @property
