@@ -112,6 +112,8 @@ def evidence_of(
       that does not know often says back what was asked.
     - `support`: behind documents, the share of the question's words in the sentence that says the answer; 0 where no
       sentence does.
+    - `abstention`: 1 for an answer that is the abstention which the LM has learned. The LM may be sure of it, but it is
+      never right.
 
     Attention is no evidence: its shares sum to 1 whatever is asked.
 
@@ -131,8 +133,16 @@ def evidence_of(
         _, alone[behind] = model.score_answers([prompts[row] for row in behind], [answers[row] for row in behind])
     repeated = [repetition(prompt.question, answer) for prompt, answer in zip(prompts, answers, strict=True)]
     supported = [supported_by(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    abstained = [float(is_abstention(model, answer)) for answer in answers]
     best = torch.zeros(len(prompts), 2) if prior is None else prior.float().cpu()
-    return torch.cat([best, torch.stack([first, mean, alone, torch.tensor(repeated), torch.tensor(supported)], 1)], 1)
+    told = torch.tensor([repeated, supported, abstained]).T
+    return torch.cat([best, torch.stack([first, mean, alone], 1), told], 1)
+
+
+def is_abstention(model: MACModel, answer: str) -> bool:
+    """True if an answer is the one by which the model says that it knows none."""
+    abstention = model.config.prompt.abstention
+    return abstention is not None and normalize(answer) == normalize(abstention)
 
 
 def supported_by(prompt: FittedPrompt, answer: str) -> float:

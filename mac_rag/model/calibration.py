@@ -36,6 +36,7 @@ Evidence: TypeAlias = Literal[
     "log_probability_without_memory",
     "repetition",
     "support",
+    "abstention",
 ]
 EVIDENCE: tuple[Evidence, ...] = get_args(Evidence)
 # How an answer came about: from memory alone, or from documents in front of the question, with or without memory.
@@ -49,7 +50,7 @@ class Logistic(Config):
 
     Examples:
         >>> model = Logistic(weights={"prior": 2.0, "log_probability": 1.0}, bias=-1.0, questions=400, data="squad")
-        >>> model.probability(torch.tensor([[0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]))
+        >>> model.probability(torch.tensor([[0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]))
         tensor([0.5000])
 
     Attributes:

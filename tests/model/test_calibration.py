@@ -15,6 +15,7 @@ from torch.nn import functional
 from mac_rag.confidence import repetition
 from mac_rag.config import AttentionConfig
 from mac_rag.data.newswire.generate import generate
+from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model import MACModel
@@ -230,3 +231,10 @@ def test_the_shipped_calibration_is_of_the_shipped_weights() -> None:
     assert calibration is not None
     assert calibration.fingerprint == FINGERPRINTS["mac-small"][-1]
     assert set(calibration.modes) == {"memory", "documents"}
+
+
+def test_an_abstention_is_known_as_one() -> None:
+    engine = MACEngine(MACModel.from_pretrained("mac-small", device="cpu"))
+    engine.adapt([Document("a", "Anna Berg opened the bridge.")])
+    prompts = [engine.model.fit_to_window("Who opened the bridge?")] * 3
+    assert engine.evidence(prompts, ["i don't know", "I don't know.", "anna berg"])[:, 7].tolist() == [1.0, 1.0, 0.0]
