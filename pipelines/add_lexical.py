@@ -29,10 +29,9 @@ def main(
     The command counts how rare each token is in the training set of a recipe of pipelines.train, and reads nothing else
     of the recipe. Nothing is trained, and all weights stay as they are.
     """
-    import torch
 
     from mac_rag.errors import ConfigError
-    from mac_rag.lm.devices import DTYPES
+    from mac_rag.lm.devices import STORED_DTYPES
     from mac_rag.model import MACModel
     from pipelines.tasks.add_lexical import add_hashed_bm25
     from pipelines.tasks.train_config import TrainConfig
@@ -41,7 +40,7 @@ def main(
         raise ConfigError(f"{output} is not empty; choose another --output")
     data = load_recipe(TrainConfig, config, set_).data.training_set()
     extended = add_hashed_bm25(MACModel.from_pretrained(model), (d.text for d in data.documents), words, weight)
-    extended.save_pretrained(output, dtype=torch.int8 if store == "int8" else DTYPES[store])
+    extended.save_pretrained(output, dtype=STORED_DTYPES[store])
     say(f"{output}: counted in {len(data.documents):,} documents of {data.name}, {data.split}")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -240,67 +240,50 @@ class _ShardsAttention:
 
     def __call__(self, block: int, mass: bool, query: Tensor) -> tuple[Tensor, Tensor | None]:
         queries = to_array(query)
-        begin = self._told()
         sent: Array | None = queries
         floor = None
-        if not mass and len(begin) > 1:
+        if not mass and len(self.questions) > 1:
             # A shard without the documents that a question is about would find that many of its rows can matter.
-            floor = self._floor(block, queries, begin)
-            begin, sent = self._told(), None
-        requests = {
-            number: Request("attend", (self.name, block, sent), {"mass": mass, "question": question, "floor": floor})
-            for number, question in begin.items()
-        }
-        packed = self.bank.shards.done(requests)
+            floor, sent = self._floor(block, queries), None
+        packed = self._ask("attend", block, sent, mass=mass, floor=floor)
         parts = (Partial.unpacked(to_tensor(packed[number], query.device)) for number in sorted(packed))
         whole = reduce(Partial.merged, parts)
         return whole.attended.to(query.dtype), self._mass(whole.lse).to(query.dtype) if mass else None
 
-    def _told(self) -> Mapping[int, ShardQuestion | None]:
-        """What to tell each shard of the questions with this request, which is nothing behind the first."""
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> dict[int, Any]:
+        """What all shards answer to a request, the first of which tells them the questions."""
         told, self._to_tell = self._to_tell, dict.fromkeys(self.questions)
-        return told
+        return self.bank.shards.done(
+            {
+                number: Request(method, (self.name, *arguments), {"question": question, **options})
+                for number, question in told.items()
+            }
+        )
 
     def _compare(self, batch: int) -> None:
         """Tells each shard the recency term's candidates of all: two more round trips."""
-        found = self.bank.shards.done(
-            {
-                number: Request("candidates", (self.name, batch), {"question": question})
-                for number, question in self._told().items()
-            }
-        )
+        found = self._ask("candidates", batch)
         parts = [Candidates(*(to_tensor(array, "cpu") for array in found[number])) for number in sorted(found)]
         among = tuple(map(to_array, Candidates.of_all(parts)))
         self.bank.shards.done(dict.fromkeys(self.questions, Request("compare", (self.name, among))))
 
     def _ranked(self, batch: int) -> FirstRows:
         """Tells each shard which of its rows the prior ranks first in all of them: two round trips."""
-        found = self.bank.shards.done(
-            {
-                number: Request("first_rows", (self.name, batch), {"question": question})
-                for number, question in self._told().items()
-            }
-        )
+        found = self._ask("first_rows", batch)
         parts = [FirstRows(*(to_tensor(array, "cpu") for array in found[number])) for number in sorted(found)]
         if len(parts) > 1:
-            of_shards = {number: FirstRows.of_all(parts, place) for place, number in enumerate(sorted(found))}
             self.bank.shards.done(
                 {
-                    number: Request("rank", (self.name, tuple(map(to_array, first))))
-                    for number, first in of_shards.items()
+                    number: Request("rank", (self.name, tuple(map(to_array, FirstRows.of_all(parts, place)))))
+                    for place, number in enumerate(sorted(found))
                 }
             )
         first = FirstRows.of_all(parts)
         return FirstRows(*(part.to(self.device) for part in first))
 
-    def _floor(self, block: int, queries: Array, begin: Mapping[int, ShardQuestion | None]) -> Array | None:
+    def _floor(self, block: int, queries: Array) -> Array | None:
         """A lower bound of the largest logits over all shards `[B, H, S]`; None if no shard has one."""
-        found = self.bank.shards.done(
-            {
-                number: Request("floor", (self.name, block, queries), {"question": question})
-                for number, question in begin.items()
-            }
-        )
+        found = self._ask("floor", block, queries)
         floors = [floor for floor in found.values() if floor is not None]
         return np.maximum.reduce(floors) if floors else None
 

@@ -10,6 +10,8 @@ from mac_rag.config import Dtype
 from mac_rag.errors import ConfigError
 
 DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# What weights are stored in; see `mac_rag.lm.int8_storage` for int8.
+STORED_DTYPES: dict[str, torch.dtype] = {str(name): dtype for name, dtype in DTYPES.items()} | {"int8": torch.int8}
 
 
 def default_device(device: str | torch.device | None) -> torch.device:

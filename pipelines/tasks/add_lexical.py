@@ -6,13 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-import torch
 from pydantic import Field
 
 from mac_rag.atomic_files import write_folder
 from mac_rag.config import Config, HashedBM25Config
 from mac_rag.errors import ConfigError
-from mac_rag.lm.devices import DTYPES
+from mac_rag.lm.devices import STORED_DTYPES
 from mac_rag.model import MACModel
 from mac_rag.model.factory import make_hashed_bm25
 from pipelines.corpora.qa_data import DataConfig
@@ -45,7 +44,7 @@ def write_extended(config: AddLexicalConfig, output: Path) -> None:
     texts = (document.text for document in config.data.training_set().documents)
     model = add_hashed_bm25(MACModel.from_pretrained(config.start_from), texts, config.vectors, config.weight)
     with write_folder(output / "last") as new:
-        model.save_pretrained(new, dtype=torch.int8 if config.store_dtype == "int8" else DTYPES[config.store_dtype])
+        model.save_pretrained(new, dtype=STORED_DTYPES[config.store_dtype])
 
 
 def add_hashed_bm25(model: MACModel, texts: Iterable[str], vectors: int, weight: float) -> MACModel:

@@ -15,7 +15,7 @@ from mac_rag.config import Config, Dtype
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
-from mac_rag.lm.devices import DTYPES
+from mac_rag.lm.devices import STORED_DTYPES
 from mac_rag.model import MACModel
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.recency import Candidates, RankedFirst
@@ -83,7 +83,7 @@ def write_fitted(config: FitRecencyConfig, output: Path) -> None:
         seed=config.seed,
     )
     with write_folder(output / "last") as new:
-        model.save_pretrained(new, dtype=torch.int8 if config.store_dtype == "int8" else DTYPES[config.store_dtype])
+        model.save_pretrained(new, dtype=STORED_DTYPES[config.store_dtype])
 
 
 def with_recency_term(model: MACModel) -> MACModel:

@@ -17,7 +17,7 @@ from mac_rag.data.metrics import best_over, exact_match, f1
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, DataError
-from mac_rag.lm.devices import DTYPES
+from mac_rag.lm.devices import STORED_DTYPES
 from mac_rag.lm.loading import require_gradients
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
@@ -214,8 +214,7 @@ class TrainTask(Task):
         return {name if name == "loss" else f"{name}_loss": total / count for name, total in totals.items()}
 
     def save(self, folder: Path) -> None:
-        stored = self.config.store_dtype
-        self.model.save_pretrained(folder, dtype=torch.int8 if stored == "int8" else DTYPES[stored])
+        self.model.save_pretrained(folder, dtype=STORED_DTYPES[self.config.store_dtype])
 
 
 def _target(question: Question) -> str:

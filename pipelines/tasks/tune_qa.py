@@ -135,7 +135,6 @@ class TuneTask(Task):
             lm, tokenizer = load_causal_lm(config.base_lm, config.trainer.device)
         else:
             lm, tokenizer = base_lm.model, base_lm.tokenizer
-        self._shared = base_lm is not None
         self.lm: Any = lm
         architecture = architecture_of(lm)
         architecture.check_format(config.prompt)
@@ -151,7 +150,7 @@ class TuneTask(Task):
             raise ConfigError(
                 f"pointer_loss is {config.pointer_loss}, but it is made for a prefix LM; set it to 0 for this one"
             )
-        if not self._shared:
+        if base_lm is None:
             make_trainable(self.lm, config.lora_rank if config.tune == "lora" else None)
             on_cpu = config.trainer.training_device.type == "cpu"
             if on_cpu and config.trainer.precision == "bf16" and multiplies_bf16():
@@ -162,7 +161,7 @@ class TuneTask(Task):
             data = within_sequences(data, self.encoder, config.sequence_length)
         self._questions = data.questions
         packaged = PACKAGED.get(config.base_lm.name)
-        self._from_encoder = not self._shared and packaged is not None and not packaged.writes
+        self._from_encoder = base_lm is None and packaged is not None and not packaged.writes
         if self._from_encoder:
             self._init_pointer_head(data)
         self._by_document = data.questions_by_document()
