@@ -219,7 +219,7 @@ class _ShardsAttention:
         self.bank = reader.bank
         self.device = question.tokens.device
         self.has_recency = network.recency_in_use is not None
-        self.has_slots = network.slots is not None and network.use_prior
+        self.has_slots = network.slots_in_use is not None
         self.name = secrets.token_hex(8)
         self.questions = _asked(reader, question, seen, self.name, asked, use_prior=network.use_prior)
         # What shards are still to be told of the questions.

@@ -246,7 +246,7 @@ class Shard:
         Raises:
             ShardLostError: as `attend`.
         """
-        attended = self._attended(name, question, self._questions_of(query))
+        attended = self._attended(name, question, len(query))
         queries = self._queries[name] = to_tensor(query, self.device, attended.dtype)
         floor = attended.floor(block, queries)
         return None if floor is None else to_array(floor)
@@ -279,7 +279,7 @@ class Shard:
         Raises:
             ShardLostError: when this shard was opened, or asked about another state, since the question began.
         """
-        attended = self._attended(name, question, 0 if query is None else self._questions_of(query))
+        attended = self._attended(name, question, 0 if query is None else len(query))
         queries = self._queries[name] if query is None else to_tensor(query, self.device, attended.dtype)
         bound = None if floor is None else to_tensor(floor, self.device, attended.dtype)
         chunks, bound = attended.chunks(block, queries, mass=mass, floor=bound)
@@ -287,10 +287,6 @@ class Shard:
         if mass:
             self._last[name] = partial
         return to_array(partial.packed)
-
-    def _questions_of(self, query: Array) -> int:
-        """B of the queries of B questions, of which each has one in every slot."""
-        return len(query) // (1 if self.network.slots is None else self.network.slots.count)
 
     def _attended(self, name: str, question: ShardQuestion | None = None, batch: int = 0) -> AttendedBank:
         """The shard's rows as these questions attend to them, which begin with `question`."""

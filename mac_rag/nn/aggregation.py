@@ -149,6 +149,11 @@ class AggregationNetwork(nn.Module):
         """The recency term, if it is part of attention."""
         return self.recency if self.use_prior and self.use_recency else None
 
+    @property
+    def slots_in_use(self) -> MemorySlots | None:
+        """The slots, if the document prior tells them apart; without it all see the same, and one stands for all."""
+        return self.slots if self.use_prior else None
+
     def with_recency(self, scores: Tensor, keys: Tensor, dates: Tensor, asked: Tensor | None) -> Tensor:
         """The document prior's scores `[B, K]` with the recency term; as they are, where it is not in use.
 
@@ -222,21 +227,15 @@ class AggregationNetwork(nn.Module):
         return self.aggregate(question, attend, first=attended_bank.first, mass=mass)
 
     def _side_by_side(
-        self, slots: MemorySlots, first: FirstRows | None, phi: Tensor, mass: Tensor | None
+        self, slots: MemorySlots, first: FirstRows, phi: Tensor, mass: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """phi* and the attention mass of questions from those of their slots."""
-        questions = len(phi) // slots.count
-        if first is None:
-            shares = phi.new_full((questions, slots.count), 1 / slots.count)
-            faintness = torch.zeros_like(shares)
-        else:
-            blocks = (block for block in self.blocks if isinstance(block, CrossAttentionBlock))
-            weights = [weights for block in blocks if (weights := block.prior_weights) is not None]
-            shares = slots.shares(first, torch.stack(weights).mean()).to(phi)
-            faintness = slots.faintness(first).to(phi)
+        blocks = (block for block in self.blocks if isinstance(block, CrossAttentionBlock))
+        weights = [weights for block in blocks if (weights := block.prior_weights) is not None]
         if mass is not None:
-            mass = torch.einsum("bsk,bs->bk", mass.unflatten(0, (questions, -1)), shares)
-        return slots.marked(phi, faintness), mass
+            shares = slots.shares(first, torch.stack(weights).mean()).to(phi)
+            mass = torch.einsum("bsk,bs->bk", mass.unflatten(0, shares.shape), shares)
+        return slots.marked(phi, slots.faintness(first).to(phi)), mass
 
     def prior_queries(self, question: MemoryTokens) -> Tensor | None:
         """What the document prior compares with its keys, `[B, d_prior]`; None if it is not in use."""
@@ -249,23 +248,28 @@ class AggregationNetwork(nn.Module):
 
         Args:
             question, mass: as `forward` takes them.
-            attend: attends; with slots, each question is S of the queries, one after another.
-            first: what the prior ranks first in all of the bank; None without slots, or where the prior is not in use.
+            attend: attends; with `first`, each question is S of the queries, one after another.
+            first: what the prior ranks first in all of the bank; None without slots in use.
         """
         tokens, shares = question.tokens, None
-        if self.slots is not None:
+        if self.slots is not None and first is not None:
             tokens = tokens.repeat_interleave(self.slots.count, 0)
         for number, block in enumerate(self.blocks):
             with_mass = mass and number == len(self.blocks) - 1
             tokens, shares = block(tokens, partial(attend, number, with_mass))
-        return (tokens, shares) if self.slots is None else self._side_by_side(self.slots, first, tokens, shares)
+        if self.slots is None:
+            return tokens, shares
+        if first is None:
+            alike = tokens.repeat_interleave(self.slots.count, 0)
+            return self.slots.marked(alike, tokens.new_zeros(len(tokens), self.slots.count)), shares
+        return self._side_by_side(self.slots, first, tokens, shares)
 
 
 class AttendedBank:
     """A bank as the blocks attend to it for B questions.
 
     It knows what is added to the logits, which is document prior, log counts of rows, and mask; and which rows can
-    matter with it. With slots, each question is S of the queries, one after another.
+    matter with it. With slots in use, each question is S of the queries, one after another.
 
     Args:
         network: the aggregation network.
@@ -305,7 +309,7 @@ class AttendedBank:
         self.among: Candidates | None = None
         self.first_of_all: FirstRows | None = None
         self.log_counts = bank.log_counts
-        self.slots = network.slots
+        self.slots = network.slots_in_use
         self._seen = mask
         self.mask = mask if mask is None or self.slots is None else mask.repeat_interleave(self.slots.count, 0)
         self.dtype = dtype
@@ -398,12 +402,12 @@ class AttendedBank:
 
     @property
     def first(self) -> FirstRows | None:
-        """What the prior ranks first, of all of the bank once that is known; None without slots, or without a prior."""
+        """What the prior ranks first, of all of the bank once that is known; None without slots in use."""
         return self._own_first if self.first_of_all is None else self.first_of_all
 
     @cached_property
     def _own_first(self) -> FirstRows | None:
-        return None if self.slots is None or self.prior is None else self.slots.first(self.scores)
+        return None if self.slots is None else self.slots.first(self.scores)
 
     @cached_property
     def _ranked_first(self) -> RankedFirst | None:
@@ -431,7 +435,7 @@ class AttendedBank:
     @cached_property
     def _scores(self) -> Tensor:
         """The scores as the queries see them: those of each slot, where there are slots."""
-        if self.slots is None or self.first is None:
+        if self.first is None or self.slots is None:
             return self.scores
         return self.slots.scores(self.scores, self.first)
 

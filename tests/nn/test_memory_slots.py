@@ -100,13 +100,25 @@ def test_gradients_reach_the_prior_and_the_marks(hidden: int | None) -> None:
         assert parameter.grad.abs().sum() > 0
 
 
-def test_without_the_prior_all_slots_attend_to_all() -> None:
-    built, question = network(slots=2), random_texts(2)
-    bank = built.project(random_texts(5, seed=1))
+def test_without_the_prior_all_slots_say_what_one_would() -> None:
+    built, question = network(slots=3), random_texts(2)
+    assert built.slots is not None
+    torch.nn.init.normal_(built.slots.places)
+    bank, visible = built.project(random_texts(5, seed=1)), torch.tensor([True, False, True, True, True]).expand(2, -1)
     built.use_prior = False
-    phi, mass = built(question, bank, mass=True)
-    torch.testing.assert_close(phi[:, :TOKENS], phi[:, TOKENS:])
-    torch.testing.assert_close(mass.sum(1), torch.ones(2, dtype=torch.float64))
+    asked: list[int] = []
+
+    def counted(query: Tensor, *args: object, **options: object) -> tuple[Tensor, Tensor | None]:
+        asked.append(len(query))
+        return direct_attention(query, *args, **options)  # type: ignore[arg-type]
+
+    phi, mass = built(question, bank, mask=visible, mass=True, attention=counted)
+    assert set(asked) == {2}  # once for all slots
+    plain = one_slot(built)
+    plain.use_prior = False
+    alone, alone_mass = plain(question, bank, mask=visible, mass=True)
+    torch.testing.assert_close(phi, built.slots.marked(alone.repeat_interleave(3, 0), alone.new_zeros(2, 3)))
+    torch.testing.assert_close(mass, alone_mass)
 
 
 def test_slots_need_a_document_prior() -> None:
