@@ -7,24 +7,22 @@ One run's mean is as good as the end of a longer one: the weights of single step
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
-from pipelines.training_task import Task
+from torch import Tensor, nn
 
 _MEAN = "mean/"  # in front of a weight's name in a checkpoint: the name of its mean
 
 
 class WeightMean:
-    """The running mean of a task's trained weights, step by step from some step on.
+    """The running mean of a module's trained weights, step by step from some step on.
 
     Args:
-        task: has the weights.
+        module: has the weights.
         steps: steps of the run.
         start: share of the steps that are over before the first that counts.
     """
 
-    def __init__(self, task: Task, steps: int, start: float) -> None:
-        self._task = task
+    def __init__(self, module: nn.Module, steps: int, start: float) -> None:
+        self._module = module
         self._first = min(round(start * steps), steps - 1) + 1  # the steps done when the first of them counts
         self._mean: dict[str, Tensor] = {}
 
@@ -59,4 +57,4 @@ class WeightMean:
         return {name: t for name, t in state.items() if not name.startswith(_MEAN)}
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: weight.detach() for name, weight in self._task.named_parameters() if weight.requires_grad}
+        return {name: weight.detach() for name, weight in self._module.named_parameters() if weight.requires_grad}

@@ -15,6 +15,7 @@ from pipelines.planning.memory import Memory
 from pipelines.planning.weights import AGGREGATION, AMORTIZATION, BASE_LM, INPUT, MODULATION, Weights, weights_by_part
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig
+from pipelines.trainer import TrainerConfig
 
 _ADAM = 8  # bytes of a weight's two moments
 _ADAM_STEP = 4  # bytes of each tensor's step
@@ -50,7 +51,8 @@ def training_memory(model: MACModel, recipe: TrainConfig, *, document_tokens: in
     kept = max(phases, key=lambda phase: sum(phase.values()))
     parts = {}
     for part in weights:
-        parts[part.name] = {**optimised(part, part.name in changed, bf16), "activations": kept.get(part.name, 0)}
+        whole = optimised(part, part.name in changed, recipe.trainer)
+        parts[part.name] = {**whole, "activations": kept.get(part.name, 0)}
     row = model.row_shape[0] * model.row_shape[1]
     if recipe.negatives:
         parts["negatives of earlier batches"] = {"weights": 2 * recipe.negatives * row}
@@ -93,13 +95,16 @@ def changed_parts(recipe: TrainConfig) -> set[str]:
     }
 
 
-def optimised(part: Weights, changed: bool, bf16: bool) -> dict[str, int]:
-    """Bytes of a part's weights, and of what AdamW and mixed precision keep beside those that it changes.
+def optimised(part: Weights, changed: bool, trainer: TrainerConfig) -> dict[str, int]:
+    """Bytes of a part's weights, and of what a training keeps beside those that it changes.
+
+    That is AdamW's state; a copy of each trained matrix in bf16, with mixed precision; and the mean of the weights in
+    float32, with `average_from`, of all that may change.
 
     Args:
         part: the part.
         changed: True if its trained weights get gradients.
-        bf16: True for mixed precision, which keeps a copy of each trained matrix in bf16.
+        trainer: the recipe's trainer.
     """
     trained = part.trained if changed else ()
     numbers = sum(weight.numel() for weight in trained)
@@ -108,7 +113,8 @@ def optimised(part: Weights, changed: bool, bf16: bool) -> dict[str, int]:
         "weights": part.bytes,
         "gradients": sum(weight.numel() * weight.element_size() for weight in trained),
         "optimiser": _ADAM * numbers + _ADAM_STEP * len(trained),
-        "bf16 copies": 2 * matrices if bf16 else 0,
+        "bf16 copies": 2 * matrices if trainer.precision == "bf16" else 0,
+        "mean": 0 if trainer.average_from is None else 4 * sum(weight.numel() for weight in part.trained),
     }
 
 
@@ -152,4 +158,4 @@ def tuning_memory(base_lm: BaseLM, recipe: TuneConfig) -> Memory:
     if recipe.trainer.gradient_checkpointing:
         layers = 4 * lm.num_hidden_layers * lm.hidden_size + layer
     kept = recipe.trainer.batch_size * min(length, base_lm.context_window) * (layers + lm.vocab_size * (number + 8))
-    return Memory({BASE_LM: {**optimised(weights, True, bf16), "activations": kept}})
+    return Memory({BASE_LM: {**optimised(weights, True, recipe.trainer), "activations": kept}})

@@ -21,7 +21,9 @@ from pipelines.planning.activations import ANSWER_TOKENS, QUESTION_TOKENS, Step,
 from pipelines.planning.empty_model import empty_model
 from pipelines.planning.training import optimised
 from pipelines.planning.weights import weights_by_part
+from pipelines.trainer import TrainerConfig
 from tests.helpers import VOCABULARY, mac_config, save_tokenizer
+from tests.pipelines.helpers import TRAINER
 
 FACTOR = 1.5
 DOCUMENTS, TOKENS = 4, 256
@@ -79,7 +81,8 @@ def estimated(config: MACConfig, losses: LossWeights, bf16: bool, recompute: boo
         documents=DOCUMENTS, live=DOCUMENTS, questions=DOCUMENTS, document_tokens=TOKENS, context_tokens=0,
         further_rows=0, losses=losses, bf16=bf16, recompute=recompute,
     )  # fmt: skip
-    copies = sum(optimised(part, True, bf16)["bf16 copies"] for part in weights_by_part(model))
+    trainer = TrainerConfig.model_validate({**TRAINER, "precision": "bf16" if bf16 else "fp32"})
+    copies = sum(optimised(part, True, trainer)["bf16 copies"] for part in weights_by_part(model))
     return sum(activations(model, step).values()) + copies
 
 

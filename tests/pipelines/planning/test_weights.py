@@ -16,6 +16,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
+from pipelines.averaging import WeightMean
 from pipelines.planning.answering import row_bytes
 from pipelines.planning.empty_model import empty_model
 from pipelines.planning.training import trained_numbers, training_memory
@@ -77,6 +78,7 @@ def test_weights(model_folder: Folder, name: str, quantization: Any, dtype: Any)
         ({"losses": {"answer": 0, "direct": 1}}, LossWeights(answer=0, direct=1)),
         ({"tune_base_lm": "full"}, LossWeights()),
         ({"tune_base_lm": "lora", "lora_rank": 3}, LossWeights()),
+        ({"trainer": {**TRAINER, "average_from": 0.5}}, LossWeights(answer=0, direct=1)),
     ],
 )
 def test_gradients_and_optimiser(model_folder: Folder, recipe: dict[str, Any], losses: LossWeights) -> None:
@@ -106,6 +108,9 @@ def test_gradients_and_optimiser(model_folder: Folder, recipe: dict[str, Any], l
     assert sum(trained_numbers(empty, settings).values()) == memory.of("gradients") // 4
     assert memory.of("gradients") == gradients
     assert memory.of("optimiser") == states
+    start = settings.trainer.average_from
+    kept = {} if start is None else WeightMean(real, 2, start).state(2)
+    assert memory.of("mean") == sum(mean.nbytes for mean in kept.values())
 
 
 @pytest.mark.parametrize("rows", ["bf16", "int8"])
