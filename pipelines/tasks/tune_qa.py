@@ -166,8 +166,9 @@ class TuneTask(Task):
             self._init_pointer_head(data)
         self._by_document = data.questions_by_document()
         self._miner = ContextMiner(config.context, data)
-        self._validation = config.data.validation_set()
-        self._validation_retrieved = retrieved(config.context, self._validation)
+        # Another task that trains the LM validates it, too.
+        self._validation = config.data.validation_set() if base_lm is None else None
+        self._validation_retrieved = None if self._validation is None else retrieved(config.context, self._validation)
 
     def _init_pointer_head(self, data: QADataset) -> None:
         texts = {document.id: document.text for document in data.documents}
@@ -271,18 +272,21 @@ class TuneTask(Task):
         return {"loss": (answer + weight * pointer) / count, "answer": answer / count, "pointer": pointer / count}
 
     def validate(self) -> dict[str, float]:
-        data = self._validation
-        figures = self._scores([()] * len(data.questions), "_closed")
+        assert self._validation is not None
+        questions = self._validation.questions
+        figures = self._scores(questions, [()] * len(questions), "_closed")
         retrieved = self._validation_retrieved
         if retrieved is not None:
             for k in sorted(set(self.config.context.k)):
-                contexts = [[document.text for document in retrieved[q.question][:k]] for q in data.questions]
-                figures |= self._scores(contexts, f"_retrieved_{k}")
+                contexts = [[document.text for document in retrieved[q.question][:k]] for q in questions]
+                figures |= self._scores(questions, contexts, f"_retrieved_{k}")
         return figures
 
-    def _scores(self, contexts: Sequence[Sequence[str]], suffix: str) -> dict[str, float]:
+    def _scores(
+        self, questions: Sequence[Question], contexts: Sequence[Sequence[str]], suffix: str
+    ) -> dict[str, float]:
         """The figures under two names: with the suffix, and without it, where later calls replace them."""
-        scores = reading_scores(self.lm, self.encoder, self._validation.questions, contexts)
+        scores = reading_scores(self.lm, self.encoder, questions, contexts)
         return {**{f"{name}{suffix}": value for name, value in scores.items()}, **scores}
 
     def save(self, folder: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
+from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.train import TrainTask
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from tests.pipelines.helpers import TRAINER
@@ -31,6 +33,20 @@ def test_they_train_the_lm_as_tuning_it_does(model_folder: Folder) -> None:
     terms["loss"].backward()
     reached = {name for name, weight in task.named_parameters() if weight.grad is not None}
     assert reached == {f"model.base_lm.{name}" for name, _ in task.model.base_lm.named_parameters()}
+
+
+def test_their_task_reads_no_data_to_validate_on(model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training validates the LM; data for another validation would be read, and retrieved for, in vain."""
+    read: list[str] = []
+    load = DataConfig.validation_set
+
+    def counted(self: DataConfig, *, unanswered: bool = False) -> QADataset:
+        read.append(self.val)
+        return load(self, unanswered=unanswered)
+
+    monkeypatch.setattr(DataConfig, "validation_set", counted)
+    TrainTask(train_recipe(model_folder, reading=READING, tune_base_lm="full"))
+    assert read == ["val"]
 
 
 def test_a_stopped_training_goes_on_to_the_same_weights(model_folder: Folder, tmp_path: Path) -> None:
