@@ -242,7 +242,7 @@ class _ShardsAttention:
         queries = to_array(query)
         sent: Array | None = queries
         floor = None
-        if not mass and len(self.questions) > 1:
+        if len(self.questions) > 1:
             # A shard without the documents that a question is about would find that many of its rows can matter.
             floor, sent = self._floor(block, queries), None
         packed = self._ask("attend", block, sent, mass=mass, floor=floor)

@@ -28,7 +28,8 @@ from mac_rag.memory.records import Record
 from mac_rag.memory.views.base_reader import prior_summary
 from mac_rag.memory.views.overview import put_with_overview
 from mac_rag.memory.views.projection import ProjectedBank
-from mac_rag.nn.aggregation import AggregationNetwork, AttendedBank
+from mac_rag.nn.aggregation import AggregationNetwork
+from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.attention import Partial, partial_attention
 from mac_rag.nn.bank_view import prior_keys
 from mac_rag.nn.memory_slots import FirstRows
@@ -141,7 +142,7 @@ class Shard:
         self._snapshots: dict[int, Snapshot] = {}  # former states that somebody may still ask about
         self._view: ProjectedBank | None = None
         self._asked: OrderedDict[str, AttendedBank] = OrderedDict()  # by name of the questions, of one state
-        self._last: dict[str, Partial] = {}  # what they attended to last
+        self._last: dict[str, tuple[Partial, Tensor | None]] = {}  # what they attended to last, and its rows
         self._queries: dict[str, Tensor] = {}  # what they were asked with last
 
     def open(self, *, create: bool = False) -> ShardContents:
@@ -282,10 +283,10 @@ class Shard:
         attended = self._attended(name, question, 0 if query is None else len(query))
         queries = self._queries[name] if query is None else to_tensor(query, self.device, attended.dtype)
         bound = None if floor is None else to_tensor(floor, self.device, attended.dtype)
-        chunks, bound = attended.chunks(block, queries, mass=mass, floor=bound)
+        chunks, rows, bound = attended.chunks(block, queries, floor=bound)
         partial = partial_attention(queries, chunks, floor=bound, mass=mass)
         if mass:
-            self._last[name] = partial
+            self._last[name] = partial, rows
         return to_array(partial.packed)
 
     def _attended(self, name: str, question: ShardQuestion | None = None, batch: int = 0) -> AttendedBank:
@@ -370,7 +371,8 @@ class Shard:
         """
         if name not in self._last:
             raise self._forgotten()
-        return to_array(self._last.pop(name).mass(to_tensor(lse, self.device)))
+        partial, rows = self._last.pop(name)
+        return to_array(self._attended(name).of_all_rows(partial.mass(to_tensor(lse, self.device)), rows))
 
     def put(self, kept: Collection[int], documents: Sequence[Document], phi: Array, rows: Sequence[int]) -> ShardChange:
         """See `MemoryBank.put`; `kept` are the versions of this opening that somebody may still ask about."""

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from mac_rag.nn.attention import BankAttention, Chunk, streaming_attention
-from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, is_bounded, is_view, prior_keys
+from mac_rag.nn.attended_bank import AttendedBank
+from mac_rag.nn.attention import BankAttention, streaming_attention
+from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, prior_keys
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.memory_slots import FirstRows, MemorySlots
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.prior_keys import PriorKeys
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.nn.recency import Candidates, RankedFirst, RecencyTerm
-from mac_rag.nn.row_bounds import longest_keys, needed_of_all
+from mac_rag.nn.row_bounds import longest_keys
 
 # Number of a block, whether the attention mass is wanted, and the block's queries `[B, H, S, d]` -> what they attend to
 # and the mass, as `BankAttention` returns them.
 Attend: TypeAlias = Callable[[int, bool, Tensor], tuple[Tensor, Tensor | None]]
-
-# Rows that can matter to a batch of questions, of which keys and values are gathered at a time.
-_GATHERED = 256
 
 
 class OtherParts(Protocol):
@@ -221,8 +218,10 @@ class AggregationNetwork(nn.Module):
             attended_bank.first_of_all = parts.all_first_rows(first)
 
         def attend(number: int, mass: bool, query: Tensor) -> tuple[Tensor, Tensor | None]:
-            chunks, floor = attended_bank.chunks(number, query, mass=mass)
-            return attention(query, chunks, floor=floor, mass=mass)
+            # The parts' masses stand side by side, so each has all of its rows.
+            chunks, rows, floor = attended_bank.chunks(number, query, all_rows=mass and parts is not None)
+            attended, shares = attention(query, chunks, floor=floor, mass=mass)
+            return attended, None if shares is None else attended_bank.of_all_rows(shares, rows)
 
         return self.aggregate(question, attend, first=attended_bank.first, mass=mass)
 
@@ -263,191 +262,3 @@ class AggregationNetwork(nn.Module):
             alike = tokens.repeat_interleave(self.slots.count, 0)
             return self.slots.marked(alike, tokens.new_zeros(len(tokens), self.slots.count)), shares
         return self._side_by_side(self.slots, first, tokens, shares)
-
-
-class AttendedBank:
-    """A bank as the blocks attend to it for B questions.
-
-    It knows what is added to the logits, which is document prior, log counts of rows, and mask; and which rows can
-    matter with it. With slots in use, each question is S of the queries, one after another.
-
-    Args:
-        network: the aggregation network.
-        bank: K rows.
-        queries: `[B, d_prior]`, see `AggregationNetwork.prior_queries`; None without a prior, or with `scores`.
-        mask, scores, asked: as `AggregationNetwork.forward` takes them.
-        dtype: dtype of what is added to the logits.
-
-    Attributes:
-        among: the recency term's candidates of all of the bank, if `bank` is a part of it; set it before anything is
-            attended to. None if the bank is all.
-        first_of_all: what the prior ranks first in all of the bank, likewise.
-
-    Raises:
-        ValueError: for rows without prior keys where there are queries.
-    """
-
-    def __init__(
-        self,
-        network: AggregationNetwork,
-        bank: BankRows,
-        queries: Tensor | None,
-        *,
-        mask: Tensor | None = None,
-        scores: Tensor | None = None,
-        asked: Tensor | None = None,
-        dtype: torch.dtype,
-    ) -> None:
-        self.bank = bank
-        self.blocks = [block for block in network.blocks if isinstance(block, CrossAttentionBlock)]
-        self.prior = network.prior if network.use_prior else None
-        self.queries = queries
-        self.prior_keys = None if self.queries is None else prior_keys(bank)
-        self.given = None if self.prior is None else scores
-        self.recency = None if self.queries is None else network.recency_in_use
-        self.asked = asked
-        self.among: Candidates | None = None
-        self.first_of_all: FirstRows | None = None
-        self.log_counts = bank.log_counts
-        self.slots = network.slots_in_use
-        self._seen = mask
-        self.mask = mask if mask is None or self.slots is None else mask.repeat_interleave(self.slots.count, 0)
-        self.dtype = dtype
-
-    def floor(self, number: int, query: Tensor) -> Tensor | None:
-        """A lower bound `[B, H, S]` of the largest logits of queries `[B, H, S, d]`; None if it is of no use."""
-        block = self.blocks[number]
-        best = self._best(number, block)
-        if best is None or best.bias is None:
-            return None
-        return (query @ best.keys[:, :, 0].mT).amax(-1) + best.bias
-
-    def chunks(
-        self, number: int, query: Tensor, *, mass: bool, floor: Tensor | None = None
-    ) -> tuple[Iterator[Chunk], Tensor | None]:
-        """What the queries `[B, H, S, d]` of a block attend to, and a lower bound `[B, H, S]` of their largest logits.
-
-        With `mass`, these are all rows, and no bound, because no row is skipped where each has a mass.
-
-        Args:
-            number: number of the block.
-            query: its queries.
-            mass: see above.
-            floor: the bound, where more rows than these are known; None for that of these rows.
-        """
-        if mass:
-            floor = None
-        elif floor is None:
-            floor = self.floor(number, query)
-        return self._chunks(number, self.blocks[number], query, floor), floor
-
-    def _chunks(self, number: int, block: CrossAttentionBlock, query: Tensor, floor: Tensor | None) -> Iterator[Chunk]:
-        """The bank as a block sees it; where a bound shows that most rows cannot matter, the others."""
-        longest = None
-        if floor is not None and is_bounded(self.bank):
-            longest, weights = self.bank.longest(number), block.prior_weights
-            assert weights is not None  # there is no floor without them
-            needed = needed_of_all(
-                query,
-                longest,
-                self.bank.row_tokens,
-                self._scores,
-                weights,
-                floor,
-                longest_of_all=self.bank.longest_of_all(number),
-            )
-            if 2 * len(needed) < self.bank.documents:
-                for index in needed.split(_GATHERED) if len(needed) else ():  # none, where others hold what matters
-                    keys, values = self.bank.rows(number, index.cpu())
-                    yield Chunk(keys, values, self._bias(block, query, index), longest[:, index])
-                return
-        start = 0
-        for keys, values in self.bank.chunks(number):
-            rows = slice(start, start + keys.shape[-3])
-            start = rows.stop
-            yield Chunk(keys, values, self._bias(block, query, rows), None if longest is None else longest[:, rows])
-
-    def _best(self, number: int, block: CrossAttentionBlock) -> Chunk | None:
-        """The row with the highest document prior for each question, as a block sees it; None where it is of no use.
-
-        It tells early which others cannot matter. A GPU has attended to all rows before it would know, unless their
-        keys and values are not there yet.
-        """
-        if self.queries is None or torch.is_grad_enabled():
-            return None
-        if self.log_counts is not None or not is_view(self.bank) or not self.bank.documents:
-            return None
-        if self.slots is not None and isinstance(self.prior_keys, Tensor) and self.prior_keys.ndim == 3:
-            return None  # each question has rows of its own, and they are few
-        if self.queries.device.type != "cpu" and not (is_bounded(self.bank) and not self.bank.cached):
-            return None
-        score, index = self._scores.max(1)
-        ((keys, values),) = self.bank.select(index[:, None]).chunks(number)
-        return Chunk(keys, values, block.prior_bias(score[:, None]))
-
-    @cached_property
-    def scores(self) -> Tensor:
-        """The document prior's scores of all rows `[B, K]`; `-inf` for those that a question may not see."""
-        scores, first = self._by_text, self._ranked_first
-        if self.recency is None or self.prior is None or first is None:
-            return scores
-        own = first.candidates
-        among = own if self.among is None else self.among
-        return first.added(scores, self.recency.penalties(own, among, self.asked, self.prior.log_scale.exp()))
-
-    @property
-    def candidates(self) -> Candidates | None:
-        """The recency term's candidates among these rows; None without the term, or for rows without dates."""
-        return None if self._ranked_first is None else self._ranked_first.candidates
-
-    @property
-    def first(self) -> FirstRows | None:
-        """What the prior ranks first, of all of the bank once that is known; None without slots in use."""
-        return self._own_first if self.first_of_all is None else self.first_of_all
-
-    @cached_property
-    def _own_first(self) -> FirstRows | None:
-        return None if self.slots is None else self.slots.first(self.scores)
-
-    @cached_property
-    def _ranked_first(self) -> RankedFirst | None:
-        keys, dates = self.prior_keys, self.bank.dates
-        if self.recency is None or self.prior is None or keys is None or dates is None:
-            return None
-        width = self.prior.key.out_features
-        summaries = keys.dense if isinstance(keys, PriorKeys) else keys[..., :width]
-        if not len(dates):  # of one process of several; its keys have no width
-            summaries = summaries.new_empty(0, width)
-        return RankedFirst.among(self._by_text, summaries, dates)
-
-    @cached_property
-    def _by_text(self) -> Tensor:
-        """As `scores`, without the recency term."""
-        assert self.prior is not None
-        if self.queries is None:
-            assert self.given is not None
-            scores = self.given
-        else:
-            assert self.prior_keys is not None
-            scores = self.prior.score(self.queries, self.prior_keys)
-        return scores if self._seen is None else scores.masked_fill(~self._seen, -torch.inf)
-
-    @cached_property
-    def _scores(self) -> Tensor:
-        """The scores as the queries see them: those of each slot, where there are slots."""
-        if self.first is None or self.slots is None:
-            return self.scores
-        return self.slots.scores(self.scores, self.first)
-
-    def _bias(self, block: CrossAttentionBlock, query: Tensor, rows: slice | Tensor) -> Tensor | None:
-        bias = None if self.prior is None else block.prior_bias(self._scores[:, rows])
-        if self.log_counts is not None:
-            counts = self.log_counts[..., rows].to(self.dtype)
-            if counts.ndim == 2:
-                counts = counts.repeat_interleave(len(query) // len(counts), 0)[:, None]
-            bias = counts.expand(len(query), block.heads, -1) if bias is None else bias + counts
-        if self.mask is not None:
-            hidden = ~self.mask[:, None, rows].expand(-1, block.heads, -1)
-            bias = torch.zeros_like(hidden, dtype=self.dtype) if bias is None else bias
-            bias = bias.masked_fill(hidden, -torch.inf)
-        return bias

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from mac_rag.errors import ConfigError
-from mac_rag.nn.aggregation import AggregationNetwork, AttendedBank
+from mac_rag.nn.aggregation import AggregationNetwork
+from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.bank_view import BankProjection, BankRows, BankView
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.memory_tokens import MemoryTokens

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mac_rag.nn.aggregation import AggregationNetwork, AttendedBank
+from mac_rag.nn.aggregation import AggregationNetwork
+from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.attention import direct_attention, recomputing_attention
 from mac_rag.nn.bank_view import BankProjection
 from mac_rag.nn.hierarchical import hierarchical

@@ -241,9 +241,10 @@ def test_no_gradients_are_kept() -> None:
     assert not projected.prior_keys.requires_grad
 
 
+@pytest.mark.parametrize("mass", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("budget", [NONE, 12 * ROW_BYTES, ALL])
-def test_of_a_sharp_prior_only_the_rows_that_can_matter_are_projected(budget: int, masked: bool) -> None:
+def test_of_a_sharp_prior_only_the_rows_that_can_matter_are_projected(budget: int, masked: bool, mass: bool) -> None:
     bank = filled(200)
     projected = view(bank, budget, chunk_rows=16)
     for block in projected.network.blocks:
@@ -254,10 +255,11 @@ def test_of_a_sharp_prior_only_the_rows_that_can_matter_are_projected(budget: in
         question = MemoryTokens(torch.randn(2, TOKENS, WIDTH, generator=generator).double())
         mask = torch.rand(2, bank.row_keys.numel(), generator=generator) > 0.4 if masked else None
         with torch.no_grad(), counted(projected) as made:
-            fast, _ = projected.network(question, projected, mask=mask)
+            fast, shares = projected.network(question, projected, mask=mask, mass=mass)
         view_of_all = projected.network.project(MemoryTokens(bank.phi.double()))
-        expected, _ = projected.network(question, view_of_all, mask=mask, attention=direct_attention)
+        expected, of_all = projected.network(question, view_of_all, mask=mask, mass=mass, attention=direct_attention)
         torch.testing.assert_close(fast, expected)
+        torch.testing.assert_close(shares, of_all)
         assert sum(made) <= (0 if budget == ALL else 60)  # of 200, for two questions
         if number == 1:
             bank.delete("document 7")

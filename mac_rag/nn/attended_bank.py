@@ -1,0 +1,246 @@
+"""A bank as an aggregation network's blocks attend to it for some questions: which rows, and what is added to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mac_rag.nn.attention import Chunk
+from mac_rag.nn.bank_view import BankRows, BoundedView, is_bounded, is_view, prior_keys
+from mac_rag.nn.cross_attention import CrossAttentionBlock
+from mac_rag.nn.document_prior import DocumentPrior
+from mac_rag.nn.memory_slots import FirstRows, MemorySlots
+from mac_rag.nn.prior_keys import PriorKeys
+from mac_rag.nn.recency import Candidates, RankedFirst, RecencyTerm
+from mac_rag.nn.row_bounds import needed_of_all
+
+# Rows that can matter to a batch of questions, of which keys and values are gathered at a time.
+_GATHERED = 256
+
+
+class Attends(Protocol):
+    """What of an aggregation network tells how it attends to a bank."""
+
+    blocks: nn.ModuleList
+    prior: DocumentPrior | None
+    use_prior: bool
+
+    @property
+    def slots_in_use(self) -> MemorySlots | None:
+        """The slots, if the document prior tells them apart."""
+
+    @property
+    def recency_in_use(self) -> RecencyTerm | None:
+        """The recency term, if it is part of attention."""
+
+
+class AttendedBank:
+    """A bank as the blocks attend to it for B questions.
+
+    It knows what is added to the logits, which is document prior, log counts of rows, and mask; and which rows can
+    matter with it. With slots in use, each question is S of the queries, one after another.
+
+    Args:
+        network: the aggregation network.
+        bank: K rows.
+        queries: `[B, d_prior]`, see `AggregationNetwork.prior_queries`; None without a prior, or with `scores`.
+        mask, scores, asked: as `AggregationNetwork.forward` takes them.
+        dtype: dtype of what is added to the logits.
+
+    Attributes:
+        among: the recency term's candidates of all of the bank, if `bank` is a part of it; set it before anything is
+            attended to. None if the bank is all.
+        first_of_all: what the prior ranks first in all of the bank, likewise.
+
+    Raises:
+        ValueError: for rows without prior keys where there are queries.
+    """
+
+    def __init__(
+        self,
+        network: Attends,
+        bank: BankRows,
+        queries: Tensor | None,
+        *,
+        mask: Tensor | None = None,
+        scores: Tensor | None = None,
+        asked: Tensor | None = None,
+        dtype: torch.dtype,
+    ) -> None:
+        self.bank = bank
+        self.blocks = [block for block in network.blocks if isinstance(block, CrossAttentionBlock)]
+        self.prior = network.prior if network.use_prior else None
+        self.queries = queries
+        self.prior_keys = None if self.queries is None else prior_keys(bank)
+        self.given = None if self.prior is None else scores
+        self.recency = None if self.queries is None else network.recency_in_use
+        self.asked = asked
+        self.among: Candidates | None = None
+        self.first_of_all: FirstRows | None = None
+        self.log_counts = bank.log_counts
+        self.slots = network.slots_in_use
+        self._seen = mask
+        self.mask = mask if mask is None or self.slots is None else mask.repeat_interleave(self.slots.count, 0)
+        self.dtype = dtype
+
+    def floor(self, number: int, query: Tensor) -> Tensor | None:
+        """A lower bound `[B, H, S]` of the largest logits of queries `[B, H, S, d]`; None if it is of no use."""
+        block = self.blocks[number]
+        best = self._best(number, block)
+        if best is None or best.bias is None:
+            return None
+        return (query @ best.keys[:, :, 0].mT).amax(-1) + best.bias
+
+    def chunks(
+        self, number: int, query: Tensor, *, floor: Tensor | None = None, all_rows: bool = False
+    ) -> tuple[Iterator[Chunk], Tensor | None, Tensor | None]:
+        """What the queries `[B, H, S, d]` of a block attend to.
+
+        Args:
+            number: number of the block.
+            query: its queries.
+            floor: a lower bound `[B, H, S]` of their largest logits, where more rows than these are known; None for
+                that of these rows.
+            all_rows: True for all rows, also those that cannot matter.
+
+        Returns:
+            The chunks; the numbers of their rows, ascending, or None for all of the bank; and the bound.
+        """
+        block = self.blocks[number]
+        if floor is None:
+            floor = self.floor(number, query)
+        if floor is None or not is_bounded(self.bank):
+            return self._all(number, block, query, None), None, floor
+        longest, weights = self.bank.longest(number), block.prior_weights
+        assert weights is not None  # there is no floor without them
+        if not all_rows:
+            needed = needed_of_all(
+                query,
+                longest,
+                self.bank.row_tokens,
+                self._scores,
+                weights,
+                floor,
+                longest_of_all=self.bank.longest_of_all(number),
+            )
+            if 2 * len(needed) < self.bank.documents:
+                return self._some(number, block, query, self.bank, longest, needed), needed, floor
+        return self._all(number, block, query, longest), None, floor
+
+    def of_all_rows(self, mass: Tensor, rows: Tensor | None) -> Tensor:
+        """The attention mass on all rows `[B, K]` from that on those with these numbers; the others have none."""
+        if rows is None:
+            return mass
+        assert is_view(self.bank)
+        return mass.new_zeros(len(mass), self.bank.documents).index_copy(1, rows, mass)
+
+    def _some(
+        self,
+        number: int,
+        block: CrossAttentionBlock,
+        query: Tensor,
+        bank: BoundedView,
+        longest: Tensor,
+        needed: Tensor,
+    ) -> Iterator[Chunk]:
+        """The rows with some numbers as a block sees them."""
+        for index in needed.split(_GATHERED) if len(needed) else ():  # none, where others hold what matters
+            keys, values = bank.rows(number, index.cpu())
+            yield Chunk(keys, values, self._bias(block, query, index), longest[:, index])
+
+    def _all(self, number: int, block: CrossAttentionBlock, query: Tensor, longest: Tensor | None) -> Iterator[Chunk]:
+        """The whole bank as a block sees it."""
+        start = 0
+        for keys, values in self.bank.chunks(number):
+            rows = slice(start, start + keys.shape[-3])
+            start = rows.stop
+            yield Chunk(keys, values, self._bias(block, query, rows), None if longest is None else longest[:, rows])
+
+    def _best(self, number: int, block: CrossAttentionBlock) -> Chunk | None:
+        """The row with the highest document prior for each question, as a block sees it; None where it is of no use.
+
+        It tells early which others cannot matter. A GPU has attended to all rows before it would know, unless their
+        keys and values are not there yet.
+        """
+        if self.queries is None or torch.is_grad_enabled():
+            return None
+        if self.log_counts is not None or not is_view(self.bank) or not self.bank.documents:
+            return None
+        if self.slots is not None and isinstance(self.prior_keys, Tensor) and self.prior_keys.ndim == 3:
+            return None  # each question has rows of its own, and they are few
+        if self.queries.device.type != "cpu" and not (is_bounded(self.bank) and not self.bank.cached):
+            return None
+        score, index = self._scores.max(1)
+        ((keys, values),) = self.bank.select(index[:, None]).chunks(number)
+        return Chunk(keys, values, block.prior_bias(score[:, None]))
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """The document prior's scores of all rows `[B, K]`; `-inf` for those that a question may not see."""
+        scores, first = self._by_text, self._ranked_first
+        if self.recency is None or self.prior is None or first is None:
+            return scores
+        own = first.candidates
+        among = own if self.among is None else self.among
+        return first.added(scores, self.recency.penalties(own, among, self.asked, self.prior.log_scale.exp()))
+
+    @property
+    def candidates(self) -> Candidates | None:
+        """The recency term's candidates among these rows; None without the term, or for rows without dates."""
+        return None if self._ranked_first is None else self._ranked_first.candidates
+
+    @property
+    def first(self) -> FirstRows | None:
+        """What the prior ranks first, of all of the bank once that is known; None without slots in use."""
+        return self._own_first if self.first_of_all is None else self.first_of_all
+
+    @cached_property
+    def _own_first(self) -> FirstRows | None:
+        return None if self.slots is None else self.slots.first(self.scores)
+
+    @cached_property
+    def _ranked_first(self) -> RankedFirst | None:
+        keys, dates = self.prior_keys, self.bank.dates
+        if self.recency is None or self.prior is None or keys is None or dates is None:
+            return None
+        width = self.prior.key.out_features
+        summaries = keys.dense if isinstance(keys, PriorKeys) else keys[..., :width]
+        if not len(dates):  # of one process of several; its keys have no width
+            summaries = summaries.new_empty(0, width)
+        return RankedFirst.among(self._by_text, summaries, dates)
+
+    @cached_property
+    def _by_text(self) -> Tensor:
+        """As `scores`, without the recency term."""
+        assert self.prior is not None
+        if self.queries is None:
+            assert self.given is not None
+            scores = self.given
+        else:
+            assert self.prior_keys is not None
+            scores = self.prior.score(self.queries, self.prior_keys)
+        return scores if self._seen is None else scores.masked_fill(~self._seen, -torch.inf)
+
+    @cached_property
+    def _scores(self) -> Tensor:
+        """The scores as the queries see them: those of each slot, where there are slots."""
+        if self.first is None or self.slots is None:
+            return self.scores
+        return self.slots.scores(self.scores, self.first)
+
+    def _bias(self, block: CrossAttentionBlock, query: Tensor, rows: slice | Tensor) -> Tensor | None:
+        bias = None if self.prior is None else block.prior_bias(self._scores[:, rows])
+        if self.log_counts is not None:
+            counts = self.log_counts[..., rows].to(self.dtype)
+            if counts.ndim == 2:
+                counts = counts.repeat_interleave(len(query) // len(counts), 0)[:, None]
+            bias = counts.expand(len(query), block.heads, -1) if bias is None else bias + counts
+        if self.mask is not None:
+            hidden = ~self.mask[:, None, rows].expand(-1, block.heads, -1)
+            bias = torch.zeros_like(hidden, dtype=self.dtype) if bias is None else bias
+            bias = bias.masked_fill(hidden, -torch.inf)
+        return bias
