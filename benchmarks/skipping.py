@@ -32,8 +32,9 @@ def main(
 ) -> None:
     """Time the aggregation of a bank on a CPU, with all rows and without the rows that cannot matter.
 
-    Keys and values are projected before. Questions and documents come from a data set, because the skipped rows depend
-    on the confidence of the document prior.
+    First for answers, then for sources, which need what each row has of the attention. Keys and values are projected
+    before. Questions and documents come from a data set, because the skipped rows depend on the confidence of the
+    document prior.
     """
     import torch
 
@@ -66,19 +67,24 @@ def main(
         del floor
         return streaming_attention(query, chunks, mass=mass)
 
-    def all_rows() -> Any:
-        return network(question, unbounded, attention=attend)[0]
-
-    def needed_rows() -> Any:
-        return network(question, view)[0]
-
-    with torch.no_grad():
-        skipping, full = needed_rows(), all_rows()
-        fast, slow = medians(needed_rows, all_rows, rounds)
     say(f"{len(question)} questions of {len(stream.documents):,} documents of {stream.name}, {model}:")
-    say(f"  all rows      {slow:.2f} s")
-    say(f"  skipping      {fast:.2f} s, {slow / fast:.1f} times as fast")
-    say(f"  difference    {float((skipping - full).norm() / full.norm()):.1e} of phi*, by their norms")
+    for mass in (False, True):
+
+        def all_rows(mass: bool = mass) -> Any:
+            return network(question, unbounded, attention=attend, mass=mass)
+
+        def needed_rows(mass: bool = mass) -> Any:
+            return network(question, view, mass=mass)
+
+        with torch.no_grad():
+            (phi, shares), (phi_of_all, shares_of_all) = needed_rows(), all_rows()
+            fast, slow = medians(needed_rows, all_rows, rounds)
+        say("phi* and what each row has of the attention:" if mass else "phi*:")
+        say(f"  all rows      {slow:.2f} s")
+        say(f"  skipping      {fast:.2f} s, {slow / fast:.1f} times as fast")
+        say(f"  difference    {float((phi - phi_of_all).norm() / phi_of_all.norm()):.1e} of phi*, by their norms")
+        if mass:
+            say(f"                {float((shares - shares_of_all).abs().max()):.1e} at most of a row's attention")
 
 
 if __name__ == "__main__":
