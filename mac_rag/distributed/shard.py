@@ -142,7 +142,8 @@ class Shard:
         self._snapshots: dict[int, Snapshot] = {}  # former states that somebody may still ask about
         self._view: ProjectedBank | None = None
         self._asked: OrderedDict[str, AttendedBank] = OrderedDict()  # by name of the questions, of one state
-        self._last: dict[str, tuple[Partial, Tensor | None]] = {}  # what they attended to last, and its rows
+        # What they attended to last, with its block, rows and bound.
+        self._last: dict[str, tuple[Partial, int, Tensor | None, Tensor | None]] = {}
         self._queries: dict[str, Tensor] = {}  # what they were asked with last
 
     def open(self, *, create: bool = False) -> ShardContents:
@@ -286,7 +287,7 @@ class Shard:
         chunks, rows, bound = attended.chunks(block, queries, floor=bound)
         partial = partial_attention(queries, chunks, floor=bound, mass=mass)
         if mass:
-            self._last[name] = partial, rows
+            self._last[name] = partial, block, rows, bound
         return to_array(partial.packed)
 
     def _attended(self, name: str, question: ShardQuestion | None = None, batch: int = 0) -> AttendedBank:
@@ -371,8 +372,9 @@ class Shard:
         """
         if name not in self._last:
             raise self._forgotten()
-        partial, rows = self._last.pop(name)
-        return to_array(self._attended(name).of_all_rows(partial.mass(to_tensor(lse, self.device)), rows))
+        partial, block, rows, floor = self._last.pop(name)
+        mass = partial.mass(to_tensor(lse, self.device))
+        return to_array(self._attended(name).of_all_rows(block, mass, rows, floor))
 
     def put(self, kept: Collection[int], documents: Sequence[Document], phi: Array, rows: Sequence[int]) -> ShardChange:
         """See `MemoryBank.put`; `kept` are the versions of this opening that somebody may still ask about."""

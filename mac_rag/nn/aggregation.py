@@ -221,7 +221,7 @@ class AggregationNetwork(nn.Module):
             # The parts' masses stand side by side, so each has all of its rows.
             chunks, rows, floor = attended_bank.chunks(number, query, all_rows=mass and parts is not None)
             attended, shares = attention(query, chunks, floor=floor, mass=mass)
-            return attended, None if shares is None else attended_bank.of_all_rows(shares, rows)
+            return attended, None if shares is None else attended_bank.of_all_rows(number, shares, rows, floor)
 
         return self.aggregate(question, attend, first=attended_bank.first, mass=mass)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Protocol
@@ -131,12 +132,27 @@ class AttendedBank:
                 return self._some(number, block, query, self.bank, longest, needed), needed, floor
         return self._all(number, block, query, longest), None, floor
 
-    def of_all_rows(self, mass: Tensor, rows: Tensor | None) -> Tensor:
-        """The attention mass on all rows `[B, K]` from that on those with these numbers; the others have none."""
-        if rows is None:
+    def of_all_rows(self, number: int, mass: Tensor, rows: Tensor | None, floor: Tensor | None) -> Tensor:
+        """The attention mass on all rows `[B, K]` from that on those that `chunks` gave for a block.
+
+        The others have none that floating point could tell. They get what is sure to be next to nothing, and as the
+        document prior ranks them: users ask for more documents than matter.
+
+        Args:
+            number: number of the block.
+            mass: `[B, n]`, the mass on the rows of the chunks.
+            rows, floor: as `chunks` returned them.
+        """
+        if rows is None or floor is None:
             return mass
-        assert is_view(self.bank)
-        return mass.new_zeros(len(mass), self.bank.documents).index_copy(1, rows, mass)
+        assert is_bounded(self.bank)
+        weights, whole = self.blocks[number].prior_weights, torch.zeros_like(self._scores)
+        assert weights is not None
+        # As if their keys were zero. No logit of theirs is near the bound, and the bound is none that is too high.
+        faint = floor.neg().logsumexp(-1) + math.log(self.bank.row_tokens / floor.shape[-1])  # [B, H]
+        for head, weight in enumerate(weights):
+            whole += (weight * self._scores + faint[:, head, None]).exp() / len(weights)
+        return whole.to(mass).index_copy(1, rows, mass)
 
     def _some(
         self,

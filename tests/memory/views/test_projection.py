@@ -17,6 +17,7 @@ from mac_rag.errors import BankError
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.nn.aggregation import AggregationNetwork
+from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankView
 from mac_rag.nn.memory_tokens import MemoryTokens
@@ -265,6 +266,33 @@ def test_of_a_sharp_prior_only_the_rows_that_can_matter_are_projected(budget: in
             bank.delete("document 7")
             put(bank, "document 0", 1, 1000)
             projected.refresh()
+
+
+def test_rows_that_cannot_matter_have_next_to_nothing_of_the_attention_in_the_order_of_the_prior() -> None:
+    projected = view(filled(200), ALL, chunk_rows=16)
+    network = projected.network.eval()
+    for block in network.blocks:
+        block.prior_sharpness = 10.0
+    question = MemoryTokens(torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(5)).double())
+    visible = torch.arange(projected.documents).remainder(3) > 0
+    with torch.no_grad():
+        scores = network.prior_scores(question, projected).masked_fill(~visible, -torch.inf)
+        attended = AttendedBank(
+            network, projected, network.prior_queries(question), mask=visible.expand(2, -1), dtype=torch.float64
+        )
+        block = network.blocks[0]
+        query = torch.randn(2, block.heads, TOKENS, block.to_query.out_features // block.heads).double()
+        _, rows, floor = attended.chunks(0, query)
+        assert rows is not None
+        assert len(rows) < 100
+        mass = attended.of_all_rows(0, torch.zeros(2, len(rows)).double(), rows, floor)
+    left_out = visible.clone()
+    left_out[rows] = False
+    assert (mass[:, left_out] > 0).all()
+    assert not mass[:, ~left_out].any()
+    assert (mass.sum(1) < torch.finfo(torch.float64).eps).all()
+    for one, ranked in zip(mass[:, left_out], scores[:, left_out], strict=True):
+        assert one.argsort().equal(ranked.argsort())
 
 
 def test_of_a_blunt_prior_all_rows_are() -> None:
