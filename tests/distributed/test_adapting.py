@@ -41,6 +41,7 @@ def ray() -> Iterator[Any]:
     ray.shutdown()
 
 
+@pytest.mark.long  # beside the other test that starts Ray, so that one process starts it
 def test_ray_listens_on_the_loopback_address_and_reports_nothing(ray: Any) -> None:
     from ray._common.usage.usage_lib import usage_stats_enabled
 

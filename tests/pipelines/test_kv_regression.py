@@ -240,7 +240,7 @@ def in_prompt(layers: int, slots: int = 1) -> MACModel:
     return build(layers, slots=slots, tokens=64, modulation=ModulationConfig(kind="prompt", entry_layer=2))
 
 
-@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_memory_in_the_prompt_is_read_as_the_document_is(slots: int) -> None:
     """Before any training; and attention returns the memory tokens of what the document prior ranks first."""
     model = in_prompt(layers=2, slots=slots)

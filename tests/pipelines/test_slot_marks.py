@@ -40,7 +40,7 @@ def divergence(model: MACModel) -> float:
     return float(functional.kl_div(together, alone, log_target=True, reduction="batchmean"))
 
 
-@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize("slots", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_improbable_documents_are_heard_little(slots: int) -> None:
     model = with_slots(slots)
     unmarked = divergence(model)

@@ -134,7 +134,7 @@ def test_a_crash_before_a_step_on_the_disk(folder: Path, first: int, what: str, 
     assert event > 8
 
 
-@pytest.mark.parametrize("secure_delete", [False, True])
+@pytest.mark.parametrize("secure_delete", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_reading_while_another_process_commits_and_compacts(folder: Path, secure_delete: bool) -> None:
     names = [f"document {index}" for index in range(40)]
     with MemoryBank.create(folder, "f00d", keep_texts=True, secure_delete=secure_delete) as bank:

@@ -123,7 +123,7 @@ def test_what_a_loss_does_not_need_is_not_kept(model_folder: Callable[[str], Pat
     assert kept(reconstruction=1)["base LM"] > direct["base LM"]
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_layers_that_are_computed_again_keep_their_inputs(
     llama: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool
 ) -> None:
