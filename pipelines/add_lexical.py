@@ -29,7 +29,6 @@ def main(
     The command counts how rare each token is in the training set of a recipe of pipelines.train, and reads nothing else
     of the recipe. Nothing is trained, and all weights stay as they are.
     """
-
     from mac_rag.errors import ConfigError
     from mac_rag.lm.devices import STORED_DTYPES
     from mac_rag.model import MACModel

@@ -106,30 +106,31 @@ class AttendedBank:
             query: its queries.
             floor: a lower bound `[B, H, S]` of their largest logits, where more rows than these are known; None for
                 that of these rows.
-            all_rows: True for all rows, also those that cannot matter.
+            all_rows: True for all rows, also those that cannot matter; no bound is needed then.
 
         Returns:
             The chunks; the numbers of their rows, ascending, or None for all of the bank; and the bound.
         """
         block = self.blocks[number]
+        if all_rows:
+            return self._all(number, block, query, None), None, None
         if floor is None:
             floor = self.floor(number, query)
         if floor is None or not is_bounded(self.bank):
             return self._all(number, block, query, None), None, floor
         longest, weights = self.bank.longest(number), block.prior_weights
         assert weights is not None  # there is no floor without them
-        if not all_rows:
-            needed = needed_of_all(
-                query,
-                longest,
-                self.bank.row_tokens,
-                self._scores,
-                weights,
-                floor,
-                longest_of_all=self.bank.longest_of_all(number),
-            )
-            if 2 * len(needed) < self.bank.documents:
-                return self._some(number, block, query, self.bank, longest, needed), needed, floor
+        needed = needed_of_all(
+            query,
+            longest,
+            self.bank.row_tokens,
+            self._scores,
+            weights,
+            floor,
+            longest_of_all=self.bank.longest_of_all(number),
+        )
+        if 2 * len(needed) < self.bank.documents:
+            return self._some(number, block, query, self.bank, longest, needed), needed, floor
         return self._all(number, block, query, longest), None, floor
 
     def of_all_rows(self, number: int, mass: Tensor, rows: Tensor | None, floor: Tensor | None) -> Tensor:
