@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,9 +22,14 @@ from mac_rag.cli.run import run_command
 from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
+    from eval.harness.bootstrap import Interval
     from eval.harness.protocol import Outcome
     from eval.harness.results import Row
     from mac_rag.data.newswire.multi_document import MultiDocumentStream
+    from mac_rag.data.types import QADataset
+    from mac_rag.engine import MACEngine
+
+_HOPS_OFF = "MAC, hops off"
 
 
 def main(
@@ -44,7 +50,9 @@ def main(
     """Ask two-hop, comparison and counting questions about generated news, whose answers need two to four documents.
 
     Answers come from the LM alone, from memory, from BM25's documents, and from both. Recall is the share of questions
-    all of whose documents were retrieved.
+    all of whose documents were retrieved. Of a model with hops, memory is asked once more with its hops switched off.
+    `over_retrieval` is how far memory alone is above BM25's documents at the smallest k in exact match, with its 95 %
+    interval.
     """
     from eval.harness.results import result_path
 
@@ -72,8 +80,9 @@ def main(
     from mac_rag.retrieval import BM25Retriever
 
     loaded = MACModel.from_pretrained(model, device=device)
+    engine = MACEngine(loaded)
     outcome = run_protocol(
-        MACEngine(loaded),
+        engine,
         dataset,
         {"bm25": BM25Retriever()},
         ks,
@@ -82,6 +91,8 @@ def main(
         seed=seed,
         progress=True,
     )
+    if loaded.aggregation.hops is not None:
+        outcome = with_hops_off(engine, outcome, dataset, batch_size=batch_size, seed=seed)
     report(
         path,
         experiment="multi_document",
@@ -94,6 +105,40 @@ def main(
     )
 
 
+def with_hops_off(
+    engine: MACEngine, outcome: Outcome, dataset: QADataset, *, batch_size: int = 32, seed: int = 0
+) -> Outcome:
+    """The outcome with a further row: memory whose slots rank documents by the question alone.
+
+    Args:
+        engine: an engine with a model that has hops, which has adapted to the stream.
+        outcome: the protocol's.
+        dataset: the stream.
+        batch_size: questions of one generation.
+        seed: random seed of the bootstrap.
+    """
+    from eval.harness.bootstrap import paired_interval
+    from eval.harness.protocol import Outcome, judge, samples, summarize
+    from eval.harness.results import Gain
+
+    began = time.perf_counter()
+    with engine.model.without_hops():
+        answers = engine.answer([q.question for q in dataset.questions], batch_size=batch_size, progress=True)
+    seconds = time.perf_counter() - began
+    verdicts = judge(dataset.questions, answers)
+    alone = [sample.rows["LM alone"] for sample in outcome.samples]
+    em, f1 = (
+        paired_interval([getattr(v, name) for v in verdicts], [getattr(v, name) for v in alone], seed=seed)
+        for name in ("em", "f1")
+    )
+    row = summarize(_HOPS_OFF, dataset.questions, verdicts, len(engine.bank), None, seconds)
+    names = [row.name for row in outcome.rows]
+    columns = {name: [sample.rows[name] for sample in outcome.samples] for name in names} | {_HOPS_OFF: verdicts}
+    rows = list(outcome.rows)
+    rows.insert(names.index("MAC") + 1, row.model_copy(update={"gain": Gain(em=em, f1=f1)}))
+    return Outcome(outcome.adaptation, tuple(rows), samples(dataset.questions, columns))
+
+
 def rows_by_kind(outcome: Outcome, stream: MultiDocumentStream, *, seed: int = 0) -> list[Row]:
     """The protocol's rows, each for the questions of each kind alone.
 
@@ -103,8 +148,8 @@ def rows_by_kind(outcome: Outcome, stream: MultiDocumentStream, *, seed: int = 0
         seed: random seed of the bootstrap.
 
     Returns:
-        Rows with the kind in front of their names. Gains are over the row without memory, as the protocol's are; the
-        recall of a row is the share of its questions all of whose documents were retrieved.
+        Rows with the kind in front of their names, and those of all questions. Gains are over the row without memory,
+        as the protocol's are; the recall of a row is the share of its questions all of whose documents were retrieved.
     """
     from eval.harness.bootstrap import paired_interval
     from eval.harness.protocol import summarize
@@ -112,11 +157,13 @@ def rows_by_kind(outcome: Outcome, stream: MultiDocumentStream, *, seed: int = 0
     from mac_rag.data.newswire.multi_document import KINDS
 
     rows: list[Row] = []
-    for kind in KINDS:
+    ks = [row.k for row in outcome.rows if row.k is not None]
+    fewest = next((row.name for row in outcome.rows if row.k == min(ks, default=None) and row.gain is None), None)
+    for kind in (*KINDS, "all"):
         chosen = [
             (question, sample)
             for question, sample in zip(stream.dataset.questions, outcome.samples, strict=True)
-            if question.id.startswith(f"{kind}-")
+            if kind == "all" or question.id.startswith(f"{kind}-")
         ]
         if not chosen:
             continue
@@ -126,20 +173,23 @@ def rows_by_kind(outcome: Outcome, stream: MultiDocumentStream, *, seed: int = 0
             verdicts = [sample.rows[whole.name] for _, sample in chosen]
             row = summarize(f"{kind}: {whole.name}", questions, verdicts, len(stream.dataset.documents), whole.k, 0.0)
             gain = None
+            measures: dict[str, float] = {}
+
+            def over(name: str, figure: str) -> Interval:
+                """By how much the row is above another one in a figure."""
+                others = [sample.rows[name] for _, sample in chosen]  # noqa: B023
+                ours, theirs = ([getattr(one, figure) for one in part] for part in (verdicts, others))  # noqa: B023
+                return paired_interval(ours, theirs, seed=seed)
+
             if whole.gain is None:
                 without = whole.name
             else:
-                before = [sample.rows[without] for _, sample in chosen]
-                em, f1 = (
-                    paired_interval(
-                        [getattr(verdict, name) for verdict in verdicts],
-                        [getattr(verdict, name) for verdict in before],
-                        seed=seed,
-                    )
-                    for name in ("em", "f1")
-                )
-                gain = Gain(em=em, f1=f1)
-            update: dict[str, Any] = {"gain": gain, "seconds": None, "settings": {"kind": kind}}
+                gain = Gain(em=over(without, "em"), f1=over(without, "f1"))
+                if whole.k is None and fewest is not None:
+                    ahead = over(fewest, "em")
+                    measures = {"over_retrieval": ahead.mean}
+                    measures |= {"over_retrieval_low": ahead.low, "over_retrieval_high": ahead.high}
+            update: dict[str, Any] = {"gain": gain, "seconds": None, "measures": measures, "settings": {"kind": kind}}
             if whole.k is not None:
                 found = [verdict.retrieved for verdict in verdicts]
                 update["recall_at_k"] = all_retrieved(found, [stream.evidence[question.id] for question in questions])

@@ -221,6 +221,8 @@ class AggregationConfig(Config):
             mean counts more (see `mac_rag.nn.recency`). It is a handful of learned numbers.
         slots: S, slots of T tokens in phi*. The first one is as it is without slots; each further one leaves out a
             document more of those that the prior ranks first. The LM reads S T tokens.
+        hops: True for slots that follow one another: each looks for what the question still needs, given what the slot
+            before it has read (see `mac_rag.nn.hops`). Needs several slots.
     """
 
     blocks: int = Field(4, ge=1)
@@ -231,9 +233,12 @@ class AggregationConfig(Config):
     prior_sharpness: float = Field(1.0, gt=0)
     recency: bool = False
     slots: int = Field(1, ge=1)
+    hops: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.hops and self.slots == 1:
+            raise ValueError("hops lead from slot to slot, but slots is 1; set it to the documents a question needs")
         if self.recency and not self.prior_width:
             raise ValueError("recency is true, but it is a term of the document prior; set prior_width above 0")
         if self.slots > 1 and not self.prior_width:

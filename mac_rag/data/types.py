@@ -64,6 +64,7 @@ class Question:
         document_id: id of the document that contains the answer; None if nobody knows which one does.
         as_of: the moment of the question, as `mac_rag.data.dates.read_date` takes it: what later documents say is no
             answer to it. None for a question about all of the stream.
+        further_ids: ids of the documents that the answer needs beside `document_id`.
 
     Examples:
         >>> Question("q1", "Who opened the bridge?", ("Anna Berg", "Berg"), "bridge").answers[0]
@@ -75,6 +76,7 @@ class Question:
     answers: tuple[str, ...]
     document_id: str | None
     as_of: str | None = None
+    further_ids: tuple[str, ...] = ()
 
     @property
     def gold(self) -> str:

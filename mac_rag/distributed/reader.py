@@ -1,6 +1,6 @@
 """How a model reads a bank in shards: two round trips to all shards for each block, and an exact merge.
 
-A recency term and slots cost two more each, once.
+A recency term and slots cost two more each, once. With hops the slots are read one after another.
 """
 
 from __future__ import annotations
@@ -103,8 +103,7 @@ class ShardedReader(Reader):
         question, seen = self._encoded(questions, ids), self._seen_rows(self._visible(allowed))
         documents = {number: self._documents(number, rows) for number, rows in seen.items()}
         without = sum(count for number, count in documents.items() if number in lost)
-        attention = _ShardsAttention(self, question, self._there(seen, lost), self.model.asked(questions))
-        phi, _ = self.model.aggregation.aggregate(question, attention, first=attention.begun(len(questions)))
+        phi, _ = self._attended(question, self._there(seen, lost), self.model.asked(questions))
         return Aggregated(phi, torch.zeros(len(questions), device=phi.device), without / sum(documents.values()))
 
     def _there(self, seen: Mapping[int, Tensor | None], lost: frozenset[int]) -> dict[int, Tensor | None]:
@@ -138,11 +137,28 @@ class ShardedReader(Reader):
     @torch.no_grad()
     def _mass(self, questions: Sequence[str], visible: Tensor | None) -> Tensor:
         question = self._encoded(questions, {})
-        attention = _ShardsAttention(self, question, self._seen_rows(visible), self.model.asked(questions))
-        first = attention.begun(len(questions))
-        _, mass = self.model.aggregation.aggregate(question, attention, first=first, mass=True)
+        _, mass = self._attended(question, self._seen_rows(visible), self.model.asked(questions), mass=True)
         assert mass is not None
         return mass
+
+    def _attended(
+        self, question: MemoryTokens, seen: Mapping[int, Tensor | None], asked: Tensor | None, *, mass: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `AggregationNetwork.forward`; `seen` and `asked` as `_ShardsAttention` takes them."""
+        network = self.model.aggregation
+        if network.hops_in_use is None:
+            attention = _ShardsAttention(self, question, seen, asked)
+            return network.aggregate(question, attention, first=attention.begun(len(question)), mass=mass)
+        before: list[Mapping[int, FirstRows]] = []
+
+        def hop(queries: Tensor, _: Sequence[FirstRows]) -> tuple[_ShardsAttention, FirstRows]:
+            attention = _ShardsAttention(self, question, seen, asked, queries=queries, without=before)
+            first = attention.begun(len(question))
+            assert first is not None  # there are slots
+            before.append(attention.first)
+            return attention, first
+
+        return network.follow(question, hop, mass=mass)
 
     def _seen_rows(self, visible: Tensor | None) -> dict[int, Tensor | None]:
         """The shards of which rows are seen, and which of their rows, bool `[k]`, where it is not all of them."""
@@ -169,6 +185,8 @@ def _asked(
     asked: Tensor | None = None,
     *,
     use_prior: bool,
+    queries: Tensor | None = None,
+    without: Sequence[Mapping[int, FirstRows]] = (),
 ) -> dict[int, ShardQuestion]:
     """What each shard is told of B questions.
 
@@ -179,18 +197,22 @@ def _asked(
         name: a name that no other questions have.
         asked: `[B]`, see `mac_rag.nn.recency.RecencyTerm.penalties`; None without the term.
         use_prior: False leaves the document prior out.
+        queries, without: as `_ShardsAttention` takes them.
     """
     prior = reader.model.aggregation.prior if use_prior else None
-    queries = None if prior is None else to_array(prior.queries(question))
+    if queries is None and prior is not None:
+        queries = prior.queries(question)
     return {
         number: ShardQuestion(
             name=name,
             version=reader.bank.states[number],
-            prior_queries=queries,
+            prior_queries=None if queries is None else to_array(queries),
             use_prior=use_prior,
             use_recency=reader.model.aggregation.use_recency,
+            use_hops=reader.model.aggregation.use_hops,
             asked=None if asked is None else to_array(asked),
             visible=None if rows is None else np.packbits(rows.numpy()),
+            without=tuple(tuple(map(to_array, first[number])) for first in without),
             cache_dtype=reader.config.cache_dtype,
             cache_bytes=reader.config.cache_bytes,
         )
@@ -206,6 +228,11 @@ class _ShardsAttention:
         question: the encoded questions.
         seen: the shards to ask, and which of their rows, bool `[k]`; None for all.
         asked: `[B]`, see `mac_rag.nn.recency.RecencyTerm.penalties`; None without the term.
+        queries: `[B, d_prior]`, the prior's queries of a slot that follows others; None for the question's own.
+        without: what each slot before ranks first, as each shard knows it.
+
+    Attributes:
+        first: what the prior ranks first, as each shard knows it; empty before `begun`, and without slots.
     """
 
     def __init__(
@@ -214,14 +241,20 @@ class _ShardsAttention:
         question: MemoryTokens,
         seen: Mapping[int, Tensor | None],
         asked: Tensor | None,
+        *,
+        queries: Tensor | None = None,
+        without: Sequence[Mapping[int, FirstRows]] = (),
     ) -> None:
         network = reader.model.aggregation
         self.bank = reader.bank
         self.device = question.tokens.device
         self.has_recency = network.recency_in_use is not None
-        self.has_slots = network.slots_in_use is not None
+        self.has_slots = network.slots is not None and network.use_prior
         self.name = secrets.token_hex(8)
-        self.questions = _asked(reader, question, seen, self.name, asked, use_prior=network.use_prior)
+        self.first: Mapping[int, FirstRows] = {}
+        self.questions = _asked(
+            reader, question, seen, self.name, asked, use_prior=network.use_prior, queries=queries, without=without
+        )
         # What shards are still to be told of the questions.
         self._to_tell: Mapping[int, ShardQuestion | None] = self.questions
 
@@ -271,11 +304,12 @@ class _ShardsAttention:
         """Tells each shard which of its rows the prior ranks first in all of them: two round trips."""
         found = self._ask("first_rows", batch)
         parts = [FirstRows(*(to_tensor(array, "cpu") for array in found[number])) for number in sorted(found)]
+        self.first = {number: FirstRows.of_all(parts, place) for place, number in enumerate(sorted(found))}
         if len(parts) > 1:
             self.bank.shards.done(
                 {
-                    number: Request("rank", (self.name, tuple(map(to_array, FirstRows.of_all(parts, place)))))
-                    for place, number in enumerate(sorted(found))
+                    number: Request("rank", (self.name, tuple(map(to_array, first))))
+                    for number, first in self.first.items()
                 }
             )
         first = FirstRows.of_all(parts)

@@ -84,8 +84,10 @@ class ShardQuestion:
         prior_queries: `[B, d_prior]`; None without a document prior.
         use_prior: False leaves the document prior out.
         use_recency: False leaves the recency term out of it.
+        use_hops: False for slots that rank by the questions alone.
         asked: `[B]`, see `mac_rag.nn.recency.RecencyTerm.penalties`; None without the term.
         visible: which of the shard's rows may be seen, as packed bits; None for all.
+        without: what slots before this one rank first, as arrays of `FirstRows` that know the shard's rows.
         cache_dtype, cache_bytes: see `AttentionConfig`.
     """
 
@@ -94,8 +96,10 @@ class ShardQuestion:
     prior_queries: Array | None
     use_prior: bool
     use_recency: bool
+    use_hops: bool
     asked: Array | None
     visible: Array | None
+    without: tuple[tuple[Array, ...], ...]
     cache_dtype: Dtype
     cache_bytes: int
 
@@ -301,6 +305,7 @@ class Shard:
     def _begin(self, question: ShardQuestion, batch: int) -> None:
         view = self._refreshed_view(question)
         self.network.use_prior, self.network.use_recency = question.use_prior, question.use_recency
+        self.network.use_hops = question.use_hops
         dtype = next(self.network.parameters()).dtype
         queries = question.prior_queries
         prior_queries = None if queries is None else to_tensor(queries, self.device, dtype)
@@ -308,8 +313,9 @@ class Shard:
         if question.visible is not None:
             mask = _unpacked(question.visible, view.documents).to(self.device).expand(batch, -1)
         asked = None if question.asked is None else to_tensor(question.asked, self.device)
+        without = [FirstRows(*(to_tensor(array, self.device) for array in first)) for first in question.without]
         self._asked[question.name] = AttendedBank(
-            self.network, view, prior_queries, mask=mask, asked=asked, dtype=dtype
+            self.network, view, prior_queries, mask=mask, asked=asked, without=without, dtype=dtype
         )
         while len(self._asked) > _QUESTIONS:
             name, _ = self._asked.popitem(last=False)

@@ -93,6 +93,7 @@ class MACModel(GenerationMixin, nn.Module):
             lexical_vectors=config.lexical_vectors,
             recency=sizes.recency,
             slots=sizes.slots,
+            hops=sizes.hops,
             readout=config.modulation.kind == "prompt",
             lexical_weight=1.0 if config.hashed_bm25 is None else config.hashed_bm25.weight,
         )
@@ -417,3 +418,13 @@ class MACModel(GenerationMixin, nn.Module):
             yield
         finally:
             self.aggregation.use_recency = before
+
+    @contextmanager
+    def without_hops(self) -> Iterator[None]:
+        """A context in which each slot ranks documents by the question alone, to measure the effect of hops."""
+        before = self.aggregation.use_hops
+        self.aggregation.use_hops = False
+        try:
+            yield
+        finally:
+            self.aggregation.use_hops = before

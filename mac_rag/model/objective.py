@@ -43,7 +43,8 @@ class LossWeights(Config):
             the document itself without memory, which are the teacher (context distillation; Askell et al., 2021).
         aggregated_distillation: the same under phi*, the aggregate of all documents, as the model is used.
         reconstruction: negative log-likelihood of a document under its own memory tokens.
-        contrastive: cross-entropy of the document prior, with the question's own document as the target.
+        contrastive: cross-entropy of the document prior, with the question's own document as the target; of several
+            that it needs, any of them. Where slots follow one another, the next slot's target are those that are left.
         alignment: mean squared difference between phi* and the memory tokens of the question's own document, both
             layer-normalised; it trains the aggregation network without the LM.
     """
@@ -82,6 +83,7 @@ class Batch:
             sees it.
         abstains: True for each question that neither phi* nor a document in front of it answers: the target of the
             `answer` term is the abstention of the prompt's format. Empty if each is answered.
+        further: for each question, the indices of the documents that it needs beside `gold`; empty if none needs more.
     """
 
     documents: Sequence[str]
@@ -93,6 +95,7 @@ class Batch:
     dates: Sequence[int] = field(default=())
     gold_hidden: Sequence[bool] = field(default=())
     abstains: Sequence[bool] = field(default=())
+    further: Sequence[Sequence[int]] = field(default=())
 
 
 def mac_loss(
@@ -159,7 +162,8 @@ def mac_loss(
     ]
 
     terms: dict[str, Tensor] = {}
-    aggregates = weights.answer or weights.aggregated_distillation or weights.alignment
+    follows = weights.contrastive and model.aggregation.hops is not None
+    aggregates = weights.answer or weights.aggregated_distillation or weights.alignment or follows
     if aggregates or weights.contrastive:
         encoded = model.input_encoder([model.input_encoder.ids(question) for question in batch.questions])
         known = phi if negatives is None else MemoryTokens.cat([phi, negatives.to(memory.dtype)])
@@ -200,9 +204,14 @@ def mac_loss(
         texts = [prompts.document(document) for document in batch.documents]
         terms["reconstruction"] = _mean_loss(model, starts, texts, memory)
     if weights.contrastive and scores is not None:
+        by_slot = [scores]
+        if follows and prior is not None:
+            read = aggregated.unflatten(1, (-1, encoded.tokens.shape[1]))[:, :-1]
+            queries = model.aggregation.following_queries(encoded, read)
+            by_slot += [prior.score(query, prior_keys) for query in queries[1:]]
         if dates is not None:
-            scores = model.aggregation.with_recency(scores, prior_keys, dates, asked)
-        terms["contrastive"] = functional.cross_entropy(scores, gold)
+            by_slot = [model.aggregation.with_recency(each, prior_keys, dates, asked) for each in by_slot]
+        terms["contrastive"] = contrastive_of_slots(by_slot, _needed(batch, scores))
     total = torch.stack([getattr(weights, name) * term for name, term in terms.items()]).sum()
     return {"loss": total, **{name: term.detach() for name, term in terms.items()}}, phi.detach()
 
@@ -213,6 +222,32 @@ def _seen(gold_hidden: Sequence[bool], gold: Tensor, rows: int) -> Tensor | None
         return None
     hidden = torch.tensor(gold_hidden, device=gold.device)
     return ~(hidden[:, None] & (torch.arange(rows, device=gold.device) == gold[:, None]))
+
+
+def _needed(batch: Batch, scores: Tensor) -> Tensor:
+    """Which of the known documents each question needs, bool `[B, K]` as the document prior's scores."""
+    further = batch.further or [()] * len(batch.gold)
+    needed = torch.zeros_like(scores, dtype=torch.bool)
+    for row, (gold, others) in enumerate(zip(batch.gold, further, strict=True)):
+        needed[row, [gold, *others]] = True
+    return needed
+
+
+def contrastive_of_slots(by_slot: Sequence[Tensor], needed: Tensor) -> Tensor:
+    """Mean cross-entropy of the document prior, with any document as the target that a question still needs.
+
+    Args:
+        by_slot: for each slot, the prior's scores `[B, K]`; a slot does not see what those before it rank first.
+        needed: `[B, K]`, which documents each question needs.
+    """
+    losses, hidden = [], torch.zeros_like(needed)
+    for scores in by_slot:
+        seen, targets = scores.masked_fill(hidden, -torch.inf), needed & ~hidden
+        wanting = targets.any(1)  # the others have found all that they need
+        of_targets = seen[wanting].masked_fill(~targets[wanting], -torch.inf).logsumexp(1)
+        losses.append(seen[wanting].logsumexp(1) - of_targets)
+        hidden = hidden.scatter(1, seen.detach().argmax(1, keepdim=True), True)
+    return torch.cat(losses).mean()
 
 
 def _dates(model: MACModel, batch: Batch, known: int) -> Tensor | None:

@@ -119,7 +119,37 @@ class MemorySlots(nn.Module):
         by_slot: Tensor = tokens.unflatten(0, (-1, self.count)) + marks[:, :, None]
         return by_slot.flatten(1, 2)
 
+    def marked_at(self, slot: int, tokens: Tensor) -> Tensor:
+        """The tokens `[B, T, D]` of one slot with the mark of its place."""
+        return tokens if not slot else tokens + self.places[slot - 1] * self._scale
+
+    def shares_of_first(self, ranked: Sequence[FirstRows], weight: Tensor) -> Tensor:
+        """How much each slot counts where slots follow one another, `[B, S]`: by how sure the prior is of its document.
+
+        Args:
+            ranked: what the prior ranks first in each slot, of which the first two tell how sure it is.
+            weight: a scalar, how attention weighs its scores.
+        """
+        ahead = torch.stack([first.scores[:, 0] - first.scores[:, 1] for first in ranked], 1)
+        return functional.logsigmoid(weight * ahead).softmax(1)
+
     def _of_slots(self, first: FirstRows) -> Tensor:
         """The score of the document which each slot sees first, `[B, S]`."""
         rank = torch.arange(self.count, device=first.scores.device).expand(len(first.scores), -1)
         return first.scores.gather(1, rank.minimum(first.seen[:, None] - 1))
+
+
+def without_first(scores: Tensor, ranked: Sequence[FirstRows]) -> Tensor:
+    """The document prior's scores `[B, K]` of a slot that does not see what the slots before it rank first.
+
+    Args:
+        scores: as `MemorySlots.first` takes them.
+        ranked: what the prior ranks first in each slot before, of which the rows here may be a part. The last row that
+            a question may see stays.
+    """
+    for first in ranked if scores.shape[1] else ():
+        row = first.rows[:, :1]
+        hides = (row >= 0) & (first.seen > 1)[:, None]
+        place = row.clamp(min=0)
+        scores = scores.scatter(1, place, scores.gather(1, place).masked_fill(hides, -torch.inf))
+    return scores

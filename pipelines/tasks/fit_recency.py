@@ -21,6 +21,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.recency import Candidates, RankedFirst
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import DataConfig
+from pipelines.tasks.extended_model import with_aggregation
 from pipelines.tasks.train import moment
 
 _TOGETHER = 256  # questions that are encoded, or compared with all documents, at a time
@@ -99,13 +100,7 @@ def with_recency_term(model: MACModel) -> MACModel:
         return model
     if model.aggregation.prior is None:
         raise ConfigError("this model has no document prior, of which recency is a term; train one with prior_width")
-    sizes = model.config.aggregation.model_copy(update={"recency": True})
-    config = model.config.model_copy(update={"aggregation": sizes})
-    again = MACModel(config, model.base_lm, model.amortization, model.input_encoder)
-    again.aggregation.load_state_dict(model.aggregation.state_dict(), strict=False)  # all but the term
-    again.modulation.load_state_dict(model.modulation.state_dict())
-    again.base_lm_trained = model.base_lm_trained
-    return again.eval()
+    return with_aggregation(model, {"recency": True}).eval()
 
 
 def fit_recency(

@@ -25,6 +25,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import ContextMiner, retrieved
 from pipelines.initializers.kv_regression import init_by_kv_regression
+from pipelines.tasks.extended_model import with_aggregation
 from pipelines.tasks.reading_turns import reading_task
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TrainingSequence, TuneTask
@@ -47,7 +48,9 @@ class TrainTask(Task):
             _require_gradients(config.model, device)
             self.model = MACModel.from_config(config.model, device=device)
         elif config.start_from is not None:
-            self.model = MACModel.from_pretrained(config.start_from, device=device)
+            self.model = with_aggregation(
+                MACModel.from_pretrained(config.start_from, device=device), config.aggregation
+            )
             _require_gradients(self.model.config, device)
         if config.tune_base_lm != "frozen":
             self.model.train_base_lm(lora_rank=config.lora_rank if config.tune_base_lm == "lora" else None)
@@ -71,6 +74,7 @@ class TrainTask(Task):
             init_by_kv_regression(self.model, data)
         self._questions = data.questions_by_document()
         self._stories = _stories(data, self._questions, config.group_by_title)
+        self._documents = {document.id: document for document in data.documents}
         self._miner = ContextMiner(config.context, data)
         self._validation_retrieved = retrieved(config.context, self._validation)
         reading = config.reading
@@ -110,6 +114,7 @@ class TrainTask(Task):
             gold += [index] * len(chosen)
             answers = [question.answers[0] for question in chosen if question.answers]
             texts.append(document.text if sentences is None else excerpt(document.text, answers, sentences))
+        further = self._with_further(documents, texts, questions)
         contexts = self._miner.mine(questions, rng)
         without_memory = [bool(mined) and rng.random() < self.config.without_memory for mined in contexts]
         gold_hidden = [rng.random() < self.config.gold_hidden for _ in questions]
@@ -122,6 +127,7 @@ class TrainTask(Task):
             without_memory=without_memory,
             dates=[moment(document) for document in documents],
             gold_hidden=gold_hidden,
+            further=further,
             abstains=[
                 self._abstains(question, mined, from_memory=not (without or hidden))
                 for question, mined, without, hidden in zip(
@@ -130,6 +136,21 @@ class TrainTask(Task):
             ],
         )
         return batch, curriculum.losses if curriculum is not None and short else self.config.losses
+
+    def _with_further(
+        self, documents: list[Document], texts: list[str], questions: Sequence[Question]
+    ) -> list[list[int]]:
+        """Adds the documents that questions need beside their own to those of a batch; returns where they stand.
+
+        Documents that are not in the data, as those that are too long, are left out.
+        """
+        places = {document.id: place for place, document in enumerate(documents)}
+        for name in dict.fromkeys(name for question in questions for name in question.further_ids):
+            if name in self._documents and name not in places:
+                places[name] = len(documents)
+                documents.append(self._documents[name])
+                texts.append(self._documents[name].text)
+        return [[places[name] for name in question.further_ids if name in places] for question in questions]
 
     def _abstains(self, question: Question, mined: Sequence[Document], *, from_memory: bool) -> bool:
         """True if there is an abstention, and neither memory nor a document in front holds the answer."""

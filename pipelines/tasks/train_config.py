@@ -45,6 +45,8 @@ class TrainConfig(Config):
         base_lm: short for `model: {base_lm: ...}` beside a preset, such as `{name: ...}` for an LM that was tuned on
             questions. What it does not say stays the preset's, as dtype and quantisation do.
         start_from: name or folder of a MAC checkpoint whose training goes on.
+        aggregation: settings of the aggregation network that differ from those of `start_from`. They can add slots,
+            hops and a recency term, which begin untrained.
         init: first weights of the networks of `model`: those of the pretrained backbones and random ones elsewhere
             (`pretrained`), or fitted by regression to the keys and values that the base LM computes (`kv_regression`;
             see `pipelines.initializers.kv_regression`).
@@ -77,6 +79,7 @@ class TrainConfig(Config):
 
     model: MACConfig | None = None
     start_from: str | None = None
+    aggregation: dict[str, Any] = Field(default_factory=dict)
     init: Literal["pretrained", "kv_regression"] = "pretrained"
     data: DataConfig = DataConfig()
     group_by_title: int = Field(1, ge=1)
@@ -122,6 +125,8 @@ class TrainConfig(Config):
     def _one_start(self) -> Self:
         if (self.model is None) == (self.start_from is None):
             raise ValueError("give one of model, preset and start_from")
+        if self.aggregation and self.start_from is None:
+            raise ValueError("aggregation changes the model of start_from; give the settings of a new one in model")
         if self.init != "pretrained" and self.start_from is not None:
             raise ValueError(
                 f"init is {self.init}, but the networks of start_from ({self.start_from!r}) are trained on"

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from eval.harness.results import Result
 from eval.multi_document import all_retrieved
 from mac_rag.data.newswire.multi_document import generate_multi_document
+from mac_rag.model import MACModel
+from pipelines.tasks.extended_model import with_aggregation
 from tests.eval.helpers import Command
 
 
@@ -21,10 +24,10 @@ def test_rows_by_kind_are_those_of_their_questions(command: Command, tiny_checkp
     stream = generate_multi_document("test", 40, questions_per_kind=3)
     names = ["LM alone", "MAC", "bm25 top-1", "bm25 top-1 + MAC", "bm25 top-4", "bm25 top-4 + MAC"]
     rows = {row.name: row for row in result.rows}
-    assert list(rows) == [f"{kind}: {name}" for kind in ("two-hop", "comparison", "counting") for name in names]
+    assert list(rows) == [f"{kind}: {name}" for kind in ("two-hop", "comparison", "counting", "all") for name in names]
     for full, row in rows.items():
         kind, _, name = full.partition(": ")
-        mine = [sample.rows[name] for sample in samples if sample.id.startswith(kind)]
+        mine = [sample.rows[name] for sample in samples if kind == "all" or sample.id.startswith(kind)]
         assert row.questions == len(mine) > 0
         assert row.f1 == pytest.approx(sum(verdict.f1 for verdict in mine) / len(mine))
         assert (row.gain is not None) == name.endswith("MAC")
@@ -32,10 +35,30 @@ def test_rows_by_kind_are_those_of_their_questions(command: Command, tiny_checkp
             before = rows[f"{kind}: {name.removesuffix(' + MAC') if '+' in name else 'LM alone'}"]
             assert row.gain.f1.mean == pytest.approx((row.f1 or 0) - (before.f1 or 0))
         if row.k is not None:
-            needed = [stream.evidence[sample.id] for sample in samples if sample.id.startswith(kind)]
+            needed = [stream.evidence[s.id] for s in samples if kind == "all" or s.id.startswith(kind)]
             assert row.recall_at_k == all_retrieved([verdict.retrieved for verdict in mine], needed)
+        over = row.measures.get("over_retrieval")
+        assert (over is not None) == (name == "MAC")
+        if over is not None:
+            assert over == pytest.approx((row.em or 0) - (rows[f"{kind}: bm25 top-1"].em or 0))
     assert rows["two-hop: bm25 top-1"].recall_at_k == 0
     assert "two-hop: MAC" in shown
+
+
+def test_hops_are_switched_off_as_a_control(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    model = with_aggregation(MACModel.from_pretrained(tiny_checkpoint), {"slots": 2, "hops": True})
+    assert model.aggregation.hops is not None
+    torch.nn.init.normal_(model.aggregation.hops.to_query.weight)
+    model.save_pretrained(tmp_path / "hops")
+    options = ("--documents", "40", "--questions", "3", "--k", "1", "--output", "r.json")
+    code, _, _ = command("eval.multi_document", "--model", tmp_path / "hops", *options)
+    assert code == 0
+    rows = {row.name: row for row in Result.read(tmp_path / "r.json").rows}
+    names = ["LM alone", "MAC", "MAC, hops off", "bm25 top-1", "bm25 top-1 + MAC"]
+    assert [name for name in rows if name.startswith("all: ")] == [f"all: {name}" for name in names]
+    gain = rows["all: MAC, hops off"].gain
+    assert gain is not None
+    assert gain.f1.mean == pytest.approx((rows["all: MAC, hops off"].f1 or 0) - (rows["all: LM alone"].f1 or 0))
 
 
 def test_recall_counts_questions_all_of_whose_documents_are_there() -> None:

@@ -141,7 +141,8 @@ class Reader(ABC):
             return self._aggregate(questions, allowed, known_ids)
         network = self.model.aggregation
         moment = allowed.as_of if isinstance(allowed, KnownDocuments) else None
-        state = (self.bank.version, network.use_prior, network.use_recency, network.training, by_moment, moment)
+        switches = (network.use_prior, network.use_recency, network.use_hops, network.training)
+        state = (self.bank.version, switches, by_moment, moment)
 
         def compute(new: Sequence[str]) -> tuple[Tensor, Tensor]:
             aggregated = self._aggregate(new, allowed, known_ids)
