@@ -42,6 +42,7 @@ class DataConfig(Config):
         documents: newswire documents to generate for training.
         validation_documents: number of documents in the validation stream.
         seed: random seed of the generated documents.
+        update_rate: share of the newswire stories for training that a later document updates.
         linked_documents: further newswire documents for training, in streams of which each question needs two to four
             documents (`mac_rag.data.newswire.multi_document`).
     """
@@ -55,6 +56,7 @@ class DataConfig(Config):
     documents: int = Field(50_000, ge=2)
     validation_documents: int = Field(256, ge=1)
     seed: int = 0
+    update_rate: float = Field(0.04, ge=0, le=1)
     linked_documents: int = Field(0, ge=0)
 
     @model_validator(mode="after")
@@ -76,7 +78,9 @@ class DataConfig(Config):
             DataError: see `load_dataset`; for splits that share documents, and for a question that names no document.
         """
         if self.name == "newswire":
-            ordinary = generate("train", self.documents, seed=self.seed, questions_per_document=4)
+            ordinary = generate(
+                "train", self.documents, seed=self.seed, questions_per_document=4, update_rate=self.update_rate
+            )
             linked = linked_streams(self.linked_documents, seed=self.seed)
             return dataclasses.replace(joined([ordinary, *linked]), split="train")
         splits = (self.train,) if isinstance(self.train, str) else self.train

@@ -32,8 +32,8 @@ class FitRecencyConfig(Config):
 
     Attributes:
         start_from: a MAC checkpoint with a document prior, name or folder.
-        data: documents with dates, of which some are newer versions of others, and questions about them.
-        update_rate: share of the stories of newswire that a later document updates. Other data are taken as they are.
+        data: documents with dates, of which some are newer versions of others, and questions about them. Of newswire,
+            half of the stories should be updated (`update_rate: 0.5`), so that both sides of the choice are learned.
         questions_per_document: largest number of questions of each document.
         steps: steps of Adam.
         batch_size: questions of a step.
@@ -43,8 +43,7 @@ class FitRecencyConfig(Config):
     """
 
     start_from: str
-    data: DataConfig = DataConfig()
-    update_rate: float = Field(0.5, ge=0, le=1)
+    data: DataConfig = DataConfig(update_rate=0.5)
     questions_per_document: int = Field(2, ge=1, le=4)
     steps: int = Field(500, ge=1)
     batch_size: int = Field(256, ge=1)
@@ -62,7 +61,7 @@ class FitRecencyConfig(Config):
             self.data.documents,
             seed=self.data.seed,
             questions_per_document=count,
-            update_rate=self.update_rate,
+            update_rate=self.data.update_rate,
         )
 
 
