@@ -290,8 +290,8 @@ class AggregationNetwork(nn.Module):
                 query = self.hops(own, question.tokens, read[-1])
             attend, first = hop(query, ranked)
             tokens, share = self._through_blocks(question.tokens, attend, mass)
-            read.append(self.slots.marked_at(slot, tokens))
             ranked.append(first)
+            read.append(self.slots.marked_at(slot, tokens, ranked))
             shares.append(share)
         whole = None
         if mass:

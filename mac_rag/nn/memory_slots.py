@@ -119,9 +119,22 @@ class MemorySlots(nn.Module):
         by_slot: Tensor = tokens.unflatten(0, (-1, self.count)) + marks[:, :, None]
         return by_slot.flatten(1, 2)
 
-    def marked_at(self, slot: int, tokens: Tensor) -> Tensor:
-        """The tokens `[B, T, D]` of one slot with the mark of its place."""
-        return tokens if not slot else tokens + self.places[slot - 1] * self._scale
+    def marked_at(self, slot: int, tokens: Tensor, ranked: Sequence[FirstRows] = ()) -> Tensor:
+        """The tokens `[B, T, D]` of one slot with its marks, where slots follow one another.
+
+        Args:
+            slot: number of the slot.
+            tokens: what it has read.
+            ranked: what the prior ranks first in the slots up to this one; empty for a slot that finds its document as
+                surely as the first one.
+        """
+        if not slot:
+            return tokens
+        mark = self.places[slot - 1]
+        if ranked:
+            fainter = (ranked[0].scores[:, 0] - ranked[slot].scores[:, 0]).clamp(0.0, _FAINTEST)
+            mark = mark + fainter[:, None, None] * self.faint
+        return tokens + (mark * self._scale).to(tokens)
 
     def shares_of_first(self, ranked: Sequence[FirstRows], weight: Tensor) -> Tensor:
         """How much each slot counts where slots follow one another, `[B, S]`: by how sure the prior is of its document.

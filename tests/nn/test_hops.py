@@ -24,7 +24,8 @@ def with_hops(**options: object) -> AggregationNetwork:
     assert built.hops is not None
     assert built.slots is not None
     torch.nn.init.normal_(built.hops.to_query.weight)
-    torch.nn.init.normal_(built.slots.places)
+    for marks in built.slots.parameters():
+        torch.nn.init.normal_(marks)
     return built
 
 
@@ -64,12 +65,15 @@ def test_slots_equal_a_plain_loop(documents: int, slots: int, seen: int, direct:
     for i in range(3):
         alone, mask = question[i : i + 1], visible.clone()
         own = query = plain.prior.queries(alone)
-        masses, sure = [], []
+        masses, sure, scored = [], [], []
         for slot in range(slots):
             scores = plain.prior.score(query, bank.prior_keys).masked_fill(~mask, -torch.inf)
             scores = plain.with_recency(scores, bank.prior_keys, bank.dates, None)
             read, shares = plain(alone, bank, scores=scores, mask=mask[None], mass=True)
-            marked = read if slot == 0 else read + built.slots.places[slot - 1] * WIDTH**0.5
+            scored.append(scores.max())
+            faintness = (scored[0] - scored[slot]).clamp(0, 8)
+            mark = built.slots.places[slot - 1] + faintness * built.slots.faint
+            marked = read if slot == 0 else read + mark * WIDTH**0.5
             torch.testing.assert_close(got[i, slot * TOKENS : (slot + 1) * TOKENS], marked[0])
             best = scores[0].topk(min(2, documents)).values
             ahead = best[0] - best[1] if len(best) > 1 else torch.tensor(torch.inf, dtype=torch.float64)
@@ -86,6 +90,9 @@ def test_slots_equal_a_plain_loop(documents: int, slots: int, seen: int, direct:
 @torch.no_grad()
 def test_untrained_hops_rank_as_slots_do() -> None:
     hops, slots = network(slots=3, hops=True), network(slots=3)
+    assert hops.slots is not None
+    for marks in hops.slots.parameters():
+        torch.nn.init.normal_(marks)
     slots.load_state_dict({name: value for name, value in hops.state_dict().items() if "hops" not in name})
     question, phi = random_texts(3), random_texts(6, seed=1)
     torch.testing.assert_close(hops(question, hops.project(phi))[0], slots(question, slots.project(phi))[0])
