@@ -134,7 +134,8 @@ class MemorySlots(nn.Module):
         if ranked:
             fainter = (ranked[0].scores[:, 0] - ranked[slot].scores[:, 0]).clamp(0.0, _FAINTEST)
             mark = mark + fainter[:, None, None] * self.faint
-        return tokens + (mark * self._scale).to(tokens)
+        marked: Tensor = tokens + (mark * self._scale).to(tokens)
+        return marked
 
     def shares_of_first(self, ranked: Sequence[FirstRows], weight: Tensor) -> Tensor:
         """How much each slot counts where slots follow one another, `[B, S]`: by how sure the prior is of its document.
