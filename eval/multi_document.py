@@ -22,7 +22,6 @@ from mac_rag.cli.run import run_command
 from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
-    from eval.harness.bootstrap import Interval
     from eval.harness.protocol import Outcome
     from eval.harness.results import Row
     from mac_rag.data.newswire.multi_document import MultiDocumentStream
@@ -117,7 +116,6 @@ def with_hops_off(
         batch_size: questions of one generation.
         seed: random seed of the bootstrap.
     """
-    from eval.harness.bootstrap import paired_interval
     from eval.harness.protocol import Outcome, judge, samples, summarize
     from eval.harness.results import Gain
 
@@ -127,15 +125,12 @@ def with_hops_off(
     seconds = time.perf_counter() - began
     verdicts = judge(dataset.questions, answers)
     alone = [sample.rows["LM alone"] for sample in outcome.samples]
-    em, f1 = (
-        paired_interval([getattr(v, name) for v in verdicts], [getattr(v, name) for v in alone], seed=seed)
-        for name in ("em", "f1")
-    )
+    gain = Gain.over(verdicts, alone, seed=seed)
     row = summarize(_HOPS_OFF, dataset.questions, verdicts, len(engine.bank), None, seconds)
     names = [row.name for row in outcome.rows]
     columns = {name: [sample.rows[name] for sample in outcome.samples] for name in names} | {_HOPS_OFF: verdicts}
     rows = list(outcome.rows)
-    rows.insert(names.index("MAC") + 1, row.model_copy(update={"gain": Gain(em=em, f1=f1)}))
+    rows.insert(names.index("MAC") + 1, row.model_copy(update={"gain": gain}))
     return Outcome(outcome.adaptation, tuple(rows), samples(dataset.questions, columns))
 
 
@@ -151,7 +146,6 @@ def rows_by_kind(outcome: Outcome, stream: MultiDocumentStream, *, seed: int = 0
         Rows with the kind in front of their names, and those of all questions. Gains are over the row without memory,
         as the protocol's are; the recall of a row is the share of its questions all of whose documents were retrieved.
     """
-    from eval.harness.bootstrap import paired_interval
     from eval.harness.protocol import summarize
     from eval.harness.results import Gain
     from mac_rag.data.newswire.multi_document import KINDS
@@ -174,19 +168,12 @@ def rows_by_kind(outcome: Outcome, stream: MultiDocumentStream, *, seed: int = 0
             row = summarize(f"{kind}: {whole.name}", questions, verdicts, len(stream.dataset.documents), whole.k, 0.0)
             gain = None
             measures: dict[str, float] = {}
-
-            def over(name: str, figure: str) -> Interval:
-                """By how much the row is above another one in a figure."""
-                others = [sample.rows[name] for _, sample in chosen]  # noqa: B023
-                ours, theirs = ([getattr(one, figure) for one in part] for part in (verdicts, others))  # noqa: B023
-                return paired_interval(ours, theirs, seed=seed)
-
             if whole.gain is None:
                 without = whole.name
             else:
-                gain = Gain(em=over(without, "em"), f1=over(without, "f1"))
+                gain = Gain.over(verdicts, [sample.rows[without] for _, sample in chosen], seed=seed)
                 if whole.k is None and fewest is not None:
-                    ahead = over(fewest, "em")
+                    ahead = Gain.over(verdicts, [sample.rows[fewest] for _, sample in chosen], seed=seed).em
                     measures = {"over_retrieval": ahead.mean}
                     measures |= {"over_retrieval_low": ahead.low, "over_retrieval_high": ahead.high}
             update: dict[str, Any] = {"gain": gain, "seconds": None, "measures": measures, "settings": {"kind": kind}}

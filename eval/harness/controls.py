@@ -203,7 +203,7 @@ def ask_controls(
             control.name, questions, verdicts[control.name], len(controls.dataset.documents), control.k, seconds
         )
         if rows:
-            row = row.model_copy(update={"gain": _gain(verdicts[control.name], verdicts[MEMORY], seed)})
+            row = row.model_copy(update={"gain": Gain.over(verdicts[control.name], verdicts[MEMORY], seed=seed)})
         else:
             attended = _attended(controls, KeptAnswers(path, f"{source} attention"))
             row = row.model_copy(update={"measures": _errors(controls, verdicts[MEMORY], attended)})
@@ -272,11 +272,3 @@ def _errors(controls: Controls, verdicts: Sequence[Verdict], attended: Sequence[
             interval = paired_interval(values, [0.0] * len(values))
             measures |= {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
     return measures
-
-
-def _gain(ours: Sequence[Verdict], theirs: Sequence[Verdict], seed: int) -> Gain:
-    em, f1 = (
-        paired_interval([getattr(one, name) for one in ours], [getattr(one, name) for one in theirs], seed=seed)
-        for name in ("em", "f1")
-    )
-    return Gain(em=em, f1=f1)

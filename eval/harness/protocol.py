@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from eval.harness.bootstrap import paired_interval
 from eval.harness.costs import Costs
 from eval.harness.kept_answers import KeptAnswer, KeptAnswers, Prompt
 from eval.harness.results import BY_DATES, Adaptation, Gain, Row, Sample, Verdict
@@ -277,15 +276,7 @@ class _Table:
         return [answer.text for answer in answers]
 
     def _gain(self, row: str, baseline: str) -> Gain:
-        intervals = {
-            figure: paired_interval(
-                [getattr(verdict, figure) for verdict in self.verdicts[row]],
-                [getattr(verdict, figure) for verdict in self.verdicts[baseline]],
-                seed=self.seed,
-            )
-            for figure in ("em", "f1")
-        }
-        return Gain.model_validate(intervals)
+        return Gain.over(self.verdicts[row], self.verdicts[baseline], seed=self.seed)
 
 
 def _by_moment(moments: Sequence[str | None]) -> dict[str | None, list[int]]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from eval.harness.bootstrap import Interval
+from eval.harness.bootstrap import Interval, paired_interval
 from eval.harness.scales import Scale
 from mac_rag.atomic_files import write_text
 from mac_rag.config import Config
@@ -109,6 +109,15 @@ class Gain(Config):
 
     em: Interval
     f1: Interval
+
+    @classmethod
+    def over(cls, ours: Sequence[Verdict], theirs: Sequence[Verdict], *, seed: int) -> Gain:
+        """The gain of verdicts over others on the same questions, of which there is at least one."""
+        em, f1 = (
+            paired_interval([getattr(one, name) for one in ours], [getattr(one, name) for one in theirs], seed=seed)
+            for name in ("em", "f1")
+        )
+        return cls(em=em, f1=f1)
 
 
 class Row(Config):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -399,32 +400,23 @@ class MACModel(GenerationMixin, nn.Module):
     def _view(self, bank: Tensor | BankView) -> BankView:
         return self.project(bank) if isinstance(bank, Tensor) else bank
 
-    @contextmanager
-    def without_document_prior(self) -> Iterator[None]:
+    def without_document_prior(self) -> AbstractContextManager[None]:
         """A context in which attention ignores the document prior, to measure the prior's effect."""
-        before = self.aggregation.use_prior
-        self.aggregation.use_prior = False
-        try:
-            yield
-        finally:
-            self.aggregation.use_prior = before
+        return self._without("use_prior")
 
-    @contextmanager
-    def without_recency(self) -> Iterator[None]:
+    def without_recency(self) -> AbstractContextManager[None]:
         """A context in which the document prior ignores dates, to measure the recency term's effect."""
-        before = self.aggregation.use_recency
-        self.aggregation.use_recency = False
-        try:
-            yield
-        finally:
-            self.aggregation.use_recency = before
+        return self._without("use_recency")
+
+    def without_hops(self) -> AbstractContextManager[None]:
+        """A context in which each slot ranks documents by the question alone, to measure the effect of hops."""
+        return self._without("use_hops")
 
     @contextmanager
-    def without_hops(self) -> Iterator[None]:
-        """A context in which each slot ranks documents by the question alone, to measure the effect of hops."""
-        before = self.aggregation.use_hops
-        self.aggregation.use_hops = False
+    def _without(self, switch: Literal["use_prior", "use_recency", "use_hops"]) -> Iterator[None]:
+        before = getattr(self.aggregation, switch)
+        setattr(self.aggregation, switch, False)
         try:
             yield
         finally:
-            self.aggregation.use_hops = before
+            setattr(self.aggregation, switch, before)

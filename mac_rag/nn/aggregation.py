@@ -291,7 +291,7 @@ class AggregationNetwork(nn.Module):
             attend, first = hop(query, ranked)
             tokens, share = self._through_blocks(question.tokens, attend, mass)
             ranked.append(first)
-            read.append(self.slots.marked_at(slot, tokens, ranked))
+            read.append(self.slots.marked_at(slot, tokens, self.slots.faintness_of_last(ranked).to(tokens)))
             shares.append(share)
         whole = None
         if mass:
@@ -315,8 +315,8 @@ class AggregationNetwork(nn.Module):
         own = self.prior.queries(question)
         return [own, *(self.hops(own, question.tokens, tokens) for tokens in read.unbind(1))]
 
-    def read_alone(self, question: MemoryTokens, bank: BankView, slot: int = 0) -> Tensor:
-        """What a slot reads that sees one row alone, `[B, T, D]`.
+    def read_alone(self, question: MemoryTokens, bank: BankView, slot: int) -> Tensor:
+        """What a slot reads that sees one row alone, `[B, T, D]`, and is as sure of it as the first slot of its own.
 
         Args:
             question: as `forward` takes it.
@@ -327,7 +327,7 @@ class AggregationNetwork(nn.Module):
         attended_bank = AttendedBank(self, bank, None, scores=alike, dtype=question.tokens.dtype)
         attend = self._attending(attended_bank, streaming_attention, None)
         tokens, _ = self._through_blocks(question.tokens, attend, mass=False)
-        return tokens if self.slots is None else self.slots.marked_at(slot, tokens)
+        return tokens if self.slots is None else self.slots.marked_at(slot, tokens, tokens.new_zeros(len(tokens)))
 
     def _mean_prior_weight(self) -> Tensor:
         """How the blocks' heads weigh the document prior, on average."""

@@ -87,13 +87,10 @@ class MemorySlots(nn.Module):
             `[B * S, K]`, the slots of one question after another. Slot j has `-inf` for the j documents with the
             highest scores; where there are no more than these, for all but the last of them.
         """
-        by_slot = scores[:, None].repeat(1, self.count, 1)
-        slot = torch.arange(self.count, device=scores.device)
-        for rank, row in enumerate(first.rows.unbind(1)[: self.count - 1] if scores.shape[1] else ()):
-            hidden = (slot > rank) & ((rank < first.seen - 1) & (row >= 0))[:, None]
-            place = row.clamp(min=0)[:, None, None].expand(-1, self.count, 1)
-            by_slot = by_slot.scatter(2, place, by_slot.gather(2, place).masked_fill(hidden[..., None], -torch.inf))
-        return by_slot.flatten(0, 1)
+        by_slot = [scores]
+        for rank, row in enumerate(first.rows.unbind(1)[: self.count - 1]):
+            by_slot.append(_without_row(by_slot[-1], row, rank < first.seen - 1))
+        return torch.stack(by_slot, 1).flatten(0, 1)
 
     def shares(self, first: FirstRows, weight: Tensor) -> Tensor:
         """The prior's softmax over the first documents of all slots, `[B, S]`.
@@ -114,28 +111,25 @@ class MemorySlots(nn.Module):
 
     def marked(self, tokens: Tensor, faintness: Tensor) -> Tensor:
         """Slots `[B * S, T, D]` with their marks, side by side `[B, S * T, D]`; `faintness` `[B, S]`."""
-        places = torch.cat([self.places.new_zeros(1, self.places.shape[1]), self.places])
-        marks = (places + faintness[..., None] * self.faint) * self._scale
-        by_slot: Tensor = tokens.unflatten(0, (-1, self.count)) + marks[:, :, None]
-        return by_slot.flatten(1, 2)
+        by_slot = tokens.unflatten(0, (-1, self.count)).unbind(1)
+        marked = [self.marked_at(slot, part, faintness[:, slot]) for slot, part in enumerate(by_slot)]
+        return torch.cat(marked, 1)
 
-    def marked_at(self, slot: int, tokens: Tensor, ranked: Sequence[FirstRows] = ()) -> Tensor:
-        """The tokens `[B, T, D]` of one slot with its marks, where slots follow one another.
+    def marked_at(self, slot: int, tokens: Tensor, faintness: Tensor) -> Tensor:
+        """The tokens `[B, T, D]` of one slot with its marks; `faintness` `[B]`."""
+        mark = faintness[:, None] * self.faint
+        if slot:
+            mark = mark + self.places[slot - 1]
+        marked: Tensor = tokens + (mark * self._scale)[:, None]
+        return marked
+
+    def faintness_of_last(self, ranked: Sequence[FirstRows]) -> Tensor:
+        """As `faintness`, `[B]`, of the last of some slots that follow one another.
 
         Args:
-            slot: number of the slot.
-            tokens: what it has read.
-            ranked: what the prior ranks first in the slots up to this one; empty for a slot that finds its document as
-                surely as the first one.
+            ranked: what the prior ranks first in each; none counts as more probable than the first slot's.
         """
-        if not slot:
-            return tokens
-        mark = self.places[slot - 1]
-        if ranked:
-            fainter = (ranked[0].scores[:, 0] - ranked[slot].scores[:, 0]).clamp(0.0, _FAINTEST)
-            mark = mark + fainter[:, None, None] * self.faint
-        marked: Tensor = tokens + (mark * self._scale).to(tokens)
-        return marked
+        return (ranked[0].scores[:, 0] - ranked[-1].scores[:, 0]).clamp(0.0, _FAINTEST)
 
     def shares_of_first(self, ranked: Sequence[FirstRows], weight: Tensor) -> Tensor:
         """How much each slot counts where slots follow one another, `[B, S]`: by how sure the prior is of its document.
@@ -161,9 +155,17 @@ def without_first(scores: Tensor, ranked: Sequence[FirstRows]) -> Tensor:
         ranked: what the prior ranks first in each slot before, of which the rows here may be a part. The last row that
             a question may see stays.
     """
-    for first in ranked if scores.shape[1] else ():
-        row = first.rows[:, :1]
-        hides = (row >= 0) & (first.seen > 1)[:, None]
-        place = row.clamp(min=0)
-        scores = scores.scatter(1, place, scores.gather(1, place).masked_fill(hides, -torch.inf))
+    for first in ranked:
+        scores = _without_row(scores, first.rows[:, 0], first.seen > 1)
     return scores
+
+
+def _without_row(scores: Tensor, row: Tensor, hides: Tensor) -> Tensor:
+    """Scores `[B, K]` with `-inf` for one row of each question, `row` `[B]`, where `hides` `[B]` is True.
+
+    Nothing is hidden from a question whose row is -1.
+    """
+    if not scores.shape[1]:
+        return scores
+    place, hidden = row.clamp(min=0)[:, None], (hides & (row >= 0))[:, None]
+    return scores.scatter(1, place, scores.gather(1, place).masked_fill(hidden, -torch.inf))

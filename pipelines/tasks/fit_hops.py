@@ -6,29 +6,26 @@ nothing, where a step of joint training aggregates all banks anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
 from mac_rag.atomic_files import write_folder
 from mac_rag.config import Config, Dtype
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
 from mac_rag.lm.devices import STORED_DTYPES
-from mac_rag.model import MACModel
+from mac_rag.model import BATCH_TOKENS, MACModel
 from mac_rag.model.objective import contrastive_of_slots
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.progress import progress_bar
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import linked_streams
 from pipelines.tasks.extended_model import with_aggregation
-
-_TOGETHER = 256  # questions that are encoded at a time
+from pipelines.tasks.fitting import fitted
 
 
 class FitHopsConfig(Config):
@@ -110,24 +107,15 @@ def fit_hops(
     if not read:
         raise ConfigError("no stream has a question that needs several documents; generate more documents")
     parameters = [prior.query.weight, prior.key.weight, *network.hops.parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
-    generator = torch.Generator().manual_seed(seed)
-    losses = []
     with progress_bar("fit", steps) as bar:
-        for _ in range(steps):
+
+        def batch_loss(generator: torch.Generator) -> Tensor:
+            bar.advance(1)
             one = read[int(torch.randint(len(read), (), generator=generator))]
             chosen = torch.randperm(len(one.needed), generator=generator)[:batch_size]
-            loss = contrastive_of_slots(*_ranked(model, one, chosen))
-            optimizer.zero_grad()
-            loss.backward()
-            clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            schedule.step()
-            losses.append(float(loss.detach()))
-            bar.advance(1)
-    last = losses[-max(1, steps // 10) :]
-    return sum(last) / len(last)
+            return contrastive_of_slots(*_ranked(model, one, chosen))
+
+        return fitted(parameters, batch_loss, steps=steps, learning_rate=learning_rate, seed=seed, clip=1.0)
 
 
 class _Read(NamedTuple):
@@ -151,9 +139,11 @@ def _read(model: MACModel, stream: QADataset) -> _Read:
     network = model.aggregation
     assert network.slots is not None
     place = {document.id: number for number, document in enumerate(stream.documents)}
-    rows = [model.amortization.ids(document.text) for document in stream.documents]
-    documents = MemoryTokens.split(model.amortize_rows(rows), model.config.lexical_vectors)
-    questions = MemoryTokens.cat(list(_encoded(model, [question.question for question in stream.questions])))
+    texts, asked = [one.text for one in stream.documents], [one.question for one in stream.questions]
+    documents, questions = (
+        encoder.encode([encoder.ids(text) for text in part], BATCH_TOKENS)
+        for encoder, part in ((model.amortization, texts), (model.input_encoder, asked))
+    )
     needed = torch.zeros(len(stream.questions), len(place), dtype=torch.bool, device=model.device)
     found = []
     for number, question in enumerate(stream.questions):
@@ -166,11 +156,6 @@ def _read(model: MACModel, stream: QADataset) -> _Read:
         network.read_alone(questions, view.select(rows[:, None]), slot) for slot, rows in enumerate(index.unbind(1))
     ]
     return _Read(documents, questions, needed, torch.stack(first, 1))
-
-
-def _encoded(model: MACModel, questions: list[str]) -> Iterator[MemoryTokens]:
-    for first in range(0, len(questions), _TOGETHER):
-        yield model.input_encoder([model.input_encoder.ids(text) for text in questions[first : first + _TOGETHER]])
 
 
 def _ranked(model: MACModel, stream: _Read, chosen: Tensor) -> tuple[list[Tensor], Tensor]:

@@ -22,6 +22,7 @@ from mac_rag.nn.recency import Candidates, RankedFirst
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.extended_model import with_aggregation
+from pipelines.tasks.fitting import fitted
 from pipelines.tasks.train import moment
 
 _TOGETHER = 256  # questions that are encoded, or compared with all documents, at a time
@@ -132,23 +133,15 @@ def fit_recency(
         raise ConfigError(f"no document of {dataset.name} has a date, from which recency is learned; give them dates")
     compared = _compared(model, dataset, questions_per_document)
     scale = prior.log_scale.exp().detach()
-    optimizer = torch.optim.Adam(term.parameters(), lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
-    generator = torch.Generator().manual_seed(seed)
-    losses = []
-    for _ in range(steps):
+
+    def batch_loss(generator: torch.Generator) -> Tensor:
         index = torch.randint(len(compared.gold), (batch_size,), generator=generator).to(model.device)
         own = Candidates(*(part[index] for part in compared.candidates))
         scores = own.scores + term.penalties(own, own, compared.asked[index], scale)
         rest = compared.rest[index]
-        loss = functional.cross_entropy(torch.cat([scores, rest[:, None]], 1), compared.gold[index])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        losses.append(float(loss.detach()))
-    last = losses[-max(1, steps // 10) :]
-    return sum(last) / len(last)
+        return functional.cross_entropy(torch.cat([scores, rest[:, None]], 1), compared.gold[index])
+
+    return fitted(list(term.parameters()), batch_loss, steps=steps, learning_rate=learning_rate, seed=seed)
 
 
 class _Compared(NamedTuple):

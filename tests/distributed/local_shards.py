@@ -17,6 +17,7 @@ from mac_rag.distributed.transport import LostShard, Request, ShardSettings
 from mac_rag.errors import MACError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.views.base_reader import Reader
+from mac_rag.memory.views.overview import layout_for
 from mac_rag.memory.views.reader import reader_of
 from mac_rag.model import MACModel
 
@@ -113,6 +114,17 @@ def documents(count: int) -> list[Document]:
 
 def reader(model: MACModel, bank: ShardedBank | MemoryBank, **config: Any) -> Reader:
     return reader_of(model, bank.snapshot(), AttentionConfig.model_validate(config))
+
+
+def readers_of_one(folder: Path, model: MACModel, shards: int, stream: list[Document]) -> tuple[Reader, Reader]:
+    """Readers of the same documents in shards, and in one bank."""
+    phi = model.amortize([document.text for document in stream])
+    bank, sharded = MemoryBank(model.fingerprint), made(folder, model, shards)
+    bank.keep_rows_as(layout_for(model.aggregation))  # as shards do
+    bank.put(stream, phi)
+    sharded.put(stream, phi, [1] * len(stream))
+    sharded.commit()
+    return reader(model, sharded), reader(model, bank)
 
 
 def assert_read_alike(found: Reader, expected: Reader, questions: list[str], allowed: set[str] | None = None) -> None:

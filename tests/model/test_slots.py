@@ -14,12 +14,11 @@ from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.memory import MemoryBank
-from mac_rag.memory.views.overview import layout_for
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.model.stored_names import fingerprint_fields
 from pipelines.tasks.fit_recency import with_recency_term
-from tests.distributed.local_shards import assert_read_alike, made, reader
+from tests.distributed.local_shards import assert_read_alike, readers_of_one
 from tests.helpers import mac_config
 
 Folder = Callable[[str], Path]
@@ -88,21 +87,15 @@ def test_a_bank_in_shards_is_read_as_one(model_folder: Folder, tmp_path: Path, s
     documents = [
         Document(f"{number}", f"{text} {number}", {"date": 2001 + number % 3}) for number, text in enumerate(TEXTS * 2)
     ]
-    phi = model.amortize([document.text for document in documents])
-    bank, sharded = MemoryBank(model.fingerprint), made(tmp_path / "shards", model, shards)
-    bank.keep_rows_as(layout_for(model.aggregation))  # as shards do
-    bank.put(documents, phi)
-    sharded.put(documents, phi, [1] * len(documents))
-    sharded.commit()
-    found, expected = reader(model, sharded), reader(model, bank)
+    found, expected = readers_of_one(tmp_path / "shards", model, shards, documents)
     assert_read_alike(found, expected, QUESTIONS)
     for names in ({"0"}, {"1", "5"}, {"0", "3", "6"}):
         assert_read_alike(found, expected, QUESTIONS, names)
     with model.without_document_prior():
         for names in (None, {"1", "5"}):
             torch.testing.assert_close(
-                reader(model, sharded).aggregate(QUESTIONS, names).phi,
-                reader(model, bank).aggregate(QUESTIONS, names).phi,
+                found.aggregate(QUESTIONS, names).phi,
+                expected.aggregate(QUESTIONS, names).phi,
                 rtol=1e-5,
                 atol=1e-5,
             )
