@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from mac_rag.distributed.shard import ShardChange, ShardContents, Version
+from mac_rag.distributed.messages import ShardChange, ShardContents, Version
 from mac_rag.memory.entries import Described
 from mac_rag.memory.entry_table import RecordList
 from mac_rag.memory.known_documents import Timeline

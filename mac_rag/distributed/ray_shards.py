@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from mac_rag.distributed.cluster import connected_ray
-from mac_rag.distributed.shard import Shard, ShardContents
+from mac_rag.distributed.messages import ShardContents
+from mac_rag.distributed.shard import Shard
 from mac_rag.distributed.transport import LostShard, Request, ShardSettings
 from mac_rag.errors import MACError, ShardLostError
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mac_rag.distributed.shard import Array, ShardQuestion, to_array, to_tensor
+from mac_rag.distributed.messages import Array, ShardQuestion, to_array, to_tensor
 from mac_rag.distributed.transport import Request
 from mac_rag.errors import ConfigError, ShardLostError
 from mac_rag.memory.views.base_reader import Aggregated, Reader

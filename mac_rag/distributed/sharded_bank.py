@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mac_rag.data.types import Document
 from mac_rag.distributed.directory import ShardDirectory
+from mac_rag.distributed.messages import ShardChange, ShardContents, to_array
 from mac_rag.distributed.ray_shards import ActorOptions, RayShards
-from mac_rag.distributed.shard import ShardChange, ShardContents, to_array
 from mac_rag.distributed.shard_files import SHARDS
 from mac_rag.distributed.sharded_contents import ShardedContents
 from mac_rag.distributed.snapshot import ShardedSnapshot

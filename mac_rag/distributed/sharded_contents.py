@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mac_rag.distributed.directory import ShardDirectory, ShardedEntry
-from mac_rag.distributed.shard import Version
+from mac_rag.distributed.messages import Version
 from mac_rag.distributed.shard_files import check_fingerprint, shard_of
 from mac_rag.distributed.transport import Request
 from mac_rag.distributed.watched_shards import WatchedShards

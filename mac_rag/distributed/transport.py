@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from mac_rag.distributed.shard import ShardContents
+from mac_rag.distributed.messages import ShardContents
 from mac_rag.distributed.shard_files import (
     MOST_SHARDS,
     SHARDS,

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mac_rag.distributed.shard import ShardContents
+from mac_rag.distributed.messages import ShardContents
 from mac_rag.distributed.shard_files import shard_folder
 from mac_rag.distributed.transport import LostShard, Request, Shards, ShardSettings, StartShards
 from mac_rag.errors import BankError, ShardLostError

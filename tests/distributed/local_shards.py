@@ -11,7 +11,8 @@ import torch
 
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Document
-from mac_rag.distributed.shard import Shard, ShardContents
+from mac_rag.distributed.messages import ShardContents
+from mac_rag.distributed.shard import Shard
 from mac_rag.distributed.sharded_bank import ShardedBank
 from mac_rag.distributed.transport import LostShard, Request, ShardSettings
 from mac_rag.errors import MACError

@@ -19,23 +19,14 @@ from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, contrastive_of_slots, mac_loss
 from mac_rag.model.stored_names import fingerprint_fields
-from pipelines.tasks.fit_recency import with_recency_term
-from tests.distributed.local_shards import assert_read_alike, readers_of_one
 from tests.helpers import mac_config
+from tests.model.test_slots import QUESTIONS, TEXTS, with_slots
 
 Folder = Callable[[str], Path]
-TEXTS = [f"{name} was born in {place} in {year}." for name, place, year in
-         (("Ann", "Kyiv", 1950), ("Bob", "Lima", 1960), ("Cid", "Oslo", 1970), ("Dee", "Rome", 1980))]  # fmt: skip
-QUESTIONS = ["Where was Bob born?", "When was Dee born?"]
 
 
 def with_hops(model_folder: Folder, slots: int = 2) -> MACModel:
-    torch.manual_seed(0)
-    sizes = AggregationConfig(blocks=2, heads=2, head_width=8, prior_width=16, slots=slots, hops=True)
-    model = MACModel.from_config(mac_config(model_folder("llama"), aggregation=sizes), device="cpu")
-    assert model.aggregation.hops is not None
-    torch.nn.init.normal_(model.aggregation.hops.to_query.weight)
-    return model.eval()
+    return with_slots(model_folder, slots, hops=True)
 
 
 @torch.no_grad()
@@ -52,24 +43,6 @@ def test_a_bank_on_disk_gives_what_the_documents_give(model_folder: Folder, tmp_
     names, shares = engine.document_attention(QUESTIONS)
     assert names == [str(number) for number in range(len(texts))]
     torch.testing.assert_close(shares, model.attention(QUESTIONS, memory), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("recency", [False, True], ids=["", "recency"])
-@pytest.mark.parametrize("shards", [1, 3])
-def test_a_bank_in_shards_is_read_as_one(model_folder: Folder, tmp_path: Path, shards: int, recency: bool) -> None:
-    model = with_hops(model_folder, slots=3)
-    model = with_recency_term(model) if recency else model
-    documents = [
-        Document(f"{number}", f"{text} {number}", {"date": 2001 + number % 3}) for number, text in enumerate(TEXTS * 2)
-    ]
-    found, expected = readers_of_one(tmp_path / "shards", model, shards, documents)
-    assert_read_alike(found, expected, QUESTIONS)
-    for names in ({"0"}, {"1", "5"}, {"0", "3", "6"}):
-        assert_read_alike(found, expected, QUESTIONS, names)
-    for switched_off in (model.without_document_prior, model.without_hops):
-        with switched_off():
-            assert_read_alike(found, expected, QUESTIONS, {"1", "5"})
-            assert_read_alike(found, expected, QUESTIONS)
 
 
 def test_a_checkpoint_keeps_hops(model_folder: Folder, tmp_path: Path) -> None:

@@ -27,14 +27,18 @@ TEXTS = [f"{name} was born in {place} in {year}." for name, place, year in
 QUESTIONS = ["Where was Bob born?", "When was Dee born?"]
 
 
-def with_slots(model_folder: Folder, slots: int = 2, kind: Any = "prefix", **values: Any) -> MACModel:
+def with_slots(
+    model_folder: Folder, slots: int = 2, kind: Any = "prefix", *, hops: bool = False, **values: Any
+) -> MACModel:
     torch.manual_seed(0)
-    sizes = AggregationConfig(blocks=2, heads=2, head_width=8, prior_width=16, slots=slots)
+    sizes = AggregationConfig(blocks=2, heads=2, head_width=8, prior_width=16, slots=slots, hops=hops)
     config = mac_config(model_folder("llama"), aggregation=sizes, modulation=ModulationConfig(kind=kind), **values)
     model = MACModel.from_config(config, device="cpu")
     assert model.aggregation.slots is not None
     torch.nn.init.normal_(model.aggregation.slots.places)
     torch.nn.init.normal_(model.aggregation.slots.faint)
+    if model.aggregation.hops is not None:
+        torch.nn.init.normal_(model.aggregation.hops.to_query.weight)
     return model.eval()
 
 
@@ -80,9 +84,12 @@ def test_training_reaches_the_marks(model_folder: Folder, kind: Any) -> None:
 
 @pytest.mark.parametrize("recency", [False, True], ids=["", "recency"])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_bank_in_shards_is_read_as_one(model_folder: Folder, tmp_path: Path, shards: int, recency: bool) -> None:
-    """Also where a shard holds no document that a slot sees, and without the prior."""
-    model = with_slots(model_folder, slots=3)
+@pytest.mark.parametrize("hops", [False, True], ids=["", "hops"])
+def test_a_bank_in_shards_is_read_as_one(
+    model_folder: Folder, tmp_path: Path, hops: bool, shards: int, recency: bool
+) -> None:
+    """Also where a shard holds no document that a slot sees, and without the prior or the hops."""
+    model = with_slots(model_folder, slots=3, hops=hops)
     model = with_recency_term(model) if recency else model
     documents = [
         Document(f"{number}", f"{text} {number}", {"date": 2001 + number % 3}) for number, text in enumerate(TEXTS * 2)
@@ -91,14 +98,10 @@ def test_a_bank_in_shards_is_read_as_one(model_folder: Folder, tmp_path: Path, s
     assert_read_alike(found, expected, QUESTIONS)
     for names in ({"0"}, {"1", "5"}, {"0", "3", "6"}):
         assert_read_alike(found, expected, QUESTIONS, names)
-    with model.without_document_prior():
-        for names in (None, {"1", "5"}):
-            torch.testing.assert_close(
-                found.aggregate(QUESTIONS, names).phi,
-                expected.aggregate(QUESTIONS, names).phi,
-                rtol=1e-5,
-                atol=1e-5,
-            )
+    for switched_off in (model.without_document_prior, model.without_hops):
+        with switched_off():
+            assert_read_alike(found, expected, QUESTIONS)
+            assert_read_alike(found, expected, QUESTIONS, {"1", "5"})
 
 
 def test_a_strategy_that_knows_no_slots_is_refused(model_folder: Folder) -> None:

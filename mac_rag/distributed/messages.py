@@ -1,0 +1,94 @@
+"""What shards are told, and what they answer.
+
+What crosses the network is numpy arrays, which Ray sends without a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mac_rag.config import Dtype
+from mac_rag.memory.records import Record
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+# A state of a shard: which opening of its folder, and the version of the bank since.
+Version: TypeAlias = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class ShardContents:
+    """All that is to know of a shard's documents.
+
+    Attributes:
+        version: the state.
+        records: the entries, in the order of their rows.
+        row_shape: (T, D) of a row; None for an empty shard.
+    """
+
+    version: Version
+    records: tuple[Record, ...]
+    row_shape: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class ShardChange:
+    """What a change did to a shard.
+
+    Attributes:
+        version: the new state.
+        added: entries that came, in the order of their rows.
+        removed: ids of the documents that went; some of them may have come again.
+        returned: what the bank's method returned.
+    """
+
+    version: Version
+    added: tuple[Record, ...] = ()
+    removed: tuple[str, ...] = ()
+    returned: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ShardQuestion:
+    """What a shard is told of B questions once, before their first block.
+
+    Attributes:
+        name: a name that no other questions have.
+        version: the state of the shard that they see.
+        prior_queries: `[B, d_prior]`; None without a document prior.
+        use_prior: False leaves the document prior out.
+        use_recency: False leaves the recency term out of it.
+        use_hops: False for slots that rank by the questions alone.
+        asked: `[B]`, see `mac_rag.nn.recency.RecencyTerm.penalties`; None without the term.
+        visible: which of the shard's rows may be seen, as packed bits; None for all.
+        without: what slots before this one rank first, as arrays of `FirstRows` that know the shard's rows.
+        cache_dtype, cache_bytes: see `AttentionConfig`.
+    """
+
+    name: str
+    version: Version
+    prior_queries: Array | None
+    use_prior: bool
+    use_recency: bool
+    use_hops: bool
+    asked: Array | None
+    visible: Array | None
+    without: tuple[tuple[Array, ...], ...]
+    cache_dtype: Dtype
+    cache_bytes: int
+
+
+def to_array(tensor: Tensor) -> Array:
+    """A tensor as it is sent. numpy has no bfloat16, so half precision travels as float32."""
+    exact = tensor if tensor.dtype == torch.float64 or not tensor.is_floating_point() else tensor.float()
+    array: Array = exact.detach().cpu().contiguous().numpy()
+    return array
+
+
+def to_tensor(array: Array, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of its own from what was sent, which is read-only."""
+    return torch.tensor(array, device=device, dtype=dtype)
