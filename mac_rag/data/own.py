@@ -21,10 +21,24 @@ from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError, DataError
 
 SPLITS = ("train", "val", "test", "all")
-FIELDS = ("id", "document", "question", "answers", "document_id", "as_of", "title", "date", "metadata", "is_impossible")
+FIELDS = (
+    "id",
+    "document",
+    "question",
+    "answers",
+    "document_id",
+    "further_document_ids",
+    "as_of",
+    "title",
+    "date",
+    "metadata",
+    "is_impossible",
+)
 
 # Shares of the splits that are drawn: train the first 80 % of all hashes, val the next 10, test the last 10.
 _VAL, _TEST = 0.8, 0.9
+
+_APART = "apart"  # the split of questions whose documents are in different ones
 
 
 def read_own(
@@ -61,12 +75,17 @@ def read_own(
     read = reader(files, columns or {}, unanswered)
     documents = tuple(document for name, document in read.documents if split == "all" or name in (split, "all"))
     questions = tuple(question for name, question in read.questions if split in ("all", name))
+    names = [name for name, _ in read.questions]
+    apart = (
+        f"{names.count(_APART):,} questions are left out, whose documents are in different splits; give train, val and "
+        "test in files of their own, or one title to documents that belong together"
+    )
     if not questions:
-        names = [name for name, _ in read.questions]
         sizes = ", ".join(f"{names.count(other)} are in {other}" for other in SPLITS[:-1])
         raise DataError(
             f"the split {split!r} of {path} holds no question: of all {len(names):,}, {sizes}. Give more documents, or "
             "files named train, val and test, or take the split 'all'; documents of one title are in one split"
+            + (f". {apart}" if _APART in names else "")
         )
     for kind, ids in (("document", [each.id for each in documents]), ("question", [each.id for each in questions])):
         if len(set(ids)) < len(ids):
@@ -76,6 +95,8 @@ def read_own(
     notes = []
     if impossible:
         notes.append(f"{path}: {impossible:,} questions are left out, which are marked as impossible to answer")
+    if _APART in names and split != "all":
+        notes.append(f"{path}: {apart}")
     if "all" in files.splits and split != "all":
         notes.append(
             f"{path} is divided by documents: {split} has {len(questions):,} of {len(read.questions):,} questions; the "
@@ -89,7 +110,8 @@ class _Read:
     """All of a data set.
 
     Attributes:
-        documents, questions: each with its split; documents of the split `all` are in every split.
+        documents, questions: each with its split; documents of the split `all` are in every split, and questions whose
+            documents are in different ones in none.
         unanswerable: number of questions left out in the file of each split, or in the one file, `all`.
     """
 
@@ -157,19 +179,24 @@ def _read_corpus(files: Files, columns: Mapping[str, str], unanswered: bool) -> 
     split_of = {} if "all" in files.splits else _asked_in(questions, files)
     placed = [(split_of.get(each.id) or drawn_split(each), each) for each in contents.documents.values()]
     of_document = {document.id: name for name, document in placed}
-    return _Read(placed, [(of_document[question.gold], question) for _, question in questions], unanswerable)
+    asked = []
+    for _, question in questions:
+        names = {of_document[document_id] for document_id in (question.gold, *question.further_ids)}
+        asked.append((names.pop() if len(names) == 1 else _APART, question))
+    return _Read(placed, asked, unanswerable)
 
 
 def _asked_in(questions: Sequence[tuple[str, Question]], files: Files) -> dict[str, str]:
     """The split of each document that questions in files of splits are about."""
     split_of: dict[str, str] = {}
     for name, question in questions:
-        if split_of.setdefault(question.gold, name) != name:
-            raise DataError(
-                f"document {shown_id(question.gold)} is asked about in {files.splits[split_of[question.gold]]} and in "
-                f"{files.splits[name]} (question {shown_id(question.id)}), so a model would be tested on a document of "
-                "its training; put all questions into questions.jsonl, which is then divided by documents"
-            )
+        for document_id in (question.gold, *question.further_ids):
+            if split_of.setdefault(document_id, name) != name:
+                raise DataError(
+                    f"document {shown_id(document_id)} is asked about in {files.splits[split_of[document_id]]} and in "
+                    f"{files.splits[name]} (question {shown_id(question.id)}), so a model would be tested on what "
+                    "it was trained on; put all questions into questions.jsonl, which is then divided by documents"
+                )
     return split_of
 
 

@@ -86,11 +86,19 @@ class Contents:
                 field,
                 f"document {shown_id(document_id)} has another one further up; give all rows of a document the same",
             )
+        if "further_document_ids" in record.values:
+            raise record.fault(
+                "further_document_ids",
+                "only questions apart from their documents name several; put the documents into documents.jsonl and "
+                "the questions into questions.jsonl",
+            )
         if "question" in record.columns or not may_be_alone:
             self._add_question(record, document_id)
 
     def add_question(self, record: Record) -> Question | None:
-        """Adds a question whose document, if it names one in `document_id`, has been added before.
+        """Adds a question whose documents have been added before, if it names any.
+
+        `document_id` names the one with the answer, `further_document_ids` those that are needed beside it.
 
         Returns:
             The question; None if it is left out.
@@ -104,9 +112,16 @@ class Contents:
                 "document", "the documents stand in a file of their own; name one by document_id, or remove that file"
             )
         document_id = _id(record, "document_id")
-        if document_id is not None and document_id not in self.documents:
-            raise record.fault("document_id", f"there is no document {shown_id(document_id)}")
-        return self._add_question(record, document_id)
+        further = _ids(record, "further_document_ids")
+        for field, names in (("document_id", [document_id]), ("further_document_ids", further)):
+            for name in names:
+                if name is not None and name not in self.documents:
+                    raise record.fault(field, f"there is no document {shown_id(name)}")
+        if further and document_id is None:
+            raise record.missing("document_id", "name the document with the answer beside the further ones")
+        if document_id in further or len(set(further)) < len(further):
+            raise record.fault("further_document_ids", "name each document once, and not the one of document_id again")
+        return self._add_question(record, document_id, further)
 
     def _put(self, record: Record, document: Document) -> None:
         try:
@@ -116,7 +131,7 @@ class Contents:
         self.documents[document.id] = document
         self.id_of_text.setdefault(hashlib.sha256(document.text.encode()).digest(), document.id)
 
-    def _add_question(self, record: Record, document_id: str | None) -> Question | None:
+    def _add_question(self, record: Record, document_id: str | None, further: tuple[str, ...] = ()) -> Question | None:
         question = _text(record, "question", "every row has a question").strip()
         answers = () if self._unanswered and _has_none(record) else _answers(record)
         if answers is None:
@@ -125,7 +140,8 @@ class Contents:
         question_id = _id(record, "id") or record.name
         if question_id in self.questions:
             raise record.fault("id", f"{shown_id(question_id)} is the id of another question further up")
-        added = self.questions[question_id] = Question(question_id, question, answers, document_id, _as_of(record))
+        added = Question(question_id, question, answers, document_id, _as_of(record), further)
+        self.questions[question_id] = added
         return added
 
 
@@ -184,8 +200,18 @@ def _as_of(record: Record) -> str | None:
 def _id(record: Record, field: str) -> str | None:
     """An id, a text or a whole number; None if there is none."""
     value = record.values.get(field)
+    return None if value is None else _checked_id(record, field, value)
+
+
+def _ids(record: Record, field: str) -> tuple[str, ...]:
+    """A list of ids, or a single one; empty if there is none."""
+    value = record.values.get(field)
     if value is None:
-        return None
+        return ()
+    return tuple(_checked_id(record, field, each) for each in (value if isinstance(value, list) else [value]))
+
+
+def _checked_id(record: Record, field: str, value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise record.fault(field, f"it must be a text, got {value!r:.80}")
     _check(record, field, str(value))

@@ -20,7 +20,7 @@ def shortest_first(answers: Iterable[str]) -> tuple[str, ...]:
 
 
 def first_documents(dataset: QADataset, count: int) -> QADataset:
-    """The first `count` documents of a stream, or all if there are fewer, with their questions.
+    """The first `count` documents of a stream, or all if there are fewer, with the questions that need no others.
 
     Raises:
         ConfigError: when documents would be left out, and a question names no document: it may be about one of these.
@@ -34,5 +34,7 @@ def first_documents(dataset: QADataset, count: int) -> QADataset:
         )
     documents = dataset.documents[:count]
     ids = {document.id for document in documents}
-    questions = tuple(question for question in dataset.questions if question.document_id in ids)
+    questions = tuple(
+        question for question in dataset.questions if ids.issuperset((question.gold, *question.further_ids))
+    )
     return replace(dataset, documents=documents, questions=questions)

@@ -72,7 +72,11 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
                 raise DataError(f"{where}: no column {column!r}, which columns names for {field!r}; it has {has:.200}")
             values[field] = row.get(column)
         if path.suffix == ".csv":
-            values |= {field: _parsed(values[field]) for field in ("answers", "metadata") if values.get(field)}
+            values |= {
+                field: _parsed(values[field])
+                for field in ("answers", "metadata", "further_document_ids")
+                if values.get(field)
+            }
         filled = {field: value for field, value in values.items() if value not in (None, "")}
         yield Record(where, f"{file}-{number}", filled, tuple(row))
 

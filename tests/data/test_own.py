@@ -10,67 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mac_rag.data import load_dataset
-from mac_rag.data.own import drawn_split
 from mac_rag.data.own_files import find_files
-from mac_rag.data.types import Document, QADataset
+from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError, DataError
-
-TEXTS = ["Ada Voss opened the bridge in May.", "A ferry crossed the river for 90 years.", "Nobody asks about this."]
-QUESTIONS = [
-    ("q0", "Who opened the bridge?", ["Ada Voss", "Voss"], 0),
-    ("q1", "What crossed the river?", ["A ferry"], 1),
-    ("q2", "When did it open?", ["in May", "May"], 0),
-]
-ASKED = [(question, answers, TEXTS[place]) for _, question, answers, place in QUESTIONS]
-
-
-def lines(path: Path, rows: list[Any]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def rows(**changes: Any) -> list[dict[str, Any]]:
-    return [
-        {"id": name, "document": TEXTS[place], "question": question, "answers": answers, **changes}
-        for name, question, answers, place in QUESTIONS
-    ]
-
-
-def read(path: Path | str, split: str = "all", columns: dict[str, str] | None = None) -> QADataset:
-    return load_dataset("own", split, path, columns=columns)
-
-
-def asked(data: QADataset) -> list[tuple[str, set[str], str]]:
-    texts = {document.id: document.text for document in data.documents}
-    return [(question.question, set(question.answers), texts[question.gold]) for question in data.questions]
-
-
-def json_lines(folder: Path) -> Path:
-    return lines(folder / "rows.jsonl", rows())
-
-
-def documents_and_questions(folder: Path) -> Path:
-    lines(folder / "documents.jsonl", [{"id": f"d{i}", "text": text, "n": i} for i, text in enumerate(TEXTS)])
-    lines(
-        folder / "questions.jsonl",
-        [{"id": n, "question": q, "answers": a, "document_id": f"d{i}"} for n, q, a, i in QUESTIONS],
-    )
-    return folder
-
-
-def flash_rag(folder: Path) -> Path:
-    """Its files, with the ids of documents that it does not have itself."""
-    lines(folder / "corpus.jsonl", [{"id": i, "contents": text} for i, text in enumerate(TEXTS)])
-    lines(
-        folder / "dev.jsonl",
-        [{"id": n, "question": q, "golden_answers": a, "document_id": i} for n, q, a, i in QUESTIONS],
-    )
-    return folder
+from tests.data.own_files import (
+    ASKED,
+    QUESTIONS,
+    TEXTS,
+    asked,
+    documents_and_questions,
+    flash_rag,
+    json_lines,
+    lines,
+    read,
+    rows,
+)
 
 
 def squad(folder: Path) -> Path:
@@ -167,79 +123,6 @@ def test_the_moment_belongs_to_the_question(tmp_path: Path) -> None:
     assert all("as_of" not in document.metadata for document in read_in.documents)
 
 
-@given(st.text("xyz0189 ", min_size=1).filter(str.strip))
-def test_the_split_is_that_of_the_words_alone(text: str) -> None:
-    """So the same text is in one split whatever its id, its file and its punctuation."""
-    assert drawn_split(Document("1", text)) == drawn_split(Document("2", f" The {text.upper()}!", {"date": "2024"}))
-
-
-def test_one_file_is_divided_by_documents(tmp_path: Path) -> None:
-    many = [
-        {"document": f"Document {i // 2} tells of rain.", "question": f"What {i}?", "answers": "rain"}
-        for i in range(4000)
-    ]
-    path = lines(tmp_path / "rows.jsonl", many)
-    splits = {split: read(path, split) for split in ("train", "val", "test")}
-    sizes = {split: len(data.documents) for split, data in splits.items()}
-    assert sum(sizes.values()) == 2000
-    assert abs(sizes["train"] - 1600) < 60
-    assert abs(sizes["val"] - 200) < 50
-    ids = [{document.id for document in data.documents} for data in splits.values()]
-    assert len(set.union(*ids)) == sum(map(len, ids))
-    for data in splits.values():
-        assert len(data.questions) == 2 * len(data.documents)
-        assert {question.gold for question in data.questions} == {document.id for document in data.documents}
-    lines(path, [*many[1000:], *many[:1000], {"document": "New.", "question": "Who?", "answers": "New"}])
-    again = read(path, "test")
-    assert {document.id for document in again.documents} - {document.id for document in splits["test"].documents} <= {
-        read(path).questions[-1].gold
-    }
-
-
-def test_documents_of_one_title_are_in_one_split(tmp_path: Path) -> None:
-    many = [
-        {"title": f"Title_{i % 40}", "document": f"{i}", "question": "Which?", "answers": str(i)} for i in range(400)
-    ]
-    path = lines(tmp_path / "rows.jsonl", many)
-    titles = [
-        {document.metadata["title"] for document in read(path, split).documents} for split in ("train", "val", "test")
-    ]
-    assert len(set.union(*titles)) == sum(map(len, titles)) == 40
-
-
-def test_files_of_splits_are_used_as_they_are(tmp_path: Path) -> None:
-    lines(tmp_path / "train.jsonl", rows()[:1])
-    lines(tmp_path / "validation.jsonl", rows()[1:2])
-    assert [question.id for question in read(tmp_path, "train").questions] == ["q0"]
-    assert [question.id for question in read(tmp_path, "val").questions] == ["q1"]
-    assert [question.id for question in read(tmp_path / "train.jsonl", "train").questions] == ["q0"]
-    assert len(read(tmp_path).questions) == 2
-    with pytest.raises(DataError, match=r"train and val by the names of its files, and no test; add test\.jsonl"):
-        read(tmp_path, "test")
-    lines(tmp_path / "test.jsonl", [{**rows()[2], "id": "q9"}])
-    with pytest.raises(DataError, match=r"document 'doc-\w+' of .*test\.jsonl is also in .*train\.jsonl; remove it"):
-        read(tmp_path, "train")
-
-
-def test_questions_without_documents_have_the_whole_corpus_in_every_split(tmp_path: Path) -> None:
-    flash_rag(tmp_path)
-    lines(tmp_path / "test.jsonl", [{"id": n, "question": q, "golden_answers": a} for n, q, a, _ in QUESTIONS])
-    (tmp_path / "dev.jsonl").unlink()
-    data = read(tmp_path, "test")
-    assert [document.id for document in data.documents] == ["0", "1", "2"]
-    assert [question.document_id for question in data.questions] == [None] * 3
-    with pytest.raises(
-        DataError, match="question 'q0' names no document, and this needs the document of each question"
-    ):
-        data.questions_by_document()
-    assert load_dataset("own", "test", tmp_path, documents=3) == data
-    with pytest.raises(ConfigError, match="first 2 of 3 documents are asked for, but the questions name no documents"):
-        load_dataset("own", "test", tmp_path, documents=2)
-    lines(tmp_path / "dev.jsonl", [{"id": "x", "question": "Who?", "golden_answers": ["Ada"], "document_id": 0}])
-    with pytest.raises(DataError, match="question 'q0' names no document, but others do"):
-        read(tmp_path)
-
-
 def test_beside_a_file_of_documents_rows_name_documents_and_hold_none(tmp_path: Path) -> None:
     documents_and_questions(tmp_path)
     lines(tmp_path / "questions.jsonl", rows())
@@ -251,28 +134,6 @@ def test_beside_a_file_of_documents_rows_name_documents_and_hold_none(tmp_path: 
     lines(tmp_path / "documents.jsonl", [{"id": "d0", "text": "A."}, {"id": "d0", "text": "B."}])
     with pytest.raises(DataError, match=r"documents\.jsonl, row 2, field 'id': 'd0' is the id of another document"):
         read(tmp_path)
-
-
-def test_ids_are_unique_within_a_split(tmp_path: Path) -> None:
-    lines(tmp_path / "train.jsonl", rows(document_id="d")[:1])
-    lines(tmp_path / "test.jsonl", [{**row, "id": "q0"} for row in rows(document_id="d")[1:2]])
-    assert read(tmp_path, "train").questions[0].id == read(tmp_path, "test").questions[0].id == "q0"
-    with pytest.raises(DataError, match="'d' is a document of two splits; the split 'all' needs other ids"):
-        read(tmp_path)
-    flash_rag(tmp_path / "flash")
-    lines(tmp_path / "flash" / "test.jsonl", [{"id": "q0", "question": "?", "golden_answers": "x", "document_id": 2}])
-    assert [question.id for question in read(tmp_path / "flash", "test").questions] == ["q0"]
-    with pytest.raises(DataError, match="'q0' is a question of two splits"):
-        read(tmp_path / "flash")
-
-
-def test_no_document_is_asked_about_in_two_splits_of_a_corpus(tmp_path: Path) -> None:
-    folder = flash_rag(tmp_path)
-    lines(folder / "train.jsonl", [{"question": "What?", "answers": "A ferry", "document_id": "1"}])
-    with pytest.raises(
-        DataError, match=r"document '1' is asked about in .*train\.jsonl and in .*dev\.jsonl \(question 'q1'\)"
-    ):
-        read(folder, "train")
 
 
 def test_unanswerable_questions_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -398,12 +259,3 @@ def test_a_path_that_is_no_data_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.txt").touch()
     with pytest.raises(DataError, match=r"rows\.txt is of no kind that is read; give a file that ends in \.jsonl, "):
         read(tmp_path / "rows.txt")
-
-
-def test_a_split_without_questions_tells_where_they_are(tmp_path: Path) -> None:
-    path = lines(tmp_path / "rows.jsonl", rows(title="One"))
-    for document in read(path).documents:
-        own = drawn_split(document)
-    other = "val" if own == "test" else "test"
-    with pytest.raises(DataError, match=f"split '{other}' of .* holds no question: of all 3, .*3 are in {own}"):
-        read(path, other)

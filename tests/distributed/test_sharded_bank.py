@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mac_rag.atomic_files import sealed, unsealed
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.types import Document
 from mac_rag.distributed.shard import Shard
 from mac_rag.distributed.shard_files import shard_folder, shard_of, shards_of
 from mac_rag.distributed.sharded_bank import ShardedBank
 from mac_rag.engine import MACEngine
-from mac_rag.errors import BankError, ConfigError, DamageError, FingerprintError, ShardLostError
+from mac_rag.errors import BankError, ConfigError, ShardLostError
 from mac_rag.lm.devices import DTYPES
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.entry_table import id_hashes
@@ -36,12 +34,6 @@ from tests.nn.helpers import TOKENS, WIDTH, network, random, random_texts
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 QUESTIONS = ["Who opened the bridge?", "Where is the museum?", "What was sold?"]
-
-
-@pytest.fixture
-def folder() -> Any:
-    with fast_folder() as place:
-        yield place / "bank"
 
 
 def one_bank(model: MACModel, bank: ShardedBank) -> MemoryBank:
@@ -325,73 +317,6 @@ def test_partial_answers_say_what_share_of_the_documents_they_lack(loaded_tiny_m
         local(bank).held = set()
         assert engine.answer(QUESTIONS[:1]) == whole
         assert {answer.unread for answer in engine.answer(QUESTIONS)} == {0.0}
-
-
-class TestOpening:
-    @pytest.fixture
-    def bank(self, loaded_tiny_model: MACModel, folder: Path) -> Path:
-        for place in (folder, folder.with_name("other")):
-            with made(place, loaded_tiny_model, 3) as bank:
-                bank.put(documents(9), random_rows(loaded_tiny_model, 9, 0))
-                bank.commit()
-        return folder
-
-    def refused(self, model: MACModel, folder: Path, match: str, error: type[BankError] = BankError) -> None:
-        with pytest.raises(error, match=match):
-            opened(folder, model)
-
-    def test_folders_of_shards_are_told_apart(self, loaded_tiny_model: MACModel, bank: Path) -> None:
-        first, second = shard_folder(bank, 0), shard_folder(bank, 1)
-        first.rename(bank / "kept")
-        self.refused(loaded_tiny_model, bank, rf"{first} holds no shard.*put it back")
-        second.rename(first)
-        (bank / "kept").rename(second)
-        self.refused(loaded_tiny_model, bank, rf"{first} holds shard 1 in the place of shard 0")
-        shutil.rmtree(first)
-        shutil.copytree(shard_folder(bank.with_name("other"), 0), first)
-        self.refused(loaded_tiny_model, bank, "a shard of another bank")
-
-    def test_documents_of_another_shard_are_refused(self, loaded_tiny_model: MACModel, bank: Path) -> None:
-        first, second = shard_folder(bank, 0), shard_folder(bank, 1)
-        (first / "shard.json").replace(bank / "mark")
-        shutil.rmtree(first)
-        shutil.copytree(second, first)
-        (bank / "mark").replace(first / "shard.json")
-        self.refused(loaded_tiny_model, bank, r"is shard 0, but document 'text \d' belongs to shard 1")
-
-    def test_another_number_of_shards_is_refused(self, loaded_tiny_model: MACModel, bank: Path) -> None:
-        four = bank.with_name("four")
-        made(four, loaded_tiny_model, 4).close()
-        manifest = (four / "shards.json").read_text()
-        name = unsealed((bank / "shards.json").read_bytes())["name"]
-        (bank / "shards.json").write_bytes(sealed({**unsealed(manifest.encode()), "name": name}))
-        self.refused(loaded_tiny_model, bank, "shard 0 of 3 shards, not of 4")
-
-    def test_damaged_and_missing_files_are_named(self, loaded_tiny_model: MACModel, bank: Path) -> None:
-        manifest = bank / "shards.json"
-        content = manifest.read_bytes()
-        manifest.write_bytes(content.replace(b'"shards":3', b'"shards":2'))
-        self.refused(loaded_tiny_model, bank, rf"{manifest} is damaged", DamageError)
-        manifest.unlink()
-        self.refused(loaded_tiny_model, bank, "no bank in shards")
-        manifest.write_bytes(content)
-        (shard_folder(bank, 2) / "manifest.json").write_bytes(b"{}")
-        self.refused(loaded_tiny_model, bank, "shard-2")
-
-    def test_a_folder_that_holds_a_bank_is_not_made_again(self, loaded_tiny_model: MACModel, bank: Path) -> None:
-        with pytest.raises(BankError, match="already holds a bank"):
-            made(bank, loaded_tiny_model, 3)
-        (bank / "shards.json").unlink()
-        with pytest.raises(BankError, match=r"shard-0.*already holds"):
-            made(bank, loaded_tiny_model, 3)
-        with pytest.raises(ConfigError, match="shards is 0"):
-            made(bank.with_name("none"), loaded_tiny_model, 0)
-
-    def test_another_model_is_refused(self, tiny_model: MACModel, bank: Path) -> None:
-        with torch.no_grad():
-            tiny_model.aggregation.blocks[0].to_out.bias += 1
-        tiny_model.train().eval()
-        self.refused(tiny_model, bank, "cannot be read by", FingerprintError)
 
 
 def test_shards_answer_as_of_a_date_and_take_other_metadata(loaded_tiny_model: MACModel, folder: Path) -> None:

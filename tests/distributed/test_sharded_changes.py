@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,18 +18,12 @@ from mac_rag.model import MACModel
 from mac_rag.retrieval.bm25 import BM25Retriever
 from mac_rag.sync import difference
 from tests.distributed.local_shards import assert_read_alike, documents, local, made, opened
-from tests.memory.helpers import fast_folder, random_rows
+from tests.memory.helpers import random_rows
 
 QUESTIONS = ["Who opened the bridge?", "Where is the museum?"]
 BEFORE = [Document(f"text {n}", f"Ada Voss has opened bridge number {n} of the town.") for n in range(6)]
 # Some are new, some replace others, in all of three shards.
 AFTER = [Document(f"text {n}", f"The museum of bridge number {n} was closed.") for n in range(3, 12)]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with fast_folder() as place:
-        yield place / "bank"
 
 
 def engine_of_one_bank(model: MACModel) -> MACEngine:

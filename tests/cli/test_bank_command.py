@@ -1,0 +1,141 @@
+"""The command mac-rag bank on a bank of four documents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mac_rag.data.types import Document
+from mac_rag.memory import MemoryBank
+from mac_rag.retrieval.chroma import ChromaRetriever
+from mac_rag.retrieval.encoders import minilm
+from mac_rag.sync import SyncedBank
+from tests.cli.helpers import refusal, run
+
+
+@pytest.fixture
+def bank(model: str, notes: list[str], tmp_path: Path) -> Path:
+    assert run("adapt", *notes, "--bank", tmp_path / "bank", "--model", model).exit_code == 0
+    return tmp_path / "bank"
+
+
+def test_list(bank: Path, notes: list[str]) -> None:
+    rows = [json.loads(line) for line in run("bank", "list", "--bank", bank).stdout.splitlines()]
+    assert [row["documents"][0]["id"] for row in rows] == [notes[0], notes[1], "r[1]", "r2"]
+    assert rows[2]["documents"][0]["metadata"] == {"date": "2024-05-01"}
+    assert rows[2]["documents"][0]["date"] == "2024-05-01"
+    assert rows[0]["documents"][0]["date"] == rows[0]["documents"][0]["added"]
+
+
+def test_a_question_as_of_a_date(bank: Path, model: str) -> None:
+    asking = ("ask", "Where did rain fall?", "--bank", bank, "--model", model, "--explain")
+    explained = run(*asking, "--as-of", "2024-06")
+    assert "100.0%" in explained.stdout
+    assert "r[1]" in explained.stdout
+    refused = run(*asking, "--as-of", "03/04/2024")
+    assert "can be read in several ways" in str(refused.exception)
+
+
+def test_list_filters_and_pages(bank: Path, notes: list[str]) -> None:
+    def listed(*options: object) -> list[str]:
+        lines = run("bank", "list", "--bank", bank, *options).stdout.splitlines()
+        return [document["id"] for line in lines for document in json.loads(line)["documents"]]
+
+    assert listed("--id", "r[1]") == ["r[1]"]
+    assert listed("--id", "r*") == ["r[1]", "r2"]
+    assert listed("--id", "r") == []
+    assert listed("--id", "*.md", "--id", "r2") == [notes[1], "r2"]
+    assert listed("--where", "date=2024-05-01") == ["r[1]"]
+    assert listed("--where", "date=2024-05-01", "--id", "r2") == []
+    assert listed("--after", notes[1]) == ["r[1]", "r2"]
+    first = run("bank", "list", "--bank", bank, "--limit", 3)
+    assert first.stderr == "there are more; go on with --after 'r[1]'\n"
+    assert listed("--limit", 3) + listed("--limit", 3, "--after", "r[1]") == [*notes[:2], "r[1]", "r2"]
+    assert run("bank", "list", "--bank", bank, "--limit", 4).stderr == ""
+    assert "'nowhere'" in refusal("bank", "list", "--bank", bank, "--after", "nowhere")
+    assert run("bank", "list", "--bank", bank, "--where", "date").exit_code == 2
+
+
+def test_metadata_of_all_kinds_are_compared(tmp_path: Path) -> None:
+    metadata = {"n": 2005, "text": "2005", "truth": True, "none": None, "names": ["Ada", "Ines", 3], "empty": ""}
+    bank = MemoryBank("0" * 64)
+    bank.put([Document("all", "", metadata), Document("nothing", "")], torch.zeros(2, 1, 4))
+    bank.save(tmp_path / "bank")
+
+    def found(condition: str) -> bool:
+        lines = run("bank", "list", "--bank", tmp_path / "bank", "--where", condition).stdout.splitlines()
+        assert [json.loads(line)["documents"][0]["id"] for line in lines] in ([], ["all"])
+        return bool(lines)
+
+    fitting = ("n=2005", "text=2005", "truth=true", "none=null", "names=Ines", "names=3", "empty=")
+    assert all(map(found, fitting))
+    assert not any(map(found, ("n=2005.0", "n=20", "truth=True", "none=", "names=Ad", "empty=a", "lost=", "lost=null")))
+
+
+def test_compaction_of_a_bank_with_chroma(tmp_path: Path) -> None:
+    documents = [Document("a", "Quizzaciously rain fell."), Document("b", "Snow fell on Tarn.")]
+    retriever = ChromaRetriever(tmp_path / "texts", minilm())
+    retriever.add(documents)
+    with MemoryBank.create(tmp_path / "bank", "f00d", secure_delete=True) as bank:
+        bank.put(documents, torch.ones(2, 2, 3))
+        SyncedBank(bank, retriever).delete(["a"])
+    retriever.close()
+    assert b"Quizzaciously" in (tmp_path / "texts" / "chroma.sqlite3").read_bytes()
+    compacted = run("bank", "compact", "--bank", bank.folder, "--retriever", f"chroma:{tmp_path / 'texts'}")
+    assert compacted.exit_code == 0, compacted.output
+    assert compacted.stdout == f"{bank.folder} holds 1 documents and nothing else\n"
+    assert b"Quizzaciously" not in b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
+
+
+def test_delete_and_compact(bank: Path) -> None:
+    assert run("bank", "delete", "r2", "r[1]", "--bank", bank).stdout == f"2 deleted; {bank} holds 2 documents\n"
+    assert "'r2'" in refusal("bank", "delete", "r2", "--bank", bank)
+    before = sum(file.stat().st_size for file in bank.glob("*.safetensors"))
+    assert run("bank", "compact", "--bank", bank).exit_code == 0
+    assert sum(file.stat().st_size for file in bank.glob("*.safetensors")) < before
+    assert not any(b"r[1]" in file.read_bytes() for file in bank.iterdir())
+
+
+def test_a_bank_that_was_emptied_is_filled_again(model: str, bank: Path, notes: list[str]) -> None:
+    assert run("bank", "delete", notes[0], notes[1], "r[1]", "r2", "--bank", bank).exit_code == 0
+    assert run("adapt", *notes, "--bank", bank, "--model", model).stdout.startswith("4 added")
+    assert len(MemoryBank.open(bank)) == 4
+
+
+def test_deleting_one_of_several_that_are_one_entry_names_the_others(model: str, bank: Path) -> None:
+    again = run("adapt", "-", "--bank", bank, "--model", model, "--max-entries", 1)
+    assert again.exit_code != 0  # nothing on standard input
+    (bank.parent / "new.txt").write_text("Fog lay on Ulm.")
+    run("adapt", bank.parent / "new.txt", "--bank", bank, "--model", model, "--max-entries", 1)
+    assert len(list(MemoryBank.open(bank))) == 1
+    shown = run("bank", "delete", "r2", "--bank", bank).stdout
+    assert shown.startswith(f"5 deleted; {bank} holds 0 documents\nalso deleted, because they were merged with these: ")
+    assert "r[1]" in shown
+
+
+def test_verify_and_repair(bank: Path, tmp_path: Path) -> None:
+    assert run("bank", "verify", "--bank", bank).exit_code == 0
+    tokens = next(bank.glob("*.safetensors"))
+    data = bytearray(tokens.read_bytes())
+    data[-1] ^= 1
+    tokens.write_bytes(data)
+    found = run("bank", "verify", "--bank", bank)
+    assert found.exit_code == 1
+    assert tokens.name in found.stdout
+    assert tokens.name in refusal("bank", "export", "--bank", bank, "--output", tmp_path / "out")
+    assert "r2" in run("bank", "repair", "--bank", bank).stdout
+    assert run("bank", "verify", "--bank", bank).exit_code == 0
+    assert len(MemoryBank.open(bank)) == 3
+
+
+def test_export(bank: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    assert run("bank", "export", "--bank", bank, "--output", output).exit_code == 0
+    assert torch.equal(load_file(output / "memory.safetensors")["phi"], MemoryBank.open(bank).phi)
+    rows = [json.loads(line) for line in (output / "documents.jsonl").read_text().splitlines()]
+    assert [row["rows"] for row in rows] == [1, 1, 1, 1]
+    assert "is not empty" in refusal("bank", "export", "--bank", bank, "--output", output)
