@@ -33,7 +33,7 @@ _HOPS_OFF = "MAC, hops off"
 
 def main(
     context: typer.Context,
-    model: ModelOption = "mac-tiny",
+    model: ModelOption = "mac-tiny-hops",
     k: Annotated[
         str, typer.Option("--k", help="Documents that BM25 puts in front; several numbers separated by commas.")
     ] = "1,3,5",

@@ -13,6 +13,7 @@ FINGERPRINTS: dict[str, tuple[str, ...]] = {
         "5c130a0b4218ced40b4579789109a25ed3c15510a9584c4aed8f14b25f720204",
     ),
     "mac-tiny": ("3172397d910772fa4d1ea7a551d62e02196a5aa1465b46e0e621405dc0cdc27e",),
+    "mac-tiny-hops": ("1f473296fb36fd504dc82b09bdcc3e723de382e20d4aef55cfd8265a80a2a21f",),
 }
 
 
