@@ -82,7 +82,7 @@ def one_process(loaded_tiny_model: MACModel, files: list[Path]) -> MemoryBank:
 
 
 def bulk_adapt(
-    model: MACModel, checkpoint: Path, folder: Path, files: list[Path], retriever: Any = None
+    model: MACModel, checkpoint: Path, folder: Path, files: list[Path], retriever: Any = None, actors: int = 2
 ) -> tuple[AdaptReport, MemoryBank]:
     """Adapts the bank in a folder, which is made if it does not exist."""
     exists = MemoryBank.exists(folder)
@@ -92,7 +92,7 @@ def bulk_adapt(
         else MemoryBank.create_on_commit(folder, model.fingerprint, keep_texts=True)
     )
     with opened as bank:
-        report = BulkAdapter(model, str(checkpoint), bank, folder, retriever, actors=2).adapt(files)
+        report = BulkAdapter(model, str(checkpoint), bank, folder, retriever, actors=actors).adapt(files)
     return report, MemoryBank.open(folder) if MemoryBank.exists(folder) else bank
 
 
@@ -112,8 +112,10 @@ def amortized(folder: Path) -> int:
 
 
 @pytest.mark.long
-def test_two_actors_make_the_bank_of_one_process(
+@pytest.mark.parametrize("actors", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_actors_make_the_bank_of_one_process(
     ray: Any,
+    actors: int,
     loaded_tiny_model: MACModel,
     tiny_checkpoint: Path,
     files: list[Path],
@@ -123,7 +125,7 @@ def test_two_actors_make_the_bank_of_one_process(
 ) -> None:
     monkeypatch.setattr(adapting, "Amortizer", Counting)
     retriever = BM25Retriever()
-    arguments = (loaded_tiny_model, tiny_checkpoint, tmp_path / "bank", files, retriever)
+    arguments = (loaded_tiny_model, tiny_checkpoint, tmp_path / "bank", files, retriever, actors)
     write, calls = Adapter.write_encoded, []
 
     def write_two(self: Adapter, *values: Any) -> Any:

@@ -39,13 +39,13 @@ def test_metrics_are_their_definitions(answers: list[tuple[float, bool]]) -> Non
 def test_a_fit_and_its_measurement_are_two_commands(command: Command, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     MACModel.from_pretrained("mac-tiny").save_pretrained(folder)
-    options = ("--documents", "80", "--questions", "80")
+    options = ("--documents", "50", "--questions", "50")
     code, _, told = command("eval.unanswerable", "--model", str(folder), *options)
     assert code == 1
     assert "python -m pipelines.calibrate" in told
     fitted = pipeline("pipelines.calibrate", "--model", str(folder), "--data", "newswire", *options)
     assert fitted.exit_code == 0, fitted.output
-    assert "fitted on 80 answers" in fitted.output
+    assert "fitted on 50 answers" in fitted.output
     output = tmp_path / "result.json"
     code, _, told = command("eval.unanswerable", "--model", str(folder), *options, "--output", str(output))
     assert code == 0, told
@@ -55,4 +55,4 @@ def test_a_fit_and_its_measurement_are_two_commands(command: Command, tmp_path: 
     assert first.measures["auroc"] > 0.8
     assert first.measures["risk_at_100"] <= 1 - (first.em or 0)
     assert {row.name for row in result.rows[1:]} >= {"memory: prior alone", "memory: log_probability alone"}
-    assert len(result.read_samples(output)) == 80
+    assert len(result.read_samples(output)) == 50

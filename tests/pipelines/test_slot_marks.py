@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from mac_rag.data.newswire.generate import generate
+from mac_rag.data.types import QADataset
 from mac_rag.model import MACModel
 from mac_rag.nn.memory_slots import MemorySlots
 from pipelines.initializers.kv_regression import init_by_kv_regression
@@ -17,6 +18,7 @@ from pipelines.initializers.slot_marks import fit_slot_marks
 from tests.pipelines.test_kv_regression import around
 
 DATA = generate("train", 60, seed=3, questions_per_document=2)
+UNANSWERED = replace(DATA, questions=[replace(question, answers=[]) for question in DATA.questions])
 
 
 def with_slots(count: int) -> MACModel:
@@ -40,19 +42,19 @@ def divergence(model: MACModel) -> float:
     return float(functional.kl_div(together, alone, log_target=True, reduction="batchmean"))
 
 
-@pytest.mark.parametrize("slots", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_improbable_documents_are_heard_little(slots: int) -> None:
+@pytest.mark.parametrize(
+    ("slots", "data"),
+    [
+        pytest.param(3, DATA, id="three"),
+        pytest.param(2, DATA, id="two", marks=pytest.mark.slow),
+        pytest.param(2, UNANSWERED, id="questions without answers", marks=pytest.mark.slow),
+    ],
+)
+def test_improbable_documents_are_heard_little(slots: int, data: QADataset) -> None:
     model = with_slots(slots)
     unmarked = divergence(model)
-    fit_slot_marks(model, DATA)
+    fit_slot_marks(model, data)
     assert divergence(model) < 0.25 * unmarked
-
-
-def test_questions_need_no_answers() -> None:
-    model = with_slots(2)
-    unmarked = divergence(model)
-    fit_slot_marks(model, replace(DATA, questions=[replace(question, answers=[]) for question in DATA.questions]))
-    assert divergence(model) < unmarked
 
 
 def test_a_model_without_slots_stays_as_it_is() -> None:

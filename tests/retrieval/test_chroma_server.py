@@ -19,6 +19,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, MACError
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
+from mac_rag.retrieval import chroma_server
 from mac_rag.retrieval.chroma import ChromaRetriever
 from mac_rag.sync import difference
 from tests.retrieval.helpers import Proxy, Server, WordEncoder, documents
@@ -115,7 +116,8 @@ def test_a_token_that_http_cannot_carry_is_refused_and_not_repeated(
     assert SECRET not in refused("http://localhost:1", "the header 'X-Key' is", headers={"X-Key": token or " "})
 
 
-def test_failures_of_the_connection_pass(server: Server) -> None:
+def test_failures_of_the_connection_pass(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chroma_server, "_FIRST_WAIT", 0.01)
     with Proxy(server.port, {}) as proxy:
         chroma = ChromaRetriever(f"{proxy.url}/passing", WordEncoder())
         proxy.failures = [503, None, 502]
