@@ -69,8 +69,8 @@ def _try(part: str, seeds: range, report: Path) -> None:
         report.write_text(traceback.format_exc())
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("part", "trials"), [pytest.param("kills", 8, marks=pytest.mark.slow), ("soak", 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "trials"), [("kills", 8), ("soak", 1)])
 def test_processes_of_their_own(part: str, trials: int, tmp_path: Path) -> None:
     """They are forked from a process without threads."""
     report = tmp_path / "report"
