@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
+
 from mac_rag.errors import BankError
 from tests.helpers import run_in_process
 from tests.torture import runner
@@ -57,5 +59,6 @@ def _run(folder: Path) -> None:
         assert (again.tried, again.commits) == ({"even": 1}, ["b"])
 
 
+@pytest.mark.slow
 def test_failures_are_counted_by_their_kind_and_do_not_stop_a_run(tmp_path: Path) -> None:
     assert run_in_process(_run, tmp_path) == 0

@@ -17,6 +17,8 @@ from tests.torture.mutations import little_memory
 from tests.torture.part import make
 from tests.torture.power_loss import Recorder
 
+pytestmark = pytest.mark.slow
+
 MUTATIONS = [("banks", 12), ("retrievers", 24), ("checkpoints", 4), ("data_files", 8)]
 
 
@@ -69,7 +71,6 @@ def _try(part: str, seeds: range, report: Path) -> None:
         report.write_text(traceback.format_exc())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("part", "trials"), [("kills", 8), ("soak", 1)])
 def test_processes_of_their_own(part: str, trials: int, tmp_path: Path) -> None:
     """They are forked from a process without threads."""
