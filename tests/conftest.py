@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.places import IN_MEMORY
 
 # The same examples at each run, so that a change is what makes a test fail; HYPOTHESIS_PROFILE=default draws new ones,
 # and where a test does not say how many, twice as many.
@@ -21,10 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # on models this small, threads o
 
 
 def pytest_configure() -> None:
-    """Temporary folders are in memory where there is room: banks wait for the disk at each commit."""
-    memory = Path("/dev/shm")
-    if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 4 << 30:
-        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
+    """Temporary folders are in memory, where there is room."""
+    if IN_MEMORY is not None:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,15 +22,14 @@ from mac_rag.memory.contents import Contents
 from mac_rag.memory.rows import RowLayout
 from mac_rag.model import MACModel
 from mac_rag.nn.product_quantizer import ProductQuantizer
+from tests.places import IN_MEMORY
 
 TOKENS, WIDTH = 2, 3
-# A disk takes its time to sync, and what these tests ask of it is not whether it does.
-_FAST = next((place for place in ("/dev/shm",) if os.access(place, os.W_OK)), None)
 
 
 @contextmanager
 def fast_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir=_FAST) as folder:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         yield Path(folder)
 
 
