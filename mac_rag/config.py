@@ -223,6 +223,9 @@ class AggregationConfig(Config):
             document more of those that the prior ranks first. The LM reads S T tokens.
         hops: True for slots that follow one another: each looks for what the question still needs, given what the slot
             before it has read (see `mac_rag.nn.hops`). Needs several slots.
+        slot_cutoff: in nats; a slot whose document the prior holds that much less probable than the first slot's is
+            left out, except in training, and the LM reads T tokens less. None leaves out none. Only for modulations of
+            the kind `prompt`, and for slots without hops.
     """
 
     blocks: int = Field(4, ge=1)
@@ -234,9 +237,13 @@ class AggregationConfig(Config):
     recency: bool = False
     slots: int = Field(1, ge=1)
     hops: bool = False
+    slot_cutoff: float | None = Field(None, gt=0, le=8)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.slot_cutoff is not None and (self.slots == 1 or self.hops):
+            why = "slots is 1" if self.slots == 1 else "hops lead to documents that the question alone does not find"
+            raise ValueError(f"slot_cutoff is {self.slot_cutoff}, but {why}; leave it out")
         if self.hops and self.slots == 1:
             raise ValueError("hops lead from slot to slot, but slots is 1; set it to the documents a question needs")
         if self.recency and not self.prior_width:
@@ -424,6 +431,11 @@ class MACConfig(Config):
         serving += [] if self.hashed_bm25 is None else ["hashed_bm25"]
         if serving and not self.aggregation.prior_width:
             raise ValueError(f"{serving[0]} serves the document prior; set aggregation.prior_width above 0")
+        if self.aggregation.slot_cutoff is not None and self.modulation.kind != "prompt":
+            raise ValueError(
+                f"aggregation.slot_cutoff is {self.aggregation.slot_cutoff}, but a modulation of the kind "
+                f"{self.modulation.kind} reads all slots; leave it out"
+            )
         if self.sentence_encoder is not None and self.tokens < 2:
             raise ValueError(f"tokens is {self.tokens}, but a document needs one beside the sentence encoder's")
         return self
@@ -435,7 +447,7 @@ class MACConfig(Config):
 
     @property
     def tokens_in_prompt(self) -> int:
-        """Tokens of phi* that the LM runs over with each prompt; 0 for all modulations but a prompt."""
+        """Tokens of phi* that the LM runs over with each prompt, at most; 0 for all modulations but a prompt."""
         return self.modulation_tokens if self.modulation.kind == "prompt" else 0
 
     @property

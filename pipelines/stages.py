@@ -33,7 +33,15 @@ from mac_rag.untrusted_files import MalformedError
 C = TypeVar("C", bound=Config)
 
 RECIPES = Path(__file__).parent / "recipes"
-TASKS = ("pretrain", "tune_qa", "train", "fit_recency", "fit_hops", "add_lexical")  # see pipelines.tasks.registry
+TASKS = (
+    "pretrain",
+    "tune_qa",
+    "train",
+    "tune_prior",
+    "fit_recency",
+    "fit_hops",
+    "add_lexical",
+)  # see pipelines.tasks.registry
 _STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _REFERENCE = re.compile(r"\$\{stages\.([^}]*)\}/(?:best|last)")
 _EVERY_STAGE = "*"

@@ -46,16 +46,18 @@ class Costs:
             weight: memory weight; None for answers without memory.
 
         Returns:
-            `lm_tokens`, the tokens of prompts that the LM reads, twice for an ensemble, and of a memory in the prompt,
-            over all questions; and `gflop`, the operations until the first token in billions, over those of the sample.
+            `lm_tokens`, the tokens of prompts that the LM reads, twice for an ensemble, over all questions, and of a
+            memory in the prompt, over those of the sample; and `gflop`, the operations until the first token in
+            billions, over those of the sample.
         """
         tokens = sum(len(prompt.ids) * self._readings(prompt, weight) for prompt in prompts) / len(prompts)
-        tokens += 0 if weight is None else self._engine.model.config.tokens_in_prompt
         sample = [prompt for prompt in prompts if prompt.question in self._sample][:_SAMPLE]
         model = self._engine.model
         operations = 0.0
         for prompt in sample:
             phi = None if weight is None else self._engine.aggregate([prompt.question])
+            if phi is not None:
+                tokens += model.memory_in_prompt(phi)[0] / len(sample)
             first_token = partial(model.generate, [prompt], modulation=phi, max_new_tokens=1, memory_weight=weight)
             operations += flops(first_token)
         mean = operations / len(sample) + (0.0 if weight is None else self._of_memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from mac_rag.lm.extractive import SpanSource
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.model.text_encoder import TextEncoder
+from mac_rag.nn.memory_slots import heard_slots
 from mac_rag.nn.modulation import Modulation, ModulationNetwork
 
 
@@ -183,7 +184,7 @@ class GenerationMixin:
         for rows in self._batches(prompts, modulation):
             each = self.base_lm.generate_each(
                 [prompts[i].ids for i in rows],
-                self.modulation(modulation[rows]),
+                self._modulation(modulation[rows]),
                 max_new_tokens=self.config.max_new_tokens,
                 weights=weights,
                 sources=self.span_sources([prompts[i] for i in rows]),
@@ -234,11 +235,32 @@ class GenerationMixin:
         ]
 
     def _batches(self, prompts: Sequence[FittedPrompt], phi: Tensor | None) -> list[list[int]]:
-        """Batches of prompts, as lists of indices: a single one on a GPU, several of similar lengths on a CPU."""
-        if self.base_lm.device.type != "cpu":
-            return [list(range(len(prompts)))]
-        memory = 0 if phi is None else self.config.tokens_in_prompt
-        return length_buckets([memory + len(prompt.ids) for prompt in prompts], self.cpu_batch_tokens)
+        """Batches of prompts, as lists of indices: a single one on a GPU, several of similar lengths on a CPU.
+
+        Those of one batch read equally many tokens of phi*.
+        """
+        memory = [0] * len(prompts) if phi is None else self.memory_in_prompt(phi)
+        batches = []
+        for tokens in sorted(set(memory)):
+            rows = [row for row, own in enumerate(memory) if own == tokens]
+            if self.base_lm.device.type == "cpu":
+                buckets = length_buckets([tokens + len(prompts[row].ids) for row in rows], self.cpu_batch_tokens)
+                batches += [[rows[place] for place in bucket] for bucket in buckets]
+            else:
+                batches.append(rows)
+        return batches
+
+    def memory_in_prompt(self, phi: Tensor) -> list[int]:
+        """Tokens of phi* that the LM runs over with the prompt of each question; 0 for all modulations but a prompt.
+
+        Args:
+            phi: `[B, S T, D]`.
+        """
+        if not self.config.tokens_in_prompt:
+            return [0] * len(phi)
+        if self.config.aggregation.slot_cutoff is None:
+            return [phi.shape[1]] * len(phi)
+        return [count * self.config.tokens for count in heard_slots(phi, self.config.tokens).tolist()]
 
     def stream(
         self,
@@ -292,9 +314,20 @@ class GenerationMixin:
         ids = [list(takewhile(lambda token: token not in prompts.end_tokens, prompts.answer(text))) for text in texts]
         return [SpanSource.whole(answer) for answer in ids]
 
+    @overload
+    def _modulation(self, phi: Tensor) -> Modulation: ...
+
+    @overload
+    def _modulation(self, phi: None) -> None: ...
+
     @torch.no_grad()
     def _modulation(self, phi: Tensor | None) -> Modulation | None:
-        return None if phi is None else self.modulation(phi)
+        """The modulation of questions that read equally many tokens of phi*."""
+        if phi is None:
+            return None
+        read = max(self.memory_in_prompt(phi), default=0)
+        modulation: Modulation = self.modulation(phi[:, :read] if read else phi)
+        return modulation
 
 
 def _check_each(texts: Sequence[str], kind: str) -> None:

@@ -95,6 +95,7 @@ class MACModel(GenerationMixin, nn.Module):
             recency=sizes.recency,
             slots=sizes.slots,
             hops=sizes.hops,
+            slot_cutoff=sizes.slot_cutoff,
             readout=config.modulation.kind == "prompt",
             lexical_weight=1.0 if config.hashed_bm25 is None else config.hashed_bm25.weight,
         )

@@ -60,6 +60,7 @@ class AggregationNetwork(nn.Module):
             (`mac_rag.nn.recency`).
         slots: S, phi* has S times T tokens (`mac_rag.nn.memory_slots`).
         hops: True for slots of which each follows what the one before it has read (`mac_rag.nn.hops`).
+        slot_cutoff: see `mac_rag.nn.memory_slots.MemorySlots`.
         readout: True for phi* of the kind of memory tokens: the last block leaves out the residual of its attention.
         chunk_rows: rows of a bank in memory that are attended to at a time.
 
@@ -86,6 +87,7 @@ class AggregationNetwork(nn.Module):
         recency: bool = False,
         slots: int = 1,
         hops: bool = False,
+        slot_cutoff: float | None = None,
         readout: bool = False,
         chunk_rows: int = CHUNK_ROWS,
     ) -> None:
@@ -107,7 +109,7 @@ class AggregationNetwork(nn.Module):
         )
         self.prior = DocumentPrior(width, prior_width, sentence_token, lexical_weight) if prior_width else None
         self.recency = RecencyTerm() if recency else None
-        self.slots = MemorySlots(slots, width) if slots > 1 else None
+        self.slots = MemorySlots(slots, width, slot_cutoff) if slots > 1 else None
         self.hops = Hops(width, prior_width, heads, feed_forward) if hops else None
         self.use_prior = True
         self.use_recency = True

@@ -124,12 +124,17 @@ class AmortizationNetwork(nn.Module):
             tokens = functional.layer_norm(tokens, tokens.shape[-1:])
         if self.sentence_encoder is not None:
             with torch.no_grad():
-                text = read(self.sentence_encoder, input_ids, attention_mask)
-            shares = attention_mask[..., None] / attention_mask.sum(1)[:, None, None]
-            tokens = torch.cat([(text * shares).sum(1, keepdim=True).to(tokens.dtype), tokens], 1)
+                sentence = self.sentence_token(input_ids, attention_mask, read)
+            tokens = torch.cat([sentence.to(tokens.dtype), tokens], 1)
         if self.hashed_bm25 is None:
             return MemoryTokens(tokens)
         return MemoryTokens(tokens, self.hashed_bm25(input_ids, attention_mask).to(tokens.dtype))
+
+    def sentence_token(self, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states) -> Tensor:
+        """The mean state of each text in the sentence encoder, `[K, 1, D]`; with gradients, where that is trained."""
+        text = read(self.sentence_encoder, input_ids, attention_mask)
+        shares = attention_mask[..., None] / attention_mask.sum(1)[:, None, None]
+        return (text * shares).sum(1, keepdim=True)
 
     def states(self, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states) -> Tensor:
         """The backbone's outputs for the learned vectors, `[K, learned vectors, backbone width]`."""

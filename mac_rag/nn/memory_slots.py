@@ -54,11 +54,13 @@ class MemorySlots(nn.Module):
     Args:
         count: S.
         width: D.
+        cutoff: faintness beyond which a slot is left out, except in training; None for none.
     """
 
-    def __init__(self, count: int, width: int) -> None:
+    def __init__(self, count: int, width: int, cutoff: float | None = None) -> None:
         super().__init__()
         self.count = count
+        self.cutoff = cutoff
         self.places = nn.Parameter(torch.zeros(count - 1, width))
         self.faint = nn.Parameter(torch.zeros(width))
         # As Transformers scale embeddings: an optimiser's small steps would hardly move a mark beside memory tokens.
@@ -93,13 +95,14 @@ class MemorySlots(nn.Module):
         return torch.stack(by_slot, 1).flatten(0, 1)
 
     def shares(self, first: FirstRows, weight: Tensor) -> Tensor:
-        """The prior's softmax over the first documents of all slots, `[B, S]`.
+        """The prior's softmax over the first documents of all slots, `[B, S]`; zero for slots that are left out.
 
         Args:
             first: what the prior ranks first.
             weight: a scalar, how attention weighs its scores.
         """
-        return weighed(self._of_slots(first), weight).softmax(1)
+        scores = weighed(self._of_slots(first), weight)
+        return scores.masked_fill(self._left_out(self.faintness(first)), -torch.inf).softmax(1)
 
     def faintness(self, first: FirstRows) -> Tensor:
         """How much less probable each slot's first document is than the first slot's, as a log-ratio, `[B, S]`.
@@ -110,10 +113,14 @@ class MemorySlots(nn.Module):
         return (of_slots[:, :1] - of_slots).clamp(max=_FAINTEST)
 
     def marked(self, tokens: Tensor, faintness: Tensor) -> Tensor:
-        """Slots `[B * S, T, D]` with their marks, side by side `[B, S * T, D]`; `faintness` `[B, S]`."""
+        """Slots `[B * S, T, D]` with their marks, side by side `[B, S * T, D]`; `faintness` `[B, S]`.
+
+        Those that are left out are zero, behind all others (`heard_slots`).
+        """
         by_slot = tokens.unflatten(0, (-1, self.count)).unbind(1)
         marked = [self.marked_at(slot, part, faintness[:, slot]) for slot, part in enumerate(by_slot)]
-        return torch.cat(marked, 1)
+        left_out = self._left_out(faintness).repeat_interleave(tokens.shape[1], 1)
+        return torch.cat(marked, 1).masked_fill(left_out[..., None], 0.0)
 
     def marked_at(self, slot: int, tokens: Tensor, faintness: Tensor) -> Tensor:
         """The tokens `[B, T, D]` of one slot with its marks; `faintness` `[B]`."""
@@ -141,10 +148,27 @@ class MemorySlots(nn.Module):
         ahead = torch.stack([first.scores[:, 0] - first.scores[:, 1] for first in ranked], 1)
         return functional.logsigmoid(weight * ahead).softmax(1)
 
+    def _left_out(self, faintness: Tensor) -> Tensor:
+        """Which slots the LM does not read, as `faintness`."""
+        if self.cutoff is None or self.training:
+            return torch.zeros_like(faintness, dtype=torch.bool)
+        return faintness > self.cutoff
+
     def _of_slots(self, first: FirstRows) -> Tensor:
         """The score of the document which each slot sees first, `[B, S]`."""
         rank = torch.arange(self.count, device=first.scores.device).expand(len(first.scores), -1)
         return first.scores.gather(1, rank.minimum(first.seen[:, None] - 1))
+
+
+def heard_slots(phi: Tensor, tokens: int) -> Tensor:
+    """How many slots of phi* the LM is to read, `[B]`.
+
+    Args:
+        phi: `[B, S T, D]`; slots that are left out come last, and are zero.
+        tokens: T.
+    """
+    slots: Tensor = phi.unflatten(1, (-1, tokens))
+    return slots.flatten(2).any(-1).sum(1)
 
 
 def without_first(scores: Tensor, ranked: Sequence[FirstRows]) -> Tensor:

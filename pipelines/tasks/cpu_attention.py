@@ -14,8 +14,15 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from mac_rag.nn.dtypes import additive
+from pipelines.training_task import TrainerConfig
 
 _NAME = "mac_products"
+
+
+def use_products_where_faster(model: nn.Module, trainer: TrainerConfig) -> None:
+    """As `use_products`, if a run trains in bf16 on a CPU that has instructions for it."""
+    if trainer.training_device.type == "cpu" and trainer.precision == "bf16" and multiplies_bf16():
+        use_products(model)
 
 
 def multiplies_bf16() -> bool:

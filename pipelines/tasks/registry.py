@@ -17,6 +17,7 @@ from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
 from pipelines.tasks.pretrain_t5 import PretrainT5Task
 from pipelines.tasks.train import TrainTask
 from pipelines.tasks.train_config import TrainConfig
+from pipelines.tasks.tune_prior import TunePriorConfig, TunePriorTask
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Task, Trainer
 
@@ -50,6 +51,7 @@ TASK_KINDS = {
     "pretrain": TaskKind(PretrainConfig, _training(_pretraining)),
     "tune_qa": TaskKind(TuneConfig, _training(lambda recipe, _: TuneTask(recipe))),
     "train": TaskKind(TrainConfig, _training(lambda recipe, _: TrainTask(recipe))),
+    "tune_prior": TaskKind(TunePriorConfig, _training(lambda recipe, _: TunePriorTask(recipe))),
     "fit_hops": TaskKind(FitHopsConfig, lambda recipe, output, _: write_fitted_hops(recipe, output)),
     "fit_recency": TaskKind(FitRecencyConfig, lambda recipe, output, _: write_fitted(recipe, output)),
     "add_lexical": TaskKind(AddLexicalConfig, lambda recipe, output, _: write_extended(recipe, output)),

@@ -24,6 +24,7 @@ from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import ContextMiner, retrieved
+from pipelines.corpora.title_groups import title_groups
 from pipelines.initializers.kv_regression import init_by_kv_regression
 from pipelines.tasks.extended_model import with_aggregation
 from pipelines.tasks.reading_turns import reading_task
@@ -73,7 +74,7 @@ class TrainTask(Task):
         if config.init == "kv_regression":  # behind all that can be wrong with the data: it takes minutes
             init_by_kv_regression(self.model, data)
         self._questions = data.questions_by_document()
-        self._stories = _stories(data, self._questions, config.group_by_title)
+        self._stories = title_groups(data, self._questions, config.group_by_title)
         self._documents = {document.id: document for document in data.documents}
         self._miner = ContextMiner(config.context, data)
         self._validation_retrieved = retrieved(config.context, self._validation)
@@ -296,26 +297,3 @@ def _from_all_processes(phi: Tensor) -> Tensor:
     gathered = [torch.empty_like(phi) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(gathered, phi)
     return torch.cat(gathered)
-
-
-def _stories(data: QADataset, questions: dict[str, list[Question]], group_size: int) -> list[list[Document]]:
-    """Groups of documents with questions: a document, its later updates, and up to `group_size` of the same title."""
-    stories: dict[str, list[Document]] = {}
-    for document in data.documents:
-        if questions[document.id]:
-            updates = document.metadata.get("updates")
-            first = updates if isinstance(updates, str) else document.id  # users have other metadata of this name
-            stories.setdefault(first, []).append(document)
-    joined: list[list[Document]] = []
-    for story in stories.values():
-        title = story[0].metadata.get("title")
-        if (
-            joined
-            and len(joined[-1]) < group_size
-            and title is not None
-            and joined[-1][0].metadata.get("title") == title
-        ):
-            joined[-1] += story
-        else:
-            joined.append(story)
-    return joined

@@ -119,6 +119,43 @@ def test_a_batch_answers_as_its_questions_alone(model: MACModel, beams: int, dty
 
 
 @torch.no_grad()
+def test_the_lm_reads_the_slots_alone_that_are_not_left_out(model: MACModel) -> None:
+    """Questions of one batch may read one, two or three; the oracle cuts phi* by hand, question by question."""
+    slots, bank = model.aggregation.slots, model.amortize(TEXTS)
+    assert slots is not None
+    model.aggregation.prior.log_scale.fill_(3.0)  # apart, as trained ones are
+    whole = model.aggregate(QUESTIONS, bank)
+    encoded = model.input_encoder([model.input_encoder.ids(question) for question in QUESTIONS])
+    faintness = slots.faintness(slots.first(model.aggregation.prior_scores(encoded, model.project(bank))))
+    cutoff = float(faintness[:, 1:].flatten().sort().values[2:4].mean())
+    counts = (faintness <= cutoff).sum(1).tolist()
+    assert len(set(counts)) > 1
+    plain = model.config
+    aggregation = plain.aggregation.model_copy(update={"slot_cutoff": cutoff})
+    model.config, slots.cutoff = plain.model_copy(update={"aggregation": aggregation}), cutoff
+    phi = model.aggregate(QUESTIONS, bank)
+    assert phi.shape == whole.shape
+    assert model.memory_in_prompt(phi) == [count * TOKENS for count in counts]
+    prompts = [model.fit_to_window(q, c) for q, c in zip(QUESTIONS, CONTEXTS, strict=True)]
+    found = (
+        model.generate(prompts, modulation=phi),
+        model.generate(prompts, modulation=phi, memory_weight=0.5),
+        ["".join(model.stream(p, modulation=phi[i : i + 1])) for i, p in enumerate(prompts)],
+        *zip(*model.score_answers(prompts, ["Riga"] * 3, modulation=phi), strict=True),
+    )
+    each = model.generate_each(prompts[1:], phi[1:], [0.5, 1.0])
+    model.config, slots.cutoff = plain, None
+    cut = [whole[i : i + 1, : count * TOKENS] for i, count in enumerate(counts)]
+    for i, (prompt, own) in enumerate(zip(prompts, cut, strict=True)):
+        answer, ensemble = (model.generate([prompt], modulation=own, memory_weight=w)[0] for w in (1.0, 0.5))
+        assert [part[i] for part in found[:3]] == [answer, ensemble, answer]
+        if i:
+            assert [answers[i - 1] for answers in each] == [ensemble, answer]
+        scored = torch.stack(model.score_answers([prompt], ["Riga"], modulation=own))[:, 0]
+        torch.testing.assert_close(torch.stack(found[3 + i]), scored, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
 def test_the_half_of_an_ensemble_without_memory_is_the_lm_alone(model: MACModel) -> None:
     phi = model.aggregate(QUESTIONS, model.amortize(TEXTS))
     prompts = [model.fit_to_window(q, c) for q, c in zip(QUESTIONS, CONTEXTS, strict=True)][1:]

@@ -116,3 +116,12 @@ def test_one_slot_leaves_the_fingerprint_as_it_was(model_folder: Folder) -> None
     assert "slots" not in fingerprint_fields(config)
     two = config.model_copy(update={"aggregation": sizes.model_copy(update={"slots": 2})})
     assert '"slots":2' in fingerprint_fields(two)
+
+
+def test_a_cutoff_leaves_the_fingerprint_as_it_was(model_folder: Folder) -> None:
+    """It changes what is read of a bank, and not what is written."""
+    sizes = AggregationConfig(blocks=1, prior_width=8, slots=2)
+    prompt = ModulationConfig(kind="prompt", entry_layer=1)
+    config = mac_config(model_folder("prefix_lm"), aggregation=sizes, modulation=prompt)
+    cut = config.model_copy(update={"aggregation": sizes.model_copy(update={"slot_cutoff": 6.0})})
+    assert fingerprint_fields(cut) == fingerprint_fields(config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,10 +11,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from mac_rag.config import AggregationConfig
+from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention, recomputing_attention
-from mac_rag.nn.memory_slots import MemorySlots
+from mac_rag.nn.memory_slots import MemorySlots, heard_slots
 from tests.nn.helpers import TOKENS, WIDTH, network, random_texts
 
 
@@ -82,6 +84,32 @@ def test_marks_tell_places_and_how_faint_a_slot_is() -> None:
     torch.testing.assert_close(after[:, TOKENS:], before[:, TOKENS:] + WIDTH**0.5 * mark[:, None])
 
 
+@settings(max_examples=30, deadline=None)
+@given(documents=st.integers(1, 5), cutoff=st.floats(0.01, 8), seed=st.integers(0, 99))
+def test_slots_beyond_the_cutoff_are_left_out(documents: int, cutoff: float, seed: int) -> None:
+    """The others are as they are, and training hears all."""
+    torch.manual_seed(seed)
+    built, question, texts = network(slots=3).eval(), random_texts(4, seed=seed), random_texts(documents, seed=seed + 1)
+    assert built.slots is not None
+    with torch.no_grad():
+        bank = built.project(texts)
+        whole, whole_mass = built(question, bank, mass=True)
+        faintness = built.slots.faintness(built.slots.first(built.prior_scores(question, bank)))
+        trained, _ = built.train()(question, bank)
+        built.slots.cutoff = cutoff
+        assert torch.equal(built(question, bank)[0], trained)
+        phi, mass = built.eval()(question, bank, mass=True)
+    heard = heard_slots(phi, TOKENS)
+    for number, (kept, expected, faint) in enumerate(zip(phi, whole, faintness, strict=True)):
+        count = sum(float(one) <= cutoff for one in faint)
+        assert int(heard[number]) == count
+        torch.testing.assert_close(kept[: count * TOKENS], expected[: count * TOKENS])
+        assert not kept[count * TOKENS :].any()
+        if count == 3:
+            torch.testing.assert_close(mass[number], whole_mass[number])
+    torch.testing.assert_close(mass.sum(1), torch.ones_like(mass[:, 0]))
+
+
 @pytest.mark.parametrize("hidden", [None, 0], ids=["all", "but-one"])
 def test_gradients_reach_the_prior_and_the_marks(hidden: int | None) -> None:
     """And they are numbers, though what a slot or a mask hides has a score of minus infinity."""
@@ -124,3 +152,27 @@ def test_without_the_prior_all_slots_say_what_one_would() -> None:
 def test_slots_need_a_document_prior() -> None:
     with pytest.raises(ValidationError, match=r"slots is 2.*set prior_width"):
         AggregationConfig(slots=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "reason"),
+    [
+        ({}, "prompt", r"slot_cutoff is 4\.0, but slots is 1"),
+        ({"slots": 2, "hops": True}, "prompt", r"slot_cutoff is 4\.0, but hops lead to documents"),
+        (
+            {"slots": 2},
+            "prefix",
+            r"aggregation\.slot_cutoff is 4\.0, but a modulation of the kind prefix reads all slots",
+        ),
+    ],
+)
+def test_a_cutoff_that_leaves_out_no_slot_is_refused(sizes: dict[str, Any], kind: Any, reason: str) -> None:
+    entry_layer = 1 if kind == "prompt" else None
+    with pytest.raises(ValidationError, match=reason):
+        MACConfig(
+            base_lm=BaseLMConfig(name="minilm"),
+            amortization=EncoderConfig(design="encoder-pooling", name=None),
+            input_encoder=EncoderConfig(design="encoder-pooling", name=None),
+            aggregation=AggregationConfig(prior_width=8, slot_cutoff=4.0, **sizes),
+            modulation=ModulationConfig(kind=kind, entry_layer=entry_layer),
+        )

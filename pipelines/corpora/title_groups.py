@@ -1,0 +1,36 @@
+"""Documents of one title, or of one story and its updates, which are the hardest to tell apart: they train together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mac_rag.data.types import Document, QADataset, Question
+
+
+def title_groups(data: QADataset, questions: Mapping[str, Sequence[Question]], group_size: int) -> list[list[Document]]:
+    """Groups of documents with questions: a document, its later updates, and up to `group_size` of the same title.
+
+    Args:
+        data: the documents; those of one title stand one after another.
+        questions: the questions of each document, by its id.
+        group_size: a group is closed when it has as many documents.
+    """
+    stories: dict[str, list[Document]] = {}
+    for document in data.documents:
+        if questions[document.id]:
+            updates = document.metadata.get("updates")
+            first = updates if isinstance(updates, str) else document.id  # users have other metadata of this name
+            stories.setdefault(first, []).append(document)
+    joined: list[list[Document]] = []
+    for story in stories.values():
+        title = story[0].metadata.get("title")
+        if (
+            joined
+            and len(joined[-1]) < group_size
+            and title is not None
+            and joined[-1][0].metadata.get("title") == title
+        ):
+            joined[-1] += story
+        else:
+            joined.append(story)
+    return joined

@@ -1,0 +1,180 @@
+"""Tuning the document prior of a trained MAC model with its sentence encoder, by contrast. All other weights stay.
+
+A sentence encoder that was trained on pairs of all kinds tells subjects apart, and a bank holds many documents on one
+subject. So a batch is made of groups of documents with one title, and each question is to rank its own document first
+among all of the batch, by the prior's own score, hashed BM25 included: the encoder learns what words do not say.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional
+
+from mac_rag.config import Config, Dtype
+from mac_rag.data.types import Document, Question
+from mac_rag.errors import ConfigError
+from mac_rag.lm.batching import pad_rows, similar_lengths
+from mac_rag.lm.devices import STORED_DTYPES
+from mac_rag.model import MACModel
+from mac_rag.model.text_encoder import TextEncoder
+from mac_rag.nn.memory_tokens import MemoryTokens
+from pipelines.corpora.long_documents import within_limits
+from pipelines.corpora.qa_data import DataConfig
+from pipelines.corpora.title_groups import title_groups
+from pipelines.tasks.cpu_attention import use_products_where_faster
+from pipelines.trainer import Task, TrainerConfig, shuffled
+
+_LENGTH_RATIO = 1.5  # largest ratio of the longest to the shortest text that the encoder reads at a time
+_TOGETHER = 256  # held-out texts that are encoded at a time
+
+
+class TunePriorConfig(Config):
+    """A stage that tunes the document prior and its sentence encoder. `trainer.batch_size` counts documents.
+
+    Attributes:
+        start_from: a MAC checkpoint with a sentence encoder, name or folder.
+        data: documents and questions. Documents beyond the model's limit are divided, and the part that answers a
+            question is its document.
+        group_by_title: largest number of consecutive documents with one title that stay together in a batch.
+        questions_per_document: questions drawn for each document of a batch.
+        store_dtype: dtype of the weights in the checkpoints; see `mac_rag.lm.int8_storage` for int8.
+    """
+
+    start_from: str
+    data: DataConfig = DataConfig()
+    group_by_title: int = Field(80, ge=1)
+    questions_per_document: int = Field(2, ge=1)
+    store_dtype: Dtype | Literal["int8"] = "fp32"
+    trainer: TrainerConfig
+
+
+class PriorBatch(NamedTuple):
+    """Token ids of documents and questions, and for each question the number of its document."""
+
+    documents: list[list[int]]
+    questions: list[list[int]]
+    gold: list[int]
+
+
+class TunePriorTask(Task):
+    """A MAC model of which the sentence encoder and the document prior are trained, and the encoder's embeddings not.
+
+    The figures of validation are `first` and `among_three`, the shares of held-out questions whose document the prior
+    ranks first, and among the first three, of all held-out documents.
+
+    Args:
+        config: the recipe.
+
+    Raises:
+        ConfigError: for a model without a sentence encoder.
+    """
+
+    def __init__(self, config: TunePriorConfig) -> None:
+        super().__init__()
+        self.config = config
+        torch.manual_seed(config.trainer.seed)
+        self.model = MACModel.from_pretrained(config.start_from, device=config.trainer.device)
+        encoder, prior = self.model.amortization.network.sentence_encoder, self.model.aggregation.prior
+        if encoder is None or prior is None:
+            raise ConfigError(
+                f"{config.start_from} has no sentence encoder, which this tunes; train a model with "
+                "model.sentence_encoder, or leave this stage out"
+            )
+        self.model.use_master_weights()
+        self._prior = prior
+        self._stored = {parameter: parameter.requires_grad for parameter in self.model.parameters()}
+        self.model.requires_grad_(False)
+        prior.requires_grad_(True)
+        encoder.requires_grad_(True)
+        use_products_where_faster(encoder, config.trainer)
+        encoder.get_input_embeddings().requires_grad_(False)  # the base LM may read with them, too
+        data, self._validation = (
+            within_limits(part, self.model, reconstruction=False)
+            for part in (config.data.training_set(), config.data.validation_set())
+        )
+        self._questions = data.questions_by_document()
+        self._groups = title_groups(data, self._questions, config.group_by_title)
+
+    def batch(self, step: int, micro: int, size: int) -> PriorBatch:
+        """Documents of a few titles, and questions about each."""
+        count = -(-size // self.config.group_by_title)
+        indices = shuffled(
+            len(self._groups), step, micro, count, seed=self.config.trainer.seed, per_step=count * self.passes
+        )
+        documents = [document for i in indices for document in self._groups[i]][:size]
+        rng = random.Random(f"{self.config.trainer.seed}/{step}/{micro}")
+        questions: list[Question] = []
+        gold: list[int] = []
+        for number, document in enumerate(documents):
+            known = self._questions[document.id]
+            chosen = rng.sample(known, min(self.config.questions_per_document, len(known)))
+            questions += chosen
+            gold += [number] * len(chosen)
+        return PriorBatch(*self._ids(documents, questions), gold)
+
+    def _ids(
+        self, documents: Sequence[Document], questions: Sequence[Question]
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        return (
+            [self.model.amortization.ids(document.text) for document in documents],
+            [self.model.input_encoder.ids(question.question) for question in questions],
+        )
+
+    def forward(self, batch: PriorBatch) -> dict[str, Tensor]:
+        keys = self._prior.keys(compared(self.model.amortization, batch.documents))
+        queries = self._prior.queries(compared(self.model.input_encoder, batch.questions))
+        scores = self._prior.score(queries, keys)
+        return {"loss": functional.cross_entropy(scores, torch.tensor(batch.gold, device=scores.device))}
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, float]:
+        data = self._validation
+        place = {document.id: number for number, document in enumerate(data.documents)}
+        documents, questions = self._ids(data.documents, data.questions)
+        keys = torch.cat([self._prior.keys(compared(self.model.amortization, rows)) for rows in _parts(documents)])
+        queries = [self._prior.queries(compared(self.model.input_encoder, rows)) for rows in _parts(questions)]
+        scores = torch.cat([self._prior.score(part, keys) for part in queries])
+        gold = torch.tensor([place[question.gold] for question in data.questions], device=scores.device)
+        rank = (scores > scores.gather(1, gold[:, None])).sum(1)
+        return {name: float((rank < count).float().mean()) for name, count in (("first", 1), ("among_three", 3))}
+
+    def save(self, folder: Path) -> None:
+        """Writes the whole model: what a checkpoint holds is told by what can be trained."""
+        trained = {parameter for parameter in self.model.parameters() if parameter.requires_grad}
+        for parameter, stored in self._stored.items():
+            parameter.requires_grad_(stored)
+        self.model.save_pretrained(folder, dtype=STORED_DTYPES[self.config.store_dtype])
+        for parameter in self._stored:
+            parameter.requires_grad_(parameter in trained)
+
+
+def _parts(rows: list[list[int]]) -> Iterator[list[list[int]]]:
+    for first in range(0, len(rows), _TOGETHER):
+        yield rows[first : first + _TOGETHER]
+
+
+def compared(encoder: TextEncoder, rows: Sequence[Sequence[int]]) -> MemoryTokens:
+    """What the document prior compares of K texts, with gradients of the sentence encoder and no other memory tokens.
+
+    Args:
+        encoder: an encoder with a sentence encoder.
+        rows: token ids of each text.
+
+    Returns:
+        One token of each text, and its lexical vectors, if the model has any.
+    """
+    network = encoder.network
+    parts, order = [], []
+    for group in similar_lengths([len(row) for row in rows], _LENGTH_RATIO):
+        ids, mask = pad_rows([rows[i] for i in group], 0, encoder.device)
+        lexical = None if network.hashed_bm25 is None else network.hashed_bm25(ids, mask)
+        parts.append(MemoryTokens(network.sentence_token(ids, mask).float(), lexical))
+        order += group
+    return MemoryTokens.cat(parts)[torch.tensor(order, device=encoder.device).argsort()]
