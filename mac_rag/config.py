@@ -226,6 +226,9 @@ class AggregationConfig(Config):
         slot_cutoff: in nats; a slot whose document the prior holds that much less probable than the first slot's is
             left out, except in training, and the LM reads T tokens less. None leaves out none. Only for modulations of
             the kind `prompt`, and for slots without hops.
+        reading_cutoff: as `slot_cutoff`, behind a look at each slot alone: the LM says how probable it is that it
+            abstains there, and its odds that it answers are added to the prior's. None for no such look, which only an
+            LM can give that has learned to abstain (`prompt.abstention`).
     """
 
     blocks: int = Field(4, ge=1)
@@ -238,12 +241,14 @@ class AggregationConfig(Config):
     slots: int = Field(1, ge=1)
     hops: bool = False
     slot_cutoff: float | None = Field(None, gt=0, le=8)
+    reading_cutoff: float | None = Field(None, gt=0, le=8)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.slot_cutoff is not None and (self.slots == 1 or self.hops):
-            why = "slots is 1" if self.slots == 1 else "hops lead to documents that the question alone does not find"
-            raise ValueError(f"slot_cutoff is {self.slot_cutoff}, but {why}; leave it out")
+        for name, cutoff in self.cutoffs.items():
+            if self.slots == 1 or self.hops:
+                why = "slots is 1" if self.slots == 1 else "hops lead to what the question alone does not find"
+                raise ValueError(f"{name} is {cutoff}, but {why}; leave it out")
         if self.hops and self.slots == 1:
             raise ValueError("hops lead from slot to slot, but slots is 1; set it to the documents a question needs")
         if self.recency and not self.prior_width:
@@ -251,6 +256,12 @@ class AggregationConfig(Config):
         if self.slots > 1 and not self.prior_width:
             raise ValueError(f"slots is {self.slots}, but documents are ranked by the document prior; set prior_width")
         return self
+
+    @property
+    def cutoffs(self) -> dict[str, float]:
+        """The cutoffs of slots that are set."""
+        named = {"slot_cutoff": self.slot_cutoff, "reading_cutoff": self.reading_cutoff}
+        return {name: cutoff for name, cutoff in named.items() if cutoff is not None}
 
 
 class ModulationConfig(Config):
@@ -431,10 +442,16 @@ class MACConfig(Config):
         serving += [] if self.hashed_bm25 is None else ["hashed_bm25"]
         if serving and not self.aggregation.prior_width:
             raise ValueError(f"{serving[0]} serves the document prior; set aggregation.prior_width above 0")
-        if self.aggregation.slot_cutoff is not None and self.modulation.kind != "prompt":
+        for name, cutoff in self.aggregation.cutoffs.items():
+            if self.modulation.kind != "prompt":
+                raise ValueError(
+                    f"aggregation.{name} is {cutoff}, but with a modulation of the kind {self.modulation.kind} the LM "
+                    "reads all slots; leave it out"
+                )
+        if self.aggregation.reading_cutoff is not None and self.prompt.abstention is None:
             raise ValueError(
-                f"aggregation.slot_cutoff is {self.aggregation.slot_cutoff}, but a modulation of the kind "
-                f"{self.modulation.kind} reads all slots; leave it out"
+                f"aggregation.reading_cutoff is {self.aggregation.reading_cutoff}, but the LM has not learned to "
+                "abstain; leave it out, or train with prompt.abstention"
             )
         if self.sentence_encoder is not None and self.tokens < 2:
             raise ValueError(f"tokens is {self.tokens}, but a document needs one beside the sentence encoder's")

@@ -103,7 +103,7 @@ class ShardedReader(Reader):
         question, seen = self._encoded(questions, ids), self._seen_rows(self._visible(allowed))
         documents = {number: self._documents(number, rows) for number, rows in seen.items()}
         without = sum(count for number, count in documents.items() if number in lost)
-        phi, _ = self._attended(question, self._there(seen, lost), self.model.asked(questions))
+        phi, _ = self._attended(question, self._there(seen, lost), questions)
         return Aggregated(phi, torch.zeros(len(questions), device=phi.device), without / sum(documents.values()))
 
     def _there(self, seen: Mapping[int, Tensor | None], lost: frozenset[int]) -> dict[int, Tensor | None]:
@@ -137,18 +137,18 @@ class ShardedReader(Reader):
     @torch.no_grad()
     def _mass(self, questions: Sequence[str], visible: Tensor | None) -> Tensor:
         question = self._encoded(questions, {})
-        _, mass = self._attended(question, self._seen_rows(visible), self.model.asked(questions), mass=True)
+        _, mass = self._attended(question, self._seen_rows(visible), questions, mass=True)
         assert mass is not None
         return mass
 
     def _attended(
-        self, question: MemoryTokens, seen: Mapping[int, Tensor | None], asked: Tensor | None, *, mass: bool = False
+        self, question: MemoryTokens, seen: Mapping[int, Tensor | None], texts: Sequence[str], *, mass: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """As `AggregationNetwork.forward`; `seen` and `asked` as `_ShardsAttention` takes them."""
-        network = self.model.aggregation
+        """As `AggregationNetwork.forward`, for questions with their texts; `seen` as `_ShardsAttention` takes it."""
+        network, asked, look = self.model.aggregation, self.model.asked(texts), self.model.look(texts)
         if network.hops_in_use is None:
             attention = _ShardsAttention(self, question, seen, asked)
-            return network.aggregate(question, attention, first=attention.begun(len(question)), mass=mass)
+            return network.aggregate(question, attention, first=attention.begun(len(question)), look=look, mass=mass)
         before: list[Mapping[int, FirstRows]] = []
 
         def hop(queries: Tensor, _: Sequence[FirstRows]) -> tuple[_ShardsAttention, FirstRows]:

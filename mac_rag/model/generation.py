@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -13,6 +14,7 @@ from torch import Tensor
 from mac_rag.config import MACConfig
 from mac_rag.data.characters import fault_of, shown
 from mac_rag.errors import ConfigError, DocumentError, PromptError
+from mac_rag.lm.abstention import abstention_beginning
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.chat import ChatPromptEncoder, Message
@@ -20,8 +22,10 @@ from mac_rag.lm.extractive import SpanSource
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.model.text_encoder import TextEncoder
-from mac_rag.nn.memory_slots import heard_slots
+from mac_rag.nn.memory_slots import Look, heard_slots
 from mac_rag.nn.modulation import Modulation, ModulationNetwork
+
+_LEAST_PROBABILITY = 1e-6  # of an abstention, and of an answer, behind a slot
 
 
 class GenerationMixin:
@@ -224,6 +228,35 @@ class GenerationMixin:
                 first[i], mean[i] = -loss[0], -loss.mean()
         return first, mean
 
+    def look(self, questions: Sequence[str]) -> Look | None:
+        """How the LM looks at single slots of phi* for some questions; None for a model whose LM does not.
+
+        What it sees there are the log-odds that it answers, and does not abstain.
+        """
+        beginning = abstention_beginning(self.base_lm.prompts)
+        if self.config.aggregation.reading_cutoff is None or beginning is None:
+            return None
+        prompts = [self.base_lm.prompts.prompt(question) for question in questions]
+
+        @torch.no_grad()
+        def odds(slots: Tensor, wanted: Tensor) -> Tensor:
+            found = torch.zeros(wanted.shape)
+            places = wanted.nonzero().tolist()
+            lengths = [len(prompts[question]) for question, _ in places]
+            on_cpu = self.base_lm.device.type == "cpu"
+            for bucket in length_buckets(lengths, self.cpu_batch_tokens if on_cpu else math.inf):
+                chosen = [places[number] for number in bucket]
+                losses = self.base_lm.token_losses(
+                    [prompts[question] for question, _ in chosen],
+                    [beginning] * len(chosen),
+                    self.modulation(slots[[q for q, _ in chosen], [s for _, s in chosen]]),
+                )
+                for (question, slot), loss in zip(chosen, losses, strict=True):
+                    found[question, slot] = -torch.special.logit((-loss.sum()).exp(), eps=_LEAST_PROBABILITY)
+            return found.to(slots.device)
+
+        return odds
+
     def _as_fitted(
         self, prompts: Sequence[str | FittedPrompt], contexts: Sequence[Sequence[str]] | None
     ) -> list[FittedPrompt]:
@@ -258,7 +291,7 @@ class GenerationMixin:
         """
         if not self.config.tokens_in_prompt:
             return [0] * len(phi)
-        if self.config.aggregation.slot_cutoff is None:
+        if not self.config.aggregation.cutoffs:
             return [phi.shape[1]] * len(phi)
         return [count * self.config.tokens for count in heard_slots(phi, self.config.tokens).tolist()]
 

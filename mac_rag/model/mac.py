@@ -96,6 +96,7 @@ class MACModel(GenerationMixin, nn.Module):
             slots=sizes.slots,
             hops=sizes.hops,
             slot_cutoff=sizes.slot_cutoff,
+            reading_cutoff=sizes.reading_cutoff,
             readout=config.modulation.kind == "prompt",
             lexical_weight=1.0 if config.hashed_bm25 is None else config.hashed_bm25.weight,
         )
@@ -372,14 +373,16 @@ class MACModel(GenerationMixin, nn.Module):
             DocumentError: for an empty question or one beyond the limit.
         """
         view, encoded = self._view(bank), self._encode(questions)
-        phi: Tensor = self.aggregation(encoded, view, mask=mask, asked=self.asked(questions))[0]
+        asked, look = self.asked(questions), self.look(questions)
+        phi: Tensor = self.aggregation(encoded, view, mask=mask, asked=asked, look=look)[0]
         return phi
 
     @torch.no_grad()
     def attention(self, questions: Sequence[str], bank: Tensor | BankView) -> Tensor:
         """The last block's attention mass on each row, `[B, K]`, averaged over heads and tokens; rows sum to 1."""
         view, encoded = self._view(bank), self._encode(questions)
-        mass: Tensor = self.aggregation(encoded, view, asked=self.asked(questions), mass=True)[1]
+        asked, look = self.asked(questions), self.look(questions)
+        mass: Tensor = self.aggregation(encoded, view, asked=asked, look=look, mass=True)[1]
         return mass
 
     def asked(self, questions: Sequence[str]) -> Tensor | None:

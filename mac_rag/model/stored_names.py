@@ -69,5 +69,5 @@ def fingerprint_fields(config: MACConfig) -> str:
     neutral = {"index": None, "attention_sink": False}
     left_out: dict[str, Any] = {name: True for name, value in neutral.items() if getattr(fields, name) == value}
     unused = {name for name, value in (("slots", 1), ("hops", False)) if getattr(fields.aggregation, name) == value}
-    left_out["aggregation"] = {"recency", "slot_cutoff"} | unused
+    left_out["aggregation"] = {"recency", "slot_cutoff", "reading_cutoff"} | unused
     return fields.model_dump_json(exclude=left_out)

@@ -15,7 +15,7 @@ from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, BankView,
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.hops import Hops
-from mac_rag.nn.memory_slots import FirstRows, MemorySlots
+from mac_rag.nn.memory_slots import FirstRows, Look, MemorySlots, RankedSlots
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.nn.recency import Candidates, RankedFirst, RecencyTerm
@@ -60,7 +60,7 @@ class AggregationNetwork(nn.Module):
             (`mac_rag.nn.recency`).
         slots: S, phi* has S times T tokens (`mac_rag.nn.memory_slots`).
         hops: True for slots of which each follows what the one before it has read (`mac_rag.nn.hops`).
-        slot_cutoff: see `mac_rag.nn.memory_slots.MemorySlots`.
+        slot_cutoff, reading_cutoff: see `mac_rag.nn.memory_slots.MemorySlots`.
         readout: True for phi* of the kind of memory tokens: the last block leaves out the residual of its attention.
         chunk_rows: rows of a bank in memory that are attended to at a time.
 
@@ -88,6 +88,7 @@ class AggregationNetwork(nn.Module):
         slots: int = 1,
         hops: bool = False,
         slot_cutoff: float | None = None,
+        reading_cutoff: float | None = None,
         readout: bool = False,
         chunk_rows: int = CHUNK_ROWS,
     ) -> None:
@@ -109,7 +110,7 @@ class AggregationNetwork(nn.Module):
         )
         self.prior = DocumentPrior(width, prior_width, sentence_token, lexical_weight) if prior_width else None
         self.recency = RecencyTerm() if recency else None
-        self.slots = MemorySlots(slots, width, slot_cutoff) if slots > 1 else None
+        self.slots = MemorySlots(slots, width, cutoff=slot_cutoff, reading_cutoff=reading_cutoff) if slots > 1 else None
         self.hops = Hops(width, prior_width, heads, feed_forward) if hops else None
         self.use_prior = True
         self.use_recency = True
@@ -206,6 +207,7 @@ class AggregationNetwork(nn.Module):
         asked: Tensor | None = None,
         attention: BankAttention = streaming_attention,
         parts: OtherParts | None = None,
+        look: Look | None = None,
         mass: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Aggregates the bank for each question.
@@ -219,6 +221,7 @@ class AggregationNetwork(nn.Module):
             asked: `[B]`, see `RecencyTerm.penalties`.
             attention: the strategy.
             parts: the other parts, where `bank` is one of several.
+            look: looks at slots alone, if the network has a `reading_cutoff`.
             mass: True computes the attention mass, too.
 
         Returns:
@@ -248,7 +251,7 @@ class AggregationNetwork(nn.Module):
         )
         self._known_of_all(attended_bank, parts)
         attend = self._attending(attended_bank, attention, parts)
-        return self.aggregate(question, attend, first=attended_bank.first, mass=mass)
+        return self.aggregate(question, attend, first=attended_bank.first, look=look, mass=mass)
 
     @staticmethod
     def _known_of_all(attended_bank: AttendedBank, parts: OtherParts | None) -> FirstRows | None:
@@ -344,25 +347,35 @@ class AggregationNetwork(nn.Module):
         return tokens, shares
 
     def _side_by_side(
-        self, slots: MemorySlots, first: FirstRows, phi: Tensor, mass: Tensor | None
+        self, slots: MemorySlots, first: FirstRows, phi: Tensor, mass: Tensor | None, look: Look | None
     ) -> tuple[Tensor, Tensor | None]:
         """phi* and the attention mass of questions from those of their slots."""
+        ranked, order = slots.looked_at(slots.ranked(first), phi, look)
+        if order is not None:
+            places = (order + slots.count * torch.arange(len(order), device=order.device)[:, None]).flatten()
+            phi, mass = phi[places], None if mass is None else mass[places]
         if mass is not None:
-            shares = slots.shares(first, self._mean_prior_weight()).to(phi)
+            shares = slots.shares(ranked, self._mean_prior_weight()).to(phi)
             mass = torch.einsum("bsk,bs->bk", mass.unflatten(0, shares.shape), shares)
-        return slots.marked(phi, slots.faintness(first).to(phi)), mass
+        return slots.marked(phi, ranked), mass
 
     def prior_queries(self, question: MemoryTokens) -> Tensor | None:
         """What the document prior compares with its keys, `[B, d_prior]`; None if it is not in use."""
         return None if self.prior is None or not self.use_prior else self.prior.queries(question)
 
     def aggregate(
-        self, question: MemoryTokens, attend: Attend, *, first: FirstRows | None = None, mass: bool = False
+        self,
+        question: MemoryTokens,
+        attend: Attend,
+        *,
+        first: FirstRows | None = None,
+        look: Look | None = None,
+        mass: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As `forward`, for a bank that only `attend` reaches.
 
         Args:
-            question, mass: as `forward` takes them.
+            question, look, mass: as `forward` takes them.
             attend: attends; with `first`, each question is S of the queries, one after another.
             first: what the prior ranks first in all of the bank; None without slots in use.
         """
@@ -374,5 +387,6 @@ class AggregationNetwork(nn.Module):
             return tokens, shares
         if first is None:
             alike = tokens.repeat_interleave(self.slots.count, 0)
-            return self.slots.marked(alike, tokens.new_zeros(len(tokens), self.slots.count)), shares
-        return self._side_by_side(self.slots, first, tokens, shares)
+            of_slots = tokens.new_zeros(len(tokens), self.slots.count)
+            return self.slots.marked(alike, RankedSlots(of_slots, of_slots.bool())), shares
+        return self._side_by_side(self.slots, first, tokens, shares, look)

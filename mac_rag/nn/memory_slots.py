@@ -8,14 +8,18 @@ without slots computes. Not part of the paper.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from mac_rag.nn.cross_attention import weighed
+
+# Looks at slots alone: their tokens `[B, S, T, D]`, and which of them to look at, bool `[B, S]` -> the log-odds that a
+# slot answers its question, `[B, S]`.
+Look: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 _FAINTEST = 8.0  # largest log-ratio of two documents' probabilities that a mark tells
 
@@ -44,6 +48,18 @@ class FirstRows(NamedTuple):
         return cls(scores.gather(1, order), rows, torch.stack([part.seen for part in parts]).sum(0))
 
 
+class RankedSlots(NamedTuple):
+    """The slots of B questions in their order.
+
+    Attributes:
+        scores: `[B, S]`, descending: the prior's scores of the documents that they see first, or more than these.
+        left_out: bool `[B, S]`, True for slots that the LM does not read; they come last.
+    """
+
+    scores: Tensor
+    left_out: Tensor
+
+
 class MemorySlots(nn.Module):
     """Which documents each slot sees, and marks by which the LM tells slots apart.
 
@@ -54,13 +70,17 @@ class MemorySlots(nn.Module):
     Args:
         count: S.
         width: D.
-        cutoff: faintness beyond which a slot is left out, except in training; None for none.
+        cutoff: faintness by the prior beyond which a slot is left out, except in training; None for none.
+        reading_cutoff: the same behind a look at each slot alone; None for no look.
     """
 
-    def __init__(self, count: int, width: int, cutoff: float | None = None) -> None:
+    def __init__(
+        self, count: int, width: int, *, cutoff: float | None = None, reading_cutoff: float | None = None
+    ) -> None:
         super().__init__()
         self.count = count
         self.cutoff = cutoff
+        self.reading_cutoff = reading_cutoff
         self.places = nn.Parameter(torch.zeros(count - 1, width))
         self.faint = nn.Parameter(torch.zeros(width))
         # As Transformers scale embeddings: an optimiser's small steps would hardly move a mark beside memory tokens.
@@ -94,32 +114,65 @@ class MemorySlots(nn.Module):
             by_slot.append(_without_row(by_slot[-1], row, rank < first.seen - 1))
         return torch.stack(by_slot, 1).flatten(0, 1)
 
-    def shares(self, first: FirstRows, weight: Tensor) -> Tensor:
-        """The prior's softmax over the first documents of all slots, `[B, S]`; zero for slots that are left out.
+    def ranked(self, first: FirstRows) -> RankedSlots:
+        """The slots in the prior's order; those beyond the cutoff are left out.
 
         Args:
             first: what the prior ranks first.
-            weight: a scalar, how attention weighs its scores.
         """
-        scores = weighed(self._of_slots(first), weight)
-        return scores.masked_fill(self._left_out(self.faintness(first)), -torch.inf).softmax(1)
+        scores = self._of_slots(first)
+        return RankedSlots(scores, self._left_out(scores, self.cutoff))
 
-    def faintness(self, first: FirstRows) -> Tensor:
+    def looked_at(self, ranked: RankedSlots, tokens: Tensor, look: Look | None) -> tuple[RankedSlots, Tensor | None]:
+        """The slots in the order of the prior's scores and what a look at each alone adds to them.
+
+        Args:
+            ranked: the slots in the prior's order.
+            tokens: `[B * S, T, D]`, without marks.
+            look: looks at slots; None for nobody who could.
+
+        Returns:
+            The slots, and `[B, S]` which of the former ones each is; None where there is no look.
+        """
+        if look is None or self.reading_cutoff is None or self.training:
+            return ranked, None
+        heard = ~ranked.left_out
+        wanted = heard & (heard.sum(1, keepdim=True) > 1)
+        if not wanted.any():
+            return ranked, None
+        found = look(tokens.unflatten(0, (-1, self.count)), wanted).to(ranked.scores)
+        scores = (ranked.scores + found).masked_fill(~heard, -torch.inf)
+        scores, order = scores.sort(dim=1, descending=True, stable=True)
+        return RankedSlots(scores, self._left_out(scores, self.reading_cutoff)), order
+
+    def shares(self, ranked: RankedSlots, weight: Tensor) -> Tensor:
+        """The softmax of the scores of all slots, `[B, S]`; zero for slots that are left out.
+
+        Args:
+            ranked: the slots.
+            weight: a scalar, how attention weighs the prior's scores.
+        """
+        return weighed(ranked.scores, weight).masked_fill(ranked.left_out, -torch.inf).softmax(1)
+
+    def faintness(self, scores: Tensor) -> Tensor:
         """How much less probable each slot's first document is than the first slot's, as a log-ratio, `[B, S]`.
 
         The probabilities are the softmax of the prior's scores, as it was trained to give them.
-        """
-        of_slots = self._of_slots(first)
-        return (of_slots[:, :1] - of_slots).clamp(max=_FAINTEST)
 
-    def marked(self, tokens: Tensor, faintness: Tensor) -> Tensor:
-        """Slots `[B * S, T, D]` with their marks, side by side `[B, S * T, D]`; `faintness` `[B, S]`.
+        Args:
+            scores: `[B, S]`, descending.
+        """
+        return (scores[:, :1] - scores).clamp(max=_FAINTEST)
+
+    def marked(self, tokens: Tensor, ranked: RankedSlots) -> Tensor:
+        """Slots `[B * S, T, D]` with their marks, side by side `[B, S * T, D]`.
 
         Those that are left out are zero, behind all others (`heard_slots`).
         """
         by_slot = tokens.unflatten(0, (-1, self.count)).unbind(1)
+        faintness = self.faintness(ranked.scores).to(tokens)
         marked = [self.marked_at(slot, part, faintness[:, slot]) for slot, part in enumerate(by_slot)]
-        left_out = self._left_out(faintness).repeat_interleave(tokens.shape[1], 1)
+        left_out = ranked.left_out.repeat_interleave(tokens.shape[1], 1)
         return torch.cat(marked, 1).masked_fill(left_out[..., None], 0.0)
 
     def marked_at(self, slot: int, tokens: Tensor, faintness: Tensor) -> Tensor:
@@ -148,11 +201,11 @@ class MemorySlots(nn.Module):
         ahead = torch.stack([first.scores[:, 0] - first.scores[:, 1] for first in ranked], 1)
         return functional.logsigmoid(weight * ahead).softmax(1)
 
-    def _left_out(self, faintness: Tensor) -> Tensor:
-        """Which slots the LM does not read, as `faintness`."""
-        if self.cutoff is None or self.training:
-            return torch.zeros_like(faintness, dtype=torch.bool)
-        return faintness > self.cutoff
+    def _left_out(self, scores: Tensor, cutoff: float | None) -> Tensor:
+        """Which slots the LM does not read, bool `[B, S]`; `scores` as `faintness` takes them."""
+        if cutoff is None or self.training:
+            return torch.zeros_like(scores, dtype=torch.bool)
+        return scores[:, :1] - scores > cutoff
 
     def _of_slots(self, first: FirstRows) -> Tensor:
         """The score of the document which each slot sees first, `[B, S]`."""

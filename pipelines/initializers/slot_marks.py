@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from mac_rag.data.types import QADataset
 from mac_rag.model import MACModel
+from mac_rag.nn.memory_slots import RankedSlots
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.initializers.progress import init_progress
 
@@ -43,8 +44,10 @@ def fit_slot_marks(model: MACModel, data: QADataset) -> None:
         MemoryTokens.cat([model.amortization([model.amortization.ids(document.text)]) for document, _ in pairs])
     )
     encoded = model.input_encoder([model.input_encoder.ids(question.question) for _, question in pairs])
+    cutoff, slots.cutoff = slots.cutoff, None  # as in training, the LM hears all slots
     by_slot = model.aggregation(encoded, bank)[0].unflatten(1, (slots.count, -1))
-    faintness = slots.faintness(slots.first(model.aggregation.prior_scores(encoded, bank))).to(by_slot)
+    ranked = slots.ranked(slots.first(model.aggregation.prior_scores(encoded, bank)))
+    slots.cutoff = cutoff
     questions = [prompts.prompt(question.question) for _, question in pairs]
     answers = [prompts.answer((q.answers or [d.text[:_UNANSWERED]])[0]) for d, q in pairs]
     batches = [slice(first, first + _BATCH) for first in range(0, len(pairs), _BATCH)]
@@ -55,7 +58,8 @@ def fit_slot_marks(model: MACModel, data: QADataset) -> None:
         )
 
     def divergence(part: slice, expected: Tensor) -> Tensor:
-        found = predictions(part, slots.marked(by_slot[part].flatten(0, 1), faintness[part]))
+        of_part = RankedSlots(ranked.scores[part], ranked.left_out[part])
+        found = predictions(part, slots.marked(by_slot[part].flatten(0, 1), of_part))
         return functional.kl_div(found, expected, log_target=True, reduction="batchmean")
 
     targets = [(part, predictions(part, by_slot[part, 0])) for part in batches]

@@ -110,7 +110,12 @@ def test_in_double_precision_shards_agree_with_direct_attention(
     encoder = lambda ids, read: question  # noqa: E731
     encoder.ids = lambda text: [1]  # type: ignore[attr-defined]
     model: Any = SimpleNamespace(
-        aggregation=built, fingerprint="f00d", input_encoder=encoder, device="cpu", asked=lambda questions: None
+        aggregation=built,
+        fingerprint="f00d",
+        input_encoder=encoder,
+        device="cpu",
+        asked=lambda questions: None,
+        look=lambda questions: None,
     )
     with made(folder, model, 4) as bank:
         bank.put(documents(20), texts)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from mac_rag.config import AggregationConfig, EncoderConfig, ModulationConfig, PromptFormat
 from mac_rag.errors import ModelLoadError
+from mac_rag.lm.abstention import abstention_beginning
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from tests.helpers import mac_config
@@ -126,7 +127,8 @@ def test_the_lm_reads_the_slots_alone_that_are_not_left_out(model: MACModel) -> 
     model.aggregation.prior.log_scale.fill_(3.0)  # apart, as trained ones are
     whole = model.aggregate(QUESTIONS, bank)
     encoded = model.input_encoder([model.input_encoder.ids(question) for question in QUESTIONS])
-    faintness = slots.faintness(slots.first(model.aggregation.prior_scores(encoded, model.project(bank))))
+    ranked = slots.ranked(slots.first(model.aggregation.prior_scores(encoded, model.project(bank))))
+    faintness = slots.faintness(ranked.scores)
     cutoff = float(faintness[:, 1:].flatten().sort().values[2:4].mean())
     counts = (faintness <= cutoff).sum(1).tolist()
     assert len(set(counts)) > 1
@@ -153,6 +155,55 @@ def test_the_lm_reads_the_slots_alone_that_are_not_left_out(model: MACModel) -> 
             assert [answers[i - 1] for answers in each] == [ensemble, answer]
         scored = torch.stack(model.score_answers([prompt], ["Riga"], modulation=own))[:, 0]
         torch.testing.assert_close(torch.stack(found[3 + i]), scored, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_look_at_each_slot_alone_ranks_them_anew(prefix_lm_folder: Path) -> None:
+    """The oracle asks the LM question by question and slot by slot how probable its abstention is."""
+    torch.manual_seed(4)
+    sizes = AggregationConfig(blocks=1, heads=2, head_width=8, prior_width=16, slots=SLOTS, reading_cutoff=1.0)
+    prompt = PromptFormat(parallel_documents=True, abstention="I don't know")
+    model = MACModel.from_config(config(prefix_lm_folder, aggregation=sizes, prompt=prompt), device="cpu")
+    for parameter in model.modulation.parameters():
+        parameter.add_(torch.randn_like(parameter))
+    network, lm, bank = model.aggregation, model.base_lm, model.project(model.amortize(TEXTS))
+    slots = network.slots
+    assert slots is not None
+    network.prior.log_scale.fill_(0.0)  # the prior is not sure
+    encoded = model.input_encoder([model.input_encoder.ids(question) for question in QUESTIONS])
+    bare = network(encoded, bank)[0].unflatten(1, (SLOTS, TOKENS))  # marks begin as zero
+    beginning = abstention_beginning(lm.prompts)
+    assert beginning is not None
+    scores = slots.ranked(slots.first(network.prior_scores(encoded, bank))).scores.clone()
+    for number, question in enumerate(QUESTIONS):
+        for slot in range(SLOTS):
+            logits = lm.answer_logits(
+                [lm.prompts.prompt(question)], [beginning], model.modulation(bare[number : number + 1, slot])
+            )
+            told = logits.double().log_softmax(-1)[torch.arange(len(beginning)), beginning].sum()
+            scores[number, slot] += torch.log1p(-told.exp()) - told
+    torch.nn.init.normal_(slots.places)
+    torch.nn.init.normal_(slots.faint)
+    behind = (scores.amax(1, keepdim=True) - scores).flatten()
+    slots.reading_cutoff = float(behind[behind > 0].sort().values[:2].mean())
+    phi, mass = model.aggregate(QUESTIONS, bank), model.attention(QUESTIONS, bank)
+    torch.testing.assert_close(mass.sum(1), torch.ones(len(QUESTIONS)))
+    orders = []
+    for number, row in enumerate(scores):
+        order = sorted(range(SLOTS), key=lambda slot, row=row: -float(row[slot]))  # type: ignore[misc]
+        orders.append(order)
+        for place, slot in enumerate(order):
+            found = phi[number].unflatten(0, (SLOTS, TOKENS))[place]
+            faintness = row[order[0]] - row[slot]
+            mark = faintness.clamp(max=8) * slots.faint + (slots.places[place - 1] if place else 0)
+            expected = bare[number, slot] + mark * bare.shape[-1] ** 0.5
+            heard = float(faintness) <= slots.reading_cutoff
+            torch.testing.assert_close(found, expected if heard else torch.zeros_like(found), atol=1e-4, rtol=1e-4)
+    assert any(order != sorted(order) for order in orders)
+    assert len(set(model.memory_in_prompt(phi))) > 1
+    assert model.look(QUESTIONS[:1]) is not None
+    network.train()
+    assert network(encoded, bank, look=lambda *_: pytest.fail("training looks at no slot"))[0].any()
 
 
 @torch.no_grad()

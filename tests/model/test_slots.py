@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mac_rag.config import AggregationConfig, AttentionConfig, ModulationConfig
+from mac_rag.config import AggregationConfig, AttentionConfig, ModulationConfig, PromptFormat
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
@@ -102,6 +102,28 @@ def test_a_bank_in_shards_is_read_as_one(
         with switched_off():
             assert_read_alike(found, expected, QUESTIONS)
             assert_read_alike(found, expected, QUESTIONS, {"1", "5"})
+
+
+def test_the_lm_looks_at_the_slots_of_a_bank_in_shards_as_at_those_of_one(model_folder: Folder, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = AggregationConfig(
+        blocks=1, heads=2, head_width=8, prior_width=16, slots=3, slot_cutoff=6.0, reading_cutoff=0.5
+    )
+    config = mac_config(
+        model_folder("prefix_lm"),
+        aggregation=sizes,
+        modulation=ModulationConfig(kind="prompt", entry_layer=1),
+        prompt=PromptFormat(parallel_documents=True, abstention="I don't know"),
+    )
+    model = MACModel.from_config(config, device="cpu")
+    model.aggregation.prior.log_scale.data.fill_(0.0)
+    documents = [Document(f"{number}", f"{text} {number}") for number, text in enumerate(TEXTS * 2)]
+    found, expected = readers_of_one(tmp_path / "shards", model, 3, documents)
+    assert_read_alike(found, expected, QUESTIONS)
+    assert_read_alike(found, expected, QUESTIONS, {"1", "5"})
+    phi = expected.aggregate(QUESTIONS).phi
+    model.aggregation.slots.reading_cutoff = None
+    assert not torch.allclose(model.aggregate(QUESTIONS, model.amortize([d.text for d in documents])), phi)
 
 
 def test_a_strategy_that_knows_no_slots_is_refused(model_folder: Folder) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention, recomputing_attention
-from mac_rag.nn.memory_slots import MemorySlots, heard_slots
+from mac_rag.nn.memory_slots import MemorySlots, RankedSlots, heard_slots
 from tests.nn.helpers import TOKENS, WIDTH, network, random_texts
 
 
@@ -64,7 +64,8 @@ def test_how_much_less_probable_the_document_of_a_slot_is(documents: int, slots:
     generator = torch.Generator().manual_seed(seen)
     scores = sharp * torch.randn(documents, generator=generator, dtype=torch.float64)
     built = MemorySlots(slots, WIDTH)
-    found = built.faintness(built.first(scores.masked_fill(~torch.tensor(visible), -torch.inf)[None]))[0]
+    ranked = built.ranked(built.first(scores.masked_fill(~torch.tensor(visible), -torch.inf)[None]))
+    found = built.faintness(ranked.scores)[0]
     ranked = sorted((float(s) for s, v in zip(scores, visible, strict=True) if v), reverse=True)
     expected = [min(ranked[0] - ranked[min(slot, len(ranked) - 1)], 8.0) for slot in range(slots)]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
@@ -94,7 +95,8 @@ def test_slots_beyond_the_cutoff_are_left_out(documents: int, cutoff: float, see
     with torch.no_grad():
         bank = built.project(texts)
         whole, whole_mass = built(question, bank, mass=True)
-        faintness = built.slots.faintness(built.slots.first(built.prior_scores(question, bank)))
+        ranked = built.slots.ranked(built.slots.first(built.prior_scores(question, bank)))
+        faintness = built.slots.faintness(ranked.scores)
         trained, _ = built.train()(question, bank)
         built.slots.cutoff = cutoff
         assert torch.equal(built(question, bank)[0], trained)
@@ -145,7 +147,8 @@ def test_without_the_prior_all_slots_say_what_one_would() -> None:
     plain = one_slot(built)
     plain.use_prior = False
     alone, alone_mass = plain(question, bank, mask=visible, mass=True)
-    torch.testing.assert_close(phi, built.slots.marked(alone.repeat_interleave(3, 0), alone.new_zeros(2, 3)))
+    alike = RankedSlots(alone.new_zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool))
+    torch.testing.assert_close(phi, built.slots.marked(alone.repeat_interleave(3, 0), alike))
     torch.testing.assert_close(mass, alone_mass)
 
 
@@ -158,11 +161,16 @@ def test_slots_need_a_document_prior() -> None:
     ("sizes", "kind", "reason"),
     [
         ({}, "prompt", r"slot_cutoff is 4\.0, but slots is 1"),
-        ({"slots": 2, "hops": True}, "prompt", r"slot_cutoff is 4\.0, but hops lead to documents"),
+        (
+            {"slots": 2, "slot_cutoff": None, "reading_cutoff": 2.0},
+            "prompt",
+            r"aggregation\.reading_cutoff is 2\.0, but the LM has not learned to abstain",
+        ),
+        ({"slots": 2, "hops": True}, "prompt", r"slot_cutoff is 4\.0, but hops lead to what"),
         (
             {"slots": 2},
             "prefix",
-            r"aggregation\.slot_cutoff is 4\.0, but a modulation of the kind prefix reads all slots",
+            r"aggregation\.slot_cutoff is 4\.0, but with a modulation of the kind prefix the LM reads all slots",
         ),
     ],
 )
@@ -173,6 +181,6 @@ def test_a_cutoff_that_leaves_out_no_slot_is_refused(sizes: dict[str, Any], kind
             base_lm=BaseLMConfig(name="minilm"),
             amortization=EncoderConfig(design="encoder-pooling", name=None),
             input_encoder=EncoderConfig(design="encoder-pooling", name=None),
-            aggregation=AggregationConfig(prior_width=8, slot_cutoff=4.0, **sizes),
+            aggregation=AggregationConfig(prior_width=8, **{"slot_cutoff": 4.0, **sizes}),
             modulation=ModulationConfig(kind=kind, entry_layer=entry_layer),
         )

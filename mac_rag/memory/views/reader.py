@@ -80,15 +80,15 @@ class BankReader(Reader):
         self, questions: Sequence[str], allowed: Container[str] | None, ids: Mapping[str, Sequence[int]]
     ) -> Aggregated:
         network = self.model.aggregation
-        question, asked = self._encoded(questions, ids), self.model.asked(questions)
+        question, asked, look = self._encoded(questions, ids), self.model.asked(questions), self.model.look(questions)
         visible = self._visible(allowed)
         device = question.tokens.device
         nothing = torch.zeros(len(questions), device=device)
         if self.config.strategy == "preselect":
             selected, _, discarded = self._preselect(question, visible)
-            return Aggregated(network(question, selected, asked=asked)[0], discarded)
+            return Aggregated(network(question, selected, asked=asked, look=look)[0], discarded)
         if self._by_codes and visible is None:
-            return Aggregated(network(question, self._coded(), attention=self._attention)[0], nothing)
+            return Aggregated(network(question, self._coded(), attention=self._attention, look=look)[0], nothing)
         if self.config.strategy == "hierarchical":
             view: BankView = self._projected()
             if visible is not None:  # the groups are formed as if there were no other rows
@@ -96,7 +96,13 @@ class BankReader(Reader):
             return Aggregated(hierarchical(network, question, view, self.config.subgroup, asked=asked), nothing)
         mask = None if visible is None else visible.to(device).expand(len(questions), -1)
         phi, _ = network(
-            question, self._projected(), mask=mask, asked=asked, attention=self._attention, parts=self._shards
+            question,
+            self._projected(),
+            mask=mask,
+            asked=asked,
+            attention=self._attention,
+            parts=self._shards,
+            look=look,
         )
         return Aggregated(phi, nothing)
 
@@ -106,14 +112,15 @@ class BankReader(Reader):
         return self._shards is None
 
     def _mass(self, questions: Sequence[str], visible: Tensor | None) -> Tensor:
-        network, question, asked = self.model.aggregation, self._encoded(questions, {}), self.model.asked(questions)
+        network, question = self.model.aggregation, self._encoded(questions, {})
+        asked, look = self.model.asked(questions), self.model.look(questions)
         if self.config.strategy == "preselect":
             selected, index, _ = self._preselect(question, visible)
-            _, mass = network(question, selected, asked=asked, mass=True)
+            _, mass = network(question, selected, asked=asked, look=look, mass=True)
             all_rows: Tensor = mass.new_zeros(len(questions), len(self.bank.row_keys))
             return all_rows.scatter_(1, index.to(mass.device), mass)
         mask = None if visible is None else visible.to(question.tokens.device).expand(len(questions), -1)
-        _, mass = network(question, self._projected(), mask=mask, asked=asked, mass=True)
+        _, mass = network(question, self._projected(), mask=mask, asked=asked, look=look, mass=True)
         assert isinstance(mass, Tensor)
         return mass
 
