@@ -268,10 +268,11 @@ class DecodingMixin:
 
     def _abstaining(self, prompt_length: int) -> AbstainByMajority | None:
         """When the LM abstains behind padded prompts of this length; None if it has not learned to."""
-        return None if self._abstention is None else AbstainByMajority(self._abstention, prompt_length)
+        return None if self.abstention is None else AbstainByMajority(self.abstention, prompt_length)
 
     @cached_property
-    def _abstention(self) -> list[int] | None:
+    def abstention(self) -> list[int] | None:
+        """The tokens that tell the LM's abstention from answers; None if it has not learned to abstain."""
         return abstention_beginning(self.prompts)
 
     def _extractive(

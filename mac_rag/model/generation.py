@@ -14,7 +14,6 @@ from torch import Tensor
 from mac_rag.config import MACConfig
 from mac_rag.data.characters import fault_of, shown
 from mac_rag.errors import ConfigError, DocumentError, PromptError
-from mac_rag.lm.abstention import abstention_beginning
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.chat import ChatPromptEncoder, Message
@@ -233,8 +232,7 @@ class GenerationMixin:
 
         What it sees there are the log-odds that it answers, and does not abstain.
         """
-        beginning = abstention_beginning(self.base_lm.prompts)
-        if self.config.aggregation.reading_cutoff is None or beginning is None:
+        if self.config.aggregation.reading_cutoff is None or (beginning := self.base_lm.abstention) is None:
             return None
         prompts = [self.base_lm.prompts.prompt(question) for question in questions]
 
@@ -242,9 +240,9 @@ class GenerationMixin:
         def odds(slots: Tensor, wanted: Tensor) -> Tensor:
             found = torch.zeros(wanted.shape)
             places = wanted.nonzero().tolist()
-            lengths = [len(prompts[question]) for question, _ in places]
-            on_cpu = self.base_lm.device.type == "cpu"
-            for bucket in length_buckets(lengths, self.cpu_batch_tokens if on_cpu else math.inf):
+            lengths = [slots.shape[2] + len(prompts[question]) for question, _ in places]
+            at_once = self.cpu_batch_tokens if self.base_lm.device.type == "cpu" else math.inf
+            for bucket in length_buckets(lengths, at_once):
                 chosen = [places[number] for number in bucket]
                 losses = self.base_lm.token_losses(
                     [prompts[question] for question, _ in chosen],
