@@ -51,7 +51,10 @@ def answer_digest(parts: Parts, state: Mapping[str, Any]) -> str:
 
 def _described(parts: Parts) -> Iterator[tuple[str, Any]]:
     """Everything but weights, as JSON, by name."""
-    yield "configuration", _without(parts.config.model_dump(mode="json", exclude={"languages"}), _PLACES)
+    # Fields that came later leave the digest of a model without them as it was.
+    unset = {"slot_cutoff", "reading_cutoff"} - parts.config.aggregation.cutoffs.keys()
+    fields = parts.config.model_dump(mode="json", exclude={"languages": True, "aggregation": unset})
+    yield "configuration", _without(fields, _PLACES)
     lm = parts.base_lm.model
     yield "LM", _without(lm.config.to_dict(), _ORIGINS)
     yield "generation", _without(lm.generation_config.to_dict(), _ORIGINS)

@@ -147,3 +147,7 @@ def test_a_cutoff_leaves_the_fingerprint_as_it_was(model_folder: Folder) -> None
     config = mac_config(model_folder("prefix_lm"), aggregation=sizes, modulation=prompt)
     cut = config.model_copy(update={"aggregation": sizes.model_copy(update={"slot_cutoff": 6.0})})
     assert fingerprint_fields(cut) == fingerprint_fields(config)
+    whole, without = (MACModel.from_config(each, device="cpu") for each in (config, cut))
+    without.load_state_dict(whole.state_dict())
+    assert without.fingerprint == whole.fingerprint
+    assert without.answer_digest != whole.answer_digest
