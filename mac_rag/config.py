@@ -203,6 +203,9 @@ class HashedBM25Config(Config):
     weight: float = Field(0.1, gt=0)
 
 
+CUTOFFS = ("slot_cutoff", "reading_cutoff")  # fields that leave out slots, of which banks know nothing
+
+
 class AggregationConfig(Config):
     """The aggregation network h_psi; the defaults are the paper's.
 
@@ -260,8 +263,7 @@ class AggregationConfig(Config):
     @property
     def cutoffs(self) -> dict[str, float]:
         """The cutoffs of slots that are set."""
-        named = {"slot_cutoff": self.slot_cutoff, "reading_cutoff": self.reading_cutoff}
-        return {name: cutoff for name, cutoff in named.items() if cutoff is not None}
+        return {name: cutoff for name in CUTOFFS if (cutoff := getattr(self, name)) is not None}
 
 
 class ModulationConfig(Config):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mac_rag.config import CUTOFFS
 from mac_rag.lm.device_map import require_weights
 from mac_rag.model.checkpoint import Parts
 
@@ -52,7 +53,7 @@ def answer_digest(parts: Parts, state: Mapping[str, Any]) -> str:
 def _described(parts: Parts) -> Iterator[tuple[str, Any]]:
     """Everything but weights, as JSON, by name."""
     # Fields that came later leave the digest of a model without them as it was.
-    unset = {"slot_cutoff", "reading_cutoff"} - parts.config.aggregation.cutoffs.keys()
+    unset = set(CUTOFFS) - parts.config.aggregation.cutoffs.keys()
     fields = parts.config.model_dump(mode="json", exclude={"languages": True, "aggregation": unset})
     yield "configuration", _without(fields, _PLACES)
     lm = parts.base_lm.model

@@ -238,20 +238,20 @@ class GenerationMixin:
 
         @torch.no_grad()
         def odds(slots: Tensor, wanted: Tensor) -> Tensor:
-            found = torch.zeros(wanted.shape)
+            found = torch.zeros(wanted.shape, device=slots.device)
             places = wanted.nonzero().tolist()
             lengths = [slots.shape[2] + len(prompts[question]) for question, _ in places]
             at_once = self.cpu_batch_tokens if self.base_lm.device.type == "cpu" else math.inf
             for bucket in length_buckets(lengths, at_once):
-                chosen = [places[number] for number in bucket]
+                rows, columns = map(list, zip(*(places[number] for number in bucket), strict=True))
                 losses = self.base_lm.token_losses(
-                    [prompts[question] for question, _ in chosen],
-                    [beginning] * len(chosen),
-                    self.modulation(slots[[q for q, _ in chosen], [s for _, s in chosen]]),
+                    [prompts[row] for row in rows],
+                    [beginning] * len(rows),
+                    self.modulation(slots[rows, columns]),
                 )
-                for (question, slot), loss in zip(chosen, losses, strict=True):
-                    found[question, slot] = -torch.special.logit((-loss.sum()).exp(), eps=_LEAST_PROBABILITY)
-            return found.to(slots.device)
+                abstains = (-torch.stack([loss.sum() for loss in losses])).exp()
+                found[rows, columns] = -torch.special.logit(abstains, eps=_LEAST_PROBABILITY).to(found)
+            return found
 
         return odds
 

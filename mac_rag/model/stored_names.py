@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from mac_rag.config import AggregationConfig, MACConfig
+from mac_rag.config import CUTOFFS, AggregationConfig, MACConfig
 
 # Part of an encoder -> its name in checkpoints.
 _STORED_PARTS = {"sentence_encoder": "index", "hashed_bm25": "words"}
@@ -69,5 +69,5 @@ def fingerprint_fields(config: MACConfig) -> str:
     neutral = {"index": None, "attention_sink": False}
     left_out: dict[str, Any] = {name: True for name, value in neutral.items() if getattr(fields, name) == value}
     unused = {name for name, value in (("slots", 1), ("hops", False)) if getattr(fields.aggregation, name) == value}
-    left_out["aggregation"] = {"recency", "slot_cutoff", "reading_cutoff"} | unused
+    left_out["aggregation"] = {"recency", *CUTOFFS} | unused
     return fields.model_dump_json(exclude=left_out)
