@@ -172,7 +172,7 @@ class Trainer:
         config, accelerator = self.config, self.accelerator
         rate = config.learning_rate * config.rate(self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("relative_rate", 1.0)
         self.task.begin_step(self.step)
         if self._sharded is not None:
             self._sharded.begin_step()

@@ -145,7 +145,10 @@ class Task(nn.Module, ABC):
         """Exports the trained model in the form in which users load it."""
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Matrices with weight decay, vectors without."""
+        """Matrices with weight decay, vectors without.
+
+        A group may have a `relative_rate`, which its learning rate is multiplied by.
+        """
         trained = [p for p in self.parameters() if p.requires_grad]
         return [
             {"params": [p for p in trained if p.ndim >= 2]},

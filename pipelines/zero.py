@@ -56,7 +56,7 @@ class ZeroTask:
         for scalar in self._scalars:
             scalar.data = scalar.data.view(1)
         # DeepSpeed puts its rows of numbers in the place of the weights.
-        self.param_groups = [{"params": list(group["params"]), "lr": group["lr"]} for group in optimizer.param_groups]
+        self.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
         self.engine, self._zero, _, _ = deepspeed.initialize(
             model=task, optimizer=optimizer, config=_settings(config, accelerator), dist_init_required=False
         )

@@ -51,13 +51,19 @@ class DocumentPrior(nn.Module):
         """The part of the keys that compares summaries, `[K, P]`."""
         return functional.normalize(self.key(self.summary(phi)), dim=-1)
 
-    def queries(self, question: MemoryTokens) -> Tensor:
-        """The prior's queries of B questions, `[B, d_prior]`."""
+    def queries(self, question: MemoryTokens, lexical_weight: float | Tensor | None = None) -> Tensor:
+        """The prior's queries of B questions, `[B, d_prior]`.
+
+        Args:
+            question: question tokens.
+            lexical_weight: w in place of the prior's own, as a scalar; None for that.
+        """
+        weight = self.lexical_weight if lexical_weight is None else lexical_weight
         queries = functional.normalize(self.query(self.summary(question)), dim=-1)
         if question.lexical is None:
             return queries
         lexical = functional.normalize(question.lexical.flatten(1), dim=-1)
-        return torch.cat([queries, self.lexical_weight * lexical], -1)
+        return torch.cat([queries, weight * lexical], -1)
 
     def score(self, queries: Tensor, keys: Tensor | PriorKeys) -> Tensor:
         """Scores `[B, K]`.

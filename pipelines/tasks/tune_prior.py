@@ -10,11 +10,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from mac_rag.config import Config, Dtype
@@ -33,6 +33,8 @@ from pipelines.trainer import Task, TrainerConfig, shuffled
 
 _LENGTH_RATIO = 1.5  # largest ratio of the longest to the shortest text that the encoder reads at a time
 _TOGETHER = 256  # held-out texts that are encoded at a time
+# Learning rates of what compares texts, as multiples of the encoder's, which is trained already: it hardly has to move.
+_PROJECTIONS, _SCALE, _LEXICAL_WEIGHT = 3.0, 10.0, 100.0
 
 
 class TunePriorConfig(Config):
@@ -66,6 +68,8 @@ class PriorBatch(NamedTuple):
 class TunePriorTask(Task):
     """A MAC model of which the sentence encoder and the document prior are trained, and the encoder's embeddings not.
 
+    The weight of hashed BM25, a setting of the model, is trained, too, by its logarithm.
+
     The figures of validation are `first` and `among_three`, the shares of held-out questions whose document the prior
     ranks first, and among the first three, of all held-out documents.
 
@@ -95,6 +99,8 @@ class TunePriorTask(Task):
         encoder.requires_grad_(True)
         use_products_where_faster(encoder, config.trainer)
         encoder.get_input_embeddings().requires_grad_(False)  # the base LM may read with them, too
+        hashed = self.model.config.hashed_bm25
+        self.log_lexical_weight = None if hashed is None else nn.Parameter(torch.tensor(hashed.weight).log())
         data, self._validation = (
             within_limits(part, self.model, reconstruction=False)
             for part in (config.data.training_set(), config.data.validation_set())
@@ -129,9 +135,27 @@ class TunePriorTask(Task):
 
     def forward(self, batch: PriorBatch) -> dict[str, Tensor]:
         keys = self._prior.keys(compared(self.model.amortization, batch.documents))
-        queries = self._prior.queries(compared(self.model.input_encoder, batch.questions))
+        queries = self._queries(batch.questions)
         scores = self._prior.score(queries, keys)
         return {"loss": functional.cross_entropy(scores, torch.tensor(batch.gold, device=scores.device))}
+
+    def _queries(self, questions: Sequence[Sequence[int]]) -> Tensor:
+        weight = None if self.log_lexical_weight is None else self.log_lexical_weight.exp()
+        return self._prior.queries(compared(self.model.input_encoder, questions), weight)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Those of the encoder as of any network, and what compares texts without weight decay, at higher rates."""
+        rates = dict.fromkeys((self._prior.query.weight, self._prior.key.weight), _PROJECTIONS)
+        rates[self._prior.log_scale] = _SCALE
+        if self.log_lexical_weight is not None:
+            rates[self.log_lexical_weight] = _LEXICAL_WEIGHT
+        encoder = [
+            {**group, "params": [weight for weight in group["params"] if weight not in rates]}
+            for group in super().parameter_groups()
+        ]
+        return encoder + [
+            {"params": [weight], "weight_decay": 0.0, "relative_rate": rate} for weight, rate in rates.items()
+        ]
 
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
@@ -139,7 +163,7 @@ class TunePriorTask(Task):
         place = {document.id: number for number, document in enumerate(data.documents)}
         documents, questions = self._ids(data.documents, data.questions)
         keys = torch.cat([self._prior.keys(compared(self.model.amortization, rows)) for rows in _parts(documents)])
-        queries = [self._prior.queries(compared(self.model.input_encoder, rows)) for rows in _parts(questions)]
+        queries = [self._queries(rows) for rows in _parts(questions)]
         scores = torch.cat([self._prior.score(part, keys) for part in queries])
         gold = torch.tensor([place[question.gold] for question in data.questions], device=scores.device)
         rank = (scores > scores.gather(1, gold[:, None])).sum(1)
@@ -147,6 +171,11 @@ class TunePriorTask(Task):
 
     def save(self, folder: Path) -> None:
         """Writes the whole model: what a checkpoint holds is told by what can be trained."""
+        config = self.model.config
+        if config.hashed_bm25 is not None and self.log_lexical_weight is not None:
+            weight = float(self.log_lexical_weight.detach().exp())
+            hashed = config.hashed_bm25.model_copy(update={"weight": weight})
+            self.model.config = config.model_copy(update={"hashed_bm25": hashed})
         trained = {parameter for parameter in self.model.parameters() if parameter.requires_grad}
         for parameter, stored in self._stored.items():
             parameter.requires_grad_(stored)

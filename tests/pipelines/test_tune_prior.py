@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from mac_rag.config import HashedBM25Config, SentenceEncoderConfig
 from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import pad_rows
 from mac_rag.model import MACModel
+from mac_rag.model.checkpoint import read_config
 from pipelines.tasks.registry import run_task
 from pipelines.tasks.tune_prior import TunePriorConfig, TunePriorTask, compared
 from tests.model.test_sentence_encoder import with_encoder
@@ -78,6 +80,34 @@ def test_a_run_changes_the_encoder_and_the_prior_alone(folder: Path, tmp_path: P
     for name, weight in before.base_lm.state_dict().items():  # its embeddings are the encoder's, too
         assert torch.equal(weight, after.base_lm.state_dict()[name]), name
     assert before.fingerprint != after.fingerprint  # banks of one are not the other's
+    weights = [model.aggregation.prior.lexical_weight for model in (before, after) if model.aggregation.prior]
+    assert weights[0] != weights[1]
+
+
+def test_what_compares_texts_learns_faster_than_the_encoder(folder: Path, tmp_path: Path) -> None:
+    """Adam's first step moves each weight by its learning rate."""
+    run_task("tune_prior", recipe(folder, steps=1, average_from=None), tmp_path / "run")
+    before, after = (
+        MACModel.from_pretrained(place, device="cpu").mac_state() for place in (folder, tmp_path / "run" / "last")
+    )
+    moved = {name: (after[name] - before[name]).abs().max().item() for name in before}
+    prior = "aggregation.prior."
+    assert moved[f"{prior}query.weight"] == pytest.approx(3e-4, rel=0.01)
+    assert moved[f"{prior}key.weight"] == pytest.approx(3e-4, rel=0.01)
+    assert moved[f"{prior}log_scale"] == pytest.approx(1e-3, rel=0.01)
+    encoder = [value for name, value in moved.items() if ".index." in name and value]
+    assert max(encoder) == pytest.approx(1e-4, rel=0.01)
+    old, new = (read_config(place).hashed_bm25 for place in (folder, tmp_path / "run" / "last"))
+    assert old is not None
+    assert new is not None
+    assert abs(math.log(new.weight / old.weight)) == pytest.approx(1e-2, rel=0.01)
+
+
+def test_a_model_that_compares_no_words_is_tuned_too(tmp_path: Path) -> None:
+    config = with_encoder(SentenceEncoderConfig(name="minilm", embeddings="base-lm"))
+    MACModel.from_config(config, device="cpu").save_pretrained(tmp_path / "mac")
+    run_task("tune_prior", recipe(tmp_path / "mac"), tmp_path / "run")
+    assert read_config(tmp_path / "run" / "last").hashed_bm25 is None
 
 
 def test_texts_of_all_lengths_are_encoded_as_each_alone(folder: Path) -> None:
