@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mac_rag.data.types import Document, QADataset, Question
+from pipelines.training_task import shuffled
 
 
 def title_groups(data: QADataset, questions: Mapping[str, Sequence[Question]], group_size: int) -> list[list[Document]]:
@@ -34,3 +35,20 @@ def title_groups(data: QADataset, questions: Mapping[str, Sequence[Question]], g
         else:
             joined.append(story)
     return joined
+
+
+def drawn(
+    groups: Sequence[Sequence[Document]], step: int, micro: int, size: int, *, group_size: int, seed: int, passes: int
+) -> list[Document]:
+    """The documents of a batch, of as few groups as hold them; a pure function of its arguments.
+
+    Args:
+        groups: groups of at most `group_size` documents, or little more.
+        step, micro, size: as `pipelines.training_task.Task.batch` takes them.
+        group_size: as `title_groups` takes it.
+        seed: seed of the order.
+        passes: forward passes of one optimiser step over all processes.
+    """
+    count = -(-size // group_size)
+    indices = shuffled(len(groups), step, micro, count, seed=seed, per_step=count * passes)
+    return [document for index in indices for document in groups[index]][:size]

@@ -24,13 +24,13 @@ from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import ContextMiner, retrieved
-from pipelines.corpora.title_groups import title_groups
+from pipelines.corpora.title_groups import drawn, title_groups
 from pipelines.initializers.kv_regression import init_by_kv_regression
 from pipelines.tasks.extended_model import with_aggregation
 from pipelines.tasks.reading_turns import reading_task
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TrainingSequence, TuneTask
-from pipelines.trainer import Task, shuffled
+from pipelines.trainer import Task
 
 
 class TrainTask(Task):
@@ -95,11 +95,11 @@ class TrainTask(Task):
         if self.reading is not None and turns is not None and turns.is_turn(step):
             self.reading.passes = self.passes
             return self.reading.batch(step // turns.every, micro, turns.batch_size)
-        stories = -(-size // self.config.group_by_title)
-        per_step = stories * self.passes
-        indices = shuffled(len(self._stories), step, micro, stories, seed=trainer.seed, per_step=per_step)
         # Documents of one story stay in one batch: they are the hardest to tell apart.
-        documents = [document for i in indices for document in self._stories[i]][:size]
+        group_size = self.config.group_by_title
+        documents = drawn(
+            self._stories, step, micro, size, group_size=group_size, seed=trainer.seed, passes=self.passes
+        )
         rng = random.Random(f"{trainer.seed}/{step}/{micro}")
         curriculum = self.config.curriculum
         short = curriculum is not None and step < curriculum.steps

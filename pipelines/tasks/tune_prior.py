@@ -27,9 +27,9 @@ from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import DataConfig
-from pipelines.corpora.title_groups import title_groups
+from pipelines.corpora.title_groups import drawn, title_groups
 from pipelines.tasks.cpu_attention import use_products_where_faster
-from pipelines.trainer import Task, TrainerConfig, shuffled
+from pipelines.trainer import Task, TrainerConfig
 
 _LENGTH_RATIO = 1.5  # largest ratio of the longest to the shortest text that the encoder reads at a time
 _TOGETHER = 256  # held-out texts that are encoded at a time
@@ -110,12 +110,9 @@ class TunePriorTask(Task):
 
     def batch(self, step: int, micro: int, size: int) -> PriorBatch:
         """Documents of a few titles, and questions about each."""
-        count = -(-size // self.config.group_by_title)
-        indices = shuffled(
-            len(self._groups), step, micro, count, seed=self.config.trainer.seed, per_step=count * self.passes
-        )
-        documents = [document for i in indices for document in self._groups[i]][:size]
-        rng = random.Random(f"{self.config.trainer.seed}/{step}/{micro}")
+        trainer, group_size = self.config.trainer, self.config.group_by_title
+        documents = drawn(self._groups, step, micro, size, group_size=group_size, seed=trainer.seed, passes=self.passes)
+        rng = random.Random(f"{trainer.seed}/{step}/{micro}")
         questions: list[Question] = []
         gold: list[int] = []
         for number, document in enumerate(documents):
