@@ -37,16 +37,16 @@ class Memory:
 
     Attributes:
         contents: the bank, or a snapshot of it.
-        aggregate: from prompts and the allowed documents to phi* of each.
+        aggregate: from prompts and the allowed documents to phi* of each, and with True to the attention mass.
         prior_evidence: see `mac_rag.memory.views.base_reader.Reader.prior_evidence`.
-        masses: from questions and the allowed documents to the attention on each document; see
-            `mac_rag.memory.views.base_reader.Reader.document_mass`.
+        by_document: from the mass of rows and the allowed documents to that of documents; see
+            `mac_rag.memory.views.base_reader.Reader.by_document`.
     """
 
     contents: BankContents
-    aggregate: Callable[[Sequence[FittedPrompt], Container[str] | None], Aggregated]
+    aggregate: Callable[[Sequence[FittedPrompt], Container[str] | None, bool], Aggregated]
     prior_evidence: Callable[[Sequence[str], Container[str] | None], Tensor | None]
-    masses: Callable[[Sequence[str], Container[str] | None], tuple[list[str], Tensor]]
+    by_document: Callable[[Tensor, Container[str] | None], tuple[list[str], Tensor]]
 
     def evidence(
         self,
@@ -249,7 +249,7 @@ def _prepared(
 def _answered(batch: Sequence[_Prepared], settings: Settings, model: MACModel, memory: Memory) -> list[Answer]:
     """The answers to questions that the LM reads at a time."""
     prompts = [one.prompt for one in batch]
-    aggregated = memory.aggregate(prompts, settings.allowed) if settings.use_memory else None
+    aggregated = memory.aggregate(prompts, settings.allowed, settings.sources > 0) if settings.use_memory else None
     texts = model.generate(
         prompts,
         modulation=None if aggregated is None else aggregated.phi,
@@ -263,7 +263,8 @@ def _answered(batch: Sequence[_Prepared], settings: Settings, model: MACModel, m
     sources: list[tuple[Source, ...]] = [()] * len(batch)
     if settings.sources:
         questions = [prompt.question for prompt in prompts]
-        masses = memory.masses(questions, settings.allowed) if settings.use_memory else None
+        mass = None if aggregated is None else aggregated.mass
+        masses = None if mass is None else memory.by_document(mass, settings.allowed)
         read = [texts_read(one.document_ids, one.texts, one.prompt.contexts) for one in batch]
         sources = find_sources(questions, texts, read, masses, memory.contents, settings.sources)
     answers = [

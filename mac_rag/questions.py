@@ -200,9 +200,11 @@ class BankQuestions:
         ids, mass = self._reader.document_mass([question for questions in calls for question in questions], allowed)
         return [(list(ids), rows) for rows in mass.split([len(questions) for questions in calls])]
 
-    def _aggregated(self, prompts: Sequence[FittedPrompt], allowed: Container[str] | None) -> Aggregated:
+    def _aggregated(
+        self, prompts: Sequence[FittedPrompt], allowed: Container[str] | None, mass: bool = False
+    ) -> Aggregated:
         questions, ids = [prompt.question for prompt in prompts], [prompt.question_ids for prompt in prompts]
-        return self._reader.aggregate(questions, allowed, ids=ids)
+        return self._reader.aggregate(questions, allowed, ids=ids, mass=mass)
 
     def evidence(
         self,
@@ -229,14 +231,14 @@ class BankQuestions:
         with self._queue.turn():
             self._begin()
             known, memory = self._known(allowed, None), self._memory
-            phi = memory.aggregate(prompts, known).phi if use_memory else None
+            phi = memory.aggregate(prompts, known, False).phi if use_memory else None
             return memory.evidence(self.model, prompts, answers, phi, known)
 
     @property
     def _memory(self) -> Memory:
         """The bank as the question whose turn it is sees it."""
         reader = self._reader
-        return Memory(self._seen, self._aggregated, reader.prior_evidence, reader.document_mass)
+        return Memory(self._seen, self._aggregated, reader.prior_evidence, reader.by_document)
 
     def _known(self, allowed: Container[str] | None, as_of: int | None) -> Container[str] | None:
         """The documents that may influence the question whose turn it is: those of `allowed` that count by then."""

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -193,3 +194,25 @@ def test_the_answer_as_a_whole_is_highlighted_before_its_words() -> None:
 def test_a_record_is_json() -> None:
     answer = Answer("180", (), (), False, sources=(Source("press", 0.5, metadata={"year": 2005}),))
     assert json.loads(json.dumps(answer_record(answer)))["sources"][0]["metadata"] == {"year": 2005}
+
+
+def test_sources_cost_no_second_pass_over_the_bank(model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(model)
+    passes: list[int] = []
+    forward = model.aggregation.forward
+
+    def counting(question: Any, *arguments: Any, **options: Any) -> Any:
+        passes.append(len(question.tokens))
+        return forward(question, *arguments, **options)
+
+    monkeypatch.setattr(model.aggregation, "forward", counting)
+    [answer] = engine.answer([QUESTION], sources=2)
+    assert passes == [1]
+    assert answer.text == engine.answer([QUESTION])[0].text
+    many = engine.answer([f"{QUESTION} {number}" for number in range(10)], sources=2)  # more than one pass takes
+    alone = [engine.answer([f"{QUESTION} {number}"], sources=2)[0] for number in range(10)]
+    for one, other in zip(many, alone, strict=True):
+        assert one.text == other.text
+        for found, expected in zip(one.sources, other.sources, strict=True):
+            assert found.document_id == expected.document_id
+            assert found.share == pytest.approx(expected.share, abs=1e-5)

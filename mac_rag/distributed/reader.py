@@ -61,20 +61,26 @@ class ShardedReader(Reader):
         allowed: Container[str] | None = None,
         *,
         ids: Sequence[Sequence[int]] | None = None,
+        mass: bool = False,
     ) -> Aggregated:
-        """As `Reader.aggregate`.
+        """As `Reader.aggregate`; rows of lost shards have no mass.
 
         Raises:
             ShardLostError: when a shard is lost, unless the bank has `partial_answers`, or all shards are.
         """
         try:
-            return super().aggregate(questions, allowed, ids=ids)
+            return super().aggregate(questions, allowed, ids=ids, mass=mass)
         except ShardLostError:
             if not self.bank.partial_answers:
                 raise
         # What is known of the others is not kept: the next question may find them all.
         known_ids = {} if ids is None else dict(zip(questions, ids, strict=True))
-        return self._without_lost(lambda lost: self._aggregate_without(lost, questions, allowed, known_ids))
+        visible = self._visible(allowed)
+
+        def read(some: Sequence[str]) -> Aggregated:
+            return self._without_lost(lambda lost: self._aggregate_without(lost, some, visible, known_ids, mass=mass))
+
+        return self._with_mass(questions, read) if mass else read(questions)
 
     def _without_lost(self, read: Callable[[frozenset[int]], _Read]) -> _Read:
         """Reads the shards that are not lost, and again without each that is lost meanwhile."""
@@ -87,24 +93,27 @@ class ShardedReader(Reader):
                     raise
 
     def _aggregate(
-        self, questions: Sequence[str], allowed: Container[str] | None, ids: Mapping[str, Sequence[int]]
+        self, questions: Sequence[str], visible: Tensor | None, ids: Mapping[str, Sequence[int]], *, mass: bool
     ) -> Aggregated:
-        return self._aggregate_without(frozenset(), questions, allowed, ids)
+        return self._aggregate_without(frozenset(), questions, visible, ids, mass=mass)
 
     @torch.no_grad()
     def _aggregate_without(
         self,
         lost: frozenset[int],
         questions: Sequence[str],
-        allowed: Container[str] | None,
+        visible: Tensor | None,
         ids: Mapping[str, Sequence[int]],
+        *,
+        mass: bool,
     ) -> Aggregated:
         """Aggregates the shards that are not lost."""
-        question, seen = self._encoded(questions, ids), self._seen_rows(self._visible(allowed))
+        question, seen = self._encoded(questions, ids), self._seen_rows(visible)
         documents = {number: self._documents(number, rows) for number, rows in seen.items()}
         without = sum(count for number, count in documents.items() if number in lost)
-        phi, _ = self._attended(question, self._there(seen, lost), questions)
-        return Aggregated(phi, torch.zeros(len(questions), device=phi.device), without / sum(documents.values()))
+        phi, found = self._attended(question, self._there(seen, lost), questions, mass=mass)
+        nothing = torch.zeros(len(questions), device=phi.device)
+        return Aggregated(phi, nothing, without / sum(documents.values()), found)
 
     def _there(self, seen: Mapping[int, Tensor | None], lost: frozenset[int]) -> dict[int, Tensor | None]:
         """The rows that are seen of the shards that are not lost."""
@@ -134,15 +143,8 @@ class ShardedReader(Reader):
 
         return self._without_lost(read) if self.bank.partial_answers else read(frozenset())
 
-    @torch.no_grad()
-    def _mass(self, questions: Sequence[str], visible: Tensor | None) -> Tensor:
-        question = self._encoded(questions, {})
-        _, mass = self._attended(question, self._seen_rows(visible), questions, mass=True)
-        assert mass is not None
-        return mass
-
     def _attended(
-        self, question: MemoryTokens, seen: Mapping[int, Tensor | None], texts: Sequence[str], *, mass: bool = False
+        self, question: MemoryTokens, seen: Mapping[int, Tensor | None], texts: Sequence[str], *, mass: bool
     ) -> tuple[Tensor, Tensor | None]:
         """As `AggregationNetwork.forward`, for questions with their texts; `seen` as `_ShardsAttention` takes it."""
         network, asked, look = self.model.aggregation, self.model.asked(texts), self.model.look(texts)

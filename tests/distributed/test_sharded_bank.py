@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -314,6 +315,9 @@ def test_partial_answers_say_what_share_of_the_documents_they_lack(loaded_tiny_m
             engine.answer(QUESTIONS[:1], allowed=set(lost))
         with pytest.raises(ShardLostError):  # it has no place to say so
             engine.document_attention(QUESTIONS)
+        named = engine.answer(QUESTIONS[1:], sources=4)
+        assert [replace(answer, sources=()) for answer in named] == answers
+        assert all(source.document_id in one for answer in named for source in answer.sources)
         torch.testing.assert_close(
             engine._reader.prior_evidence(QUESTIONS), reader(model, one).prior_evidence(QUESTIONS)
         )

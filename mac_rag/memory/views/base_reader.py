@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,11 +38,13 @@ class Aggregated:
         discarded: `[B]`, the share of the document prior on rows that were not attended to; zero if all rows were.
             `PriorIndex.search` tells when it is exact.
         unread: the share of the documents that could not be read; zero if the bank is one.
+        mass: `[B, K]`, the share of each question's attention that goes to each row, where it was asked for.
     """
 
     phi: Tensor
     discarded: Tensor
     unread: float = 0.0
+    mass: Tensor | None = None
 
 
 def prior_summary(scores: Tensor, visible: Tensor | None) -> Tensor:
@@ -90,13 +92,9 @@ class Reader(ABC):
 
     @abstractmethod
     def _aggregate(
-        self, questions: Sequence[str], allowed: Container[str] | None, ids: Mapping[str, Sequence[int]]
+        self, questions: Sequence[str], visible: Tensor | None, ids: Mapping[str, Sequence[int]], *, mass: bool
     ) -> Aggregated:
-        """Aggregates the bank for each question."""
-
-    @abstractmethod
-    def _mass(self, questions: Sequence[str], visible: Tensor | None) -> Tensor:
-        """Attention mass `[B, K]` of a few questions; `visible` `[K]` says which rows may be seen, None for all."""
+        """Aggregates the bank for each question; `visible` `[K]` says which rows may be seen, None for all."""
 
     @abstractmethod
     def _prior_summary(self, questions: Sequence[str], visible: Tensor | None) -> tuple[Tensor, int]:
@@ -122,30 +120,36 @@ class Reader(ABC):
         allowed: Container[str] | None = None,
         *,
         ids: Sequence[Sequence[int]] | None = None,
+        mass: bool = False,
     ) -> Aggregated:
         """Aggregates the bank for each question (equation 1).
 
-        Results of recent questions are cached until the bank changes.
+        Results of recent questions are cached until the bank changes, but for those with the mass.
 
         Args:
             questions: B texts.
             allowed: ids of the documents that may have any influence; None for all.
             ids: token ids of each question for the input encoder, where they are known.
+            mass: True computes the attention mass in the same pass.
 
         Raises:
             BankError: when the bank is empty or none of its documents is allowed.
+            ConfigError: with `mass`, as `attention_mass`.
         """
         known_ids = {} if ids is None else dict(zip(questions, ids, strict=True))
+        if mass:
+            visible = self._visible(allowed)
+            return self._with_mass(questions, lambda some: self._aggregate(some, visible, known_ids, mass=True))
         by_moment = isinstance(allowed, KnownDocuments) and allowed.among is None
         if not (allowed is None or by_moment) or not self._remembers:
-            return self._aggregate(questions, allowed, known_ids)
+            return self._aggregate(questions, self._visible(allowed), known_ids, mass=False)
         network = self.model.aggregation
         moment = allowed.as_of if isinstance(allowed, KnownDocuments) else None
         switches = (network.use_prior, network.use_recency, network.use_hops, network.training)
         state = (self.bank.version, switches, by_moment, moment)
 
         def compute(new: Sequence[str]) -> tuple[Tensor, Tensor]:
-            aggregated = self._aggregate(new, allowed, known_ids)
+            aggregated = self._aggregate(new, self._visible(allowed), known_ids, mass=False)
             return aggregated.phi, aggregated.discarded
 
         return Aggregated(*self._recent.look_up(questions, state, compute))
@@ -166,18 +170,31 @@ class Reader(ABC):
             ConfigError: for the strategies hierarchical (algorithm 3) and sharded, under which no attention of one
                 question reaches all documents.
         """
+        visible = self._visible(allowed)
+        mass = self._with_mass(questions, lambda some: self._aggregate(some, visible, {}, mass=True)).mass
+        assert mass is not None
+        return mass
+
+    def _with_mass(self, questions: Sequence[str], read: Callable[[Sequence[str]], Aggregated]) -> Aggregated:
+        """What `read` aggregates with the mass, a few questions at a time.
+
+        Raises:
+            ConfigError: see `attention_mass`.
+        """
         if self.config.strategy in ("hierarchical", "sharded"):
             raise ConfigError(
                 f"under strategy {self.config.strategy!r} there is no attention of one question to all documents of "
                 "this bank; choose 'streaming' or 'preselect'"
             )
-        visible = self._visible(allowed)
-        # A few questions at a time, because a pass over the bank needs one number per row and query token.
-        parts = [
-            self._mass(questions[first : first + _MASS_BATCH], visible)
-            for first in range(0, len(questions), _MASS_BATCH)
-        ]
-        return torch.cat(parts)
+        # Because a pass over the bank then needs one number per row and query token.
+        parts = [read(questions[first : first + _MASS_BATCH]) for first in range(0, len(questions), _MASS_BATCH)]
+        masses = [part.mass for part in parts if part.mass is not None]
+        return Aggregated(
+            torch.cat([part.phi for part in parts]),
+            torch.cat([part.discarded for part in parts]),
+            max(part.unread for part in parts),
+            torch.cat(masses),
+        )
 
     @torch.no_grad()
     def prior_evidence(self, questions: Sequence[str], allowed: Container[str] | None = None) -> Tensor | None:
@@ -211,7 +228,11 @@ class Reader(ABC):
             The document ids, and the mass `[B, documents]` on the CPU; each row sums to 1. A document that was merged
             with one that is not allowed is not among them.
         """
-        mass = self.attention_mass(questions, allowed).cpu()
+        return self.by_document(self.attention_mass(questions, allowed), allowed)
+
+    def by_document(self, mass: Tensor, allowed: Container[str] | None) -> tuple[list[str], Tensor]:
+        """The mass of rows `[B, K]` as that of documents; see `document_mass`."""
+        mass = mass.cpu()
         visible = self._visible(allowed)
         members = [
             (row, row_ids)
@@ -223,7 +244,7 @@ class Reader(ABC):
         place = {document_id: index for index, document_id in enumerate(ids)}
         owners = [(row, place[document_id], len(row_ids)) for row, row_ids in members for document_id in row_ids]
         rows, documents, shared = (torch.tensor(column) for column in zip(*owners, strict=True))
-        return ids, mass.new_zeros(len(questions), len(ids)).index_add_(1, documents, mass[:, rows] / shared)
+        return ids, mass.new_zeros(len(mass), len(ids)).index_add_(1, documents, mass[:, rows] / shared)
 
     def _encoded(self, questions: Sequence[str], ids: Mapping[str, Sequence[int]]) -> MemoryTokens:
         encoder = self.model.input_encoder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -77,17 +77,20 @@ class BankReader(Reader):
 
     @torch.no_grad()
     def _aggregate(
-        self, questions: Sequence[str], allowed: Container[str] | None, ids: Mapping[str, Sequence[int]]
+        self, questions: Sequence[str], visible: Tensor | None, ids: Mapping[str, Sequence[int]], *, mass: bool
     ) -> Aggregated:
         network = self.model.aggregation
         question, asked, look = self._encoded(questions, ids), self.model.asked(questions), self.model.look(questions)
-        visible = self._visible(allowed)
         device = question.tokens.device
         nothing = torch.zeros(len(questions), device=device)
         if self.config.strategy == "preselect":
-            selected, _, discarded = self._preselect(question, visible)
-            return Aggregated(network(question, selected, asked=asked, look=look)[0], discarded)
-        if self._by_codes and visible is None:
+            selected, index, discarded = self._preselect(question, visible)
+            phi, found = network(question, selected, asked=asked, look=look, mass=mass)
+            if found is not None:
+                all_rows = found.new_zeros(len(questions), len(self.bank.row_keys))
+                found = all_rows.scatter_(1, index.to(found.device), found)
+            return Aggregated(phi, discarded, mass=found)
+        if self._by_codes and visible is None and not mass:  # codes do not tell rows apart
             return Aggregated(network(question, self._coded(), attention=self._attention, look=look)[0], nothing)
         if self.config.strategy == "hierarchical":
             view: BankView = self._projected()
@@ -95,7 +98,7 @@ class BankReader(Reader):
                 view = view.select(visible.nonzero().T)
             return Aggregated(hierarchical(network, question, view, self.config.subgroup, asked=asked), nothing)
         mask = None if visible is None else visible.to(device).expand(len(questions), -1)
-        phi, _ = network(
+        phi, found = network(
             question,
             self._projected(),
             mask=mask,
@@ -103,26 +106,14 @@ class BankReader(Reader):
             attention=self._attention,
             parts=self._shards,
             look=look,
+            mass=mass,
         )
-        return Aggregated(phi, nothing)
+        return Aggregated(phi, nothing, mass=found)
 
     @property
     def _remembers(self) -> bool:
         """Shards compute together, so none may skip the computation because of its own cache."""
         return self._shards is None
-
-    def _mass(self, questions: Sequence[str], visible: Tensor | None) -> Tensor:
-        network, question = self.model.aggregation, self._encoded(questions, {})
-        asked, look = self.model.asked(questions), self.model.look(questions)
-        if self.config.strategy == "preselect":
-            selected, index, _ = self._preselect(question, visible)
-            _, mass = network(question, selected, asked=asked, look=look, mass=True)
-            all_rows: Tensor = mass.new_zeros(len(questions), len(self.bank.row_keys))
-            return all_rows.scatter_(1, index.to(mass.device), mass)
-        mask = None if visible is None else visible.to(question.tokens.device).expand(len(questions), -1)
-        _, mass = network(question, self._projected(), mask=mask, asked=asked, look=look, mass=True)
-        assert isinstance(mass, Tensor)
-        return mass
 
     def _prior_summary(self, questions: Sequence[str], visible: Tensor | None) -> tuple[Tensor, int]:
         prior = self.model.aggregation.prior
