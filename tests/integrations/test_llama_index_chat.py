@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from llama_index.core.tools import QueryEngineTool
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, MACError, PromptError
 from mac_rag.integrations.llama_index import MACLLM, MACSynthesizer
+from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import Sampling
 from mac_rag.model import MACModel
 from mac_rag.prompt_format import PromptFormat
@@ -84,7 +85,12 @@ def test_the_memory_is_asked_the_question_in_the_slots_or_else_the_last_message(
     llm, _ = make_llm()
     asked: list[str] = []
     aggregated = llm.engine._aggregated
-    monkeypatch.setattr(llm.engine, "_aggregated", lambda p, a: asked.extend(x.question for x in p) or aggregated(p, a))
+
+    def asking(prompts: Sequence[FittedPrompt], *arguments: Any) -> Any:
+        asked.extend(prompt.question for prompt in prompts)
+        return aggregated(prompts, *arguments)
+
+    monkeypatch.setattr(llm.engine, "_aggregated", asking)
     llm.predict(PromptTemplate("Answer {query_str} from {context_str} now."), query_str=QUESTION, context_str="Text.")
     llm.predict(PromptTemplate("Say something about {topic}."), topic="bridges")
     llm.complete("Write a poem.")
