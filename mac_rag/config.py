@@ -122,6 +122,20 @@ class SentenceEncoderConfig(Config):
     embeddings: Literal["own", "base-lm"] = "own"
 
 
+class YearsConfig(Config):
+    """How much a question asks for years before those that it names (see `mac_rag.nn.question_words`).
+
+    Not part of the paper. `python -m pipelines.fit_recency` fits both numbers.
+
+    Attributes:
+        weight: weight of a year that the question names, where all of the question's words together have length 1.
+        decay: years before the first one that it names, behind which the weight has fallen to 1/e of that.
+    """
+
+    weight: float = Field(gt=0)
+    decay: float = Field(gt=0)
+
+
 class HashedBM25Config(Config):
     """Lexical vectors of a text, whose products are BM25's scores (see `mac_rag.nn.hashed_bm25`).
 
@@ -134,11 +148,14 @@ class HashedBM25Config(Config):
 
     Attributes:
         vectors: R, lexical vectors of width D for each text.
-        weight: weight of the product beside the cosine. No training changes it, so choose it on validation data.
+        weight: weight of the product beside the cosine, chosen on validation data; `pipelines.tune_prior` alone
+            trains it.
+        years: lets a question that names a year ask for the years before it, too; None for its own words alone.
     """
 
     vectors: int = Field(8, ge=1)
     weight: float = Field(0.1, gt=0)
+    years: YearsConfig | None = None
 
 
 CUTOFFS = ("slot_cutoff", "reading_cutoff")  # fields that leave out slots, of which banks know nothing

@@ -24,7 +24,14 @@ from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.qa_data import DataConfig
-from pipelines.tasks.fit_recency import FitRecencyConfig, fit_recency, with_recency_term, write_fitted
+from pipelines.tasks.fit_recency import (
+    FitRecencyConfig,
+    check_dates,
+    fit_recency,
+    prior_keys_of,
+    with_recency_term,
+    write_fitted,
+)
 from pipelines.tasks.train import moment
 from tests.distributed.local_shards import assert_read_alike, made, reader
 from tests.helpers import copy_of
@@ -204,13 +211,14 @@ def test_fitting_changes_nothing_else_and_lowers_the_loss(loaded_tiny_model: MAC
     model = with_recency_term(copy_of(loaded_tiny_model))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     stories = generate("train", 40, update_rate=1.0)
-    first = fit_recency(model, stories, steps=1, batch_size=64, learning_rate=1e-9)
-    assert fit_recency(model, stories, steps=60, batch_size=64) < first - 0.01
+    keys = prior_keys_of(model, stories)
+    first = fit_recency(model, stories, keys, steps=1, batch_size=64, learning_rate=1e-9)
+    assert fit_recency(model, stories, keys, steps=60, batch_size=64) < first - 0.01
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {f"aggregation.recency.{name}" for name in ("strength", "alike", "about", "bias")}
     undated = [Document(one.id, one.text) for one in stories.documents]
     with pytest.raises(ConfigError, match="no document of newswire has a date"):
-        fit_recency(model, type(stories)(stories.name, stories.split, tuple(undated), stories.questions))
+        check_dates(type(stories)(stories.name, stories.split, tuple(undated), stories.questions))
 
 
 def test_it_is_fitted_to_documents_longer_than_the_model_reads(loaded_tiny_model: MACModel, tmp_path: Path) -> None:

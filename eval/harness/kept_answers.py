@@ -28,11 +28,19 @@ if TYPE_CHECKING:
 
 
 class Prompt(NamedTuple):
-    """What is asked: a question, the texts of the documents in front of it, and the moment of the question."""
+    """What is asked, and of whom.
+
+    Attributes:
+        question: the question.
+        contexts: the texts of the documents in front of it.
+        as_of: the moment of the question; None for all documents.
+        times_used: False asks a memory that knows of no time (`MACModel.without_times`).
+    """
 
     question: str
     contexts: tuple[str, ...] = ()
     as_of: str | None = None
+    times_used: bool = True
 
 
 class KeptAnswer(Config):
@@ -99,8 +107,9 @@ class KeptAnswers:
                 os.fsync(file.fileno())
 
     def _key(self, prompt: Prompt, weight: float | None) -> str:
-        question, contexts, as_of = Prompt(*prompt)
+        question, contexts, as_of, times_used = Prompt(*prompt)
         key = [self._source, question, contexts, None if weight is None else as_of, weight]  # the LM alone has no date
+        key += [] if times_used or weight is None else ["times unused"]
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def _read(self, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,6 +35,7 @@ from mac_rag.retrieval import Hit, Retriever
 
 # Batches that are generated between two writes of kept answers: few enough to lose little.
 _GROUP = 4
+_TIMES_UNUSED = ", times unused"  # behind the name of a row
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,9 @@ def run_protocol(
     shortened, and the row counts such prompts. Each row has its costs (`eval.harness.costs`).
 
     If questions have a moment, each row but the LM alone comes twice: with all documents, and `dated`, as of the moment
-    of each question. `dates_f1` of the second is its gain in F1 over the first.
+    of each question. `dates_f1` of the second is its gain in F1 over the first. If the model knows of times by itself,
+    a row of its memory that does not use them comes first, and `dates_f1` of the other rows of memory alone is the
+    gain over that.
 
     Args:
         engine: an engine with an empty bank and no retriever.
@@ -84,6 +88,8 @@ def run_protocol(
     adaptation = adapt(engine, dataset.documents, progress=progress)
     table = _Table(engine, dataset, kept or KeptAnswers(), batch_size, seed, progress)
     dated = any(question.as_of is not None for question in dataset.questions)
+    if dated and engine.model.knows_times:
+        table.ask("LM alone", {"MAC": engine.memory_weight}, times_used=False)
     table.ask("LM alone", {"MAC": engine.memory_weight})
     if dated:
         table.ask("LM alone", {"MAC": engine.memory_weight}, dated=True)
@@ -141,6 +147,7 @@ class _Table:
         k: int | None = None,
         *,
         dated: bool = False,
+        times_used: bool = True,
     ) -> None:
         """Adds the row without memory, and a row with memory for each weight, all of the same prompts.
 
@@ -153,31 +160,37 @@ class _Table:
             retriever: finds k documents for each question; None for questions alone.
             k: number of documents; None without a retriever.
             dated: True to ask as of the moment of each question.
+            times_used: False for a row of the memory that knows of no time.
         """
-        queries = self._queries(retriever, k, dated)
+        queries = self._queries(retriever, k, dated, times_used)
         configured = self.engine.model.config.memory_weight
         weights = {name: configured if weight is None else weight for name, weight in with_memory.items()}
-        suffix = ", dated" if dated else ""
+        suffix = (", dated" if dated else "") + ("" if times_used else _TIMES_UNUSED)
         baseline = without if retriever is None else f"{without}{suffix}"
         if self.progress:
             say(", ".join([baseline, *(f"{name}{suffix}" for name in weights)]), err=True)
-        self._answer([query.prompt for query in queries], [None, *weights.values()])
+        with nullcontext() if times_used else self.engine.model.without_times():
+            self._answer([query.prompt for query in queries], [None, *weights.values()])
         if baseline not in self.verdicts:
             self._add(self._row(baseline, queries, k, None), undated=without if dated else None)
         for name, weight in weights.items():
             row = self._row(f"{name}{suffix}", queries, k, weight)
             row = row.model_copy(update={"gain": self._gain(row.name, baseline)})
-            self._add(row, undated=name if dated else None)
+            without_times = f"{name}{_TIMES_UNUSED}"
+            if retriever is None and times_used and without_times in self.verdicts:
+                self._add(row, undated=without_times)
+            else:
+                self._add(row, undated=name if dated else None)
 
     def _add(self, row: Row, undated: str | None) -> None:
-        """Adds a row; `undated` names the same one without dates, over which it has its gain by them."""
+        """Adds a row; `undated` names the same one that uses no dates, over which it has its gain by them."""
         if undated is not None:
             gain = self._gain(row.name, undated).f1
             dates = dict(zip(BY_DATES, (gain.mean, gain.low, gain.high), strict=True))
             row = row.model_copy(update={"measures": row.measures | dates})
         self.rows.append(row)
 
-    def _queries(self, retriever: Retriever | None, k: int | None, dated: bool) -> list[_Query]:
+    def _queries(self, retriever: Retriever | None, k: int | None, dated: bool, times_used: bool) -> list[_Query]:
         """Each question behind its retrieved documents, as far as they fit; equal prompts are common."""
         questions = [question.question for question in self.dataset.questions]
         moments = [question.as_of if dated else None for question in self.dataset.questions]
@@ -190,7 +203,7 @@ class _Table:
         queries = []
         for question, moment, row in zip(questions, moments, hits, strict=True):
             fitted = self.engine.model.fit_to_window(question, [hit.text for hit in row], overflow="truncate")
-            prompt = Prompt(question, fitted.contexts, moment)
+            prompt = Prompt(question, fitted.contexts, moment, times_used)
             self._fitted[prompt] = fitted
             queries.append(_Query(prompt, tuple(hit.document_id for hit in row), fitted.truncated))
         return queries

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +32,7 @@ from mac_rag.model.factory import (
 from mac_rag.model.generation import GenerationMixin
 from mac_rag.model.stored_names import BESIDE_BANKS, FROZEN, fingerprint_fields, stored_name
 from mac_rag.model.text_encoder import TextEncoder
+from mac_rag.model.years import years_of
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.bank_view import BankProjection, BankView
 from mac_rag.nn.cpu_linear import use_onednn
@@ -40,6 +40,7 @@ from mac_rag.nn.dtypes import use_master_weights
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import PrefixTuning
 from mac_rag.nn.product_quantizer import ProductQuantizer
+from mac_rag.nn.question_words import QuestionWords
 from mac_rag.nn.unpadded_bert import last_states_without_gradients
 from mac_rag.progress import progress_bar
 
@@ -81,6 +82,9 @@ class MACModel(GenerationMixin, nn.Module):
         self.base_lm = base_lm
         self.amortization = amortization
         self.input_encoder = input_encoder
+        if config.hashed_bm25 is not None:
+            years = years_of(config.hashed_bm25.years, input_encoder.tokenizer)
+            input_encoder.network.question_words = QuestionWords(years)
         sizes = config.aggregation
         self.aggregation = AggregationNetwork(
             base_lm.width,
@@ -406,21 +410,35 @@ class MACModel(GenerationMixin, nn.Module):
 
     def without_document_prior(self) -> AbstractContextManager[None]:
         """A context in which attention ignores the document prior, to measure the prior's effect."""
-        return self._without("use_prior")
+        return _switched_off(self.aggregation, "use_prior")
 
     def without_recency(self) -> AbstractContextManager[None]:
         """A context in which the document prior ignores dates, to measure the recency term's effect."""
-        return self._without("use_recency")
+        return _switched_off(self.aggregation, "use_recency")
+
+    @property
+    def knows_times(self) -> bool:
+        """True if the document prior reads dates of documents, or years of questions; see `without_times`."""
+        words = self.input_encoder.network.question_words
+        return self.aggregation.recency is not None or (words is not None and words.years is not None)
+
+    @contextmanager
+    def without_times(self) -> Iterator[None]:
+        """A context without the recency term in which questions ask for no years beside those that they name."""
+        words = self.input_encoder.network.question_words
+        with self.without_recency(), nullcontext() if words is None else _switched_off(words, "use_years"):
+            yield
 
     def without_hops(self) -> AbstractContextManager[None]:
         """A context in which each slot ranks documents by the question alone, to measure the effect of hops."""
-        return self._without("use_hops")
+        return _switched_off(self.aggregation, "use_hops")
 
-    @contextmanager
-    def _without(self, switch: Literal["use_prior", "use_recency", "use_hops"]) -> Iterator[None]:
-        before = getattr(self.aggregation, switch)
-        setattr(self.aggregation, switch, False)
-        try:
-            yield
-        finally:
-            setattr(self.aggregation, switch, before)
+
+@contextmanager
+def _switched_off(network: nn.Module, switch: str) -> Iterator[None]:
+    before = getattr(network, switch)
+    setattr(network, switch, False)
+    try:
+        yield
+    finally:
+        setattr(network, switch, before)

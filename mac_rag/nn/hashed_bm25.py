@@ -69,10 +69,14 @@ class HashedBM25(nn.Module):
         damping = _SATURATION * (1 - _LENGTH + _LENGTH * relative_length)
         # A token's weight, shared among the places in the text where it stands.
         weights = self.rarity[input_ids].sqrt() * (_SATURATION + 1) / (counts + damping)
-        signed = weights * self.signs[input_ids] * shown
+        return self.of_tokens(input_ids, weights * shown)
+
+    def of_tokens(self, tokens: Tensor, weights: Tensor) -> Tensor:
+        """The sum of K times n tokens' vectors with these weights: `[K, n], [K, n] -> [K, R, D]`."""
+        signed = weights * self.signs[tokens]
         vectors, width = self.shape
-        hashed = signed.new_zeros(len(input_ids), vectors * width)
-        hashed.scatter_add_(1, self.places[input_ids], signed)
+        hashed = signed.new_zeros(len(tokens), vectors * width)
+        hashed.scatter_add_(1, self.places[tokens], signed)
         return hashed.view(-1, vectors, width)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -22,6 +22,7 @@ from mac_rag.nn.recency import Candidates, RankedFirst
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.extended_model import with_aggregation
+from pipelines.tasks.fit_years import fit_years
 from pipelines.tasks.fitting import fitted
 from pipelines.tasks.train import moment
 
@@ -30,6 +31,9 @@ _TOGETHER = 256  # questions that are encoded, or compared with all documents, a
 
 class FitRecencyConfig(Config):
     """A stage that fits the recency term: `a`, `alpha`, `beta` and `gamma` of `mac_rag.nn.recency`.
+
+    For a model with hashed BM25 it first fits how far a question that names a year looks back, which is part of the
+    prior that recency is a term of (`pipelines.tasks.fit_years`).
 
     Attributes:
         start_from: a MAC checkpoint with a document prior, name or folder.
@@ -74,15 +78,12 @@ def write_fitted(config: FitRecencyConfig, output: Path) -> None:
         DataError, DocumentError: for a question or a document that the model cannot take.
     """
     model = with_recency_term(MACModel.from_pretrained(config.start_from))
-    fit_recency(
-        model,
-        within_limits(config.dataset(), model),
-        steps=config.steps,
-        batch_size=config.batch_size,
-        learning_rate=config.learning_rate,
-        questions_per_document=config.questions_per_document,
-        seed=config.seed,
-    )
+    dataset = within_limits(config.dataset(), model)
+    check_dates(dataset)
+    prior_keys = prior_keys_of(model, dataset)
+    how: dict[str, Any] = config.model_dump(include={"steps", "batch_size", "learning_rate", "seed"})
+    fit_years(model, dataset, prior_keys, **how)
+    fit_recency(model, dataset, prior_keys, questions_per_document=config.questions_per_document, **how)
     with write_folder(output / "last") as new:
         model.save_pretrained(new, dtype=STORED_DTYPES[config.store_dtype])
 
@@ -103,9 +104,29 @@ def with_recency_term(model: MACModel) -> MACModel:
     return with_aggregation(model, {"recency": True}).eval()
 
 
+def check_dates(dataset: QADataset) -> None:
+    """Checks that there is something to learn recency from.
+
+    Raises:
+        ConfigError: for data without dates.
+    """
+    if all(document.date is None for document in dataset.documents):
+        raise ConfigError(f"no document of {dataset.name} has a date, from which recency is learned; give them dates")
+
+
+@torch.no_grad()
+def prior_keys_of(model: MACModel, dataset: QADataset) -> Tensor:
+    """The document prior's keys of all documents, `[K, d_prior]`."""
+    prior = model.aggregation.prior
+    assert prior is not None
+    phi = model.amortize([document.text for document in dataset.documents], progress=True)
+    return prior.keys(MemoryTokens.split(phi, model.config.lexical_vectors))
+
+
 def fit_recency(
     model: MACModel,
     dataset: QADataset,
+    prior_keys: Tensor,
     *,
     steps: int = 500,
     batch_size: int = 256,
@@ -118,20 +139,16 @@ def fit_recency(
     Args:
         model: a model with a recency term.
         dataset: see `FitRecencyConfig`.
+        prior_keys: of `prior_keys_of`.
         steps, batch_size, learning_rate, questions_per_document, seed: see `FitRecencyConfig`.
 
     Returns:
         The mean loss of the last tenth of the steps.
-
-    Raises:
-        ConfigError: for data without dates.
     """
     prior, term = model.aggregation.prior, model.aggregation.recency
     assert prior is not None
     assert term is not None
-    if all(document.date is None for document in dataset.documents):
-        raise ConfigError(f"no document of {dataset.name} has a date, from which recency is learned; give them dates")
-    compared = _compared(model, dataset, questions_per_document)
+    compared = _compared(model, dataset, prior_keys, questions_per_document)
     scale = prior.log_scale.exp().detach()
 
     def batch_loss(generator: torch.Generator) -> Tensor:
@@ -161,13 +178,10 @@ class _Compared(NamedTuple):
 
 
 @torch.no_grad()
-def _compared(model: MACModel, dataset: QADataset, questions_per_document: int) -> _Compared:
+def _compared(model: MACModel, dataset: QADataset, prior_keys: Tensor, questions_per_document: int) -> _Compared:
     """The questions whose own document is among the candidates; the term cannot change others."""
     prior = model.aggregation.prior
     assert prior is not None
-    vectors = model.config.lexical_vectors
-    phi = model.amortize([document.text for document in dataset.documents], progress=True)
-    prior_keys = prior.keys(MemoryTokens.split(phi, vectors))
     keys = prior_keys[:, : prior.key.out_features]
     dates = torch.tensor([moment(document) for document in dataset.documents], device=model.device)
     place = {document.id: number for number, document in enumerate(dataset.documents)}

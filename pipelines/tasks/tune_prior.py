@@ -200,7 +200,6 @@ def compared(encoder: TextEncoder, rows: Sequence[Sequence[int]]) -> MemoryToken
     parts, order = [], []
     for group in similar_lengths([len(row) for row in rows], _LENGTH_RATIO):
         ids, mask = pad_rows([rows[i] for i in group], 0, encoder.device)
-        lexical = None if network.hashed_bm25 is None else network.hashed_bm25(ids, mask)
-        parts.append(MemoryTokens(network.sentence_token(ids, mask).float(), lexical))
+        parts.append(MemoryTokens(network.sentence_token(ids, mask).float(), network.lexical(ids, mask)))
         order += group
     return MemoryTokens.cat(parts)[torch.tensor(order, device=encoder.device).argsort()]

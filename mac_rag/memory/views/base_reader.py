@@ -145,7 +145,9 @@ class Reader(ABC):
             return self._aggregate(questions, self._visible(allowed), known_ids, mass=False)
         network = self.model.aggregation
         moment = allowed.as_of if isinstance(allowed, KnownDocuments) else None
-        switches = (network.use_prior, network.use_recency, network.use_hops, network.training)
+        words = self.model.input_encoder.network.question_words
+        use_years = words is not None and words.use_years
+        switches = (network.use_prior, network.use_recency, network.use_hops, network.training, use_years)
         state = (self.bank.version, switches, by_moment, moment)
 
         def compute(new: Sequence[str]) -> tuple[Tensor, Tensor]:

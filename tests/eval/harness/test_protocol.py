@@ -135,7 +135,7 @@ def test_dated_rows_ask_as_of_the_moment_of_each_question() -> None:
     stream = QADataset("timeqa", "test", documents, questions)
     outcome = run_protocol(MACEngine(mac_tiny), stream, {"bm25": BM25Retriever()}, [1], batch_size=5)
     both = ["bm25 top-1", "bm25 top-1 + MAC"]
-    names = ["LM alone", "MAC", "MAC, dated", *both, *(f"{name}, dated" for name in both)]
+    names = ["LM alone", "MAC, times unused", "MAC", "MAC, dated", *both, *(f"{name}, dated" for name in both)]
     assert [row.name for row in outcome.rows] == names
     engine = MACEngine(mac_tiny, retriever=BM25Retriever(), k=1)
     engine.adapt(documents)
@@ -147,13 +147,30 @@ def test_dated_rows_ask_as_of_the_moment_of_each_question() -> None:
         assert sample.rows["bm25 top-1, dated"].retrieved == from_both.document_ids
     assert predictions(outcome, "MAC, dated") != predictions(outcome, "MAC")
     rows = {row.name: row for row in outcome.rows}
-    for name in ("MAC", *both):
+    for name in both:
         dated = rows[f"{name}, dated"]
         assert dated.measures["dates_f1"] == pytest.approx(dated.f1 - rows[name].f1)
         assert "dates_f1" not in rows[name].measures
+    for name in ("MAC", "MAC, dated"):
+        assert rows[name].measures["dates_f1"] == pytest.approx(rows[name].f1 - rows["MAC, times unused"].f1)
     assert rows["MAC, dated"].gain.f1.mean == pytest.approx(rows["MAC, dated"].f1 - rows["LM alone"].f1)
     together = rows["bm25 top-1 + MAC, dated"]
     assert together.gain.f1.mean == pytest.approx(together.f1 - rows["bm25 top-1, dated"].f1)
+
+
+def test_a_memory_that_knows_of_times_has_a_row_without_them() -> None:
+    mac_tiny = MACModel.from_pretrained("mac-tiny")
+    stories = generate("val", 12, update_rate=1.0)
+    questions = tuple(replace(question, as_of="2030") for question in stories.questions)
+    stream = QADataset("timeqa", "test", stories.documents, questions)
+    outcome = run_protocol(MACEngine(mac_tiny), stream, batch_size=5)
+    assert [row.name for row in outcome.rows] == ["LM alone", "MAC, times unused", "MAC", "MAC, dated"]
+    engine = MACEngine(mac_tiny)
+    engine.adapt(stories.documents)
+    with mac_tiny.without_times():
+        expected = [answer.text for answer in engine.answer([question.question for question in questions])]
+    assert predictions(outcome, "MAC, times unused") == expected
+    assert predictions(outcome, "MAC") != expected
 
 
 def test_long_documents_and_prompts_are_counted(tiny_model: MACModel) -> None:
