@@ -26,7 +26,6 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.fit_recency import (
     FitRecencyConfig,
-    check_dates,
     fit_recency,
     prior_keys_of,
     with_recency_term,
@@ -218,7 +217,7 @@ def test_fitting_changes_nothing_else_and_lowers_the_loss(loaded_tiny_model: MAC
     assert changed == {f"aggregation.recency.{name}" for name in ("strength", "alike", "about", "bias")}
     undated = [Document(one.id, one.text) for one in stories.documents]
     with pytest.raises(ConfigError, match="no document of newswire has a date"):
-        check_dates(type(stories)(stories.name, stories.split, tuple(undated), stories.questions))
+        fit_recency(model, type(stories)(stories.name, stories.split, tuple(undated), stories.questions), keys)
 
 
 def test_it_is_fitted_to_documents_longer_than_the_model_reads(loaded_tiny_model: MACModel, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def write_fitted(config: FitRecencyConfig, output: Path) -> None:
     """
     model = with_recency_term(MACModel.from_pretrained(config.start_from))
     dataset = within_limits(config.dataset(), model)
-    check_dates(dataset)
+    check_dates(dataset)  # before minutes of amortization
     prior_keys = prior_keys_of(model, dataset)
     how: dict[str, Any] = config.model_dump(include={"steps", "batch_size", "learning_rate", "seed"})
     fit_years(model, dataset, prior_keys, **how)
@@ -144,7 +144,11 @@ def fit_recency(
 
     Returns:
         The mean loss of the last tenth of the steps.
+
+    Raises:
+        ConfigError: for data without dates.
     """
+    check_dates(dataset)
     prior, term = model.aggregation.prior, model.aggregation.recency
     assert prior is not None
     assert term is not None

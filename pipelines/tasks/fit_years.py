@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -70,9 +71,8 @@ def fit_years(
 
     fitted([logarithms], batch_loss, steps=steps, learning_rate=learning_rate, seed=seed)
     weight, decay, _ = (round(float(value), 4) for value in logarithms.detach().exp())
-    found = YearsConfig(weight=weight, decay=decay)
+    found, again = YearsConfig(weight=weight, decay=decay), replace(years, weight=weight, decay=decay)
     model.config = model.config.model_copy(update={"hashed_bm25": lexical.model_copy(update={"years": found})})
-    again = years_of(found, model.input_encoder.tokenizer)
     model.input_encoder.network.question_words = QuestionWords(again).to(model.device)
     return found
 

@@ -130,9 +130,13 @@ def readers_of_one(folder: Path, model: MACModel, shards: int, stream: list[Docu
 
 def assert_read_alike(found: Reader, expected: Reader, questions: list[str], allowed: set[str] | None = None) -> None:
     """Two banks give the same phi*, evidence of the prior and attention to each document, up to rounding."""
-    close = {"rtol": 1e-4, "atol": 2e-5}
+    close = {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(
-        found.aggregate(questions, allowed).phi, expected.aggregate(questions, allowed).phi, **close
+        # Sums in another order: processors without AVX-512 round a single element by a little more.
+        found.aggregate(questions, allowed).phi,
+        expected.aggregate(questions, allowed).phi,
+        rtol=1e-5,
+        atol=2e-5,
     )
     evidence, evidence_expected = (one.prior_evidence(questions, allowed) for one in (found, expected))
     assert evidence is not None

@@ -55,7 +55,7 @@ def test_a_killed_writer_loses_nothing_that_it_acknowledged(folder: Path) -> Non
     for kill in range(KILLS):
         process, heard = started(write_for_ever, folder, kill, 1000 * kill)
         assert heard.recv() == state  # what one writer left is what the next one finds
-        time.sleep(choice.uniform(0, 0.06))
+        time.sleep(choice.uniform(0, 0.12))
         process.kill()
         process.join()
         possible = [state]
@@ -71,7 +71,7 @@ def test_a_killed_writer_loses_nothing_that_it_acknowledged(folder: Path) -> Non
         # The last commit that was acknowledged, or else all of the one that the process died in.
         assert state in possible
         assert report.documents == len(state)
-    assert commits  # how many there are is a matter of the disk and the processor
+    assert commits > KILLS
 
 
 @pytest.mark.parametrize(
