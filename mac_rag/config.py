@@ -123,13 +123,14 @@ class SentenceEncoderConfig(Config):
 
 
 class YearsConfig(Config):
-    """How much a question asks for years before those that it names (see `mac_rag.nn.question_words`).
+    """How much a document counts that names a year shortly before the question's (see `mac_rag.nn.named_years`).
 
     Not part of the paper. `python -m pipelines.fit_recency` fits both numbers.
 
     Attributes:
-        weight: weight of a year that the question names, where all of the question's words together have length 1.
-        decay: years before the first one that it names, behind which the weight has fallen to 1/e of that.
+        weight: how much it counts if it names the year of the question, beside the product of both texts' lexical
+            vectors, of which the question's have length 1.
+        decay: years before that one behind which it counts 1/e as much.
     """
 
     weight: float = Field(gt=0)
@@ -150,7 +151,8 @@ class HashedBM25Config(Config):
         vectors: R, lexical vectors of width D for each text.
         weight: weight of the product beside the cosine, chosen on validation data; `pipelines.tune_prior` alone
             trains it.
-        years: lets a question that names a year ask for the years before it, too; None for its own words alone.
+        years: one more lexical vector for each text, by which a question that names a year finds what was last known
+            then; None for its words alone.
     """
 
     vectors: int = Field(8, ge=1)
@@ -427,4 +429,6 @@ class MACConfig(Config):
     @property
     def lexical_vectors(self) -> int:
         """R, lexical vectors that are stored with the T memory tokens of a text; 0 without `hashed_bm25`."""
-        return 0 if self.hashed_bm25 is None else self.hashed_bm25.vectors
+        if self.hashed_bm25 is None:
+            return 0
+        return self.hashed_bm25.vectors + (self.hashed_bm25.years is not None)

@@ -12,6 +12,7 @@ FINGERPRINTS: dict[str, tuple[str, ...]] = {
         "c2de37d0863f3e639b236f3e1d7a91aee01696a993b954f0bdba43247361a0dc",
         "5c130a0b4218ced40b4579789109a25ed3c15510a9584c4aed8f14b25f720204",
         "26a07466b6e7c4dcf6dc1d53b7905b9f09a984967f9c8938ee40f231d01d5b30",
+        "e0a8e0938b68d126bea8258d82c56cbdc5cd8335a1fa5ebf574166f3881c0b66",
     ),
     "mac-tiny": ("3172397d910772fa4d1ea7a551d62e02196a5aa1465b46e0e621405dc0cdc27e",),
     "mac-tiny-hops": ("1f473296fb36fd504dc82b09bdcc3e723de382e20d4aef55cfd8265a80a2a21f",),

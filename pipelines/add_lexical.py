@@ -14,7 +14,7 @@ from pipelines.recipe import ConfigOption, SetOption, load_recipe
 
 def main(
     config: ConfigOption,
-    model: Annotated[str, typer.Option(help="A MAC model with a sentence encoder: a name or a folder.")],
+    model: Annotated[str, typer.Option(help="A MAC model with a document prior: a name or a folder.")],
     output: Annotated[Path, typer.Option(help="Folder for the new model, new or empty.")],
     words: Annotated[int, typer.Option(min=1, help="R, the number of lexical vectors of each text.")] = 8,
     weight: Annotated[

@@ -32,7 +32,7 @@ from mac_rag.model.factory import (
 from mac_rag.model.generation import GenerationMixin
 from mac_rag.model.stored_names import BESIDE_BANKS, FROZEN, fingerprint_fields, stored_name
 from mac_rag.model.text_encoder import TextEncoder
-from mac_rag.model.years import years_of
+from mac_rag.model.years import named_years
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.bank_view import BankProjection, BankView
 from mac_rag.nn.cpu_linear import use_onednn
@@ -40,7 +40,6 @@ from mac_rag.nn.dtypes import use_master_weights
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import PrefixTuning
 from mac_rag.nn.product_quantizer import ProductQuantizer
-from mac_rag.nn.question_words import QuestionWords
 from mac_rag.nn.unpadded_bert import last_states_without_gradients
 from mac_rag.progress import progress_bar
 
@@ -83,8 +82,10 @@ class MACModel(GenerationMixin, nn.Module):
         self.amortization = amortization
         self.input_encoder = input_encoder
         if config.hashed_bm25 is not None:
-            years = years_of(config.hashed_bm25.years, input_encoder.tokenizer)
-            input_encoder.network.question_words = QuestionWords(years)
+            given = config.hashed_bm25.years
+            years = None if given is None else named_years(given, base_lm.tokenizer, base_lm.width)
+            amortization.network.years = input_encoder.network.years = years
+            input_encoder.network.encodes_questions = True
         sizes = config.aggregation
         self.aggregation = AggregationNetwork(
             base_lm.width,
@@ -419,14 +420,13 @@ class MACModel(GenerationMixin, nn.Module):
     @property
     def knows_times(self) -> bool:
         """True if the document prior reads dates of documents, or years of questions; see `without_times`."""
-        words = self.input_encoder.network.question_words
-        return self.aggregation.recency is not None or (words is not None and words.years is not None)
+        return self.aggregation.recency is not None or self.input_encoder.network.years is not None
 
     @contextmanager
     def without_times(self) -> Iterator[None]:
-        """A context without the recency term in which questions ask for no years beside those that they name."""
-        words = self.input_encoder.network.question_words
-        with self.without_recency(), nullcontext() if words is None else _switched_off(words, "use_years"):
+        """A context without the recency term in which years of questions are words like any other."""
+        years = self.input_encoder.network.years
+        with self.without_recency(), nullcontext() if years is None else _switched_off(years, "use_years"):
             yield
 
     def without_hops(self) -> AbstractContextManager[None]:

@@ -40,6 +40,7 @@ class _Index(BaseModel):
     embeddings: str
     words: int
     words_weight: float
+    years_decay: float | None
 
 
 class _FingerprintFields(BaseModel):
@@ -59,6 +60,7 @@ def fingerprint_fields(config: MACConfig) -> str:
             embeddings="own" if encoder is None else encoder.embeddings,
             words=lexical.vectors,
             words_weight=lexical.weight,
+            years_decay=None if lexical.years is None else lexical.years.decay,
         )
     fields = _FingerprintFields(
         index=index,
@@ -70,4 +72,6 @@ def fingerprint_fields(config: MACConfig) -> str:
     left_out: dict[str, Any] = {name: True for name, value in neutral.items() if getattr(fields, name) == value}
     unused = {name for name, value in (("slots", 1), ("hops", False)) if getattr(fields.aggregation, name) == value}
     left_out["aggregation"] = {"recency", *CUTOFFS} | unused
+    if index is not None and index.years_decay is None:
+        left_out["index"] = {"years_decay"}
     return fields.model_dump_json(exclude=left_out)

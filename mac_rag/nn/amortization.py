@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from mac_rag.nn.dtypes import widest_dtype
 from mac_rag.nn.hashed_bm25 import HashedBM25
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.question_words import QuestionWords
+from mac_rag.nn.named_years import NamedYears
 from mac_rag.nn.residual_linear import ResidualLinear
 from mac_rag.nn.unpadded_bert import Reading, last_states
 
@@ -70,7 +70,8 @@ class AmortizationNetwork(nn.Module):
         hashed_bm25: makes R lexical vectors of the text; None for none.
 
     Attributes:
-        question_words: makes lexical vectors of questions from those of their words; None for a network of documents.
+        years: makes one more lexical vector, of the years that the text names; None for none.
+        encodes_questions: True if the texts are questions, whose own words have length 1 in lexical vectors.
         normalises: True if memory tokens, but for a sentence encoder's, have a mean of 0 and a variance of 1.
     """
 
@@ -89,7 +90,8 @@ class AmortizationNetwork(nn.Module):
         self.backbone = backbone
         self.sentence_encoder = sentence_encoder
         self.hashed_bm25 = hashed_bm25
-        self.question_words: QuestionWords | None = None
+        self.years: NamedYears | None = None
+        self.encodes_questions = False
         learned = tokens if sentence_encoder is None else tokens - 1
         backbone_width: int = backbone.config.hidden_size
         self.queries = nn.Parameter(self.initial_scale() * torch.randn(learned, backbone_width))
@@ -133,14 +135,16 @@ class AmortizationNetwork(nn.Module):
         return MemoryTokens(tokens, None if lexical is None else lexical.to(tokens.dtype))
 
     def lexical(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor | None:
-        """Lexical vectors `[K, R, D]`, of questions as they look for documents; None without hashed BM25."""
+        """Lexical vectors `[K, R, D]`; None without hashed BM25."""
         if self.hashed_bm25 is None:
             return None
         vectors: Tensor = self.hashed_bm25(input_ids, attention_mask)
-        if self.question_words is None:
+        if self.encodes_questions:
+            vectors = functional.normalize(vectors.flatten(1), dim=-1).view_as(vectors)
+        if self.years is None:
             return vectors
-        asked: Tensor = self.question_words(vectors, input_ids, attention_mask, self.hashed_bm25)
-        return asked
+        years: Tensor = self.years(input_ids, attention_mask, self.encodes_questions)
+        return torch.cat([vectors, years[:, None].to(vectors.dtype)], 1)
 
     def sentence_token(self, input_ids: Tensor, attention_mask: Tensor, read: Reading = last_states) -> Tensor:
         """The mean state of each text in the sentence encoder, `[K, 1, D]`; with gradients, where that is trained."""

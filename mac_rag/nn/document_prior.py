@@ -15,7 +15,7 @@ class DocumentPrior(nn.Module):
 
     With a sentence encoder (`mac_rag.config.SentenceEncoderConfig`), its token takes the place of the mean. Where texts
     have lexical vectors, their product is added to the cosine, `cos(...) + w u(x) v(d)`, where v(d) are the document's
-    vectors and u(x) the question's (`mac_rag.nn.question_words`). Both together are one product of longer vectors.
+    vectors and u(x) the question's (`AmortizationNetwork.lexical`). Both together are one product of longer vectors.
 
     The prior is added to the attention logits of all tokens of the document. It keeps attention sharp over thousands of
     documents, where a plain softmax spreads over them. It is a function of one document and one question, so

@@ -46,8 +46,11 @@ def _summary_bytes(model: MACModel) -> int:
 
 
 def _lexical_bytes(model: MACModel, number: int) -> int:
-    """At most: the lexical vectors of a text have no more numbers than it has tokens."""
-    numbers = min(model.config.lexical_vectors * model.base_lm.width, model.amortization.max_tokens)
+    """At most: the lexical vectors of a text have no more numbers than it has tokens, but for that of years."""
+    lexical, width = model.config.hashed_bm25, model.base_lm.width
+    if lexical is None:
+        return 0
+    numbers = min(lexical.vectors * width, model.amortization.max_tokens) + (lexical.years is not None) * width
     return numbers * (4 + number)
 
 

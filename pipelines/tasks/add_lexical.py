@@ -39,7 +39,7 @@ def write_extended(config: AddLexicalConfig, output: Path) -> None:
     """Writes the extended model to `output/last`.
 
     Raises:
-        ConfigError: for a model without a sentence encoder.
+        ConfigError: for a model without a document prior.
     """
     texts = (document.text for document in config.data.training_set().documents)
     model = add_hashed_bm25(MACModel.from_pretrained(config.start_from), texts, config.vectors, config.weight)
@@ -51,19 +51,16 @@ def add_hashed_bm25(model: MACModel, texts: Iterable[str], vectors: int, weight:
     """The same networks with hashed BM25, whose counts come from a corpus; a model's former counts are replaced.
 
     Args:
-        model: a model with a sentence encoder. Its parts go over to the new model; do not use it any more.
+        model: a model with a document prior. Its parts go over to the new model; do not use it any more.
         texts: the corpus.
         vectors, weight: see `mac_rag.config.HashedBM25Config`.
 
     Raises:
-        ConfigError: for a model without a sentence encoder.
+        ConfigError: for a model without a document prior.
         DocumentError: for a text that the model cannot take.
     """
-    if model.config.sentence_encoder is None:
-        raise ConfigError(
-            "this model has no sentence encoder, beside which hashed BM25 is added; train one with "
-            "model.sentence_encoder"
-        )
+    if model.aggregation.prior is None:
+        raise ConfigError("this model has no document prior, which hashed BM25 serves; train one with prior_width")
     lexical = HashedBM25Config(vectors=vectors, weight=weight)
     config = model.config.model_copy(update={"hashed_bm25": lexical})
     hashed_bm25 = make_hashed_bm25(config, model.base_lm)

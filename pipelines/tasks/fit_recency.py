@@ -22,7 +22,7 @@ from mac_rag.nn.recency import Candidates, RankedFirst
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.extended_model import with_aggregation
-from pipelines.tasks.fit_years import fit_years
+from pipelines.tasks.fit_years import with_fitted_years
 from pipelines.tasks.fitting import fitted
 from pipelines.tasks.train import moment
 
@@ -32,8 +32,8 @@ _TOGETHER = 256  # questions that are encoded, or compared with all documents, a
 class FitRecencyConfig(Config):
     """A stage that fits the recency term: `a`, `alpha`, `beta` and `gamma` of `mac_rag.nn.recency`.
 
-    For a model with hashed BM25 it first fits how far a question that names a year looks back, which is part of the
-    prior that recency is a term of (`pipelines.tasks.fit_years`).
+    For a model with hashed BM25 it first fits how much the years count that texts name, which are part of the prior
+    that recency is a term of (`pipelines.tasks.fit_years`).
 
     Attributes:
         start_from: a MAC checkpoint with a document prior, name or folder.
@@ -82,7 +82,7 @@ def write_fitted(config: FitRecencyConfig, output: Path) -> None:
     check_dates(dataset)  # before minutes of amortization
     prior_keys = prior_keys_of(model, dataset)
     how: dict[str, Any] = config.model_dump(include={"steps", "batch_size", "learning_rate", "seed"})
-    fit_years(model, dataset, prior_keys, **how)
+    model, prior_keys = with_fitted_years(model, dataset, prior_keys, **how)
     fit_recency(model, dataset, prior_keys, questions_per_document=config.questions_per_document, **how)
     with write_folder(output / "last") as new:
         model.save_pretrained(new, dtype=STORED_DTYPES[config.store_dtype])

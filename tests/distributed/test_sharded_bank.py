@@ -110,7 +110,7 @@ def test_in_double_precision_shards_agree_with_direct_attention(
     texts = rounded(layout_for(built), random(20, TOKENS, WIDTH, seed=1).float())
     encoder = lambda ids, read: question  # noqa: E731
     encoder.ids = lambda text: [1]  # type: ignore[attr-defined]
-    encoder.network = SimpleNamespace(question_words=None)  # type: ignore[attr-defined]
+    encoder.network = SimpleNamespace(years=None)  # type: ignore[attr-defined]
     model: Any = SimpleNamespace(
         aggregation=built,
         fingerprint="f00d",

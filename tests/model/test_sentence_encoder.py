@@ -266,10 +266,13 @@ def test_lexical_vectors_find_a_name_that_meaning_does_not(model: MACModel) -> N
     assert scores.argmax(1).tolist() == list(range(len(names)))
 
 
-def test_hashed_bm25_is_added_beside_a_sentence_encoder(tmp_path: Path) -> None:
+def test_hashed_bm25_is_added_to_a_document_prior_with_or_without_a_sentence_encoder() -> None:
     model = MACModel.from_config(with_encoder(None), device="cpu")
-    with pytest.raises(ConfigError, match="this model has no sentence encoder"):
-        add_hashed_bm25(model, TEXTS, 2, 0.1)
+    phi = add_hashed_bm25(model, TEXTS, 2, 0.1).amortize(TEXTS)
+    assert phi.shape == (3, 4 + 2, 384)
+    without = AggregationConfig(blocks=1, heads=2, head_width=8, feed_forward=1)
+    with pytest.raises(ConfigError, match="this model has no document prior, which hashed BM25 serves"):
+        add_hashed_bm25(MACModel.from_config(with_encoder(None, aggregation=without), device="cpu"), TEXTS, 2, 0.1)
 
 
 def test_the_command_counts_in_the_documents_of_a_recipe(model: MACModel, tmp_path: Path) -> None:

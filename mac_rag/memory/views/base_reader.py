@@ -145,8 +145,8 @@ class Reader(ABC):
             return self._aggregate(questions, self._visible(allowed), known_ids, mass=False)
         network = self.model.aggregation
         moment = allowed.as_of if isinstance(allowed, KnownDocuments) else None
-        words = self.model.input_encoder.network.question_words
-        use_years = words is not None and words.use_years
+        years = self.model.input_encoder.network.years
+        use_years = years is not None and years.use_years
         switches = (network.use_prior, network.use_recency, network.use_hops, network.training, use_years)
         state = (self.bank.version, switches, by_moment, moment)
 
