@@ -14,7 +14,10 @@ FINGERPRINTS: dict[str, tuple[str, ...]] = {
         "26a07466b6e7c4dcf6dc1d53b7905b9f09a984967f9c8938ee40f231d01d5b30",
         "e0a8e0938b68d126bea8258d82c56cbdc5cd8335a1fa5ebf574166f3881c0b66",
     ),
-    "mac-tiny": ("3172397d910772fa4d1ea7a551d62e02196a5aa1465b46e0e621405dc0cdc27e",),
+    "mac-tiny": (
+        "3172397d910772fa4d1ea7a551d62e02196a5aa1465b46e0e621405dc0cdc27e",
+        "a23a112cddb382956236e881cbd9c934acc585c9821b8aa2ddaa7fd9b478b9b3",
+    ),
     "mac-tiny-hops": ("1f473296fb36fd504dc82b09bdcc3e723de382e20d4aef55cfd8265a80a2a21f",),
 }
 
@@ -23,8 +26,8 @@ def versions(name: str) -> list[str]:
     """The versions of a shipped model by their full names, the newest last; none for another model.
 
     Examples:
-        >>> versions("mac-tiny")
-        ['mac-tiny@1']
+        >>> versions("mac-tiny-hops")
+        ['mac-tiny-hops@1']
     """
     return [f"{name}@{number}" for number in range(1, len(FINGERPRINTS.get(name, ())) + 1)]
 

@@ -57,8 +57,8 @@ class MACModel(GenerationMixin, nn.Module):
         >>> model = MACModel.from_pretrained("mac-tiny")
         >>> text = "Edgar Flara will join the board of Rainga Press. The company employs 180 people."
         >>> memory_tokens = model.amortize([text])
-        >>> memory_tokens.shape  # one document, T = 16, D = 128
-        torch.Size([1, 16, 128])
+        >>> memory_tokens.shape  # one document, T = 16 memory tokens and R = 8 lexical vectors, D = 128
+        torch.Size([1, 24, 128])
         >>> question = "How many workers does Rainga Press have?"
         >>> model.generate([question], modulation=model.aggregate([question], memory_tokens))
         ['180']

@@ -71,7 +71,7 @@ def test_both_models_are_named_when_they_differ(bank: Path, checkpoint: Path) ->
     message = refusal("ask", "Who?", "--bank", bank, "--model", "mac-tiny")
     short = MACModel.from_pretrained(checkpoint).fingerprint[:12]
     assert message.startswith(
-        f"{bank} was written by {checkpoint} (model {short}) and cannot be read by mac-tiny@1; use"
+        f"{bank} was written by {checkpoint} (model {short}) and cannot be read by mac-tiny@2; use"
     )
     assert f"--model {checkpoint}, or make a new bank" in message
     assert message.endswith(f"mac-rag bank rebuild --bank {bank} --into NEW --model mac-tiny")
