@@ -15,6 +15,7 @@ from mac_rag.lm.devices import STORED_DTYPES
 from mac_rag.model import MACModel
 from mac_rag.model.factory import make_hashed_bm25
 from pipelines.corpora.qa_data import DataConfig
+from pipelines.tasks.extended_model import rebuilt
 
 
 class AddLexicalConfig(Config):
@@ -68,7 +69,4 @@ def add_hashed_bm25(model: MACModel, texts: Iterable[str], vectors: int, weight:
     hashed_bm25.count(row for text in texts for row in model.amortization.plan(text))
     for encoder in (model.amortization, model.input_encoder):
         encoder.network.hashed_bm25 = hashed_bm25
-    again = MACModel(config, model.base_lm, model.amortization, model.input_encoder)
-    again.aggregation.load_state_dict(model.aggregation.state_dict())
-    again.modulation.load_state_dict(model.modulation.state_dict())
-    return again.eval()
+    return rebuilt(model, config)[0].eval()

@@ -25,7 +25,7 @@ def with_aggregation(model: MACModel, changes: dict[str, Any]) -> MACModel:
     if sizes == model.config.aggregation:
         return model
     try:
-        again, unknown = _rebuilt(model, model.config.model_copy(update={"aggregation": sizes}))
+        again, unknown = rebuilt(model, model.config.model_copy(update={"aggregation": sizes}))
     except RuntimeError as error:
         raise ConfigError(
             f"the model's weights do not fit the aggregation settings {changes}: {str(error).splitlines()[-1].strip()}"
@@ -45,10 +45,10 @@ def with_years(model: MACModel, years: YearsConfig) -> MACModel:
     lexical = model.config.hashed_bm25
     assert lexical is not None
     hashed_bm25 = lexical.model_copy(update={"years": years})
-    return _rebuilt(model, model.config.model_copy(update={"hashed_bm25": hashed_bm25}))[0]
+    return rebuilt(model, model.config.model_copy(update={"hashed_bm25": hashed_bm25}))[0]
 
 
-def _rebuilt(model: MACModel, config: MACConfig) -> tuple[MACModel, list[str]]:
+def rebuilt(model: MACModel, config: MACConfig) -> tuple[MACModel, list[str]]:
     """The model with another configuration of the same encoders and LM, and its weights that have no place there."""
     again = MACModel(config, model.base_lm, model.amortization, model.input_encoder)
     _, unknown = again.aggregation.load_state_dict(model.aggregation.state_dict(), strict=False)
