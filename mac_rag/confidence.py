@@ -114,6 +114,8 @@ def evidence_of(
       sentence does.
     - `abstention`: 1 for an answer that is the abstention which the LM has learned. The LM may be sure of it, but it is
       never right.
+    - `answering_odds`: of an LM that has learned to abstain, the log-odds that it answers. Where memory or documents do
+      not hold what is asked, the LM doubts, though it holds an abstention less probable than all answers together.
 
     Attention is no evidence: its shares sum to 1 whatever is asked.
 
@@ -136,7 +138,9 @@ def evidence_of(
     abstained = [float(is_abstention(model, answer)) for answer in answers]
     best = torch.zeros(len(prompts), 2) if prior is None else prior.float().cpu()
     told = torch.tensor([repeated, supported, abstained]).T
-    return torch.cat([best, torch.stack([first, mean, alone], 1), told], 1)
+    odds = model.answering_odds(prompts, modulation=phi)
+    odds = torch.zeros(len(prompts)) if odds is None else odds
+    return torch.cat([best, torch.stack([first, mean, alone], 1), told, odds[:, None]], 1)
 
 
 def is_abstention(model: MACModel, answer: str) -> bool:

@@ -52,7 +52,7 @@ def main(
     right = sum(guess.right for guess in found)
     say(f"fitted on {len(found)} answers, {right} of them right: {about}; written to {find(model, None)}")
     for kind, weight in calibration.modes[mode].weights.items():
-        say(f"{kind:24}{weight:+.3f}")
+        say(f"{kind:31}{weight:+.3f}")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ Evidence: TypeAlias = Literal[
     "repetition",
     "support",
     "abstention",
+    "answering_odds",
 ]
 EVIDENCE: tuple[Evidence, ...] = get_args(Evidence)
 # How an answer came about: from memory alone, or from documents in front of the question, with or without memory.
@@ -50,7 +51,7 @@ class Logistic(Config):
 
     Examples:
         >>> model = Logistic(weights={"prior": 2.0, "log_probability": 1.0}, bias=-1.0, questions=400, data="squad")
-        >>> model.probability(torch.tensor([[0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]))
+        >>> model.probability(torch.tensor([[0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]))
         tensor([0.5000])
 
     Attributes:

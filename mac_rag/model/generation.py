@@ -24,7 +24,7 @@ from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.memory_slots import Look, heard_slots
 from mac_rag.nn.modulation import Modulation, ModulationNetwork
 
-_LEAST_PROBABILITY = 1e-6  # of an abstention, and of an answer, behind a slot
+_LEAST_PROBABILITY = 1e-6  # of an abstention, and of an answer
 
 
 class GenerationMixin:
@@ -213,19 +213,42 @@ class GenerationMixin:
         Returns:
             `[B]` each, in float32 on the CPU.
         """
-        taken = self.base_lm.prompts.positions
-        room = [self._positions - taken(prompt.ids) for prompt in prompts]
-        ids = [self.base_lm.prompts.answer(text)[:most] for text, most in zip(answers, room, strict=True)]
+        ids = [self.base_lm.prompts.answer(text) for text in answers]
         first, mean = torch.zeros(len(prompts)), torch.zeros(len(prompts))
-        for rows in self._batches(prompts, modulation):
+        for i, loss in enumerate(self._losses(prompts, ids, modulation)):
+            first[i], mean[i] = -loss[0], -loss.mean()
+        return first, mean
+
+    @torch.no_grad()
+    def answering_odds(self, prompts: Sequence[FittedPrompt], *, modulation: Tensor | None = None) -> Tensor | None:
+        """The log-odds that the LM answers, and does not abstain; None for an LM that has not learned to abstain.
+
+        Args:
+            prompts: B prompts.
+            modulation: phi* `[B, T, D]`; None for the frozen LM alone.
+
+        Returns:
+            `[B]`, in float32 on the CPU.
+        """
+        if (beginning := self.base_lm.abstention) is None:
+            return None
+        return _answering_odds(self._losses(prompts, [beginning] * len(prompts), modulation)).float().cpu()
+
+    def _losses(
+        self, prompts: Sequence[FittedPrompt], answers: Sequence[Sequence[int]], phi: Tensor | None
+    ) -> list[Tensor]:
+        """The loss of each token of B answers, as far as they fit the LM's positions; see `score_answers`."""
+        taken = self.base_lm.prompts.positions
+        found = [torch.empty(0)] * len(prompts)
+        for rows in self._batches(prompts, phi):
             losses = self.base_lm.token_losses(
                 [prompts[i].ids for i in rows],
-                [ids[i] for i in rows],
-                self._modulation(None if modulation is None else modulation[rows]),
+                [answers[i][: self._positions - taken(prompts[i].ids)] for i in rows],
+                self._modulation(None if phi is None else phi[rows]),
             )
             for i, loss in zip(rows, losses, strict=True):
-                first[i], mean[i] = -loss[0], -loss.mean()
-        return first, mean
+                found[i] = loss
+        return found
 
     def look(self, questions: Sequence[str]) -> Look | None:
         """How the LM looks at single slots of phi* for some questions; None for a model whose LM does not.
@@ -249,8 +272,7 @@ class GenerationMixin:
                     [beginning] * len(rows),
                     self.modulation(slots[rows, columns]),
                 )
-                abstains = (-torch.stack([loss.sum() for loss in losses])).exp()
-                found[rows, columns] = -torch.special.logit(abstains, eps=_LEAST_PROBABILITY).to(found)
+                found[rows, columns] = _answering_odds(losses).to(found)
             return found
 
         return odds
@@ -359,6 +381,13 @@ class GenerationMixin:
         read = max(self.memory_in_prompt(phi), default=0)
         modulation: Modulation = self.modulation(phi[:, :read] if read else phi)
         return modulation
+
+
+def _answering_odds(losses: Sequence[Tensor]) -> Tensor:
+    """The log-odds that an answer begins otherwise than an abstention, `[B]`, from the losses of that one's tokens."""
+    abstains = (-torch.stack([loss.sum() for loss in losses])).exp()
+    odds: Tensor = -torch.special.logit(abstains, eps=_LEAST_PROBABILITY)
+    return odds
 
 
 def _check_each(texts: Sequence[str], kind: str) -> None:

@@ -238,3 +238,26 @@ def test_an_abstention_is_known_as_one() -> None:
     engine.adapt([Document("a", "Anna Berg opened the bridge.")])
     prompts = [engine.model.fit_to_window("Who opened the bridge?")] * 3
     assert engine.evidence(prompts, ["i don't know", "I don't know.", "anna berg"])[:, 7].tolist() == [1.0, 1.0, 0.0]
+
+
+def test_an_lm_that_abstains_says_how_surely_it_answers(engine: MACEngine, model: MACModel) -> None:
+    small = MACEngine(MACModel.from_pretrained("mac-small", device="cpu"))
+    small.adapt([Document("a", "Anna Berg opened the bridge in May."), Document("b", "The river floods in spring.")])
+    asked, text = "Who opened the bridge?", "The river floods in spring."
+    prompts = [small.model.fit_to_window(asked), small.model.fit_to_window(asked, [text])]
+    phi = small.model.aggregate([asked] * 2, small.bank.phi)
+    for memory in (True, False):
+        odds = small.evidence(prompts, ["anna berg"] * 2, use_memory=memory)[:, 8]
+        for row, prompt in enumerate(prompts):  # the plain way: the next token's probabilities, one prompt at a time
+            modulation = small.model._modulation(phi[row : row + 1]) if memory else None
+            [token] = small.model.base_lm.abstention or []
+            logits = small.model.base_lm.answer_logits([prompt.ids], [[token]], modulation).detach().double()
+            abstains = logits.softmax(-1)[0, token].clamp(1e-6, 1 - 1e-6)
+            assert odds[row].item() == pytest.approx(((1 - abstains) / abstains).log().item(), abs=1e-2)
+    known, unknown = (
+        small.evidence([small.model.fit_to_window(question)], ["anna berg"])[0, 8].item()
+        for question in (asked, "Who conquered Constantinople in 1453?")
+    )
+    assert known > unknown + 2
+    prompts = [model.fit_to_window(QUESTION)]
+    assert not engine.evidence(prompts, ["180"])[:, 8].any()  # mac-tiny has not learned to abstain
