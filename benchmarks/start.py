@@ -71,14 +71,15 @@ def _spent(command: list[str]) -> Spent:
     """
     import os
     import subprocess
-    import time
+    from functools import partial
+
+    from benchmarks.measure import timed
 
     # The bytecode of an installed package is there already; that of a checkout is written by the first run.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     before = os.times()
-    began = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-    wall = time.perf_counter() - began
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    wall, _ = timed(partial(subprocess.run, command, check=True, env=environment, **silent))
     after = os.times()
     cpu = after.children_user - before.children_user + after.children_system - before.children_system
     return Spent(wall, cpu)
