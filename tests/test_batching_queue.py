@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,26 +286,33 @@ def test_every_caller_of_a_crowd_gets_its_own_result(plans: list[list[tuple[str,
     assert not queue._waiting
 
 
-def test_with_patience_a_crowd_that_comes_one_by_one_is_one_batch(worker: Worker) -> None:
-    worker.queue.patience = 0.3
+def test_with_patience_a_crowd_that_comes_one_by_one_is_one_batch(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests arrive while the queue is patient. Its clock is replaced, so a slow machine changes nothing."""
+    waits: list[float] = []
+    arriving = iter(["late 1", "late 2"])
+    crowd: list[Future[Any]] = []
+
+    def sleep(seconds: float) -> None:
+        if seconds:
+            waits.append(seconds)
+            crowd.extend(worker.start_and_wait(request) for request in itertools.islice(arriving, 1))
+
+    monkeypatch.setattr("mac_rag.batching_queue.time", SimpleNamespace(sleep=sleep))
+    worker.queue.patience = 60.0
     first = worker.start_first()
-    crowd = [worker.start_and_wait(f"early {number}") for number in range(2)]
+    early = [worker.start_and_wait(f"early {number}") for number in range(2)]
     worker.go.set()
-    wait_until(first.done)
-    for number in range(3):
-        crowd.append(worker.start(f"late {number}"))
-        time.sleep(0.02)
-    for one in crowd:
-        one.result(20)
-    assert [len(batch) for batch in worker.batches] in (
-        [1, 5],
-        [1, 2, 3],
-    )  # the second batch is of several, the third waits
-    began = time.monotonic()
-    alone = worker.start("alone", group="b")
-    alone.result(20)
-    worker.start("alone again", group="b").result(20)
-    assert time.monotonic() - began < 0.6 + 0.1  # the first may wait, because a crowd came before it
+    assert [one.result(20) for one in (first, *early)] == ["done first", "done early 0", "done early 1"]
+    assert waits == []  # the batches before were of one request
+    assert worker.start("late 0").result(20) == "done late 0"
+    assert [one.result(20) for one in crowd] == ["done late 1", "done late 2"]
+    assert worker.batches == [["first"], ["early 0", "early 1"], ["late 0", "late 1", "late 2"]]
+    assert waits == [60.0] * 3  # the last of them brought nobody
+    for request in ("alone", "alone again"):
+        worker.start(request).result(20)
+    assert waits == [60.0] * 4  # the first of both waits, because a crowd came before it
 
 
 class TestCancelled:
