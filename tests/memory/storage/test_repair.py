@@ -125,7 +125,7 @@ def test_repair_into_a_new_bank_leaves_the_old_one(folder: Path) -> None:
         repair(place, new)
 
 
-@pytest.mark.parametrize(("first", "what"), enumerate(["add", "merge segments", "delete", "compact"], 1))
+@pytest.mark.parametrize(("first", "what"), list(enumerate(["add", "merge segments", "delete", "compact"], 1)))
 def test_a_repair_that_fails_can_be_repeated(folder: Path, first: int, what: str) -> None:
     """Whichever call fails, the next repair keeps as much; each change tries another quarter of the calls."""
     original = folder / "original"
