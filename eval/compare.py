@@ -172,9 +172,9 @@ def _show(differences: Sequence[Difference], a: Path, b: Path, questions: int) -
     say(f"B = {b}")
     say(f"{questions:,} questions; percent; * where the 95 % interval leaves out zero")
     table = Table()
-    table.add_column("", no_wrap=True)
+    table.add_column("", overflow="fold")  # where the terminal is narrow, names take more lines, and no figure is cut
     for header in ("figure", "A", "B", "A - B (95 %)", ""):
-        table.add_column(header, justify="left" if header == "figure" else "right")
+        table.add_column(header, justify="left" if header == "figure" else "right", no_wrap=True)
     for index, entry in enumerate(differences):
         interval = entry.interval
         if index and index % len(FIGURES) == 0:

@@ -44,6 +44,20 @@ def test_shows_the_shared_rows_or_the_chosen_ones(command: Command, tmp_path: Pa
     assert "+0.0 (+0.0, +0.0)" in shown
 
 
+def test_no_figure_is_cut_by_long_names_of_rows(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "first 3 rows' tokens side by side"
+    a = write(tmp_path, "a.json", **{long: OURS, "right document's text": THEIRS})
+    code, shown, _ = command("eval.compare", a, a, "--row", long, "--against", "right document's text")
+    assert code == 0
+    assert "…" not in shown
+    interval = paired_interval(OURS, THEIRS)
+    low, mean, high = (f"{100 * figure:+.1f}" for figure in (interval.low, interval.mean, interval.high))
+    assert f"│ 62.5 │ 43.8 │ {mean} ({low}, {high}) │" in shown
+
+
 def test_says_which_questions_were_left_out(command: Command, tmp_path: Path) -> None:
     a = write(tmp_path, "a.json", MAC=OURS)
     result("squad").write(tmp_path / "b.json", samples({"MAC": THEIRS}, first=1))
