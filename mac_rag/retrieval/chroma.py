@@ -21,7 +21,7 @@ from mac_rag.data.document_ids import those_in
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.retrieval.base import Hit, Retriever, check_documents, check_request
-from mac_rag.retrieval.chroma_compaction import COMPACTED, copy_documents, rewrite, settle
+from mac_rag.retrieval.chroma_compaction import COMPACTED, clear_unused, copy_documents, rewrite, settle
 from mac_rag.retrieval.chroma_records import hash_in, metadata_in, record_of
 from mac_rag.retrieval.chroma_schema import check_schema
 from mac_rag.retrieval.dense import Encoder
@@ -142,20 +142,31 @@ class ChromaRetriever(Retriever):
                 settle(self._client, COLLECTION)
                 copy = self._made(COMPACTED)
                 copy_documents(self._collection, copy)
-            with self._gate.closed(), self._errors():
-                self._client.delete_collection(COLLECTION)
-                copy.modify(name=COLLECTION)
-                self._client.close()
+            with self._gate.closed():
                 try:
-                    # Clients of one process share what is open of a folder.
-                    self._check_alone(self._place not in getattr(self._client, "_identifier_to_system", {}))
-                    rewrite(Path(self._place), secure_delete=secure_delete)
+                    with self._errors():
+                        own = self._rewrite(copy, secure_delete)
+                    if len(self):
+                        # The first search opens the graph, and with it Chroma can write deleted texts once more.
+                        self._query(np.zeros((1, self.encoder.width), np.float32), 1)
+                    clear_unused(Path(self._place), own)
                 except (OSError, sqlite3.Error) as error:
                     raise BankError(f"{self._place} cannot be rewritten: {error}; compact it again") from error
                 finally:
-                    self._client = _local_client(self._place)
-                    self._collection = self._made(COLLECTION)
                     self._hide_files()
+
+    def _rewrite(self, copy: Any, secure_delete: bool) -> set[str]:
+        """Puts the copy in the collection's place, and writes the files anew; returns the folders of its graphs."""
+        self._client.delete_collection(COLLECTION)
+        copy.modify(name=COLLECTION)
+        self._client.close()
+        try:
+            # Clients of one process share what is open of a folder.
+            self._check_alone(self._place not in getattr(self._client, "_identifier_to_system", {}))
+            return rewrite(Path(self._place), COLLECTION, secure_delete=secure_delete)
+        finally:
+            self._client = _local_client(self._place)
+            self._collection = self._made(COLLECTION)
 
     def _check_alone(self, is_alone: bool) -> None:
         """Refuses to replace files that another retriever or client of this process has open."""

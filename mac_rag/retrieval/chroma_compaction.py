@@ -1,7 +1,8 @@
 """Removes what Chroma leaves of deleted documents in a folder.
 
 A deleted document stays in the queue of changes, in the graph of vectors, in the index of words and on free pages of
-the database. So the collection is copied, the copy takes its place, and the database is written anew.
+the database. So the collection is copied, the copy takes its place, and the database is written anew. A graph has
+unfilled places, too, into which Chroma writes what was in the memory of its process; these are overwritten.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import re
 import sqlite3
 import struct
+from collections.abc import Container
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ COMPACTED = "mac_rag.compacted"  # name of the copy until it takes the place of 
 _DATABASE = "chroma.sqlite3"
 _GRAPH = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # name of the folder of a collection's graph
 _HEADER = struct.Struct("<iQQQQ")  # of a graph: version, offset, capacity, number of documents, bytes of each
+_LENGTH_BYTES = 4  # of a vector's length, which a graph keeps for cosine similarity
 _DOCUMENTS = 1024  # documents that are copied at a time
 
 
@@ -41,8 +44,11 @@ def copy_documents(source: Any, target: Any) -> None:
         target.upsert(**{name: page[name] for name in ("ids", "embeddings", "documents", "metadatas")})
 
 
-def rewrite(folder: Path, *, secure_delete: bool) -> None:
+def rewrite(folder: Path, name: str, *, secure_delete: bool) -> set[str]:
     """Writes the database of a folder anew, and removes graphs that no collection has. No client may have it open.
+
+    Returns:
+        Names of the folders of graphs that belong to the collection `name`.
 
     Raises:
         OSError: when a file cannot be written or removed.
@@ -52,7 +58,8 @@ def rewrite(folder: Path, *, secure_delete: bool) -> None:
     remove_file(new, secure_delete=secure_delete)
     os.close(private(str(new), os.O_CREAT | os.O_WRONLY))  # SQLite takes an empty file
     with closing(sqlite3.connect(path, isolation_level=None)) as database:
-        used = {name for (name,) in database.execute("SELECT id FROM segments")}
+        owners = "SELECT segments.id, name FROM segments LEFT JOIN collections ON collection = collections.id"
+        used = dict(database.execute(owners))
         database.execute("VACUUM INTO ?", (str(new),))
     with closing(sqlite3.connect(new, isolation_level=None)) as database:
         # The index of words keeps those of deleted documents until its parts are merged.
@@ -64,28 +71,48 @@ def rewrite(folder: Path, *, secure_delete: bool) -> None:
         os.fsync(file.fileno())
     replace_file(new, path, secure_delete=secure_delete)
     sync_folder(folder)
-    for graph in folder.iterdir():
-        if not _GRAPH.fullmatch(graph.name) or not graph.is_dir() or graph.is_symlink():
-            continue
-        if graph.name in used:
-            _clear_unused(graph)
-            continue
-        for part in graph.iterdir():
-            remove_file(part, secure_delete=secure_delete)
-        graph.rmdir()
+    for graph in _graphs(folder):
+        if graph.name not in used:
+            for part in graph.iterdir():
+                remove_file(part, secure_delete=secure_delete)
+            graph.rmdir()
+    return {graph for graph, owner in used.items() if owner == name}
 
 
-def _clear_unused(graph: Path) -> None:
-    """Overwrites the places of a graph that no document has: Chroma writes there what was in its memory."""
-    header, path = graph / "header.bin", graph / "data_level0.bin"
-    if not header.is_file() or not path.is_file() or header.stat().st_size < _HEADER.size:
-        return
-    with header.open("rb") as file:
-        version, _, _, count, width = _HEADER.unpack(file.read(_HEADER.size))
-    unused = path.stat().st_size - count * width
-    if version == 1 and unused > 0:
+def clear_unused(folder: Path, own: Container[str]) -> None:
+    """Overwrites the places of a folder's graphs that no document has. Nobody may write to the folder meanwhile.
+
+    Chroma fills them when it writes a graph anew, as it does with a small one whenever it opens it.
+
+    Args:
+        folder: Chroma's folder.
+        own: names of the folders of graphs that compare by dot product: no vector's length is ever put into them.
+
+    Raises:
+        OSError: when a file cannot be written.
+    """
+    for graph in _graphs(folder):
+        header = graph / "header.bin"
+        if not header.is_file() or header.stat().st_size < _HEADER.size:
+            continue
+        with header.open("rb") as file:
+            version, _, _, count, width = _HEADER.unpack(file.read(_HEADER.size))
+        if version == 1:
+            _clear_behind(graph / "data_level0.bin", count * width)
+            _clear_behind(graph / "length.bin", 0 if graph.name in own else count * _LENGTH_BYTES)
+
+
+def _graphs(folder: Path) -> list[Path]:
+    return [
+        path for path in folder.iterdir() if _GRAPH.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
+
+
+def _clear_behind(path: Path, used: int) -> None:
+    """Overwrites what a file has behind so many bytes."""
+    if path.is_file() and (unused := path.stat().st_size - used) > 0:
         with path.open("r+b") as places:
-            places.seek(count * width)
+            places.seek(used)
             places.write(bytes(unused))
             places.flush()
             os.fsync(places.fileno())

@@ -52,8 +52,10 @@ def test_no_byte_of_a_deleted_document_remains(tmp_path: Path, count: int) -> No
     assert len(traces(folder, *words)) >= len(words)
     retriever.compact()
     assert traces(folder, *words, b"secret") == []
+    assert set(next(folder.rglob("length.bin")).read_bytes()) == {0}  # Chroma writes there what is in its memory
     assert state(retriever) == was
     assert retriever.retrieve(["plain words 2"], 3, allowed=some) == hits
+    assert set(next(folder.rglob("length.bin")).read_bytes()) == {0}
     assert len(retriever.retrieve(["plain words 2"], 3)[0]) == 3
     retriever.put([Document("new", "fresh text")])
     retriever.close()
@@ -151,9 +153,14 @@ def test_a_folder_that_is_open_twice_and_other_collections_are_left_alone(tmp_pa
         retriever.compact()
     assert len(retriever) == 4
     foreign.close()
-    retriever._client.create_collection("another").add(ids=["x"], documents=["kept"], embeddings=[[1.0, 2.0]])
+    another = retriever._client.create_collection("another", configuration={"hnsw": {"space": "cosine"}})
+    ids, vectors = [f"x{index}" for index in range(1100)], np.random.default_rng(0).normal(size=(1100, 3))
+    another.add(ids=ids, documents=["kept"] * len(ids), embeddings=vectors)
+    another.query(query_embeddings=vectors[:1], n_results=1)
     retriever.compact()
-    assert retriever._client.get_collection("another").get()["documents"] == ["kept"]
+    found = retriever._client.get_collection("another").get(ids=["x3"], include=["documents", "embeddings"])
+    assert found["documents"] == ["kept"]
+    np.testing.assert_allclose(found["embeddings"], vectors[3:4], rtol=1e-5)  # by its length, which its graph holds
     retriever.close()
 
 
