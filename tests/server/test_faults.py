@@ -30,8 +30,8 @@ ASK: Any = {"model": "tiny:news", "messages": [{"role": "user", "content": QUEST
 
 @pytest.fixture
 def one_at_a_time(mac_tiny: MACModel, tmp_path: Path) -> Iterator[Running]:
-    """A server that takes two questions at a time, and half a second for each question and body."""
-    with serving(tmp_path, mac_tiny, pending=2, question_seconds=0.5, body_seconds=0.5) as running:
+    """A server that takes two questions at a time, and two seconds for a body."""
+    with serving(tmp_path, mac_tiny, pending=2, body_seconds=2) as running:
         with running.client() as client:
             client.post("/v1/banks", json={"name": "news"}).raise_for_status()
             documents = [{"id": "press", "text": PRESS}, {"id": "bridge", "text": BRIDGE}]
@@ -54,8 +54,11 @@ def request(body: dict[str, Any]) -> bytes:
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
-def test_more_than_may_wait_is_refused_and_late_answers_are_told(one_at_a_time: Running) -> None:
+def test_more_than_may_wait_is_refused_and_late_answers_are_told(
+    one_at_a_time: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue = engine_of(one_at_a_time)._queue
+    monkeypatch.setattr(one_at_a_time.service.questions, "_seconds", 2)
     with one_at_a_time.client() as client, ThreadPoolExecutor(2) as pool:
         with queue.turn():
             waiting = [pool.submit(client.post, "/v1/chat/completions", json=ASK) for _ in range(2)]
@@ -67,6 +70,7 @@ def test_more_than_may_wait_is_refused_and_late_answers_are_told(one_at_a_time: 
             for answer in waiting:
                 assert answer.result().status_code == 504
         wait_until(lambda: not one_at_a_time.service.questions.pending)
+        monkeypatch.undo()
         assert client.post("/v1/chat/completions", json=ASK).status_code == 200
 
 
@@ -85,13 +89,12 @@ def test_a_question_whose_client_has_gone_is_not_answered(
 
 
 def test_a_stream_ends_with_its_client(one_at_a_time: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, ended, pieces = engine_of(one_at_a_time), threading.Event(), list[str]()
+    engine, ended = engine_of(one_at_a_time), threading.Event()
 
     def endless(*_: Any, **__: Any) -> Iterator[str]:
         try:
             while True:
-                pieces.append("piece ")
-                yield pieces[-1]
+                yield "piece "
                 time.sleep(0.01)
         finally:
             ended.set()
@@ -100,19 +103,22 @@ def test_a_stream_ends_with_its_client(one_at_a_time: Running, monkeypatch: pyte
     with connected(one_at_a_time) as connection:
         connection.sendall(request({**ASK, "stream": True}))
         assert b"200 OK" in connection.recv(1000)
-    assert ended.wait(5)
-    assert len(pieces) < 40  # half a second, by which the server's own bound would have ended it
+    assert ended.wait(20)  # the server's own bound would end it after a minute
     wait_until(lambda: not one_at_a_time.service.questions.pending)
 
 
 def test_a_stream_that_takes_too_long_says_so(one_at_a_time: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = threading.Event()
+
     def slow(*_: Any, **__: Any) -> Iterator[str]:
         yield "a piece"
-        time.sleep(1)
+        assert read.wait(20)
         yield "too late"
 
     monkeypatch.setattr(engine_of(one_at_a_time), "stream", slow)
+    monkeypatch.setattr(one_at_a_time.service.questions, "_seconds", 2)
     text = one_at_a_time.client().post("/v1/chat/completions", json={**ASK, "stream": True}).text
+    read.set()
     events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert "a piece" in events[0]
     assert json.loads(events[1])["error"]["code"] == "timeout"
@@ -123,9 +129,7 @@ def test_a_stream_that_takes_too_long_says_so(one_at_a_time: Running, monkeypatc
 def test_a_body_that_never_ends_is_refused(one_at_a_time: Running) -> None:
     with connected(one_at_a_time) as connection:
         connection.sendall(request(ASK)[:-10])
-        began = time.monotonic()
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
-        assert time.monotonic() - began < 5
     assert one_at_a_time.client().get("/ready").status_code == 200
 
 
