@@ -158,7 +158,8 @@ def test_a_server_that_takes_requests_and_never_answers(server: Server, after: s
             with pytest.raises(BankError, match="did not answer in time; see whether it is overloaded"):
                 ChromaRetriever(f"http://127.0.0.1:{port}", WordEncoder(), timeout=0.3)
         else:
-            chroma = ChromaRetriever(f"{server.url}/slow", WordEncoder(), timeout=0.3)
+            chroma = ChromaRetriever(f"{server.url}/slow", WordEncoder())
+            chroma._client._requests._session.timeout = 0.3
             chroma._client._requests._api_url = f"http://127.0.0.1:{port}/api/v2"
             with pytest.raises(BankError, match="did not answer in time"):
                 chroma.put(documents("one"))

@@ -148,8 +148,9 @@ def test_reading_while_another_process_commits_and_compacts(folder: Path, secure
         with pytest.raises(BankError, match=rf"open for writing in process {process.pid} on "):
             MemoryBank.open(folder, write=True)
         reader, last, changes = MemoryBank.open(folder), 0.0, 0
-        until = time.monotonic() + 1.5
-        while time.monotonic() < until:
+        until = time.monotonic() + 120
+        while changes < 20:
+            assert time.monotonic() < until
             (value,) = set(contents(reader).values())
             assert value >= last
             assert (reader.phi == value).all()  # all of one commit, whatever the writer does meanwhile
@@ -159,7 +160,6 @@ def test_reading_while_another_process_commits_and_compacts(folder: Path, secure
             (value,) = set(contents(MemoryBank.open(folder)).values())
             assert value >= last
             assert verify(folder).clean
-        assert changes > 5
     finally:
         process.kill()
         process.join()
