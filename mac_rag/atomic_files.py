@@ -98,13 +98,19 @@ def remove_file(path: Path, *, secure_delete: bool = False) -> None:
         with suppress(FileNotFoundError):
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
-                _overwrite(path)
+                overwrite(path)
     path.unlink(missing_ok=True)
 
 
-def _overwrite(path: Path) -> None:
+def overwrite(path: Path, first: int = 0) -> None:
+    """Overwrites a file with zeros, on the disk, from its byte `first` to its end.
+
+    Raises:
+        OSError: when the system refuses it, or the file is a symbolic link.
+    """
     with open(path, "r+b", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0))) as file:
-        left = os.fstat(file.fileno()).st_size
+        size = os.fstat(file.fileno()).st_size
+        left = size - file.seek(min(first, size))
         while left > 0:
             file.write(bytes(min(left, _PIECE)))
             left -= _PIECE

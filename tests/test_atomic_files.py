@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mac_rag.atomic_files import copy_file, make_folder, write_file, write_folder
+from mac_rag.atomic_files import copy_file, make_folder, overwrite, write_file, write_folder
 
 
 def test_a_folder_takes_the_place_of_the_older_one_when_it_is_complete(tmp_path: Path) -> None:
@@ -63,3 +63,19 @@ def test_missing_parents_are_as_private_and_existing_folders_keep_their_mode(tmp
     make_folder(tmp_path / "shared")
     modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("shared", "shared/a", "shared/a/b")]
     assert modes == [0o755, 0o700, 0o700]
+
+
+@pytest.mark.parametrize("first", [0, 3, 8, 2**100])
+def test_a_file_is_overwritten_from_a_byte_on(tmp_path: Path, first: int) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"12345678")
+    overwrite(file, first)
+    assert file.read_bytes() == b"12345678"[:first] + bytes(max(0, 8 - first))
+
+
+def test_no_other_file_is_overwritten_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"kept")
+    (tmp_path / "link").symlink_to("file")
+    with pytest.raises(OSError, match="link"):
+        overwrite(tmp_path / "link")
+    assert (tmp_path / "file").read_bytes() == b"kept"

@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from mac_rag.atomic_files import UNFINISHED, private, remove_file, replace_file, sync_folder
+from mac_rag.atomic_files import UNFINISHED, overwrite, private, remove_file, replace_file, sync_folder
 
 COMPACTED = "mac_rag.compacted"  # name of the copy until it takes the place of the collection
 
@@ -98,21 +98,13 @@ def clear_unused(folder: Path, own: Container[str]) -> None:
         with header.open("rb") as file:
             version, _, _, count, width = _HEADER.unpack(file.read(_HEADER.size))
         if version == 1:
-            _clear_behind(graph / "data_level0.bin", count * width)
-            _clear_behind(graph / "length.bin", 0 if graph.name in own else count * _LENGTH_BYTES)
+            lengths = 0 if graph.name in own else count * _LENGTH_BYTES
+            for file_name, used in (("data_level0.bin", count * width), ("length.bin", lengths)):
+                if (graph / file_name).is_file():
+                    overwrite(graph / file_name, used)
 
 
 def _graphs(folder: Path) -> list[Path]:
     return [
         path for path in folder.iterdir() if _GRAPH.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
     ]
-
-
-def _clear_behind(path: Path, used: int) -> None:
-    """Overwrites what a file has behind so many bytes."""
-    if path.is_file() and (unused := path.stat().st_size - used) > 0:
-        with path.open("r+b") as places:
-            places.seek(used)
-            places.write(bytes(unused))
-            places.flush()
-            os.fsync(places.fileno())
