@@ -36,6 +36,7 @@ RECIPES = Path(__file__).parent / "recipes"
 TASKS = (
     "pretrain",
     "tune_qa",
+    "tune_reading",
     "train",
     "tune_prior",
     "fit_recency",

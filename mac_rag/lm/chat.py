@@ -120,6 +120,14 @@ class ChatTemplate:
         frame = self._frame(messages, start_answer=True)
         return self._texts.ids(self._slots.sub(lambda slot: messages[int(slot[1])].text.strip(), frame))
 
+    def around(self, messages: Sequence[Message]) -> tuple[str, str]:
+        """What stands before and after the text of a user's turn behind some messages, up to the answer; marked."""
+        said = [*messages, Message("user", "")]
+        pieces = self._slots.split(self._frame(said, start_answer=True))
+        texts = [message.text.strip() for message in messages]
+        before = "".join(piece + text for piece, text in zip(pieces[::2], texts)) + pieces[2 * len(texts)]
+        return before, pieces[-1]
+
     def answer(self, text: str) -> list[int]:
         """Token ids of an answer behind `ids`, with the token that ends it."""
         return self._texts.ids_behind(self._answer_start, self._answer_head + text.strip() + self._answer_end)

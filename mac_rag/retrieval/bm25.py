@@ -83,10 +83,28 @@ class BM25Retriever(RowRetriever):
     def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
         check_request(questions, k)
         with self._lock:
-            vocabulary = self._vocabulary
-            terms = [[vocabulary[word] for word in self.tokenizer(text) if word in vocabulary] for text in questions]
+            terms = [self._known_terms(text) for text in questions]
             mask = None if allowed is None else self._rows.mask(allowed)
             return [self._rows.hits(rows, scores, k) for rows, scores in self._scorer.score(terms, mask)]
+
+    def scores(self, questions: Sequence[str], document_ids: Sequence[str]) -> list[list[float]]:
+        """The score of each document for each question, over the whole corpus; 0 for one that shares no term with it.
+
+        Raises:
+            BankError: for an unknown id.
+        """
+        with self._lock:
+            rows = [self._rows.row_of(document_id) for document_id in document_ids]
+            terms = [self._known_terms(text) for text in questions]
+            scored = []
+            for hits, scores in self._scorer.score(terms, self._rows.mask(None)):
+                of_row = np.zeros(self._rows.size)
+                of_row[hits] = scores
+                scored.append(of_row[rows].tolist())
+            return scored
+
+    def _known_terms(self, text: str) -> list[int]:
+        return [self._vocabulary[word] for word in self.tokenizer(text) if word in self._vocabulary]
 
     def save(self, folder: Path) -> None:
         """Writes documents, terms and all settings to a folder, from which `load` reads them.

@@ -84,11 +84,19 @@ class Rows:
         Raises:
             BankError: for an unknown id.
         """
-        row = self._row.get(document_id)
-        document = None if row is None else self._documents[row]
-        if document is None:
-            raise BankError(f"no document {document_id!r} in this index of {len(self)} documents")
+        document = self._documents[self.row_of(document_id)]
+        assert document is not None
         return document
+
+    def row_of(self, document_id: str) -> int:
+        """The row of one document.
+
+        Raises:
+            BankError: for an unknown id.
+        """
+        if document_id not in self._row:
+            raise BankError(f"no document {document_id!r} in this index of {len(self)} documents")
+        return self._row[document_id]
 
     def content_hashes(self, document_ids: Collection[str] | None) -> dict[str, str]:
         """Content hashes by id; unknown ids are left out. None for all documents."""

@@ -230,13 +230,13 @@ class ContextMiner:
             if gold and k:
                 chosen = [*others[: k - 1], self._documents[question.gold]]
             else:
-                chosen = [document for document in others if not _mentions(document.text, question.answers)][:k]
+                chosen = [document for document in others if not mentions(document.text, question.answers)][:k]
             rng.shuffle(chosen)
             mined.append(chosen)
         return mined
 
 
-def _mentions(text: str, answers: Sequence[str]) -> bool:
+def mentions(text: str, answers: Sequence[str]) -> bool:
     """True if an accepted answer occurs in a text, without regard to case, punctuation and articles."""
     words = f" {normalize(text)} "
     return any(f" {normalize(answer)} " in words for answer in answers)

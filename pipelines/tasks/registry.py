@@ -19,6 +19,7 @@ from pipelines.tasks.train import TrainTask
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_prior import TunePriorConfig, TunePriorTask
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
+from pipelines.tasks.tune_reading import TuneReadingConfig, TuneReadingTask
 from pipelines.trainer import Task, Trainer
 
 
@@ -50,6 +51,7 @@ def _training(make: Callable[[Any, Path], Task]) -> Callable[[Any, Path, str], N
 TASK_KINDS = {
     "pretrain": TaskKind(PretrainConfig, _training(_pretraining)),
     "tune_qa": TaskKind(TuneConfig, _training(lambda recipe, _: TuneTask(recipe))),
+    "tune_reading": TaskKind(TuneReadingConfig, _training(lambda recipe, _: TuneReadingTask(recipe))),
     "train": TaskKind(TrainConfig, _training(lambda recipe, _: TrainTask(recipe))),
     "tune_prior": TaskKind(TunePriorConfig, _training(lambda recipe, _: TunePriorTask(recipe))),
     "fit_hops": TaskKind(FitHopsConfig, lambda recipe, output, _: write_fitted_hops(recipe, output)),

@@ -1,0 +1,374 @@
+"""Block attention (parallel context windows): an LM reads documents each for itself, and questions see all of them.
+
+Behind a fixed opening, which is also the attention sink, a document sees the opening and itself. Every document starts
+at the same position, so none depends on which others there are, and together they are a set. A question starts behind
+the longest of its documents and sees the opening, all documents, and itself. With one document this is the LM's
+ordinary attention over the text.
+
+`BlockAttentionLM.read` and `.answer_loss` are for training: many documents and questions packed in one sequence each,
+with gradients. `.generate` answers many questions at once, each behind documents of its own, through the LM's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from mac_rag.errors import DocumentError, ModelLoadError
+from mac_rag.lm.batching import pad_rows
+from mac_rag.lm.key_rotation import key_rotation
+from mac_rag.nn.codec import KVCodec
+from mac_rag.nn.dtypes import additive
+
+_BLOCKS = "mac_rag_blocks"  # name of this attention among transformers' own
+_CLASSES = ("LlamaForCausalLM",)  # LMs whose keys are rotated in the way that the tests check
+
+
+@dataclass(frozen=True)
+class DocumentsKV:
+    """Keys and values of an opening and of documents, in all layers.
+
+    Attributes:
+        opening: `[layers, 2, kv_heads, P, head_width]`; its keys are rotated.
+        documents: `[layers, 2, kv_heads, L, head_width]`, one document after another; keys before rotation.
+        lengths: tokens of each document; L is their sum.
+    """
+
+    opening: Tensor
+    documents: Tensor
+    lengths: tuple[int, ...]
+
+    def coded(self, codec: KVCodec, bytes_per_token: int) -> DocumentsKV:
+        """The documents as they come back from so many bytes a token; the opening stays as it is."""
+        return replace(self, documents=codec.coded(self.documents, bytes_per_token))
+
+    def of(self, place: int) -> DocumentsKV:
+        """One document alone."""
+        documents = self.documents.split(self.lengths, 3)[place]
+        return replace(self, documents=documents, lengths=(self.lengths[place],))
+
+    @staticmethod
+    def joined(parts: Sequence[DocumentsKV]) -> DocumentsKV:
+        """Documents that were read behind the same opening, together."""
+        return DocumentsKV(
+            parts[0].opening,
+            torch.cat([part.documents for part in parts], 3),
+            tuple(length for part in parts for length in part.lengths),
+        )
+
+
+@dataclass(frozen=True)
+class BiasedQuestion:
+    """A question behind documents of its own.
+
+    Attributes:
+        ids: its token ids, up to where the answer begins.
+        documents: what it sees beside the opening.
+        bias: for each document, what is added to the attention logits of all its tokens.
+    """
+
+    ids: Sequence[int]
+    documents: DocumentsKV
+    bias: Sequence[float]
+
+
+class BlockAttentionLM:
+    """An LM with block attention.
+
+    The LM's attention is replaced by one that computes as before wherever it is called without blocks.
+
+    Args:
+        lm: a transformers causal LM; of the class `LlamaForCausalLM`.
+        opening: token ids of the opening.
+        longest: most tokens of a document.
+
+    Attributes:
+        shape: layers, heads of keys and values, and width of a head.
+
+    Raises:
+        ModelLoadError: for an LM of another class, and for an empty opening.
+    """
+
+    def __init__(self, lm: Any, opening: Sequence[int], *, longest: int) -> None:
+        check_lm_class(lm)
+        if not opening:
+            raise ModelLoadError("the opening is empty, but attention needs a token that every document sees")
+        self.lm = lm
+        self.opening = list(opening)
+        self.longest = longest
+        lm.set_attn_implementation(_BLOCKS)
+        with torch.autocast(lm.device.type, enabled=False):
+            window = lm.config.max_position_embeddings
+            self.rotation = key_rotation(lm, range(len(opening), len(opening) + longest), window)
+        self.shape = (
+            lm.config.num_hidden_layers,
+            lm.config.num_key_value_heads,
+            getattr(lm.config, "head_dim", None) or lm.config.hidden_size // lm.config.num_attention_heads,
+        )
+
+    def read(self, documents: Sequence[Sequence[int]]) -> DocumentsKV:
+        """Reads documents, each behind the opening, in one packed sequence.
+
+        Raises:
+            DocumentError: for a document longer than `longest`.
+        """
+        lengths = [len(document) for document in documents]
+        if max(lengths, default=0) > self.longest:
+            raise DocumentError(f"a document has {max(lengths):,} tokens, and at most {self.longest:,} were announced")
+        start, device = len(self.opening), self.lm.device
+        ids = [*self.opening, *(token for document in documents for token in document)]
+        places = [*range(start), *(start + place for length in lengths for place in range(length))]
+        blocks = _DocumentBlocks(start, lengths, device)
+        self.lm.model(
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=torch.tensor([places], device=device),
+            attention_mask=_no_mask(device),
+            use_cache=False,
+            blocks=blocks,
+        )
+        keys, values = torch.cat(blocks.keys), torch.cat(blocks.values)  # [layers, kv_heads, P + L, head_width]
+        parts = keys.split([start, *lengths], 2)
+        before = [self.rotation.inverse(part) for part in parts[1:]]
+        return DocumentsKV(
+            torch.stack([parts[0], values[:, :, :start]], 1),
+            torch.stack([torch.cat(before or [keys[:, :, start:].float()], 2), values[:, :, start:].float()], 1),
+            tuple(lengths),
+        )
+
+    def prefix(self, read: DocumentsKV) -> Tensor:
+        """Opening and documents with rotated keys, `[layers, 2, kv_heads, P + L, head_width]`, in the LM's dtype."""
+        keys, values = read.documents.unbind(1)
+        rotated = [self.rotation(part) for part in keys.split(read.lengths, 2)] or [keys]
+        documents = torch.stack([torch.cat(rotated, 2), values], 1)
+        return torch.cat([read.opening, documents.to(read.opening.dtype)], 3)
+
+    def answer_loss(
+        self, read: DocumentsKV, questions: Sequence[tuple[Sequence[int], Sequence[int]]], bias: Tensor
+    ) -> Tensor:
+        """Mean negative log-likelihood of the tokens of all answers; all questions see the same documents.
+
+        Args:
+            read: the documents.
+            questions: token ids of each question and of its answer.
+            bias: `[questions, documents]`, added to the attention logits of all tokens of a document.
+        """
+        device, start = self.lm.device, self._question_start(read)
+        ids: list[int] = []
+        positions: list[int] = []
+        before_answer: list[int] = []  # places whose next token is one of an answer
+        labels: list[int] = []
+        for question, answer in questions:
+            first = len(ids) + len(question) - 1
+            before_answer += range(first, first + len(answer))
+            labels += answer
+            tokens = [*question, *answer[:-1]]
+            ids += tokens
+            positions += range(start, start + len(tokens))
+        lengths = [len(question) + len(answer) - 1 for question, answer in questions]
+        blocks = _QuestionBlocks(self.prefix(read), len(self.opening), read.lengths, lengths, bias)
+        logits = self.lm(
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=torch.tensor([positions], device=device),
+            attention_mask=_no_mask(device),
+            use_cache=False,
+            logits_to_keep=torch.tensor(before_answer, device=device),
+            blocks=blocks,
+        ).logits[0]
+        return functional.cross_entropy(logits.float(), torch.tensor(labels, device=device))
+
+    @torch.no_grad()
+    def answer_losses(self, questions: Sequence[BiasedQuestion], answers: Sequence[Sequence[int]]) -> list[float]:
+        """Mean negative log-likelihood of each answer's tokens, each question behind its own documents."""
+        tokens = [[*question.ids, *answer[:-1]] for question, answer in zip(questions, answers, strict=True)]
+        cache, mask, positions = self._prefilled(questions)
+        logits = self._step(tokens, cache, mask, positions)[0]
+        losses = []
+        for row, question, answer in zip(logits, questions, answers, strict=True):
+            first = len(question.ids) - 1
+            labels = torch.tensor(list(answer), device=row.device)
+            losses.append(float(functional.cross_entropy(row[first : first + len(answer)].float(), labels)))
+        return losses
+
+    @torch.no_grad()
+    def generate(
+        self, questions: Sequence[BiasedQuestion], *, max_new_tokens: int, end_tokens: Sequence[int]
+    ) -> list[list[int]]:
+        """Greedy answers to questions, each behind its own documents, without the token that ends them."""
+        cache, mask, positions = self._prefilled(questions)
+        tokens = [list(question.ids) for question in questions]
+        answers: list[list[int]] = [[] for _ in questions]
+        running = set(range(len(questions)))
+        for _ in range(max_new_tokens):
+            logits, mask = self._step(tokens, cache, mask, positions)
+            last = torch.tensor([len(row) - 1 for row in tokens], device=logits.device)
+            chosen = logits[torch.arange(len(tokens), device=logits.device), last].argmax(-1).tolist()
+            positions = [position + len(row) for position, row in zip(positions, tokens)]
+            tokens = [[token] for token in chosen]
+            running -= {row for row in running if chosen[row] in end_tokens}
+            for row in running:
+                answers[row].append(chosen[row])
+            if not running:
+                break
+        return answers
+
+    def _question_start(self, read: DocumentsKV) -> int:
+        return len(self.opening) + max(read.lengths, default=0)
+
+    def _prefilled(self, questions: Sequence[BiasedQuestion]) -> tuple[DynamicCache, Tensor, list[int]]:
+        """A cache with all prefixes, what is added to the attention logits of their tokens, and the next positions.
+
+        The mask is `[B, S]`, where S is the length of the longest prefix; shorter ones are padded.
+        """
+        prefixes = [self.prefix(question.documents) for question in questions]
+        longest = max(prefix.shape[3] for prefix in prefixes)
+        mask = torch.full((len(questions), longest), -torch.inf, device=self.lm.device)
+        for row, question in zip(mask, questions):
+            row[: len(self.opening)] = 0.0
+            start = len(self.opening)
+            for bias, length in zip(question.bias, question.documents.lengths, strict=True):
+                row[start : start + length] = bias
+                start += length
+        padded = [functional.pad(prefix, (0, 0, 0, longest - prefix.shape[3])) for prefix in prefixes]
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(torch.stack(padded, 2).unbind(0)):
+            cache.update(keys, values, layer)
+        return cache, mask, [self._question_start(question.documents) for question in questions]
+
+    def _step(
+        self, tokens: Sequence[Sequence[int]], cache: DynamicCache, mask: Tensor, positions: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Logits `[B, L, vocabulary]` of further tokens, and the mask with their columns, of which padding is hidden."""
+        device = self.lm.device
+        ids, real = pad_rows(tokens, 0, device)
+        length = ids.shape[1]
+        seen = torch.cat([mask, torch.where(real.bool(), 0.0, -torch.inf)], 1)
+        rows = seen[:, None, None].repeat(1, 1, length, 1)
+        own = torch.full((length, length), -torch.inf, device=device).triu(1)
+        rows[..., -length:] += own
+        logits = self.lm(
+            input_ids=ids,
+            position_ids=torch.tensor(positions, device=device)[:, None] + torch.arange(length, device=device),
+            attention_mask=rows.to(self.lm.dtype),
+            past_key_values=cache,
+            use_cache=True,
+        ).logits
+        return logits, seen
+
+
+def check_lm_class(lm: Any) -> None:
+    """Refuses an LM whose keys and values are not known to be what `BlockAttentionLM` takes them for.
+
+    Raises:
+        ModelLoadError: names the class.
+    """
+    if type(lm).__name__ not in _CLASSES:
+        raise ModelLoadError(
+            f"the LM is a {type(lm).__name__}, and reading through an LM's own keys and values is known to be right for "
+            f"{', '.join(_CLASSES)} alone; choose such an LM"
+        )
+
+
+class _DocumentBlocks:
+    """Attention of an opening and documents in one sequence. It keeps keys and values of each layer.
+
+    Attributes:
+        keys, values: `[1, kv_heads, P + L, head_width]` for each layer; keys are rotated.
+    """
+
+    def __init__(self, opening: int, lengths: Sequence[int], device: torch.device) -> None:
+        self._lengths = [opening, *lengths]
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._masks = [
+            torch.ones(length, opening + length, dtype=torch.bool, device=device).tril(opening) for length in lengths
+        ]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        self.keys.append(key)
+        self.values.append(value)
+        groups = query.shape[1] // key.shape[1]
+        first, *rest = (part.split(self._lengths, 2) for part in (query, _repeated(key, groups), _repeated(value, groups)))
+        queries, keys, values = first, *rest
+        out = [functional.scaled_dot_product_attention(queries[0], keys[0], values[0], is_causal=True, scale=scaling)]
+        for q, k, v, mask in zip(queries[1:], keys[1:], values[1:], self._masks, strict=True):
+            k, v = torch.cat([keys[0], k], 2), torch.cat([values[0], v], 2)
+            out.append(functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling))
+        return torch.cat(out, 2)
+
+
+class _QuestionBlocks:
+    """Attention of questions in one sequence to a prefix that all see, each document with its bias, and to themselves.
+
+    Args:
+        prefix: see `BlockAttentionLM.prefix`.
+        opening: P.
+        documents, questions: tokens of each.
+        bias: `[questions, documents]`.
+    """
+
+    def __init__(
+        self, prefix: Tensor, opening: int, documents: Sequence[int], questions: Sequence[int], bias: Tensor
+    ) -> None:
+        self._layers = prefix.unbind(0)
+        device = prefix.device
+        question, document = _numbered(questions, device), _numbered(documents, device)
+        own = (question[:, None] == question).tril()
+        sink = torch.zeros(len(question), opening, device=device)
+        self._mask = torch.cat([sink, bias[question][:, document], additive(own, torch.float32)], 1)
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        keys, values = (torch.cat([before, own[0]], 1) for before, own in zip(self._layers[layer], (key, value)))
+        heads = keys.shape[0]
+        rows = query[0].unflatten(0, (heads, -1)).flatten(1, 2)  # type: ignore[no-untyped-call]
+        scores = (rows @ keys.mT).unflatten(1, (-1, len(self._mask))).float() * scaling + self._mask
+        weights = scores.softmax(-1).to(values.dtype).flatten(1, 2)
+        out: Tensor = (weights @ values).unflatten(1, (-1, len(self._mask)))
+        return out.flatten(0, 1)[None]
+
+
+def _numbered(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """For each token, which of the parts of these lengths it belongs to."""
+    numbers = torch.arange(len(lengths), device=device)
+    return numbers.repeat_interleave(torch.tensor(list(lengths), dtype=torch.int64, device=device))
+
+
+def _repeated(heads: Tensor, groups: int) -> Tensor:
+    return heads.repeat_interleave(groups, 1) if groups > 1 else heads
+
+
+def _no_mask(device: torch.device) -> Tensor:
+    """A mask of four dimensions, which transformers passes on as it is: the blocks know what sees what."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    blocks: _DocumentBlocks | _QuestionBlocks | None = None,
+    scaling: float,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it; without blocks, that of PyTorch."""
+    if blocks is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    if isinstance(blocks, _QuestionBlocks):
+        out = blocks(module.layer_idx, query, key, value, scaling)
+    else:
+        out = blocks(query, key, value, scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_BLOCKS, _attention)
+AttentionMaskInterface.register(_BLOCKS, sdpa_mask)

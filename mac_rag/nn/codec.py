@@ -1,0 +1,293 @@
+"""The codec of an LM's own keys and values: centred and scaled, a PCA over groups of layers, a few bits a component.
+
+A token's keys (before rotation) and values in all layers are thousands of numbers that depend on each other. The codec
+projects those of a group of neighbouring layers onto their principal components, and gives each component 0, 1, 2, 4 or
+8 bits according to its eigenvalue: reverse water-filling (Cover and Thomas, *Elements of Information Theory*, section
+10.3), as KVTC codes the caches of large LMs. A token takes the same number of bytes, whatever it is.
+
+`KVCodec` is the fast path. `quantized` is the plain one, component by component in float64, that its test compares it
+with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mac_rag.errors import ConfigError
+
+# Step of the uniform quantizer of 2^bits levels that is best for a standard normal variable, and its mean squared error
+# (J. Max, "Quantizing for minimum distortion", 1960); 0 bits leave the variance.
+QUANTIZERS = {0: (0.0, 1.0), 1: (1.5958, 0.36338), 2: (0.9957, 0.11885), 4: (0.3352, 0.011543), 8: (0.030762, 0.00008769)}
+_UPGRADES = ((0, 1), (1, 2), (2, 4), (4, 8))
+_LOWEST_SCALE = 1e-6  # of heads that say the same for every token
+
+
+class Allocation(NamedTuple):
+    """How the components share a token's bytes; the components are those that have bits, most bits first.
+
+    Attributes:
+        components: `[n]`, each an index into the `groups * W` components.
+        bits: `[n]`, 1, 2, 4 or 8.
+        byte: `[n]`, the byte of the code that holds the component.
+        shift: `[n]`, how many bits of that byte are below it.
+        step: `[n]`, the quantizer's step.
+        local: for each group, the columns of its basis that have bits.
+        to_groups, from_groups: `[n]`, the permutation that sorts the components by group, and its inverse.
+    """
+
+    components: Tensor
+    bits: Tensor
+    byte: Tensor
+    shift: Tensor
+    step: Tensor
+    local: list[Tensor]
+    to_groups: Tensor
+    from_groups: Tensor
+
+
+class KVCodec(nn.Module):
+    """Encodes keys before rotation and values of tokens to a fixed number of bytes a token, and decodes them.
+
+    The same codec serves every rate: fewer bytes give fewer components fewer bits. It holds nothing until `fit`.
+
+    Examples:
+        >>> keys_values = torch.randn(2, 2, 1, 500, 4)  # 2 layers, 1 head of 4: 16 numbers a token
+        >>> codec = KVCodec(layers=2, kv_heads=1, head_width=4, group=1)
+        >>> codec.fit([keys_values])
+        >>> codes = codec.encode(keys_values, bytes_per_token=12)
+        >>> codes.shape, codes.dtype, codec.decode(codes).shape
+        (torch.Size([500, 12]), torch.uint8, torch.Size([2, 2, 1, 500, 4]))
+
+    Args:
+        layers: layers of the LM.
+        kv_heads: its heads of keys and values.
+        head_width: width of a head.
+        group: neighbouring layers with one PCA; it must divide the number of layers.
+
+    Attributes:
+        mean: `[groups, W]`, mean of each of the `W = group * 2 * kv_heads * head_width` numbers.
+        scale: `[groups, W]`, one standard deviation for each layer, for keys and for values, and for each head.
+        basis: `[groups, W, W]`, the principal components as columns, the largest eigenvalue first.
+        eigenvalues: `[groups, W]`, the variances of the components.
+
+    Raises:
+        ConfigError: if the layers cannot be divided into groups.
+    """
+
+    mean: Tensor
+    scale: Tensor
+    basis: Tensor
+    eigenvalues: Tensor
+
+    def __init__(self, *, layers: int, kv_heads: int, head_width: int, group: int) -> None:
+        super().__init__()
+        if layers % group:
+            raise ConfigError(f"the LM's {layers} layers cannot be divided into groups of {group}; choose a divisor")
+        self._shape = (layers, 2, kv_heads, head_width)
+        self.groups, self.width = layers // group, group * 2 * kv_heads * head_width
+        for name in ("mean", "scale", "eigenvalues"):
+            self.register_buffer(name, torch.zeros(self.groups, self.width))
+        self.register_buffer("basis", torch.zeros(self.groups, self.width, self.width))
+        self._allocations: dict[int, Allocation] = {}
+        self.register_load_state_dict_post_hook(lambda *_: self._allocations.clear())  # type: ignore[no-untyped-call]
+
+    @property
+    def fitted(self) -> bool:
+        """True after `fit`, or after the buffers of a fitted codec have been loaded."""
+        return bool(self.scale.any())
+
+    def fit(self, keys_values: Sequence[Tensor]) -> None:
+        """Fits the codec to tokens, of which it needs many more than `W`.
+
+        Args:
+            keys_values: keys before rotation and values, `[layers, 2, kv_heads, tokens, head_width]` each.
+
+        Raises:
+            ConfigError: if there are fewer than two tokens.
+        """
+        count = sum(part.shape[3] for part in keys_values)
+        if count < 2:
+            raise ConfigError(f"a codec cannot be fitted to {count} tokens; give it the keys of some thousands")
+        total = sum(self._grouped(part).sum(1, dtype=torch.float64) for part in keys_values)
+        mean = torch.as_tensor(total) / count
+        covariance = self.basis.new_zeros(self.basis.shape, dtype=torch.float64)
+        for part in keys_values:
+            numbers = self._grouped(part) - mean.float()[:, None]
+            covariance += numbers.mT @ numbers / count
+        per_head = covariance.diagonal(dim1=1, dim2=2).unflatten(1, (-1, self._shape[-1])).mean(-1)
+        scale = per_head.clamp(min=_LOWEST_SCALE**2).sqrt().repeat_interleave(self._shape[-1], 1)
+        covariance /= scale[:, :, None] * scale[:, None, :]
+        for group in range(self.groups):
+            # In fp32: float64 takes three times as long, and 8 bits a component see no difference.
+            values, vectors = torch.linalg.eigh(covariance[group].float())
+            self.eigenvalues[group], self.basis[group] = values.flip(0).clamp(min=0), vectors.flip(1)
+        self.mean.copy_(mean)
+        self.scale.copy_(scale)
+        self._allocations.clear()
+
+    def encode(self, keys_values: Tensor, bytes_per_token: int) -> Tensor:
+        """Codes of tokens.
+
+        Args:
+            keys_values: keys before rotation and values, `[layers, 2, kv_heads, tokens, head_width]`.
+            bytes_per_token: at least 1.
+
+        Returns:
+            `[tokens, bytes_per_token]`, bytes.
+        """
+        allocation = self.allocation(bytes_per_token)
+        levels = _level(self._values(keys_values, allocation), allocation)
+        codes = torch.zeros(len(levels), bytes_per_token, dtype=torch.int32, device=levels.device)
+        index = allocation.byte.expand(len(levels), -1)
+        codes.scatter_add_(1, index, levels << allocation.shift)
+        return codes.to(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Keys before rotation and values of codes `[tokens, bytes]`, in fp32: `encode`'s inverse but for rounding.
+
+        Returns:
+            `[layers, 2, kv_heads, tokens, head_width]`.
+        """
+        allocation = self.allocation(codes.shape[1])
+        levels = (codes[:, allocation.byte].int() >> allocation.shift) & ((1 << allocation.bits) - 1)
+        return self._numbers(_middle(levels, allocation), allocation)
+
+    def coded(self, keys_values: Tensor, bytes_per_token: int) -> Tensor:
+        """What `decode` makes of `encode`, with a gradient as if nothing had been rounded (straight-through).
+
+        The gradient of components without bits is zero. Under autocast, products are taken in half precision, which
+        may move a value that lies between two levels to the other one.
+
+        Args:
+            keys_values, bytes_per_token: as `encode` takes them.
+        """
+        allocation = self.allocation(bytes_per_token)
+        values = self._values(keys_values, allocation)
+        rounded = _middle(_level(values, allocation), allocation)
+        return self._numbers(rounded + (values - values.detach()), allocation)  # the sum is `rounded`, to the last bit
+
+    def allocation(self, bytes_per_token: int) -> Allocation:
+        """How the components share so many bytes a token.
+
+        Raises:
+            ConfigError: for fewer than one byte, or more than one for each number.
+        """
+        if bytes_per_token not in self._allocations:
+            if not 1 <= bytes_per_token <= self.eigenvalues.numel():
+                raise ConfigError(
+                    f"{bytes_per_token} bytes a token cannot be had; choose from 1 to {self.eigenvalues.numel():,}"
+                )
+            self._allocations[bytes_per_token] = self._allocated(bytes_per_token)
+        return self._allocations[bytes_per_token]
+
+    def _allocated(self, bytes_per_token: int) -> Allocation:
+        bits = shared_bits(self.eigenvalues.flatten(), 8 * bytes_per_token)
+        components = torch.argsort(bits, descending=True, stable=True)[: int((bits > 0).sum())]
+        bits = bits[components]
+        first = bits.cumsum(0) - bits  # powers of two, the largest first: no component lies in two bytes
+        groups = components // self.width
+        to_groups = torch.argsort(groups, stable=True)
+        return Allocation(
+            components=components,
+            bits=bits.int(),
+            step=torch.tensor([QUANTIZERS[count][0] for count in bits.tolist()], device=bits.device),
+            byte=first // 8,
+            shift=(first % 8).int(),
+            local=[components[groups == group] % self.width for group in range(self.groups)],
+            to_groups=to_groups,
+            from_groups=torch.argsort(to_groups),
+        )
+
+    def _values(self, keys_values: Tensor, allocation: Allocation) -> Tensor:
+        """The components that have bits, each divided by its standard deviation: `[tokens, n]`."""
+        centred = (self._grouped(keys_values) - self.mean[:, None]) / self.scale[:, None]
+        columns = [centred[group] @ self._basis(allocation, group) for group in range(self.groups)]
+        return torch.cat(columns, 1).float()[:, allocation.from_groups] / self._deviations(allocation)
+
+    def _numbers(self, values: Tensor, allocation: Allocation) -> Tensor:
+        """The inverse of `_values`."""
+        columns = (values * self._deviations(allocation))[:, allocation.to_groups]
+        parts = columns.split([len(local) for local in allocation.local], 1)
+        numbers = torch.stack([part @ self._basis(allocation, group).mT for group, part in enumerate(parts)])
+        return self._ungrouped(numbers * self.scale[:, None] + self.mean[:, None])
+
+    def _basis(self, allocation: Allocation, group: int) -> Tensor:
+        return self.basis[group][:, allocation.local[group]]
+
+    def _deviations(self, allocation: Allocation) -> Tensor:
+        return self.eigenvalues.flatten()[allocation.components].sqrt()
+
+    def _grouped(self, keys_values: Tensor) -> Tensor:
+        """`[layers, 2, kv_heads, tokens, head_width]` to `[groups, tokens, W]`."""
+        numbers: Tensor = keys_values.float().movedim(3, 1).unflatten(0, (self.groups, -1))  # type: ignore[no-untyped-call]
+        return numbers.transpose(1, 2).flatten(2)
+
+    def _ungrouped(self, numbers: Tensor) -> Tensor:
+        """The inverse of `_grouped`."""
+        layers, _, heads, width = self._shape
+        numbers = numbers.unflatten(2, (layers // self.groups, 2, heads, width)).transpose(1, 2)
+        return numbers.flatten(0, 1).movedim(1, 3)
+
+
+def _level(values: Tensor, allocation: Allocation) -> Tensor:
+    """The interval that each value of variance one falls into, counted from 0."""
+    half = (1 << allocation.bits) // 2
+    return torch.minimum((values / allocation.step).floor().int().maximum(-half), half - 1) + half
+
+
+def _middle(levels: Tensor, allocation: Allocation) -> Tensor:
+    """The middle of each interval."""
+    return (levels - (1 << allocation.bits) // 2 + 0.5) * allocation.step
+
+
+def shared_bits(variances: Tensor, budget: int) -> Tensor:
+    """Shares bits among components of a Gaussian so that their mean squared error is smallest.
+
+    Each upgrade (0 to 1, 1 to 2, 2 to 4, 4 to 8 bits) lowers the error of a component by its variance times a constant.
+    A later upgrade of the same component gains less a bit than an earlier one, so taking the upgrades in the order of
+    gain a bit is best. When one no longer fits, smaller ones fill what is left.
+
+    Examples:
+        >>> shared_bits(torch.tensor([100.0, 1.0, 0.0]), 5)
+        tensor([4, 1, 0])
+
+    Args:
+        variances: `[n]`, not negative.
+        budget: number of bits.
+
+    Returns:
+        `[n]`, 0, 1, 2, 4 or 8.
+    """
+    gains = torch.stack(
+        [variances.double() * (QUANTIZERS[low][1] - QUANTIZERS[high][1]) / (high - low) for low, high in _UPGRADES], 1
+    )
+    order = torch.argsort(gains.flatten(), descending=True, stable=True)
+    bits = [0] * len(variances)
+    left = budget
+    for place in order.tolist():
+        if not left:
+            break
+        component, upgrade = divmod(place, len(_UPGRADES))
+        low, high = _UPGRADES[upgrade]
+        if bits[component] == low and high - low <= left and variances[component] > 0:
+            bits[component] = high
+            left -= high - low
+    return torch.tensor(bits, device=variances.device)
+
+
+def quantized(value: float, deviation: float, bits: int) -> tuple[int, float]:
+    """The plain quantizer of one number of a normal variable: its level, counted from 0, and what the level stands for.
+
+    Examples:
+        >>> quantized(0.9, deviation=2.0, bits=2)
+        (2, 0.9957)
+    """
+    step = QUANTIZERS[bits][0]
+    half = 2**bits // 2
+    level = min(max(math.floor(value / deviation / step), -half), half - 1) + half
+    return level, (level - half + 0.5) * step * deviation

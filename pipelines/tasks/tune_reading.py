@@ -1,0 +1,333 @@
+"""Tuning an LM to read documents through its own keys and values, several at once, with the scores of a retriever."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from pydantic import Field, model_validator
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mac_rag.config import BaseLMConfig, Config
+from mac_rag.data.characters import shown_id
+from mac_rag.data.metrics import best_over, exact_match, f1
+from mac_rag.data.types import Document, Question
+from mac_rag.errors import DataError, ModelLoadError
+from mac_rag.lm.block_attention import BiasedQuestion, BlockAttentionLM, DocumentsKV, check_lm_class
+from mac_rag.lm.block_prompt import BlockPrompt
+from mac_rag.lm.loading import load_causal_lm, quiet
+from mac_rag.nn.codec import KVCodec
+from mac_rag.nn.dtypes import use_master_weights
+from mac_rag.untrusted_files import read_json
+from pipelines.corpora.packs import Pack, PackConfig, PackMaker, joined_documents
+from pipelines.corpora.qa_data import DataConfig
+from pipelines.trainer import Task, TrainerConfig, shuffled
+
+_DESCRIPTION, _LARGEST_DESCRIPTION = "reading.json", 1 << 16
+_BIAS_RATE = 10.0  # the bias scale's learning rate, in learning rates: one number that has to move by tenths
+_READ_AT_ONCE = 8  # documents
+_VALIDATED_AT_ONCE = 20  # questions
+_ANSWER_TOKENS = 16
+
+
+class CodecConfig(Config):
+    """The codec that documents pass through.
+
+    Attributes:
+        group: neighbouring layers with one PCA.
+        rates: bytes a token; one is drawn for each pack. The first is the rate of the validation.
+        fitted_on: training documents that the codec is fitted on, at the start and at each validation.
+    """
+
+    group: int = Field(10, ge=1)
+    rates: tuple[int, ...] = (1152, 576, 288, 144)
+    fitted_on: int = Field(100, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> CodecConfig:
+        if not self.rates or min(self.rates) < 1:
+            raise ValueError(f"rates must hold numbers of bytes of at least 1, got {list(self.rates)}")
+        return self
+
+
+class TuneReadingConfig(Config):
+    """A recipe of `pipelines.tune_reading`.
+
+    Attributes:
+        base_lm: the LM, which stays as it is; low-rank updates of all its linear layers are trained.
+        adapter: folder of an earlier run's `best` or `last`, from whose updates and bias scale this one starts.
+        turn: what the user says, with `{document}` and `{question}`.
+        system: the system message; None for what the chat template writes by itself.
+        abstention: the answer where the right document is absent.
+        packs: documents and questions of a training sequence.
+        codec: what documents pass through in training and validation; None for their keys and values as they are.
+        bias: the bias scale at the start: by how much a document's score, relative to the best of its pack, is
+            multiplied before it is added to the attention logits of its tokens.
+        lora_rank: rank of the updates.
+        validation_questions: number of questions of each validation, from all over the validation split.
+    """
+
+    base_lm: BaseLMConfig
+    adapter: str | None = None
+    turn: str = (
+        "Answer the question in a few words of the context. If the context does not answer it, say: I don't know\n\n"
+        "Context: {document}\n\nQuestion: {question}"
+    )
+    system: str | None = None
+    abstention: str = "I don't know"
+    packs: PackConfig = PackConfig()
+    codec: CodecConfig | None = None
+    data: DataConfig = DataConfig()
+    bias: float = 0.5
+    lora_rank: int = Field(16, ge=1)
+    validation_questions: int = Field(100, ge=1)
+    trainer: TrainerConfig
+
+    @model_validator(mode="after")
+    def _not_sharded(self) -> TuneReadingConfig:
+        if self.trainer.parallel != "ddp":
+            raise ValueError(f"trainer.parallel is {self.trainer.parallel}, but reading is trained with ddp alone")
+        return self
+
+
+@dataclass(frozen=True)
+class EncodedPack:
+    """A pack as token ids.
+
+    Attributes:
+        documents: ids of each document.
+        questions: ids of each question and of its answer.
+        bias: `[questions, documents]`, scores relative to the best.
+        rate: bytes a token that the documents pass through; None for none.
+    """
+
+    documents: list[list[int]]
+    questions: list[tuple[list[int], list[int]]]
+    bias: Tensor
+    rate: int | None
+
+
+class TuneReadingTask(Task):
+    """An LM with low-rank updates, a bias scale, and packs of documents and questions.
+
+    Validation gives loss, F1 and EM on right documents, on BM25's first, and on its first three with and without bias;
+    with a codec also from coded documents; and how many answers to right documents are abstentions.
+    """
+
+    def __init__(self, config: TuneReadingConfig) -> None:
+        super().__init__()
+        self.config = config
+        torch.manual_seed(config.trainer.seed)
+        lm, tokenizer = load_causal_lm(config.base_lm, config.trainer.device)
+        check_lm_class(lm)
+        self.lm: Any = lm
+        self.prompt = BlockPrompt(tokenizer, config.turn, config.system)
+        self._tokenizer = tokenizer
+        data = joined_documents(config.data.training_set(), self.prompt, config.packs, seed=config.trainer.seed)
+        self._training = PackMaker(config.packs, data, config.abstention)
+        self._validation = PackMaker(config.packs, config.data.validation_set(), config.abstention)
+        longest = self._longest()
+        lora = LoraConfig(r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules="all-linear")
+        self._adapted: list[Any] = [get_peft_model(lm, lora)]  # in a list: its weights are those of `lm`
+        use_master_weights(lm)
+        self.bias_scale = nn.Parameter(torch.tensor(config.bias, device=lm.device))
+        if config.adapter is not None:
+            self._load_adapter(Path(config.adapter))
+        self._blocks = BlockAttentionLM(lm, self.prompt.opening, longest=longest)
+        self.codec: KVCodec | None = None
+        if config.codec is not None:
+            layers, kv_heads, head_width = self._blocks.shape
+            self.codec = KVCodec(layers=layers, kv_heads=kv_heads, head_width=head_width, group=config.codec.group)
+            self.codec.to(lm.device)
+
+    def _load_adapter(self, folder: Path) -> None:
+        """Starts from the updates and the bias scale of an earlier run.
+
+        Raises:
+            ModelLoadError: for a folder that holds none, or updates of another shape.
+        """
+        try:
+            updates = load_file(folder / "adapter_model.safetensors")
+            scale = read_json(folder / _DESCRIPTION, _LARGEST_DESCRIPTION)["bias_scale"]
+            result = set_peft_model_state_dict(self._adapted[0], updates)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            raise ModelLoadError(
+                f"{folder} holds no updates of this LM of rank {self.config.lora_rank}: {error}; give the folder best or "
+                "last of a run of pipelines.tune_reading around the same LM"
+            ) from None
+        if result.unexpected_keys:
+            raise ModelLoadError(f"{folder} holds updates of another LM; it has no {result.unexpected_keys[0]}")
+        with torch.no_grad():
+            self.bias_scale.fill_(scale)
+
+    def _longest(self) -> int:
+        """Tokens of the longest document.
+
+        Raises:
+            DataError: for a document that does not fit into the LM's window with a question and its answer; names it.
+        """
+        window, longest = self.lm.config.max_position_embeddings, 0
+        for maker in (self._training, self._validation):
+            documents = maker.data.documents
+            lengths = dict(zip((document.id for document in documents), map(len, self._ids(documents))))
+            questions = [self.prompt.question(question.question) for question in maker.data.questions]
+            answers = [self.prompt.answer(question.answers[0]) for question in maker.data.questions]
+            behind = max((len(q) + len(a) for q, a in zip(questions, answers)), default=0)
+            room = window - len(self.prompt.opening) - behind
+            for name, length in lengths.items():
+                if length > room:
+                    raise DataError(
+                        f"document {shown_id(name)} has {length:,} tokens, and behind it the LM's window of {window:,} "
+                        f"has to hold the longest question and answer: at most {room:,} are left; split the document"
+                    )
+            longest = max(longest, *lengths.values())
+        return longest
+
+    def _ids(self, documents: Sequence[Document]) -> list[list[int]]:
+        return [self.prompt.document(document.text) for document in documents]
+
+    def batch(self, step: int, micro: int, size: int) -> list[EncodedPack]:
+        """Packs of documents and questions."""
+        seed = self.config.trainer.seed
+        questions = self._training.data.questions
+        indices = shuffled(len(questions), step, micro, size, seed=seed, per_step=size * self.passes)
+        rng = random.Random(f"{seed}/{step}/{micro}")
+        return [self._encoded(self._training.make(questions[index], rng), rng) for index in indices]
+
+    def _encoded(self, pack: Pack, rng: random.Random) -> EncodedPack:
+        questions = [
+            (self.prompt.question(question.question), self.prompt.answer(answer))
+            for question, answer in zip(pack.questions, pack.answers, strict=True)
+        ]
+        scores = torch.tensor(pack.scores, device=self.lm.device)
+        rate = None if self.config.codec is None else rng.choice(self.config.codec.rates)
+        return EncodedPack(self._ids(pack.documents), questions, scores - scores.amax(1, keepdim=True), rate)
+
+    def begin_step(self, step: int) -> None:
+        if self.codec is not None and not self.codec.fitted:
+            self._fit_codec()
+
+    @torch.no_grad()
+    def _fit_codec(self) -> None:
+        """Fits the codec to training documents as the LM reads them now."""
+        assert self.config.codec is not None and self.codec is not None
+        documents = self._training.data.documents
+        every = max(1, len(documents) // self.config.codec.fitted_on)
+        with self._half_precision():
+            read = self._read(documents[::every])
+        self.codec.fit([document.documents for document in read.values()])
+
+    def _read(self, documents: Sequence[Document]) -> dict[str, DocumentsKV]:
+        """Each document by its id, read behind the opening."""
+        read = {}
+        for start in range(0, len(documents), _READ_AT_ONCE):
+            part = documents[start : start + _READ_AT_ONCE]
+            together = self._blocks.read(self._ids(part))
+            read |= {document.id: together.of(place) for place, document in enumerate(part)}
+        return read
+
+    def _half_precision(self) -> Any:
+        enabled = self.config.trainer.precision == "bf16"
+        return torch.autocast(self.lm.device.type, torch.bfloat16, enabled=enabled)
+
+    def forward(self, batch: list[EncodedPack]) -> dict[str, Tensor]:
+        losses = []
+        for pack in batch:
+            read = self._blocks.read(pack.documents)
+            if pack.rate is not None:
+                assert self.codec is not None
+                read = read.coded(self.codec, pack.rate)
+            losses.append(self._blocks.answer_loss(read, pack.questions, self.bias_scale * pack.bias))
+        tokens = sum(sum(map(len, p.documents)) + sum(len(q) + len(a) for q, a in p.questions) for p in batch)
+        return {
+            "loss": torch.stack(losses).mean(),
+            "bias_scale": self.bias_scale.detach(),
+            "tokens": torch.tensor(float(tokens)),
+            "questions": torch.tensor(float(sum(len(pack.questions) for pack in batch))),
+        }
+
+    def validate(self) -> dict[str, float]:
+        if self.codec is not None:
+            self._fit_codec()
+        with self._half_precision():
+            return dict(self._figures())
+
+    def _figures(self) -> Iterator[tuple[str, float]]:
+        every = max(1, len(self._validation.data.questions) // self.config.validation_questions)
+        questions = self._validation.data.questions[::every][: self.config.validation_questions]
+        retrieved = [self._validation.best(question, 3) for question in questions]
+        right = [([self._validation.gold(question)], [0.0]) for question in questions]
+        first = [(documents[:1], scores[:1]) for documents, scores in retrieved]
+        unbiased = [(documents, [0.0] * len(scores)) for documents, scores in retrieved]
+        needed = {document.id: document for documents, _ in (*right, *retrieved) for document in documents}
+        read = self._read(list(needed.values()))
+        settings = {"right": right, "first": first, "three": retrieved, "three_unbiased": unbiased}
+        for name, asked in settings.items():
+            yield from self._scores(name, questions, asked, read)
+        if self.codec is not None and self.config.codec is not None:
+            rate = self.config.codec.rates[0]
+            coded = {name: part.coded(self.codec, rate) for name, part in read.items()}
+            for name in ("right", "three"):
+                yield from self._scores(f"{name}_coded", questions, settings[name], coded)
+
+    def _scores(
+        self,
+        name: str,
+        questions: Sequence[Question],
+        asked: Sequence[tuple[Sequence[Document], Sequence[float]]],
+        read: dict[str, DocumentsKV],
+    ) -> Iterator[tuple[str, float]]:
+        """Loss, F1 and EM of questions behind documents with their scores."""
+        answers: list[str] = []
+        losses: list[float] = []
+        for start in range(0, len(questions), _VALIDATED_AT_ONCE):
+            part = slice(start, start + _VALIDATED_AT_ONCE)
+            biased = [
+                BiasedQuestion(
+                    self.prompt.question(question.question),
+                    DocumentsKV.joined([read[document.id] for document in documents]),
+                    [float(self.bias_scale) * (score - max(scores)) for score in scores],
+                )
+                for question, (documents, scores) in zip(questions[part], asked[part], strict=True)
+            ]
+            gold = [self.prompt.answer(question.answers[0]) for question in questions[part]]
+            losses += self._blocks.answer_losses(biased, gold)
+            generated = self._blocks.generate(
+                biased, max_new_tokens=_ANSWER_TOKENS, end_tokens=self.prompt.end_tokens
+            )
+            answers += [self._tokenizer.decode(ids).strip() for ids in generated]
+        pairs = list(zip(answers, questions, strict=True))
+        yield f"loss_{name}", sum(losses) / len(losses)
+        for metric, function in (("f1", f1), ("em", exact_match)):
+            yield f"{metric}_{name}", sum(best_over(function, a, q.answers) for a, q in pairs) / len(pairs)
+        yield f"abstentions_{name}", sum(exact_match(a, self.config.abstention) for a in answers) / len(answers)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        updates = [p for p in self.lm.parameters() if p.requires_grad]
+        return [
+            {"params": updates},
+            {"params": [self.bias_scale], "weight_decay": 0.0, "relative_rate": _BIAS_RATE},
+        ]
+
+    def save(self, folder: Path) -> None:
+        """A PEFT adapter folder with what the memory needs beside it: `reading.json` and, with a codec, `codec.safetensors`."""
+        with quiet():
+            self._adapted[0].save_pretrained(folder)
+        described = {
+            "turn": self.config.turn,
+            "system": self.config.system,
+            "abstention": self.config.abstention,
+            "bias_scale": float(self.bias_scale),
+        }
+        if self.codec is not None:
+            described["codec"] = {"group": self.config.codec.group if self.config.codec else 0}
+            save_file(self.codec.state_dict(), folder / "codec.safetensors")
+        (folder / _DESCRIPTION).write_text(json.dumps(described, indent=2) + "\n")

@@ -1,0 +1,191 @@
+"""Documents read each for itself: against the LM's ordinary attention, and against plain loops in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from mac_rag.errors import DocumentError, ModelLoadError
+from mac_rag.lm.block_attention import BiasedQuestion, BlockAttentionLM, DocumentsKV, _QuestionBlocks
+from mac_rag.nn.codec import KVCodec
+
+Folder = Callable[[str], Path]
+
+OPENING = [1, 30, 31]
+DOCUMENTS = [[40, 41, 42, 43, 44], [50, 51], [60, 61, 62]]
+QUESTIONS = [([70, 71, 72], [80, 81]), ([73, 74], [82, 83, 2]), ([75], [84])]
+BIAS = torch.tensor([[0.0, -1.5, -0.3], [-2.0, 0.0, -0.1], [0.0, 0.0, -4.0]])
+
+
+@pytest.fixture(scope="module")
+def lm(model_folder: Folder) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def blocks(lm: Any) -> BlockAttentionLM:
+    return BlockAttentionLM(lm, OPENING, longest=8)
+
+
+def plain_loss(lm: Any, prompt: list[int], answer: list[int]) -> Tensor:
+    logits = lm(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(answer))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_one_document_is_its_text(lm: Any, blocks: BlockAttentionLM, document: list[int]) -> None:
+    read = blocks.read([document])
+    for question, answer in QUESTIONS:
+        ours = blocks.answer_loss(read, [(question, answer)], torch.zeros(1, 1))
+        torch.testing.assert_close(ours, plain_loss(lm, [*OPENING, *document, *question], answer), rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_no_document_is_the_opening_and_the_question(lm: Any, blocks: BlockAttentionLM) -> None:
+    question, answer = QUESTIONS[0]
+    ours = blocks.answer_loss(blocks.read([]), [(question, answer)], torch.zeros(1, 0))
+    torch.testing.assert_close(ours, plain_loss(lm, [*OPENING, *question], answer), rtol=0, atol=1e-4)
+
+
+def attended(query: Tensor, parts: list[tuple[Tensor, Tensor, float]], scaling: float) -> Tensor:
+    """One query's output, part by part: each part's own softmax, and the parts weighed by their sums of exponentials."""
+    outputs, sums = [], []
+    for keys, values, bias in parts:
+        logits = [float(query @ key) * scaling + bias for key in keys]
+        total = sum(math.exp(logit) for logit in logits)
+        outputs.append(sum((math.exp(x) / total * value for x, value in zip(logits, values)), torch.zeros(len(query))))
+        sums.append(total)
+    return sum((s / sum(sums) * out for s, out in zip(sums, outputs)), torch.zeros(len(query)))
+
+
+@given(
+    documents=st.lists(st.integers(1, 4), max_size=3),
+    questions=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    seed=st.integers(0, 1000),
+)
+def test_questions_attend_to_each_document_with_its_bias(documents: list[int], questions: list[int], seed: int) -> None:
+    heads, kv_heads, width, opening, scaling = 4, 2, 3, 2, 0.7
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    prefix = random(1, 2, kv_heads, opening + sum(documents), width)
+    bias, count = random(len(questions), len(documents)), sum(questions)
+    query, key, value = random(1, heads, count, width), random(1, kv_heads, count, width), random(1, kv_heads, count, width)
+    ours = _QuestionBlocks(prefix, opening, documents, questions, bias)(0, query, key, value, scaling)
+    starts = [opening + sum(documents[:i]) for i in range(len(documents))]
+    for head in range(heads):
+        kv = head * kv_heads // heads
+        token = 0
+        for number, length in enumerate(questions):
+            first = token
+            for _ in range(length):
+                own = slice(first, token + 1)
+                parts = [(prefix[0, 0, kv, :opening], prefix[0, 1, kv, :opening], 0.0)]
+                for document, start in enumerate(starts):
+                    place = slice(start, start + documents[document])
+                    parts.append((prefix[0, 0, kv, place], prefix[0, 1, kv, place], float(bias[number, document])))
+                parts.append((key[0, kv, own], value[0, kv, own], 0.0))
+                expected = attended(query[0, head, token], parts, scaling)
+                # The scores are fp32 in between.
+                torch.testing.assert_close(ours[0, head, token], expected, rtol=1e-5, atol=1e-5, check_dtype=False)
+                token += 1
+
+
+@torch.no_grad()
+def test_documents_read_together_are_those_read_alone(blocks: BlockAttentionLM) -> None:
+    together = blocks.read(DOCUMENTS)
+    for place, document in enumerate(DOCUMENTS):
+        alone = blocks.read([document])
+        torch.testing.assert_close(together.of(place).documents, alone.documents, rtol=0, atol=1e-5)
+        torch.testing.assert_close(together.opening, alone.opening, rtol=0, atol=1e-5)
+    joined = DocumentsKV.joined([together.of(place) for place in range(3)])
+    assert torch.equal(joined.documents, together.documents)
+
+
+@torch.no_grad()
+def test_the_order_of_documents_does_not_matter(blocks: BlockAttentionLM) -> None:
+    order = [2, 0, 1]
+    one = blocks.answer_loss(blocks.read(DOCUMENTS), QUESTIONS, BIAS)
+    other = blocks.answer_loss(blocks.read([DOCUMENTS[i] for i in order]), QUESTIONS, BIAS[:, order])
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    torch.testing.assert_close(one, blocks.answer_loss(blocks.read(DOCUMENTS), QUESTIONS, BIAS), rtol=0, atol=0)
+    assert abs(float(one - blocks.answer_loss(blocks.read(DOCUMENTS), QUESTIONS, BIAS[:, order]))) > 1e-4
+
+
+@torch.no_grad()
+def test_packed_questions_have_the_losses_of_questions_with_caches_of_their_own(blocks: BlockAttentionLM) -> None:
+    read = blocks.read(DOCUMENTS)
+    asked = [BiasedQuestion(q, read, bias.tolist()) for (q, _), bias in zip(QUESTIONS, BIAS)]
+    asked.append(BiasedQuestion(QUESTIONS[0][0], read.of(1), [0.0]))  # a shorter prefix in the same batch
+    answers = [answer for _, answer in QUESTIONS] + [QUESTIONS[0][1]]
+    losses = blocks.answer_losses(asked, answers)
+    packed = blocks.answer_loss(read, QUESTIONS, BIAS)
+    tokens = sum(map(len, answers[:3]))
+    mean = sum(loss * len(answer) for loss, answer in zip(losses[:3], answers)) / tokens
+    assert mean == pytest.approx(float(packed), abs=1e-4)
+    alone = blocks.answer_loss(read.of(1), QUESTIONS[:1], torch.zeros(1, 1))
+    assert losses[3] == pytest.approx(float(alone), abs=1e-4)
+
+
+@torch.no_grad()
+def test_answers_are_those_that_the_lm_writes_behind_the_text(lm: Any, blocks: BlockAttentionLM) -> None:
+    pairs = [(document, question) for document in DOCUMENTS for question, _ in QUESTIONS]
+    asked = [BiasedQuestion(question, blocks.read([document]), [0.0]) for document, question in pairs]
+    answers = blocks.generate(asked, max_new_tokens=6, end_tokens=[2])
+    for (document, question), answer in zip(pairs, answers, strict=True):
+        prompt = [*OPENING, *document, *question]
+        expected = lm.generate(
+            torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=2, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        assert answer == [token for token in expected if token != 2]
+
+
+def test_gradients_reach_the_lm_and_the_bias_through_the_codec(model_folder: Folder) -> None:
+    own = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
+    blocks = BlockAttentionLM(own, OPENING, longest=8)
+    layers, kv_heads, head_width = blocks.shape
+    codec = KVCodec(layers=layers, kv_heads=kv_heads, head_width=head_width, group=1)
+    with torch.no_grad():
+        codec.fit([blocks.read(DOCUMENTS).documents])
+    bias = BIAS.clone().requires_grad_()
+    blocks.answer_loss(blocks.read(DOCUMENTS).coded(codec, 16), QUESTIONS, bias).backward()
+    assert bias.grad is not None
+    assert (bias.grad != 0).all()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in own.model.layers.parameters())
+
+
+@torch.no_grad()
+def test_without_blocks_the_lm_computes_as_before(lm: Any, blocks: BlockAttentionLM, model_folder: Folder) -> None:
+    """Padded rows, which need the mask that transformers makes."""
+    untouched = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32).eval()
+    ids, mask = torch.randint(5, 90, (2, 7)), torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+    expected = untouched(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(lm(input_ids=ids, attention_mask=mask).logits[:, 2:], expected[:, 2:])
+
+
+def test_an_lm_of_another_class_is_refused(model_folder: Folder) -> None:
+    other = AutoModelForCausalLM.from_pretrained(model_folder("gpt2"))
+    with pytest.raises(ModelLoadError, match="GPT2LMHeadModel.*LlamaForCausalLM"):
+        BlockAttentionLM(other, OPENING, longest=8)
+
+
+def test_a_document_longer_than_announced_is_refused(blocks: BlockAttentionLM) -> None:
+    with pytest.raises(DocumentError, match="9 tokens, and at most 8"):
+        blocks.read([[40] * 9])
+
+
+def test_an_empty_opening_is_refused(lm: Any) -> None:
+    with pytest.raises(ModelLoadError, match="opening is empty"):
+        BlockAttentionLM(lm, [], longest=8)
