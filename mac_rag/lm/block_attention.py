@@ -245,7 +245,7 @@ class BlockAttentionLM:
     def _step(
         self, tokens: Sequence[Sequence[int]], cache: DynamicCache, mask: Tensor, positions: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Logits `[B, L, vocabulary]` of further tokens, and the mask with their columns, of which padding is hidden."""
+        """Logits `[B, L, vocabulary]` of further tokens, and the mask with their columns; padding is hidden."""
         device = self.lm.device
         ids, real = pad_rows(tokens, 0, device)
         length = ids.shape[1]
@@ -271,8 +271,8 @@ def check_lm_class(lm: Any) -> None:
     """
     if type(lm).__name__ not in _CLASSES:
         raise ModelLoadError(
-            f"the LM is a {type(lm).__name__}, and reading through an LM's own keys and values is known to be right for "
-            f"{', '.join(_CLASSES)} alone; choose such an LM"
+            f"the LM is a {type(lm).__name__}, and reading through an LM's own keys and values is known to be right "
+            f"for {', '.join(_CLASSES)} alone; choose such an LM"
         )
 
 
@@ -295,8 +295,8 @@ class _DocumentBlocks:
         self.keys.append(key)
         self.values.append(value)
         groups = query.shape[1] // key.shape[1]
-        first, *rest = (part.split(self._lengths, 2) for part in (query, _repeated(key, groups), _repeated(value, groups)))
-        queries, keys, values = first, *rest
+        heads = (query, _repeated(key, groups), _repeated(value, groups))
+        queries, keys, values = (part.split(self._lengths, 2) for part in heads)
         out = [functional.scaled_dot_product_attention(queries[0], keys[0], values[0], is_causal=True, scale=scaling)]
         for q, k, v, mask in zip(queries[1:], keys[1:], values[1:], self._masks, strict=True):
             k, v = torch.cat([keys[0], k], 2), torch.cat([values[0], v], 2)
@@ -327,7 +327,7 @@ class _QuestionBlocks:
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         keys, values = (torch.cat([before, own[0]], 1) for before, own in zip(self._layers[layer], (key, value)))
         heads = keys.shape[0]
-        rows = query[0].unflatten(0, (heads, -1)).flatten(1, 2)  # type: ignore[no-untyped-call]
+        rows = query[0].unflatten(0, (heads, -1)).flatten(1, 2)
         scores = (rows @ keys.mT).unflatten(1, (-1, len(self._mask))).float() * scaling + self._mask
         weights = scores.softmax(-1).to(values.dtype).flatten(1, 2)
         out: Tensor = (weights @ values).unflatten(1, (-1, len(self._mask)))

@@ -38,15 +38,15 @@ class BlockPrompt:
             raise ConfigError(f"the turn must hold {_DOCUMENT} and behind it {_QUESTION}, once each; it is {turn!r}")
         self.texts = text_tokenizer(tokenizer)
         self._chat = ChatTemplate(tokenizer) if tokenizer.chat_template else None
+        self.end_tokens: tuple[int, ...] = (tokenizer.eos_token_id, *([self._chat.end_token] if self._chat else ()))
         if system is not None and not (self._chat and self._chat.takes_system):
             raise ConfigError(f"the tokenizer has no chat template that takes a system message; leave out {system!r}")
         if self._chat is None:
             start = [token for token in self.texts.ids("", special=True) if token != tokenizer.eos_token_id]
-            head, tail, self.end_tokens = "", "\nAnswer:", (tokenizer.eos_token_id,)
+            head, tail = "", "\nAnswer:"
         else:
             said = [] if system is None else [Message("system", system)]
             start, (head, tail) = [], self._chat.around(said)
-            self.end_tokens = (tokenizer.eos_token_id, self._chat.end_token)
         opening = head + before
         # A space belongs to the word behind it: in most vocabularies both are one token.
         self._space = opening[len(opening.rstrip(" ")) :]

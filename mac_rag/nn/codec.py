@@ -22,7 +22,13 @@ from mac_rag.errors import ConfigError
 
 # Step of the uniform quantizer of 2^bits levels that is best for a standard normal variable, and its mean squared error
 # (J. Max, "Quantizing for minimum distortion", 1960); 0 bits leave the variance.
-QUANTIZERS = {0: (0.0, 1.0), 1: (1.5958, 0.36338), 2: (0.9957, 0.11885), 4: (0.3352, 0.011543), 8: (0.030762, 0.00008769)}
+QUANTIZERS = {
+    0: (0.0, 1.0),
+    1: (1.5958, 0.36338),
+    2: (0.9957, 0.11885),
+    4: (0.3352, 0.011543),
+    8: (0.030762, 0.00008769),
+}
 _UPGRADES = ((0, 1), (1, 2), (2, 4), (4, 8))
 _LOWEST_SCALE = 1e-6  # of heads that say the same for every token
 
@@ -171,17 +177,25 @@ class KVCodec(nn.Module):
         rounded = _middle(_level(values, allocation), allocation)
         return self._numbers(rounded + (values - values.detach()), allocation)  # the sum is `rounded`, to the last bit
 
+    def check_rate(self, bytes_per_token: int) -> None:
+        """Refuses a rate that is none.
+
+        Raises:
+            ConfigError: for fewer than one byte a token, or more than one for each number.
+        """
+        if not 1 <= bytes_per_token <= self.eigenvalues.numel():
+            raise ConfigError(
+                f"{bytes_per_token} bytes a token cannot be had; choose from 1 to {self.eigenvalues.numel():,}"
+            )
+
     def allocation(self, bytes_per_token: int) -> Allocation:
         """How the components share so many bytes a token.
 
         Raises:
-            ConfigError: for fewer than one byte, or more than one for each number.
+            ConfigError: as `check_rate`.
         """
         if bytes_per_token not in self._allocations:
-            if not 1 <= bytes_per_token <= self.eigenvalues.numel():
-                raise ConfigError(
-                    f"{bytes_per_token} bytes a token cannot be had; choose from 1 to {self.eigenvalues.numel():,}"
-                )
+            self.check_rate(bytes_per_token)
             self._allocations[bytes_per_token] = self._allocated(bytes_per_token)
         return self._allocations[bytes_per_token]
 
@@ -224,7 +238,7 @@ class KVCodec(nn.Module):
 
     def _grouped(self, keys_values: Tensor) -> Tensor:
         """`[layers, 2, kv_heads, tokens, head_width]` to `[groups, tokens, W]`."""
-        numbers: Tensor = keys_values.float().movedim(3, 1).unflatten(0, (self.groups, -1))  # type: ignore[no-untyped-call]
+        numbers: Tensor = keys_values.float().movedim(3, 1).unflatten(0, (self.groups, -1))
         return numbers.transpose(1, 2).flatten(2)
 
     def _ungrouped(self, numbers: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Packs of documents and questions, as they come in use: what BM25 finds for a question, and what can be asked about it."""
+"""Packs of documents and questions as in use: what BM25 finds for a question, and what else can be asked about it."""
 
 from __future__ import annotations
 
@@ -141,16 +141,16 @@ def joined_documents(data: QADataset, prompt: BlockPrompt, config: PackConfig, *
     used = 0
     for document, length in zip(data.documents, tokens, strict=True):
         title = document.metadata.get("title")
-        fits = used + length < config.document_tokens  # and a line break
-        if documents and title is not None and documents[-1].metadata.get("title") == title and fits:
-            if rng.random() < config.join:
-                last = documents.pop()
-                documents.append(dataclasses.replace(last, text=f"{last.text.strip()}\n{document.text.strip()}"))
-                place[document.id] = last.id
-                used += length + 1
-                continue
-        documents.append(document)
-        place[document.id] = document.id
-        used = length
+        same = bool(documents) and title is not None and documents[-1].metadata.get("title") == title
+        # One token more for the line break.
+        if same and used + length < config.document_tokens and rng.random() < config.join:
+            last = documents.pop()
+            documents.append(dataclasses.replace(last, text=f"{last.text.strip()}\n{document.text.strip()}"))
+            place[document.id] = last.id
+            used += length + 1
+        else:
+            documents.append(document)
+            place[document.id] = document.id
+            used = length
     questions = [dataclasses.replace(question, document_id=place[question.gold]) for question in data.questions]
     return dataclasses.replace(data, documents=tuple(documents), questions=tuple(questions))

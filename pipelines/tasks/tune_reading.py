@@ -126,9 +126,10 @@ class TuneReadingTask(Task):
         super().__init__()
         self.config = config
         torch.manual_seed(config.trainer.seed)
-        lm, tokenizer = load_causal_lm(config.base_lm, config.trainer.device)
+        loaded, tokenizer = load_causal_lm(config.base_lm, config.trainer.device)
+        lm: Any = loaded
         check_lm_class(lm)
-        self.lm: Any = lm
+        self.lm = lm
         self.prompt = BlockPrompt(tokenizer, config.turn, config.system)
         self._tokenizer = tokenizer
         data = joined_documents(config.data.training_set(), self.prompt, config.packs, seed=config.trainer.seed)
@@ -147,6 +148,8 @@ class TuneReadingTask(Task):
             layers, kv_heads, head_width = self._blocks.shape
             self.codec = KVCodec(layers=layers, kv_heads=kv_heads, head_width=head_width, group=config.codec.group)
             self.codec.to(lm.device)
+            for rate in config.codec.rates:
+                self.codec.check_rate(rate)
 
     def _load_adapter(self, folder: Path) -> None:
         """Starts from the updates and the bias scale of an earlier run.
@@ -157,11 +160,11 @@ class TuneReadingTask(Task):
         try:
             updates = load_file(folder / "adapter_model.safetensors")
             scale = read_json(folder / _DESCRIPTION, _LARGEST_DESCRIPTION)["bias_scale"]
-            result = set_peft_model_state_dict(self._adapted[0], updates)
+            result: Any = set_peft_model_state_dict(self._adapted[0], updates)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             raise ModelLoadError(
-                f"{folder} holds no updates of this LM of rank {self.config.lora_rank}: {error}; give the folder best or "
-                "last of a run of pipelines.tune_reading around the same LM"
+                f"{folder} holds no updates of this LM of rank {self.config.lora_rank}: {error}; give the folder best "
+                "or last of a run of pipelines.tune_reading around the same LM"
             ) from None
         if result.unexpected_keys:
             raise ModelLoadError(f"{folder} holds updates of another LM; it has no {result.unexpected_keys[0]}")
@@ -218,7 +221,8 @@ class TuneReadingTask(Task):
     @torch.no_grad()
     def _fit_codec(self) -> None:
         """Fits the codec to training documents as the LM reads them now."""
-        assert self.config.codec is not None and self.codec is not None
+        assert self.config.codec is not None
+        assert self.codec is not None
         documents = self._training.data.documents
         every = max(1, len(documents) // self.config.codec.fitted_on)
         with self._half_precision():
@@ -227,7 +231,7 @@ class TuneReadingTask(Task):
 
     def _read(self, documents: Sequence[Document]) -> dict[str, DocumentsKV]:
         """Each document by its id, read behind the opening."""
-        read = {}
+        read: dict[str, DocumentsKV] = {}
         for start in range(0, len(documents), _READ_AT_ONCE):
             part = documents[start : start + _READ_AT_ONCE]
             together = self._blocks.read(self._ids(part))
@@ -294,15 +298,13 @@ class TuneReadingTask(Task):
                 BiasedQuestion(
                     self.prompt.question(question.question),
                     DocumentsKV.joined([read[document.id] for document in documents]),
-                    [float(self.bias_scale) * (score - max(scores)) for score in scores],
+                    [self.bias_scale.item() * (score - max(scores)) for score in scores],
                 )
                 for question, (documents, scores) in zip(questions[part], asked[part], strict=True)
             ]
             gold = [self.prompt.answer(question.answers[0]) for question in questions[part]]
             losses += self._blocks.answer_losses(biased, gold)
-            generated = self._blocks.generate(
-                biased, max_new_tokens=_ANSWER_TOKENS, end_tokens=self.prompt.end_tokens
-            )
+            generated = self._blocks.generate(biased, max_new_tokens=_ANSWER_TOKENS, end_tokens=self.prompt.end_tokens)
             answers += [self._tokenizer.decode(ids).strip() for ids in generated]
         pairs = list(zip(answers, questions, strict=True))
         yield f"loss_{name}", sum(losses) / len(losses)
@@ -318,16 +320,17 @@ class TuneReadingTask(Task):
         ]
 
     def save(self, folder: Path) -> None:
-        """A PEFT adapter folder with what the memory needs beside it: `reading.json` and, with a codec, `codec.safetensors`."""
+        """A PEFT adapter, and beside it what reading needs: `reading.json` and, with a codec, `codec.safetensors`."""
         with quiet():
             self._adapted[0].save_pretrained(folder)
+        config = self.config
         described = {
-            "turn": self.config.turn,
-            "system": self.config.system,
-            "abstention": self.config.abstention,
-            "bias_scale": float(self.bias_scale),
+            "turn": config.turn,
+            "system": config.system,
+            "abstention": config.abstention,
+            "bias_scale": self.bias_scale.item(),
+            "codec": None if config.codec is None else config.codec.model_dump(),
         }
         if self.codec is not None:
-            described["codec"] = {"group": self.config.codec.group if self.config.codec else 0}
             save_file(self.codec.state_dict(), folder / "codec.safetensors")
         (folder / _DESCRIPTION).write_text(json.dumps(described, indent=2) + "\n")

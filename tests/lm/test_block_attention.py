@@ -58,7 +58,7 @@ def test_no_document_is_the_opening_and_the_question(lm: Any, blocks: BlockAtten
 
 
 def attended(query: Tensor, parts: list[tuple[Tensor, Tensor, float]], scaling: float) -> Tensor:
-    """One query's output, part by part: each part's own softmax, and the parts weighed by their sums of exponentials."""
+    """One query's output: each part's own softmax, and the parts weighed by their sums of exponentials."""
     outputs, sums = [], []
     for keys, values, bias in parts:
         logits = [float(query @ key) * scaling + bias for key in keys]
@@ -82,7 +82,11 @@ def test_questions_attend_to_each_document_with_its_bias(documents: list[int], q
 
     prefix = random(1, 2, kv_heads, opening + sum(documents), width)
     bias, count = random(len(questions), len(documents)), sum(questions)
-    query, key, value = random(1, heads, count, width), random(1, kv_heads, count, width), random(1, kv_heads, count, width)
+    query, key, value = (
+        random(1, heads, count, width),
+        random(1, kv_heads, count, width),
+        random(1, kv_heads, count, width),
+    )
     ours = _QuestionBlocks(prefix, opening, documents, questions, bias)(0, query, key, value, scaling)
     starts = [opening + sum(documents[:i]) for i in range(len(documents))]
     for head in range(heads):
@@ -177,7 +181,7 @@ def test_without_blocks_the_lm_computes_as_before(lm: Any, blocks: BlockAttentio
 
 def test_an_lm_of_another_class_is_refused(model_folder: Folder) -> None:
     other = AutoModelForCausalLM.from_pretrained(model_folder("gpt2"))
-    with pytest.raises(ModelLoadError, match="GPT2LMHeadModel.*LlamaForCausalLM"):
+    with pytest.raises(ModelLoadError, match=r"GPT2LMHeadModel.*LlamaForCausalLM"):
         BlockAttentionLM(other, OPENING, longest=8)
 
 

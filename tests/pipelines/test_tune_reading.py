@@ -1,0 +1,202 @@
+"""Tuning an LM to read: what a pack holds, exact resume through the codec, what is saved, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mac_rag.data.metrics import normalize
+from mac_rag.data.newswire.generate import generate
+from mac_rag.data.types import Document, QADataset, Question
+from mac_rag.errors import DataError, MACError, ModelLoadError
+from mac_rag.lm.block_prompt import BlockPrompt
+from mac_rag.retrieval import BM25Retriever
+from pipelines.corpora.packs import PackConfig, PackMaker, joined_documents
+from pipelines.tasks.tune_reading import TuneReadingConfig, TuneReadingTask
+from pipelines.trainer import Trainer
+from tests.pipelines.helpers import metrics
+from tests.pipelines.test_pipelines import stopping_at
+
+Folder = Callable[[str], Path]
+ABSTENTION = "I don't know"
+
+
+def recipe(model_folder: Folder, **values: Any) -> TuneReadingConfig:
+    base = {
+        "base_lm": {"name": str(model_folder("instruct"))},
+        "turn": "Context: {document}\n\nQuestion: {question}",
+        "packs": {"documents": [1, 2, 3], "questions": 4, "absent": 0.2},
+        "data": {"name": "newswire", "documents": 12, "validation_documents": 6},
+        "lora_rank": 2,
+        "validation_questions": 4,
+        "trainer": {
+            "steps": 4, "batch_size": 1, "learning_rate": 0.01, "validate_every": 2, "save_every": 1, "log_every": 1,
+            "best": "f1_right",
+        },
+    }  # fmt: skip
+    return TuneReadingConfig.parse({**base, **values}, "recipe")
+
+
+CODEC = {"group": 1, "rates": [16, 8], "fitted_on": 6}
+
+
+@pytest.fixture(scope="module")
+def data() -> QADataset:
+    return generate("train", 40, seed=3, questions_per_document=4)
+
+
+class TestPacks:
+    def test_the_right_document_is_always_there_unless_it_is_to_be_absent(self, data: QADataset) -> None:
+        maker = PackMaker(PackConfig(documents=(1, 3), questions=6), data, ABSTENTION)
+        rng = random.Random(0)
+        for question in data.questions:
+            pack = maker.make(question, rng)
+            present = {document.id for document in pack.documents}
+            assert question in pack.questions
+            assert 1 <= len(pack.documents) <= 3
+            assert all(q.document_id in present for q in pack.questions)
+            assert pack.answers == [q.answers[0] for q in pack.questions]
+            assert len(set(pack.questions)) == len(pack.questions) <= 6
+
+    def test_the_wanted_share_of_questions_is_asked_in_vain(self, data: QADataset) -> None:
+        maker = PackMaker(PackConfig(absent=0.3), data, ABSTENTION)
+        rng, targets = random.Random(0), []
+        for question in data.questions:
+            pack = maker.make(question, rng)
+            text = " ".join(normalize(document.text) for document in pack.documents)
+            for asked, answer in zip(pack.questions, pack.answers, strict=True):
+                absent = all(document.id != asked.document_id for document in pack.documents)
+                assert (answer == ABSTENTION) == absent
+                assert not absent or not any(f" {normalize(a)} " in f" {text} " for a in asked.answers)
+                targets.append(absent)
+        assert 0.2 < sum(targets) / len(targets) < 0.35
+
+    def test_scores_are_those_of_the_retriever(self, data: QADataset) -> None:
+        retriever = BM25Retriever()
+        retriever.add(data.documents)
+        pack = PackMaker(PackConfig(documents=(3,)), data, ABSTENTION).make(data.questions[5], random.Random(1))
+        for question, scores in zip(pack.questions, pack.scores, strict=True):
+            hits = {hit.document_id: hit.score for hit in retriever.retrieve([question.question], 40)[0]}
+            assert scores == [hits.get(document.id, 0.0) for document in pack.documents]
+
+    def test_packs_depend_on_the_seed_alone(self, data: QADataset) -> None:
+        maker = PackMaker(PackConfig(absent=0.3), data, ABSTENTION)
+        packs = [maker.make(data.questions[7], random.Random(4)) for _ in range(2)]
+        assert packs[0] == packs[1]
+
+    def test_a_question_without_an_answer_is_refused(self, data: QADataset) -> None:
+        blank = QADataset("own", "train", data.documents, (Question("q9", "Who?", (), data.documents[0].id),))
+        with pytest.raises(DataError, match=r"question 'q9' of own, train has no answer.*self_study"):
+            PackMaker(PackConfig(), blank, ABSTENTION)
+
+
+def test_only_neighbours_of_one_title_are_joined(model_folder: Folder) -> None:
+    prompt = BlockPrompt(AutoTokenizer.from_pretrained(model_folder("instruct")), "{document}\n{question}")
+    documents = tuple(Document(f"d{i}", f"Text {i}. " * 5, {"title": f"t{i // 10}"}) for i in range(100))
+    questions = tuple(Question(f"q{i}", "What?", ("x",), f"d{i}") for i in range(100))
+    whole = QADataset("own", "train", documents, questions)
+    config = PackConfig(join=0.5, document_tokens=90)
+    joined = joined_documents(whole, prompt, config, seed=0)
+    assert 40 < len(joined.documents) < 70
+    texts = {document.id: document.text for document in joined.documents}
+    for question in joined.questions:
+        assert f"Text {question.id[1:]}. " in texts[question.gold]
+    for document in joined.documents:
+        numbers = {int(word[:-1]) for word in document.text.split() if word != "Text"}
+        assert len({number // 10 for number in numbers}) == 1
+        assert len(prompt.texts.ids(document.text)) <= 90
+    assert max(Counter(question.gold for question in joined.questions).values()) > 1
+    assert joined_documents(whole, prompt, PackConfig(join=0.0), seed=0) == whole
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_stopped_run_goes_on_to_the_same_losses_through_the_codec(
+    model_folder: Folder, tmp_path: Path, step: int
+) -> None:
+    config = recipe(model_folder, codec=CODEC)
+    Trainer(TuneReadingTask(config), config.trainer, tmp_path / "whole").run()
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(stopping_at(TuneReadingTask(config), step), config.trainer, tmp_path / "stopped").run()
+    Trainer(TuneReadingTask(config), config.trainer, tmp_path / "stopped").run()
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
+    for name in ("adapter_model.safetensors", "codec.safetensors", "reading.json"):
+        assert (tmp_path / "stopped/last" / name).read_bytes() == (tmp_path / "whole/last" / name).read_bytes()
+
+
+def test_a_later_stage_starts_from_what_an_earlier_one_saved(model_folder: Folder, tmp_path: Path) -> None:
+    config = recipe(model_folder)
+    task = TuneReadingTask(config)
+    Trainer(task, config.trainer, tmp_path / "first").run()
+    folder = tmp_path / "first" / "last"
+    more = TuneReadingTask(recipe(model_folder, adapter=str(folder), codec=CODEC))
+    assert torch.equal(more.bias_scale, task.bias_scale)
+    assert float(task.bias_scale) != 0.5
+    fresh = TuneReadingTask(config)
+    batch = fresh.batch(0, 0, 1)
+    with torch.no_grad():
+        losses = [float(one(batch)["loss"]) for one in (task, more, fresh)]
+    assert losses[0] == losses[1]
+    assert losses[0] < losses[2]
+    # The folder is a PEFT adapter like any other.
+    plain = AutoModelForCausalLM.from_pretrained(model_folder("instruct"), dtype=torch.float32)
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(plain, folder)(input_ids=ids).logits
+        torch.testing.assert_close(adapted, task.lm(input_ids=ids).logits)
+
+
+def test_validation_counts_abstentions_from_right_documents(model_folder: Folder) -> None:
+    task = TuneReadingTask(recipe(model_folder, codec=CODEC))
+    figures = task.validate()
+    settings = ("right", "first", "three", "three_unbiased", "right_coded", "three_coded")
+    assert set(figures) == {f"{metric}_{name}" for metric in ("loss", "f1", "em", "abstentions") for name in settings}
+    task._blocks.generate = lambda questions, **_: [task.prompt.answer(ABSTENTION)[:-1]] * len(questions)  # type: ignore[method-assign]
+    assert task.validate()["abstentions_right"] == 1.0
+
+
+class TestRefusals:
+    def test_an_lm_of_another_class(self, model_folder: Folder) -> None:
+        with pytest.raises(ModelLoadError, match=r"GPT2LMHeadModel.*LlamaForCausalLM"):
+            TuneReadingTask(recipe(model_folder, base_lm={"name": str(model_folder("gpt2"))}))
+
+    def test_a_document_that_the_window_cannot_hold(self, model_folder: Folder, tmp_path: Path) -> None:
+        for name in ("train", "val"):
+            (tmp_path / f"{name}.jsonl").write_text(
+                f'{{"document": "{name} {"word " * 5000}", "question": "Who?", "answer": "word"}}\n'
+                f'{{"document": "A word in {name}.", "question": "What?", "answer": "word"}}\n'
+            )
+        with pytest.raises(DataError, match=r"document '.*' has [\d,]+ tokens.*window of 4,096.*split the document"):
+            TuneReadingTask(recipe(model_folder, data={"name": "own", "path": str(tmp_path)}))
+
+    @pytest.mark.parametrize("adapter", ["nowhere", "empty", "rank"])
+    def test_a_folder_without_fitting_updates(self, model_folder: Folder, tmp_path: Path, adapter: str) -> None:
+        (tmp_path / "empty").mkdir()
+        if adapter == "rank":
+            TuneReadingTask(recipe(model_folder, lora_rank=4)).save(tmp_path / "rank")
+        with pytest.raises(ModelLoadError, match=f"{adapter} holds no updates of this LM of rank 2"):
+            TuneReadingTask(recipe(model_folder, adapter=str(tmp_path / adapter)))
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            {"packs": {"documents": []}},
+            {"packs": {"documents": [0]}},
+            {"codec": {"rates": []}},
+            {"codec": {"rates": [0]}},
+            {"turn": "{document}"},
+            {"codec": {"group": 3}},
+            {"codec": {"group": 1, "rates": [100_000]}},
+            {"trainer": {"steps": 1, "batch_size": 1, "learning_rate": 1.0, "parallel": "fsdp"}},
+        ],
+    )
+    def test_values_that_make_no_sense_before_anything_is_trained(self, model_folder: Folder, values: Any) -> None:
+        with pytest.raises(MACError):
+            TuneReadingTask(recipe(model_folder, **values)).begin_step(0)
