@@ -145,7 +145,7 @@ def test_every_recipe_is_read_by_its_pipeline(name: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(pipeline, "load_recipe", load_and_stop)
     with pytest.raises(Read):
-        pipeline.main(name, tmp_path / "run", None)
+        pipeline.main(config=name, output=tmp_path / "run", set_=None)
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
