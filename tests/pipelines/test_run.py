@@ -246,8 +246,8 @@ TRAIN = {"task": "train", "preset": "distilgpt2", "trainer": TRAINER}
         ({"a": TRAIN, "b": {**TRAIN, "start_from": "${a}/last"}}, "is no reference; write"),
         (
             {"a": {**TRAIN, "task": "distil"}},
-            "stage a: give it a task, one of pretrain, tune_qa, tune_reading, train, tune_prior, fit_recency, fit_hops, "
-            "add_lexical",
+            "stage a: give it a task, one of pretrain, tune_qa, tune_reading, train, tune_prior, fit_recency, "
+            "fit_hops, add_lexical",
         ),
         ({"A B": TRAIN}, "stage A B: a name has lower-case letters"),
         ({}, "it has no stages"),
