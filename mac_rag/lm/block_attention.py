@@ -50,20 +50,6 @@ class DocumentsKV:
         """The documents as they come back from so many bytes a token; the opening stays as it is."""
         return replace(self, documents=codec.coded(self.documents, bytes_per_token))
 
-    def of(self, place: int) -> DocumentsKV:
-        """One document alone."""
-        documents = self.documents.split(self.lengths, 3)[place]
-        return replace(self, documents=documents, lengths=(self.lengths[place],))
-
-    @staticmethod
-    def joined(parts: Sequence[DocumentsKV]) -> DocumentsKV:
-        """Documents that were read behind the same opening, together."""
-        return DocumentsKV(
-            parts[0].opening,
-            torch.cat([part.documents for part in parts], 3),
-            tuple(length for part in parts for length in part.lengths),
-        )
-
 
 @dataclass(frozen=True)
 class BiasedQuestion:
@@ -71,12 +57,14 @@ class BiasedQuestion:
 
     Attributes:
         ids: its token ids, up to where the answer begins.
-        documents: what it sees beside the opening.
+        opening: see `DocumentsKV`.
+        documents: what it sees beside the opening, as `BlockAttentionLM.rotated` gives it.
         bias: for each document, what is added to the attention logits of all its tokens.
     """
 
     ids: Sequence[int]
-    documents: DocumentsKV
+    opening: Tensor
+    documents: Sequence[Tensor]
     bias: Sequence[float]
 
 
@@ -143,12 +131,17 @@ class BlockAttentionLM:
             tuple(lengths),
         )
 
-    def prefix(self, read: DocumentsKV) -> Tensor:
-        """Opening and documents with rotated keys, `[layers, 2, kv_heads, P + L, head_width]`, in the LM's dtype."""
-        keys, values = read.documents.unbind(1)
-        rotated = [self.rotation(part) for part in keys.split(read.lengths, 2)] or [keys]
-        documents = torch.stack([torch.cat(rotated, 2), values], 1)
-        return torch.cat([read.opening, documents.to(read.opening.dtype)], 3)
+    def rotated(self, read: DocumentsKV) -> list[Tensor]:
+        """Each document as it stands behind the opening: `[layers, 2, kv_heads, tokens, head_width]`, the LM's dtype.
+
+        It is the same whatever other documents there are.
+        """
+        dtype = read.opening.dtype
+        parts = []
+        for part in read.documents.split(read.lengths, 3):
+            keys, values = part.unbind(1)
+            parts.append(torch.stack([self.rotation(keys).to(dtype), values.to(dtype)], 1))
+        return parts
 
     def answer_loss(
         self, read: DocumentsKV, questions: Sequence[tuple[Sequence[int], Sequence[int]]], bias: Tensor
@@ -160,7 +153,7 @@ class BlockAttentionLM:
             questions: token ids of each question and of its answer.
             bias: `[questions, documents]`, added to the attention logits of all tokens of a document.
         """
-        device, start = self.lm.device, self._question_start(read)
+        device, start = self.lm.device, len(self.opening) + max(read.lengths, default=0)
         ids: list[int] = []
         positions: list[int] = []
         before_answer: list[int] = []  # places whose next token is one of an answer
@@ -173,7 +166,8 @@ class BlockAttentionLM:
             ids += tokens
             positions += range(start, start + len(tokens))
         lengths = [len(question) + len(answer) - 1 for question, answer in questions]
-        blocks = _QuestionBlocks(self.prefix(read), len(self.opening), read.lengths, lengths, bias)
+        prefix = torch.cat([read.opening, *self.rotated(read)], 3)
+        blocks = _QuestionBlocks(prefix, len(self.opening), read.lengths, lengths, bias)
         logits = self.lm(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([positions], device=device),
@@ -205,42 +199,46 @@ class BlockAttentionLM:
         cache, mask, positions = self._prefilled(questions)
         tokens = [list(question.ids) for question in questions]
         answers: list[list[int]] = [[] for _ in questions]
-        running = set(range(len(questions)))
+        running = list(range(len(questions)))  # the questions whose answers have not ended
         for _ in range(max_new_tokens):
             logits, mask = self._step(tokens, cache, mask, positions)
             last = torch.tensor([len(row) - 1 for row in tokens], device=logits.device)
             chosen = logits[torch.arange(len(tokens), device=logits.device), last].argmax(-1).tolist()
-            positions = [position + len(row) for position, row in zip(positions, tokens)]
-            tokens = [[token] for token in chosen]
-            running -= {row for row in running if chosen[row] in end_tokens}
-            for row in running:
-                answers[row].append(chosen[row])
-            if not running:
+            kept = [row for row, token in enumerate(chosen) if token not in end_tokens]
+            if not kept:
                 break
+            positions = [positions[row] + len(tokens[row]) for row in kept]
+            running, tokens = [running[row] for row in kept], [[chosen[row]] for row in kept]
+            for question, [token] in zip(running, tokens, strict=True):
+                answers[question].append(token)
+            if len(kept) < len(chosen):
+                rows = torch.tensor(kept, device=logits.device)
+                cache.batch_select_indices(rows)
+                mask = mask[rows]
         return answers
-
-    def _question_start(self, read: DocumentsKV) -> int:
-        return len(self.opening) + max(read.lengths, default=0)
 
     def _prefilled(self, questions: Sequence[BiasedQuestion]) -> tuple[DynamicCache, Tensor, list[int]]:
         """A cache with all prefixes, what is added to the attention logits of their tokens, and the next positions.
 
         The mask is `[B, S]`, where S is the length of the longest prefix; shorter ones are padded.
         """
-        prefixes = [self.prefix(question.documents) for question in questions]
-        longest = max(prefix.shape[3] for prefix in prefixes)
+        start = len(self.opening)
+        lengths = [[part.shape[3] for part in question.documents] for question in questions]
+        longest = start + max(map(sum, lengths))
         mask = torch.full((len(questions), longest), -torch.inf, device=self.lm.device)
-        for row, question in zip(mask, questions):
-            row[: len(self.opening)] = 0.0
-            start = len(self.opening)
-            for bias, length in zip(question.bias, question.documents.lengths, strict=True):
-                row[start : start + length] = bias
-                start += length
-        padded = [functional.pad(prefix, (0, 0, 0, longest - prefix.shape[3])) for prefix in prefixes]
+        rows = []
+        for row, question, of_documents in zip(mask, questions, lengths, strict=True):
+            row[:start] = 0.0
+            end = start
+            for bias, length in zip(question.bias, of_documents, strict=True):
+                row[end : end + length] = bias
+                end += length
+            padding = question.opening.new_zeros(()).expand(*question.opening.shape[:3], longest - end, self.shape[2])
+            rows.append(torch.cat([question.opening, *question.documents, padding], 3))
         cache = DynamicCache()
-        for layer, (keys, values) in enumerate(torch.stack(padded, 2).unbind(0)):
+        for layer, (keys, values) in enumerate(torch.stack(rows, 2).unbind(0)):
             cache.update(keys, values, layer)
-        return cache, mask, [self._question_start(question.documents) for question in questions]
+        return cache, mask, [start + max(of_documents, default=0) for of_documents in lengths]
 
     def _step(
         self, tokens: Sequence[Sequence[int]], cache: DynamicCache, mask: Tensor, positions: Sequence[int]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -226,17 +226,14 @@ class TuneReadingTask(Task):
         documents = self._training.data.documents
         every = max(1, len(documents) // self.config.codec.fitted_on)
         with self._half_precision():
-            read = self._read(documents[::every])
-        self.codec.fit([document.documents for document in read.values()])
+            read = [part for _, part in self._read(documents[::every])]
+        self.codec.fit([part.documents for part in read])
 
-    def _read(self, documents: Sequence[Document]) -> dict[str, DocumentsKV]:
-        """Each document by its id, read behind the opening."""
-        read: dict[str, DocumentsKV] = {}
+    def _read(self, documents: Sequence[Document]) -> Iterator[tuple[Sequence[Document], DocumentsKV]]:
+        """Documents in batches, read behind the opening."""
         for start in range(0, len(documents), _READ_AT_ONCE):
             part = documents[start : start + _READ_AT_ONCE]
-            together = self._blocks.read(self._ids(part))
-            read |= {document.id: together.of(place) for place, document in enumerate(part)}
-        return read
+            yield part, self._blocks.read(self._ids(part))
 
     def _half_precision(self) -> Any:
         enabled = self.config.trainer.precision == "bf16"
@@ -272,22 +269,28 @@ class TuneReadingTask(Task):
         first = [(documents[:1], scores[:1]) for documents, scores in retrieved]
         unbiased = [(documents, [0.0] * len(scores)) for documents, scores in retrieved]
         needed = {document.id: document for documents, _ in (*right, *retrieved) for document in documents}
-        read = self._read(list(needed.values()))
+        raw: dict[str, Tensor] = {}
+        coded: dict[str, Tensor] = {}
+        for part, read in self._read(list(needed.values())):
+            names = [document.id for document in part]
+            opening = read.opening  # the same each time
+            raw |= zip(names, self._blocks.rotated(read), strict=True)
+            if self.codec is not None and self.config.codec is not None:
+                through = read.coded(self.codec, self.config.codec.rates[0])
+                coded |= zip(names, self._blocks.rotated(through), strict=True)
         settings = {"right": right, "first": first, "three": retrieved, "three_unbiased": unbiased}
         for name, asked in settings.items():
-            yield from self._scores(name, questions, asked, read)
-        if self.codec is not None and self.config.codec is not None:
-            rate = self.config.codec.rates[0]
-            coded = {name: part.coded(self.codec, rate) for name, part in read.items()}
-            for name in ("right", "three"):
-                yield from self._scores(f"{name}_coded", questions, settings[name], coded)
+            yield from self._scores(name, questions, asked, opening, raw)
+        for name in ("right", "three") if coded else ():
+            yield from self._scores(f"{name}_coded", questions, settings[name], opening, coded)
 
     def _scores(
         self,
         name: str,
         questions: Sequence[Question],
         asked: Sequence[tuple[Sequence[Document], Sequence[float]]],
-        read: dict[str, DocumentsKV],
+        opening: Tensor,
+        read: Mapping[str, Tensor],
     ) -> Iterator[tuple[str, float]]:
         """Loss, F1 and EM of questions behind documents with their scores."""
         answers: list[str] = []
@@ -297,7 +300,8 @@ class TuneReadingTask(Task):
             biased = [
                 BiasedQuestion(
                     self.prompt.question(question.question),
-                    DocumentsKV.joined([read[document.id] for document in documents]),
+                    opening,
+                    [read[document.id] for document in documents],
                     [self.bias_scale.item() * (score - max(scores)) for score in scores],
                 )
                 for question, (documents, scores) in zip(questions[part], asked[part], strict=True)

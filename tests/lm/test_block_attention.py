@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mac_rag.errors import DocumentError, ModelLoadError
-from mac_rag.lm.block_attention import BiasedQuestion, BlockAttentionLM, DocumentsKV, _QuestionBlocks
+from mac_rag.lm.block_attention import BiasedQuestion, BlockAttentionLM, _QuestionBlocks
 from mac_rag.nn.codec import KVCodec
 
 Folder = Callable[[str], Path]
@@ -112,10 +112,9 @@ def test_documents_read_together_are_those_read_alone(blocks: BlockAttentionLM) 
     together = blocks.read(DOCUMENTS)
     for place, document in enumerate(DOCUMENTS):
         alone = blocks.read([document])
-        torch.testing.assert_close(together.of(place).documents, alone.documents, rtol=0, atol=1e-5)
+        [ours], [expected] = blocks.rotated(alone), [blocks.rotated(together)[place]]
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
         torch.testing.assert_close(together.opening, alone.opening, rtol=0, atol=1e-5)
-    joined = DocumentsKV.joined([together.of(place) for place in range(3)])
-    assert torch.equal(joined.documents, together.documents)
 
 
 @torch.no_grad()
@@ -131,22 +130,25 @@ def test_the_order_of_documents_does_not_matter(blocks: BlockAttentionLM) -> Non
 @torch.no_grad()
 def test_packed_questions_have_the_losses_of_questions_with_caches_of_their_own(blocks: BlockAttentionLM) -> None:
     read = blocks.read(DOCUMENTS)
-    asked = [BiasedQuestion(q, read, bias.tolist()) for (q, _), bias in zip(QUESTIONS, BIAS)]
-    asked.append(BiasedQuestion(QUESTIONS[0][0], read.of(1), [0.0]))  # a shorter prefix in the same batch
+    parts = blocks.rotated(read)
+    asked = [BiasedQuestion(q, read.opening, parts, bias.tolist()) for (q, _), bias in zip(QUESTIONS, BIAS)]
+    asked.append(BiasedQuestion(QUESTIONS[0][0], read.opening, parts[1:2], [0.0]))  # a shorter prefix in the batch
     answers = [answer for _, answer in QUESTIONS] + [QUESTIONS[0][1]]
     losses = blocks.answer_losses(asked, answers)
     packed = blocks.answer_loss(read, QUESTIONS, BIAS)
     tokens = sum(map(len, answers[:3]))
     mean = sum(loss * len(answer) for loss, answer in zip(losses[:3], answers)) / tokens
     assert mean == pytest.approx(float(packed), abs=1e-4)
-    alone = blocks.answer_loss(read.of(1), QUESTIONS[:1], torch.zeros(1, 1))
+    alone = blocks.answer_loss(blocks.read(DOCUMENTS[1:2]), QUESTIONS[:1], torch.zeros(1, 1))
     assert losses[3] == pytest.approx(float(alone), abs=1e-4)
 
 
 @torch.no_grad()
 def test_answers_are_those_that_the_lm_writes_behind_the_text(lm: Any, blocks: BlockAttentionLM) -> None:
     pairs = [(document, question) for document in DOCUMENTS for question, _ in QUESTIONS]
-    asked = [BiasedQuestion(question, blocks.read([document]), [0.0]) for document, question in pairs]
+    read = blocks.read(DOCUMENTS)
+    parts = {tuple(document): part for document, part in zip(DOCUMENTS, blocks.rotated(read), strict=True)}
+    asked = [BiasedQuestion(question, read.opening, [parts[tuple(document)]], [0.0]) for document, question in pairs]
     answers = blocks.generate(asked, max_new_tokens=6, end_tokens=[2])
     for (document, question), answer in zip(pairs, answers, strict=True):
         prompt = [*OPENING, *document, *question]

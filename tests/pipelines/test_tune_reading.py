@@ -138,7 +138,7 @@ def test_a_later_stage_starts_from_what_an_earlier_one_saved(model_folder: Folde
     folder = tmp_path / "first" / "last"
     more = TuneReadingTask(recipe(model_folder, adapter=str(folder), codec=CODEC))
     assert torch.equal(more.bias_scale, task.bias_scale)
-    assert float(task.bias_scale) != 0.5
+    assert task.bias_scale.item() != 0.5
     fresh = TuneReadingTask(config)
     batch = fresh.batch(0, 0, 1)
     with torch.no_grad():
