@@ -36,7 +36,7 @@ def load_dataset(
 
     Args:
         name: `newswire` (generated, needs no file), `squad`, `streamingqa`, `archivalqa`, `timeqa`,
-            `realtimeqa`, or `own` for a user's files in one of the forms of `mac_rag.data.own_files.find_files`.
+            `realtimeqa`, or `own` for a user's files in one of the forms of `mac_rag.data.own.find_files`.
         split: one of `SPLITS[name]`.
         path: folder of the data set's files, or file of this split; None for newswire and for `hub`. For `own` also
             `hub:OWNER/NAME`.
