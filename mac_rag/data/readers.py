@@ -18,7 +18,7 @@ from shlex import quote
 from typing import Any
 
 from mac_rag.data.characters import is_blank
-from mac_rag.data.conversion.converter import convert, is_converted
+from mac_rag.data.conversion import convert, is_converted
 from mac_rag.data.table import Place, Row, raise_error, read_table
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
