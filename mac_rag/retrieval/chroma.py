@@ -21,8 +21,7 @@ from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.retrieval.base import Hit, Retriever, check_documents, check_request
-from mac_rag.retrieval.dense import Encoder
-from mac_rag.retrieval.embeddings import Vectors, check_finite
+from mac_rag.retrieval.dense import Encoder, Vectors, check_finite
 from mac_rag.untrusted_files import METADATA_DEPTH, MalformedError, parse_json
 
 COLLECTION = "mac_rag"

@@ -20,7 +20,7 @@ import numpy as np
 
 from mac_rag.data.types import Document
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever, Tokenizer
-from mac_rag.retrieval.embeddings import Vectors
+from mac_rag.retrieval.dense import Vectors
 
 
 class WordEncoder:
