@@ -7,8 +7,7 @@ from pathlib import Path
 
 from mac_rag.data import archivalqa, own, realtimeqa, squad, streamingqa, timeqa
 from mac_rag.data.newswire import generate, world
-from mac_rag.data.protocol import first_documents
-from mac_rag.data.types import QADataset
+from mac_rag.data.types import QADataset, first_documents
 from mac_rag.errors import ConfigError, DataError
 
 SPLITS = {

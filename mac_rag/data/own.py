@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 from mac_rag.data.characters import check_text, shown_id
 from mac_rag.data.dates import read_date
 from mac_rag.data.metrics import normalize
-from mac_rag.data.protocol import shortest_first
 from mac_rag.data.provenance import check_document
 from mac_rag.data.readers import HUB, hub_splits, read_rows
 from mac_rag.data.squad import paragraph_rows
-from mac_rag.data.types import Document, QADataset, Question
+from mac_rag.data.types import Document, QADataset, Question, shortest_first
 from mac_rag.errors import BankError, ConfigError, DataError, DocumentError
 from mac_rag.untrusted_files import ROW, MalformedError, parse_json
 

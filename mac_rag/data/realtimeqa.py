@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mac_rag.data.characters import fault_of, is_blank
-from mac_rag.data.protocol import shortest_first
 from mac_rag.data.readers import read_rows
-from mac_rag.data.types import Document, QADataset, Question
+from mac_rag.data.types import Document, QADataset, Question, shortest_first
 from mac_rag.errors import DataError
 
 SPLITS = ("test",)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mac_rag.data.protocol import shortest_first
-from mac_rag.data.types import Document, QADataset, Question
+from mac_rag.data.types import Document, QADataset, Question, shortest_first
 from mac_rag.errors import DataError
 from mac_rag.untrusted_files import MalformedError, parse_json, read_unpacked
 
