@@ -39,6 +39,7 @@ def test_columns_of_parquet_become_metadata_that_a_bank_keeps(tmp_path: Path) ->
     [
         ({"id": "3", "text": None}, r"rows\.parquet, row 3: 'text' must be a text, got None"),
         ({"id": None, "text": "Text."}, r"rows\.parquet, row 3: 'id' must be a text, got None"),
+        ({"id": "3", "text": " \n"}, r"rows\.parquet, row 3: 'text' is empty"),
         ({"id": "3", "text": "x" * (ROW + 1)}, r"rows\.parquet, row 3: 'text' has more than 8,388,608 characters"),
     ],
 )
