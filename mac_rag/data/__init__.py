@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mac_rag.data import archivalqa, own, realtimeqa, squad, streamingqa, timeqa
-from mac_rag.data.newswire import generate, world
+from mac_rag.data.newswire import generate
 from mac_rag.data.types import QADataset, first_documents
 from mac_rag.errors import ConfigError, DataError
 
 SPLITS = {
-    "newswire": world.SPLITS,
+    "newswire": generate.SPLITS,
     "squad": squad.SPLITS,
     "streamingqa": streamingqa.SPLITS,
     "archivalqa": archivalqa.SPLITS,
