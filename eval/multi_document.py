@@ -57,8 +57,8 @@ def main(
 
     path = result_path(output, "multi_document")
     ks = whole_numbers("--k", k)
+    from mac_rag.data.newswire.generate import SPLITS
     from mac_rag.data.newswire.multi_document import generate_multi_document
-    from mac_rag.data.newswire.world import SPLITS
     from mac_rag.errors import ConfigError
 
     if split not in SPLITS:

@@ -62,8 +62,7 @@ def main(
         )
     from eval.harness.protocol import samples, some_questions
     from eval.harness.systems import ask
-    from mac_rag.data.protocol import first_documents
-    from mac_rag.data.types import QADataset
+    from mac_rag.data.types import QADataset, first_documents
 
     about_first = some_questions(first_documents(dataset, first), questions, seed)
     if not about_first.questions:

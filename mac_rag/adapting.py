@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Literal, TypeAlias
 
 import torch
@@ -56,7 +57,7 @@ class Adapter:
         self.model = model
         self.bound = bound
         self._bounded: BoundedBank | None = None
-        self._warns = model.config.languages is not None
+        self._warns = model.config.languages is not None and find_spec("py3langid") is not None
 
     def plan(
         self,

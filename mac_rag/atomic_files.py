@@ -102,15 +102,14 @@ def remove_file(path: Path, *, secure_delete: bool = False) -> None:
     path.unlink(missing_ok=True)
 
 
-def overwrite(path: Path, first: int = 0) -> None:
-    """Overwrites a file with zeros, on the disk, from its byte `first` to its end.
+def overwrite(path: Path) -> None:
+    """Overwrites a file with zeros, on the disk.
 
     Raises:
         OSError: when the system refuses it, or the file is a symbolic link.
     """
     with open(path, "r+b", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NOFOLLOW", 0))) as file:
-        size = os.fstat(file.fileno()).st_size
-        left = size - file.seek(min(first, size))
+        left = os.fstat(file.fileno()).st_size
         while left > 0:
             file.write(bytes(min(left, _PIECE)))
             left -= _PIECE

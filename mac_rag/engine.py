@@ -212,17 +212,16 @@ class MACEngine(BankQuestions):
             return self._synced.reconcile(self._remember, group=GROUP, allow_emptying=allow_emptying)
 
     def compact(self) -> None:
-        """Removes what is left of deleted documents: from the bank's files, and from a folder of the retriever.
+        """Removes from the bank's files what is left of deleted documents.
 
         Files are overwritten before they are removed if the bank has `secure_delete`.
 
         Raises:
-            BankError: when a file cannot be written or removed. Bank and retriever hold what they held; compact them
-                again.
+            BankError: when a file cannot be written or removed. The bank holds what it held; compact it again.
         """
         with self._shared.changing():
             self._finish()
-            self._synced.compact()
+            self.bank.compact()
 
     def answer(
         self,

@@ -215,16 +215,6 @@ class SyncedBank:
             self.bank.commit(pending)
         return Deletion(from_bank, tuple(in_retriever))
 
-    def compact(self) -> None:
-        """Removes what is left of deleted documents: from the bank's files, and from those of the retriever.
-
-        Raises:
-            BankError: see `MemoryBank.compact` and `Retriever.compact`.
-        """
-        self.bank.compact()
-        if self.retriever is not None:
-            self.retriever.compact(secure_delete=self.bank.secure_delete)
-
     def _held(self, document_ids: Sequence[str]) -> list[Document]:
         """The retriever's versions of these documents; none if it does not tell what it holds."""
         try:

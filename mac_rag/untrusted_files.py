@@ -6,7 +6,6 @@ with the content raises one error, `MalformedError`, which the caller turns into
 
 from __future__ import annotations
 
-import codecs
 import errno
 import hashlib
 import json
@@ -36,8 +35,6 @@ ROW_CONTAINERS = 200_000
 _PIECE = 1 << 20
 # A string of JSON, with its end or without, or what opens a list or an object.
 _STRING_OR_OPENING = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]', re.DOTALL)
-_NOT_BLANK = re.compile(r"[^ \t\n\r]")
-_IN_NUMBERS = "0123456789.eE+-"  # the empty text, too
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -227,85 +224,6 @@ def json_end(text: str, start: int) -> int:
         return _DECODER.raw_decode(text, start)[1]
     except (json.JSONDecodeError, RecursionError) as error:
         raise MalformedError(f"no JSON: {error}") from None
-
-
-class JSONStream:
-    """Values of a JSON file, one after the other, of which only one is in memory at a time.
-
-    The caller walks through the list or object that holds them: `next_character`, `take` and `value`.
-
-    Args:
-        file: the file, in UTF-8.
-        limit: most characters of one value with the blanks in front of it.
-
-    Raises:
-        MalformedError: from every method, for what is no JSON, is beyond the limit, or has a NUL.
-        OSError: from every method.
-    """
-
-    def __init__(self, file: BinaryIO, limit: int) -> None:
-        self._file = file
-        self._limit = limit
-        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self._text = ""
-        self._place = 0
-        self._at_end = False
-
-    def next_character(self) -> str:
-        """The next character that is no blank, which is not taken; an empty text at the end of the file."""
-        while True:
-            match = _NOT_BLANK.search(self._text, self._place)
-            if match is not None:
-                self._place = match.start()
-                return match[0]
-            if not self._read_on():
-                return ""
-
-    def take(self, expected: str) -> str:
-        """Takes the next character that is no blank, one of those expected."""
-        character = self.next_character()
-        if not character or character not in expected:
-            wanted = " or ".join(map(repr, expected))
-            raise MalformedError(
-                f"not JSON ({wanted} expected, got {character!r})" if character else "it ends too early"
-            )
-        self._place += 1
-        return character
-
-    def value(self) -> Any:
-        """Takes the next value."""
-        self.next_character()
-        while True:
-            try:
-                value, end = _DECODER.raw_decode(self._text, self._place)
-                # A number may go on behind what has been read: "1." is the beginning of "1.5", "1e-" that of "1e-7".
-                if self._text[end : end + 1] not in _IN_NUMBERS or self._at_end:
-                    self._place = end
-                    _check_nesting(value, DEPTH)
-                    return value
-            except json.JSONDecodeError as error:
-                if self._at_end:
-                    raise MalformedError(f"not JSON ({error.msg})") from None
-            except RecursionError:
-                raise MalformedError(f"nested more than {DEPTH} deep") from None
-            self._read_on()
-
-    def _read_on(self) -> bool:
-        """Reads as much again as is there, so that a long value is parsed few times; False at the end of the file."""
-        if self._at_end:
-            return False
-        self._text, self._place = self._text[self._place :], 0
-        if len(self._text) > self._limit:
-            raise MalformedError(f"a value of more than {self._limit:,} characters")
-        piece = self._file.read(max(_PIECE, min(len(self._text), self._limit - len(self._text))))
-        if b"\0" in piece:
-            raise NulError("it has a NUL, which no text has")
-        self._at_end = not piece
-        try:
-            self._text += self._decoder.decode(piece, self._at_end)
-        except UnicodeDecodeError:
-            raise MalformedError("not UTF-8") from None
-        return True
 
 
 def read_json(path: Path, limit: int, *, follow: bool = False) -> Any:

@@ -83,7 +83,7 @@ def read_questions(files: Sequence[Path]) -> list[PublicQuestion]:
             place = split_paragraph_id(paragraph_id)
             if place is None:
                 raise row.fault("para_id", f"{paragraph_id!r} is not <doc_id>_<paragraph number>, such as 1839755_20")
-            name = row.cells.get("id") or f"{file.stem}-{row.number}"
+            name = row.values.get("id") or f"{file.stem}-{row.number}"
             if name in public_questions:
                 raise row.fault("id", f"{name!r} is the id of another question further up, or in a file given twice")
             answers = (row.filled("answer").strip(),)

@@ -41,7 +41,6 @@ PACKAGES = (
     "tokenizers",
     "safetensors",
     "numpy",
-    "bm25s",
     "rank-bm25",
     "PyStemmer",
 )

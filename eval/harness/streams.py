@@ -63,7 +63,7 @@ def named_data(data: str) -> tuple[str, Path]:
         ConfigError: if it names no data set.
     """
     from mac_rag.data import SPLITS
-    from mac_rag.data.typed_rows import HUB
+    from mac_rag.data.readers import HUB
     from mac_rag.errors import ConfigError
 
     if data.startswith(HUB):

@@ -130,20 +130,13 @@ def delete(
 
 
 @app.command()
-def compact(
-    bank: BankOption,
-    retriever: RetrieverOption = "none",
-    retriever_folder: FolderOption = None,
-) -> None:
-    """Rewrite a bank, so that no byte of deleted documents remains on disk. With --retriever, Chroma's folder as well.
+def compact(bank: BankOption) -> None:
+    """Rewrite a bank, so that no byte of deleted documents remains on disk.
 
-    A bank that was made with --secure-delete overwrites what it removes, also in Chroma's folder. The folders of other
-    retrievers are written anew whenever they change. A Chroma server's operator compacts it: chroma vacuum.
+    A bank that was made with --secure-delete overwrites what it removes.
     """
-    from mac_rag.sync import SyncedBank
-
     with _open(bank, write=True) as opened:
-        SyncedBank(opened, open_retriever(retriever, retriever_folder)).compact()
+        opened.compact()
         say(f"{bank} holds {len(opened)} documents and nothing else")
 
 

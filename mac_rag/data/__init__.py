@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mac_rag.data import archivalqa, own, realtimeqa, squad, streamingqa, timeqa
-from mac_rag.data.newswire import generate, world
-from mac_rag.data.protocol import first_documents
-from mac_rag.data.types import QADataset
+from mac_rag.data.newswire import generate
+from mac_rag.data.types import QADataset, first_documents
 from mac_rag.errors import ConfigError, DataError
 
 SPLITS = {
-    "newswire": world.SPLITS,
+    "newswire": generate.SPLITS,
     "squad": squad.SPLITS,
     "streamingqa": streamingqa.SPLITS,
     "archivalqa": archivalqa.SPLITS,
@@ -36,7 +35,7 @@ def load_dataset(
 
     Args:
         name: `newswire` (generated, needs no file), `squad`, `streamingqa`, `archivalqa`, `timeqa`,
-            `realtimeqa`, or `own` for a user's files in one of the forms of `mac_rag.data.own_files.find_files`.
+            `realtimeqa`, or `own` for a user's files in one of the forms of `mac_rag.data.own.find_files`.
         split: one of `SPLITS[name]`.
         path: folder of the data set's files, or file of this split; None for newswire and for `hub`. For `own` also
             `hub:OWNER/NAME`.

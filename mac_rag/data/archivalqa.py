@@ -43,15 +43,15 @@ def read_archivalqa(path: str | Path, split: str) -> QADataset:
     documents: dict[str, Document] = {}
     questions: dict[str, Question] = {}
     for row in read_table(split_file(path, split), _READ):
-        metadata = {"title": row.cells["title"], "date": row.filled("date")}
+        metadata = {"title": row.values["title"], "date": row.filled("date")}
         if not _is_date(metadata["date"]):
             raise row.fault("date", f"{metadata['date']!r} is not a date such as 2004-01-31")
-        if row.cells.get("updates"):
-            metadata["updates"] = row.cells["updates"]
+        if row.values.get("updates"):
+            metadata["updates"] = row.values["updates"]
         document = Document(row.filled("para_id"), row.filled("ans_paragraph"), metadata)
         if documents.setdefault(document.id, document) != document:
             raise row.fault("para_id", f"{document.id!r} names a document of another text, title or date further up")
-        question_id = row.cells.get("id") or f"{split}-{row.number}"
+        question_id = row.values.get("id") or f"{split}-{row.number}"
         if question_id in questions:
             raise row.fault("id", f"{question_id!r} is the id of another question further up")
         question, answer = row.filled("question").strip(), row.filled("answer").strip()

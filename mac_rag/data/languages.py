@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from mac_rag.errors import ConfigError
+
 _LETTERS = 20  # fewer tell no language, except by chance
 # Of 2,067 English paragraphs of Wikipedia, none is in another language with a probability above 0.48.
 _SURE = 0.9
@@ -13,7 +15,7 @@ _READ = 2_000  # characters from the beginning: enough to tell
 
 
 def language_of(text: str) -> str | None:
-    """The language of a text, as an ISO 639 code such as `en`.
+    """The language of a text, as an ISO 639 code such as `en`. Needs the extra `languages`.
 
     None where the beginning of the text does not tell it for sure, as that of a short text, a list of names, numbers
     or code. The identifier (py3langid) lies on this machine whole; the first call reads it, which takes half a second
@@ -23,6 +25,9 @@ def language_of(text: str) -> str | None:
         >>> language_of("Die Firma beschäftigt 180 Menschen in Rotterdam und wurde 1934 gegründet.")
         'de'
         >>> language_of("Edgar Flara, Rainga Press, Ines Kaur, Lena Marsh")
+
+    Raises:
+        ConfigError: if py3langid is missing.
     """
     beginning = text[:_READ]
     if sum(map(str.isalpha, beginning)) < max(_LETTERS, len(beginning) // 3):
@@ -33,6 +38,8 @@ def language_of(text: str) -> str | None:
 
 @lru_cache(1)
 def _identifier() -> Any:
-    from py3langid.langid import MODEL_FILE, LanguageIdentifier
-
+    try:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    except ImportError:
+        raise ConfigError("to tell the language of a text needs py3langid: pip install 'mac-rag[languages]'") from None
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

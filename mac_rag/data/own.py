@@ -1,24 +1,28 @@
 """A user's own documents and questions, from files of many kinds; their form is seen from the files.
 
-`mac_rag.data.own_files` finds the files, `mac_rag.data.records` reads their rows, and `mac_rag.data.own_rows` checks
-these. Here documents and questions are divided into splits.
+`find_files` finds the files and the splits that their names stand for, `read_records` maps the columns of their rows to
+our fields, and `Contents` checks these. Then documents and questions are divided into splits. An error names file, row
+and field.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from mac_rag.data.characters import shown_id
+from mac_rag.data.characters import check_text, shown_id
+from mac_rag.data.dates import read_date
 from mac_rag.data.metrics import normalize
-from mac_rag.data.own_files import Files, find_files
-from mac_rag.data.own_rows import Contents
-from mac_rag.data.records import read_records
-from mac_rag.data.types import Document, QADataset, Question
-from mac_rag.errors import ConfigError, DataError
+from mac_rag.data.provenance import check_document
+from mac_rag.data.readers import HUB, hub_splits, read_rows
+from mac_rag.data.squad import paragraph_rows
+from mac_rag.data.types import Document, QADataset, Question, shortest_first
+from mac_rag.errors import BankError, ConfigError, DataError, DocumentError
+from mac_rag.untrusted_files import ROW, MalformedError, parse_json
 
 SPLITS = ("train", "val", "test", "all")
 FIELDS = (
@@ -39,6 +43,17 @@ FIELDS = (
 _VAL, _TEST = 0.8, 0.9
 
 _APART = "apart"  # the split of questions whose documents are in different ones
+SUFFIXES = (".jsonl", ".csv", ".parquet", ".json", ".json.gz")
+# Other names that the fields have in common data sets: SQuAD's, FlashRAG's.
+_ALIASES = {"document": ("context",), "answers": ("answer", "golden_answers"), "text": ("contents",)}
+_SPLIT_OF = {"train": "train", "val": "val", "validation": "val", "valid": "val", "dev": "val", "test": "test"}
+_FORMS = (
+    "files named train, val and test, or documents beside questions, each ending in "
+    + ", ".join(SUFFIXES)
+    + "; or give "
+    "one file"
+)
+_NO_ANSWER = "give a text or a list of texts; leave unanswerable questions out, or mark them by is_impossible: true"
 
 
 def read_own(
@@ -53,7 +68,7 @@ def read_own(
     Questions of a corpus may name no documents. Then all splits have all documents.
 
     Args:
-        path: a file, a folder, or `hub:OWNER/NAME` (see `mac_rag.data.typed_rows.read_hub`).
+        path: a file, a folder, or `hub:OWNER/NAME` (see `mac_rag.data.readers.read_documents`).
         split: one of `SPLITS`; `all` is all of them.
         columns: one of `FIELDS` -> the column or key that holds it, where they differ.
         unanswered: True to read questions without answers, too; they have none.
@@ -217,3 +232,387 @@ def _draw(text: str) -> str:
     digest = hashlib.sha256((normalize(text) or text).encode()).digest()
     place = int.from_bytes(digest[:8], "big") / 2**64
     return "train" if place < _VAL else "val" if place < _TEST else "test"
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a data set.
+
+    Attributes:
+        corpus: the documents; None if they stand beside their questions.
+        splits: the questions of each split, `train`, `val` and `test`; or `all`, a single file that is to be divided.
+    """
+
+    corpus: Path | None
+    splits: Mapping[str, Path]
+
+
+def find_files(path: str | Path) -> Files:
+    """The files of a data set in one of these forms:
+
+    - one file of rows with document, question and answers; or a file in SQuAD's layout;
+    - a folder with such files named `train`, `val` (`validation`, `valid`, `dev`) and `test`, at least one of them;
+    - a folder with `documents` or `corpus`, and `questions` or questions in files named as above;
+    - a data set of the Hub, `hub:OWNER/NAME`, with splits named as above; or one split of it, `hub:OWNER/NAME:SPLIT`.
+
+    Raises:
+        DataError: for a path that is none of these.
+    """
+    if str(path).startswith(HUB):
+        return _find_on_hub(str(path))
+    path = Path(path)
+    if not path.is_dir():
+        if not path.exists():
+            raise DataError(f"there is no {path}; give a file, a folder with {_FORMS}")
+        split = _SPLIT_OF.get(_stem(path), "all")
+        return Files(None, {split: path})
+    try:
+        inside = sorted(file for file in path.iterdir() if suffix_of(file) is not None and not file.is_dir())
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    corpora = [file for file in inside if _stem(file) in ("documents", "corpus")]
+    questions = [file for file in inside if _stem(file) == "questions"]
+    splits = _by_split(path, [file for file in inside if _stem(file) in _SPLIT_OF])
+    corpus = _one_of(path, corpora, "documents")
+    asked = _one_of(path, questions, "questions")
+    if asked is not None and splits:
+        raise DataError(f"{path} holds {asked.name} and questions by splits; keep one of the two")
+    if asked is not None and corpus is None:
+        raise DataError(f"{path} holds {asked.name} without documents; put documents.jsonl beside it")
+    found = {"all": asked} if asked is not None else splits
+    if not found:
+        names = ", ".join(file.name for file in inside) or "no such file"
+        raise DataError(f"{path} has no questions; give {_FORMS} (it has {names:.400})")
+    return Files(corpus, found)
+
+
+def _find_on_hub(name: str) -> Files:
+    if ":" in name.removeprefix(HUB):
+        return Files(None, {"all": Path(name)})
+    names = hub_splits(name)
+    if len(names) == 1:
+        return Files(None, {"all": Path(f"{name}:{names[0]}")})
+    known = [split for split in names if split in _SPLIT_OF]
+    if not known:
+        raise DataError(
+            f"{name} has the splits {', '.join(names):.400}; name one of them, such as {name}:{names[0]:.80}"
+        )
+    return Files(None, {_SPLIT_OF[split]: Path(f"{name}:{split}") for split in known})
+
+
+def _by_split(folder: Path, files: Iterable[Path]) -> dict[str, Path]:
+    by_split = {
+        split: [file for file in files if _SPLIT_OF[_stem(file)] == split] for split in ("train", "val", "test")
+    }
+    chosen = {split: _one_of(folder, found, f"the split {split}") for split, found in by_split.items()}
+    return {split: file for split, file in chosen.items() if file is not None}
+
+
+def _one_of(folder: Path, files: list[Path], what: str) -> Path | None:
+    if len(files) > 1:
+        raise DataError(f"{folder} holds {what} twice, in {files[0].name} and {files[1].name}; keep one of them")
+    return files[0] if files else None
+
+
+def _stem(file: Path) -> str:
+    return file.name.removesuffix(suffix_of(file) or "")
+
+
+class Record(NamedTuple):
+    """One row.
+
+    Attributes:
+        where: its file and row, for messages.
+        name: the name of its file with its number, the id of a question that has none.
+        values: what it holds, by the names of our fields; without what is empty.
+        columns: the names of all columns or keys of the row.
+    """
+
+    where: str
+    name: str
+    values: Mapping[str, Any]
+    columns: tuple[str, ...]
+
+    def fault(self, field: str, problem: str) -> DataError:
+        """Makes the error to raise for a field of this row."""
+        return DataError(f"{self.where}, field {field!r}: {problem}")
+
+    def missing(self, field: str, remedy: str) -> DataError:
+        """Makes the error to raise for a field that the row does not have."""
+        present = ", ".join(map(repr, self.columns)) or "nothing"
+        return self.fault(field, f"it is missing or empty; {remedy} (the row has {present:.200})")
+
+
+def suffix_of(path: Path) -> str | None:
+    """The one of `SUFFIXES` that a file has; None for another."""
+    return next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), None)
+
+
+def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Record]:
+    """Yields the rows of a file, or of a split of the Hub.
+
+    Args:
+        path: a file with one of `SUFFIXES`, or `hub:OWNER/NAME:SPLIT`.
+        columns: field -> the column or key that holds it, where they differ.
+
+    Raises:
+        DataError: for a file that cannot be read or is malformed, and for a column that a row does not have; names the
+            file and the row.
+    """
+    file = path.name.removesuffix(suffix_of(path) or "")
+    for number, (where, row) in enumerate(_rows(path), 1):
+        values = dict(row)
+        for field, names in _ALIASES.items():
+            if values.get(field) in (None, ""):
+                values[field] = next((row[name] for name in names if row.get(name) not in (None, "")), None)
+        for field, column in columns.items():
+            # A paragraph without questions has none of their fields.
+            if column not in row and not (set(row) <= {"document", "title"}):
+                has = ", ".join(map(repr, row)) or "nothing"
+                raise DataError(f"{where}: no column {column!r}, which columns names for {field!r}; it has {has:.200}")
+            values[field] = row.get(column)
+        if path.suffix == ".csv":
+            values |= {
+                field: _parsed(values[field])
+                for field in ("answers", "metadata", "further_document_ids")
+                if values.get(field)
+            }
+        filled = {field: value for field, value in values.items() if value not in (None, "")}
+        yield Record(where, f"{file}-{number}", filled, tuple(row))
+
+
+def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    suffix = suffix_of(path)
+    if suffix in (".json", ".json.gz"):
+        return paragraph_rows(path)
+    if suffix is None and not str(path).startswith(HUB):
+        raise DataError(f"{path} is of no kind that is read; give a file that ends in {', '.join(SUFFIXES)}")
+    rows = ((row.where, row.values) for row in read_rows(path))
+    if suffix == ".csv":
+        return ((where, {column: cell if cell.strip() else "" for column, cell in row.items()}) for where, row in rows)
+    return rows
+
+
+def _parsed(cell: str) -> Any:
+    """A cell with several answers or with metadata is written as JSON; any other is a text."""
+    written = cell.strip()
+    if (written[:1], written[-1:]) in {("[", "]"), ("{", "}")}:
+        try:
+            return parse_json(written)
+        except MalformedError:
+            return cell
+    return cell
+
+
+class Contents:
+    """Documents and questions as they are read.
+
+    Args:
+        unanswered: True to take questions without answers, too.
+
+    Attributes:
+        documents: by id, in the order of the rows.
+        questions: by id, in the order of the rows.
+        id_of_text: id of the first document with a text, by the sha256 of the text.
+        unanswerable: number of questions that were left out, because SQuAD 2.0 marks them as impossible to answer.
+    """
+
+    def __init__(self, *, unanswered: bool = False) -> None:
+        self._unanswered = unanswered
+        self.documents: dict[str, Document] = {}
+        self.questions: dict[str, Question] = {}
+        self.unanswerable = 0
+        self.id_of_text: dict[bytes, str] = {}
+
+    def add_document(self, record: Record) -> None:
+        """Adds a row of a file of documents: `id`, `text`, and metadata in all other keys.
+
+        Raises:
+            DataError: for a row that is no document, and an id that another document has.
+        """
+        document_id = _id(record, "id")
+        if document_id is None:
+            raise record.missing("id", "give each document a name")
+        text = _text(record, "text", "every document has a text")
+        named = ("id", "text", "contents")
+        metadata = {key: record.values[key] for key in record.columns if key in record.values and key not in named}
+        if document_id in self.documents:
+            raise record.fault("id", f"{shown_id(document_id)} is the id of another document further up")
+        self._put(record, Document(document_id, text, metadata))
+
+    def add_row(self, record: Record, *, may_be_alone: bool = False) -> None:
+        """Adds a question with the text of its document. Rows with the same text are about one document.
+
+        Args:
+            record: the row.
+            may_be_alone: True for a file in SQuAD's layout, where a row without `question` is a document alone.
+
+        Raises:
+            DataError: for a field that is missing or wrong, and for ids that stand for something else further up.
+        """
+        text = _text(
+            record, "document", "give the text that answers the question, or put documents.jsonl beside questions.jsonl"
+        )
+        metadata = _mapping(record, "metadata")
+        metadata |= {name: record.values[name] for name in ("title", "date") if name in record.values}
+        key = hashlib.sha256(text.encode()).digest()
+        given = _id(record, "document_id")
+        document_id = given or self.id_of_text.get(key) or f"doc-{key.hex()[:16]}"
+        document = Document(document_id, text, metadata)
+        known = self.documents.get(document_id)
+        if known is None:
+            self._put(record, document)
+        elif known.text != text:
+            raise record.fault("document_id", f"{shown_id(document_id)} is the id of another text further up")
+        elif known.metadata != metadata:
+            field = next(
+                name for name in {**known.metadata, **metadata} if known.metadata.get(name) != metadata.get(name)
+            )
+            raise record.fault(
+                field,
+                f"document {shown_id(document_id)} has another one further up; give all rows of a document the same",
+            )
+        if "further_document_ids" in record.values:
+            raise record.fault(
+                "further_document_ids",
+                "only questions apart from their documents name several; put the documents into documents.jsonl and "
+                "the questions into questions.jsonl",
+            )
+        if "question" in record.columns or not may_be_alone:
+            self._add_question(record, document_id)
+
+    def add_question(self, record: Record) -> Question | None:
+        """Adds a question whose documents have been added before, if it names any.
+
+        `document_id` names the one with the answer, `further_document_ids` those that are needed beside it.
+
+        Returns:
+            The question; None if it is left out.
+
+        Raises:
+            DataError: for a field that is missing or wrong, for an id of another question, for an unknown document, and
+                for a row that has the text of its document.
+        """
+        if "document" in record.values:
+            raise record.fault(
+                "document", "the documents stand in a file of their own; name one by document_id, or remove that file"
+            )
+        document_id = _id(record, "document_id")
+        further = _ids(record, "further_document_ids")
+        for field, names in (("document_id", [document_id]), ("further_document_ids", further)):
+            for name in names:
+                if name is not None and name not in self.documents:
+                    raise record.fault(field, f"there is no document {shown_id(name)}")
+        if further and document_id is None:
+            raise record.missing("document_id", "name the document with the answer beside the further ones")
+        if document_id in further or len(set(further)) < len(further):
+            raise record.fault("further_document_ids", "name each document once, and not the one of document_id again")
+        return self._add_question(record, document_id, further)
+
+    def _put(self, record: Record, document: Document) -> None:
+        try:
+            check_document(document)
+        except (DocumentError, BankError) as error:
+            raise record.fault("metadata", str(error)) from None
+        self.documents[document.id] = document
+        self.id_of_text.setdefault(hashlib.sha256(document.text.encode()).digest(), document.id)
+
+    def _add_question(self, record: Record, document_id: str | None, further: tuple[str, ...] = ()) -> Question | None:
+        question = _text(record, "question", "every row has a question").strip()
+        answers = () if self._unanswered and _has_none(record) else _answers(record)
+        if answers is None:
+            self.unanswerable += 1
+            return None
+        question_id = _id(record, "id") or record.name
+        if question_id in self.questions:
+            raise record.fault("id", f"{shown_id(question_id)} is the id of another question further up")
+        added = Question(question_id, question, answers, document_id, _as_of(record), further)
+        self.questions[question_id] = added
+        return added
+
+
+def _has_none(record: Record) -> bool:
+    """True for a question without answers that is not marked as impossible to answer."""
+    return record.values.get("answers") in (None, []) and record.values.get("is_impossible") is not True
+
+
+def _answers(record: Record) -> tuple[str, ...] | None:
+    """The accepted answers, the shortest first; None for a question that is marked as impossible to answer."""
+    value = record.values.get("answers")
+    if record.values.get("is_impossible") is True:
+        return None
+    if isinstance(value, Mapping):  # SQuAD on the Hub: a list of texts beside a list of their places
+        value = value.get("text")
+        if value == []:
+            return None
+    if value is None or value == []:
+        raise record.missing("answers", _NO_ANSWER)
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list):
+        raise record.fault("answers", f"it must be a text or a list of texts, got {texts!r:.80}")
+    # SQuAD's files: each answer with its place.
+    texts = [text["text"] if isinstance(text, Mapping) and "text" in text else text for text in texts]
+    for number, text in enumerate(texts, 1):
+        if not isinstance(text, str):
+            raise record.fault("answers", f"answer {number} must be a text, got {text!r:.80}; write numbers in quotes")
+        _check(record, "answers", text)
+    return shortest_first(texts)
+
+
+def _text(record: Record, field: str, remedy: str) -> str:
+    if field not in record.values:
+        raise record.missing(field, remedy)
+    value = record.values[field]
+    if not isinstance(value, str):
+        raise record.fault(field, f"it must be a text, got {value!r:.80}")
+    if len(value) > ROW:
+        raise record.fault(field, f"it has more than {ROW:,} characters; divide it into several documents")
+    _check(record, field, value)
+    return value
+
+
+def _as_of(record: Record) -> str | None:
+    """The moment of a question, as it was written; None if it has none."""
+    value = record.values.get("as_of")
+    if value is None:
+        return None
+    try:
+        read_date(value)
+    except DataError as error:
+        raise record.fault("as_of", str(error)) from None
+    return str(value)
+
+
+def _id(record: Record, field: str) -> str | None:
+    """An id, a text or a whole number; None if there is none."""
+    value = record.values.get(field)
+    return None if value is None else _checked_id(record, field, value)
+
+
+def _ids(record: Record, field: str) -> tuple[str, ...]:
+    """A list of ids, or a single one; empty if there is none."""
+    value = record.values.get(field)
+    if value is None:
+        return ()
+    return tuple(_checked_id(record, field, each) for each in (value if isinstance(value, list) else [value]))
+
+
+def _checked_id(record: Record, field: str, value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise record.fault(field, f"it must be a text, got {value!r:.80}")
+    _check(record, field, str(value))
+    return str(value)
+
+
+def _mapping(record: Record, field: str) -> dict[str, Any]:
+    value = record.values.get(field, {})
+    if not isinstance(value, Mapping):
+        raise record.fault(field, f"it must be an object with names and values, got {value!r:.80}")
+    return dict(value)
+
+
+def _check(record: Record, field: str, text: str) -> None:
+    try:
+        check_text(text)
+    except DocumentError as error:
+        raise record.fault(field, str(error)) from None

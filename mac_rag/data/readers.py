@@ -1,22 +1,25 @@
-"""Reads documents from a user's own files and standard input: texts, JSON Lines, CSV, Parquet, HTML, PDF and DOCX.
+"""Documents from a user's own files, standard input and the Hugging Face Hub: texts, rows, HTML, PDF and DOCX.
 
-Files of rows are read as a stream, and from any document on.
+Python's json and csv read JSON Lines and CSV; pyarrow and datasets read Parquet and data sets of the Hub. Rows are read
+as a stream, and from any row on. An error names the file and the row.
 """
 
 from __future__ import annotations
 
+import datetime
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import lru_cache
 from io import BufferedReader
 from itertools import repeat
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from mac_rag.data.conversion.converter import convert, is_converted
-from mac_rag.data.table import Place, raise_error, read_table
-from mac_rag.data.typed_rows import HUB, read_hub, read_parquet
+from mac_rag.data.characters import is_blank
+from mac_rag.data.conversion import convert, is_converted
+from mac_rag.data.table import Place, Row, raise_error, read_table
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
 from mac_rag.untrusted_files import (
@@ -33,7 +36,9 @@ from mac_rag.untrusted_files import (
 )
 
 STDIN = Path("-")
+HUB = "hub:"
 _PIECE = 1 << 20
+_BATCH = 256  # rows of a typed table that are in memory at a time
 
 
 def read_documents(paths: Iterable[Path]) -> list[Document]:
@@ -43,19 +48,19 @@ def read_documents(paths: Iterable[Path]) -> list[Document]:
     columns `id` and `text`. Further keys and columns become metadata. Any other file is one document with its path as
     id; of an HTML, PDF or DOCX file it is the text, and the title becomes metadata (see `mac_rag.data.conversion`). The
     path `-` is standard input: JSON Lines if it starts with `{`, otherwise one document with the id `-`. The path
-    `hub:OWNER/NAME` is a data set of the Hugging Face Hub (see `mac_rag.data.typed_rows.read_hub`). A row may have
-    8 MiB, and a file that is one document 64 MiB.
+    `hub:OWNER/NAME` is a data set of the Hugging Face Hub, with `/CONFIGURATION` and `:SPLIT` after it where they are
+    needed; without a split, `train`. A row may have 8 MiB, and a file that is one document 64 MiB.
 
     Raises:
         DataError: for a file that is missing, too long, no regular file, or not UTF-8 text, for a list in JSON, and for
-            a file that cannot be converted; for a row that is malformed or too long, or behind 200,000 blank lines;
-            names the file and the row.
+            a file that cannot be converted; for a row that is malformed or too long, or comes after 200,000 blank
+            lines; where pyarrow or datasets is needed and missing. It names the file and the row.
     """
     return [document for path in paths for _, document in placed_documents(path)]
 
 
 def read_good_documents(paths: Iterable[Path], refuse: Callable[[DataError], object]) -> Iterator[tuple[str, Document]]:
-    """As `read_documents`, but leaves out what is bad. Yields each document behind its file and row, for messages.
+    """As `read_documents`, but leaves out what is bad. Yields each document after its file and row, for messages.
 
     Args:
         paths: the files.
@@ -63,12 +68,11 @@ def read_good_documents(paths: Iterable[Path], refuse: Callable[[DataError], obj
             as where a quote is open, the rest of it is left out with that row, and the error says so.
     """
     for path in paths:
-        has_rows = path.suffix in (".jsonl", ".csv", ".parquet") or str(path).startswith(HUB)
         try:
             for place, document in placed_documents(path, refuse=refuse):
-                yield f"{path}, row {place.rows + 1}" if has_rows else str(path), document
+                yield f"{path}, row {place.rows + 1}" if _has_rows(path) else str(path), document
         except DataError as error:
-            refuse(DataError(f"{error}; nothing behind it in this file is read") if has_rows else error)
+            refuse(DataError(f"{error}; nothing behind it in this file is read") if _has_rows(path) else error)
 
 
 def find_files(paths: Iterable[Path], *, refuse: Callable[[DataError], object] = raise_error) -> list[Path]:
@@ -112,7 +116,7 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def placed_documents(
@@ -128,20 +132,9 @@ def placed_documents(
     Raises:
         DataError: see `read_documents`.
     """
-    if path.suffix == ".csv":
-        for row in read_table(path, ("id", "text"), start, refuse=refuse):
-            others = {column: cell for column, cell in row.cells.items() if column not in ("id", "text")}
-            try:
-                document = Document(row.filled("id"), row.filled("text"), others)
-            except DataError as error:
-                refuse(error)
-            else:
-                yield row.place, document
-        return
-    if path.suffix == ".parquet" or str(path).startswith(HUB):
-        read = read_hub if str(path).startswith(HUB) else read_parquet
-        for number, document in read(path, start.rows, refuse=refuse):
-            yield Place(number), document
+    if _has_rows(path):
+        columns = ("id", "text") if path.suffix == ".csv" else ()
+        yield from _documents(read_rows(path, columns, start, refuse=refuse), refuse)
         return
     if is_converted(path):
         text, title = convert(path)
@@ -153,11 +146,69 @@ def placed_documents(
                 f"{path} is a list in JSON, and only JSON Lines are read as several documents; write one object a line "
                 f"to a .jsonl file: jq -c '.[]' {quote(str(path))} > {quote(str(path.with_suffix('.jsonl')))}"
             )
-        if path.suffix == ".jsonl" or (path == STDIN and lines.start_with(b"{")):
-            lines.go_on(start)
-            yield from _rows(path, lines, start, refuse)
+        if path == STDIN and lines.start_with(b"{"):
+            yield from _documents(_json_rows(path, lines, Place(), refuse), refuse)
         else:
             yield Place(), Document(str(path), lines.text())
+
+
+def _has_rows(path: Path) -> bool:
+    return path.suffix in (".jsonl", ".csv", ".parquet") or str(path).startswith(HUB)
+
+
+def _documents(rows: Iterable[Row], refuse: Callable[[DataError], object]) -> Iterator[tuple[Place, Document]]:
+    for row in rows:
+        fault = _fault(row.values)
+        if fault is None:
+            metadata = {name: value for name, value in row.values.items() if name not in ("id", "text")}
+            yield row.place, Document(row.values["id"], row.values["text"], metadata)
+        else:
+            refuse(DataError(f"{row.where}: {fault}"))
+
+
+def _fault(values: Mapping[str, Any]) -> str | None:
+    """Why a row is no document."""
+    for key in ("id", "text"):
+        if key not in values:
+            return f"no {key!r}; it has {', '.join(map(repr, values)) or 'no keys'}"
+        value = values[key]
+        if not isinstance(value, str):
+            return f"{key!r} must be a text, got {value!r:.80}"
+        if is_blank(value):
+            return f"{key!r} is empty; give every document an id and a text"
+        if len(value) > ROW:
+            return f"{key!r} has more than {ROW:,} characters; split it into several documents"
+    return None
+
+
+def read_rows(
+    path: Path,
+    columns: Sequence[str] = (),
+    start: Place = Place(),
+    *,
+    refuse: Callable[[DataError], object] = raise_error,
+) -> Iterator[Row]:
+    """The rows of a `.jsonl`, `.csv` or `.parquet` file or of a data set of the Hub, with values of JSON's types.
+
+    Args:
+        path: see `read_documents`.
+        columns: the columns that a `.csv` file must have.
+        start: where to begin, from `Row.place`.
+        refuse: takes the error of a row that is left out; by default, it is raised.
+
+    Raises:
+        DataError: see `read_documents`; also for a row that is no object.
+    """
+    if str(path).startswith(HUB):
+        yield from _hub_rows(str(path), start.rows)
+    elif path.suffix == ".csv":
+        yield from read_table(path, columns, start, refuse=refuse)
+    elif path.suffix == ".parquet":
+        yield from _parquet_rows(path, start.rows)
+    else:
+        with _readable(path), closing(_Lines(path)) as lines:
+            lines.go_on(start)
+            yield from _json_rows(path, lines, start, refuse)
 
 
 class _Lines:
@@ -172,8 +223,6 @@ class _Lines:
         self._blank = b""  # the blank beginning, where it was looked at already
         try:
             file: Any = sys.stdin.buffer if path == STDIN else open_file(path, follow=True)
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}") from None
         except MalformedError as error:
             raise DataError(f"{path} cannot be read: {error}; give a file, or - for standard input") from None
         self._file = BufferedReader(file)
@@ -191,11 +240,10 @@ class _Lines:
 
     def start_with(self, start: bytes) -> bool:
         """True if what comes first that is not blank starts with this byte."""
-        with self._errors():
-            while len(self._blank) <= ROW and (piece := self._file.peek()):
-                if piece.strip():
-                    return piece.lstrip().startswith(start)
-                self._blank += self._file.read(len(piece))
+        while len(self._blank) <= ROW and (piece := self._file.peek()):
+            if piece.strip():
+                return piece.lstrip().startswith(start)
+            self._blank += self._file.read(len(piece))
         return False
 
     def __iter__(self) -> Iterator[bytes]:
@@ -222,8 +270,6 @@ class _Lines:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            raise DataError(f"{self._path} cannot be read: {error.strerror}") from None
         except NulError as error:
             raise DataError(f"{self._path} is not a text in UTF-8: {error}; convert it to text first") from None
         except MalformedError as error:
@@ -239,41 +285,9 @@ def _decoded(where: str, data: bytes) -> str:
         raise DataError(f"{where} is not a text in UTF-8: see byte {error.start:,}; convert it to text first") from None
 
 
-def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the objects of a JSON Lines file, each with its file and row for messages.
-
-    Raises:
-        DataError: see `read_documents`; also for a row that is no object.
-    """
-    with _readable(path), closing(_Lines(path)) as lines:
-        for _, where, row in _objects(path, lines, Place(), raise_error):
-            yield where, row
-
-
-def _rows(
+def _json_rows(
     path: Path, lines: Iterable[bytes], start: Place, refuse: Callable[[DataError], object]
-) -> Iterator[tuple[Place, Document]]:
-    for place, where, row in _objects(path, lines, start, refuse):
-        fault = _fault(row)
-        if fault is None:
-            yield place, Document(row.pop("id"), row.pop("text"), row)
-        else:
-            refuse(DataError(f"{where}: {fault}"))
-
-
-def _fault(row: dict[str, Any]) -> str | None:
-    """Why a row is no document."""
-    for key in ("id", "text"):
-        if key not in row:
-            return f"no {key!r}; it has {', '.join(map(repr, row)) or 'no keys'}"
-        if not isinstance(row[key], str):
-            return f"{key!r} must be a text, got {row[key]!r:.80}"
-    return None
-
-
-def _objects(
-    path: Path, lines: Iterable[bytes], start: Place, refuse: Callable[[DataError], object]
-) -> Iterator[tuple[Place, str, dict[str, Any]]]:
+) -> Iterator[Row]:
     blank, size = 0, start.size
     for number, data in enumerate(lines, start.lines + 1):
         where = f"{path}, row {number}"
@@ -281,13 +295,13 @@ def _objects(
         size += len(data)
         try:
             line = _decoded(where, data.removesuffix(b"\n"))
-            row = _object(where, line) if line.strip() else None
+            values = _object(where, line) if line.strip() else None
         except DataError as error:
             refuse(error)
             continue
-        if row is not None:
+        if values is not None:
             blank = 0
-            yield place, where, row
+            yield Row(where, place, values)
             continue
         blank += 1
         if blank > ROW_LINES:
@@ -296,9 +310,103 @@ def _objects(
 
 def _object(where: str, line: str) -> dict[str, Any]:
     try:
-        row: Any = parse_json(line, depth=METADATA_DEPTH, containers=ROW_CONTAINERS)
+        values: Any = parse_json(line, depth=METADATA_DEPTH, containers=ROW_CONTAINERS)
     except MalformedError as error:
         raise DataError(f"{where}: {error}") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: not a JSON object but {type(row).__name__}")
-    return row
+    if not isinstance(values, dict):
+        raise DataError(f"{where}: not a JSON object but {type(values).__name__}")
+    return values
+
+
+def _parquet_rows(path: Path, start: int) -> Iterator[Row]:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError:
+        raise DataError(f"{path} is Parquet, which needs pyarrow: pip install 'mac-rag[hub-data]'") from None
+    try:
+        with _readable(path), open_file(path, follow=True) as file:
+            parquet = ParquetFile(file)
+            sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
+            first = before = 0  # the row group with the first row to read, and the rows before it
+            while first < len(sizes) and before + sizes[first] <= start:
+                before += sizes[first]
+                first += 1
+            batches = parquet.iter_batches(_BATCH, row_groups=range(first, len(sizes)))
+            yield from _typed_rows(str(path), batches, before, start)
+    except MalformedError as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    except (ArrowException, ValueError) as error:  # ValueError for a column's name that is no UTF-8
+        raise DataError(f"{path} is no well-formed Parquet: {error}") from None
+
+
+def _hub_rows(name: str, start: int) -> Iterator[Row]:
+    table = _hub_table(name)
+    rest = table.select(range(min(start, len(table)), len(table))).with_format("arrow")
+    yield from _typed_rows(name, rest.iter(_BATCH), start, start)
+
+
+@lru_cache(1)
+def _hub_table(name: str) -> Any:
+    repository, _, split = name.removeprefix(HUB).partition(":")
+    return _loaded(f"{HUB}{repository}", split or "train", name)
+
+
+def hub_splits(name: str | Path) -> list[str]:
+    """The names of the splits of a data set of the Hub, `hub:OWNER/NAME` or `hub:OWNER/NAME/CONFIGURATION`.
+
+    Raises:
+        DataError: when `datasets` is missing, and for a data set that is not found.
+    """
+    return list(_loaded(str(name), None, str(name)))
+
+
+def _loaded(name: str, split: str | None, shown: str) -> Any:
+    """The table of a split, or for None those of all splits by their names; `shown` is the name for messages."""
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"{shown} needs the datasets library: pip install 'mac-rag[hub-data]'") from None
+    owner, _, rest = name.removeprefix(HUB).partition("/")
+    data_set, _, configuration = rest.partition("/")
+    if not owner or not data_set:
+        raise DataError(f"{shown!r} names no data set; write hub:OWNER/NAME, or hub:OWNER/NAME/CONFIGURATION:SPLIT")
+    try:
+        return datasets.load_dataset(f"{owner}/{data_set}", configuration or None, split=split)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{shown} could not be read from the Hugging Face Hub ({type(error).__name__}: {error}); "
+            "without a network, give a file"
+        ) from error
+
+
+def _typed_rows(where: str, batches: Iterable[Any], number: int, start: int) -> Iterator[Row]:
+    """The rows from `start` on, of batches of Arrow; `number` is that of the first row of them."""
+    for batch in batches:
+        for values in _values(where, batch, number):
+            if number >= start:
+                yield Row(f"{where}, row {number + 1}", Place(number), _as_json(values))
+            number += 1
+
+
+def _values(where: str, batch: Any, number: int) -> Iterator[dict[str, Any]]:
+    """The rows of a batch of Arrow, with Python's values."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError):  # no UTF-8, or a date beyond Python's
+        for index in range(len(batch)):
+            try:
+                yield from batch.slice(index, 1).to_pylist()
+            except (ValueError, OverflowError) as error:
+                raise DataError(f"{where}, row {number + index + 1}: a value cannot be read: {error}") from None
+
+
+def _as_json(value: Any) -> Any:
+    """A value of a typed table in JSON's types; dates and times as ISO 8601."""
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        return {name: _as_json(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_as_json(item) for item in value]
+    return value

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mac_rag.data.characters import fault_of, is_blank
-from mac_rag.data.protocol import shortest_first
-from mac_rag.data.readers import json_rows
-from mac_rag.data.types import Document, QADataset, Question
+from mac_rag.data.readers import read_rows
+from mac_rag.data.types import Document, QADataset, Question, shortest_first
 from mac_rag.errors import DataError
 
 SPLITS = ("test",)
@@ -61,7 +60,7 @@ def read_realtimeqa(path: str | Path, split: str = "test") -> QADataset:
             first = documents.get(document.id)
             if first is None or document.metadata["date"] < first.metadata["date"]:
                 documents[document.id] = document
-        for where, row in json_rows(file):
+        for where, row in _rows(file):
             question_id, day = _text(row, "question_id", where), _day(row, "question_date", where)
             answers, evidence = _answers(row, where), _evidence(row, where)
             if not answers:
@@ -107,13 +106,17 @@ def _weeks(path: Path) -> list[Path]:
     return sorted(files, key=lambda file: file.name)
 
 
+def _rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    return ((row.where, row.values) for row in read_rows(file))
+
+
 def _found(file: Path) -> Iterator[tuple[str, Document]]:
     """Everything that was found for the questions of a week, with the id of the question."""
     for kind in _SEARCHES:
         results = file.with_name(file.name.replace("_qa.jsonl", f"_{kind}.jsonl"))
         if not results.is_file():
             continue
-        for where, row in json_rows(results):
+        for where, row in _rows(results):
             question_id, day = _text(row, "question_id", where), _day(row, "search_time", where)
             listed = row.get("search_result")
             if not isinstance(listed, list):

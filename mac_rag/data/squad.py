@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mac_rag.data.protocol import shortest_first
-from mac_rag.data.types import Document, QADataset, Question
+from mac_rag.data.types import Document, QADataset, Question, shortest_first
 from mac_rag.errors import DataError
-from mac_rag.untrusted_files import parse_json, read_unpacked
+from mac_rag.untrusted_files import MalformedError, parse_json, read_unpacked
 
 HUB_REPOSITORY = "rajpurkar/squad"
 _LARGEST = 64 << 20  # bytes of a file of SQuAD's layout; SQuAD's own have half of that
@@ -104,26 +103,62 @@ def read_official(file: Path) -> Iterator[SquadRow]:
     """Yields the questions of a file in the official layout, in order.
 
     Raises:
+        DataError: as `paragraph_rows`, and for a question without an id, a title or answers.
+    """
+    for where, row in paragraph_rows(file):
+        if "question" in row:
+            answers = [_field(answer, "text", str, where) for answer in _field(row, "answers", list, where)]
+            title, context, name, question = (
+                _field(row, field, str, where) for field in ("title", "document", "id", "question")
+            )
+            yield SquadRow(title, context, name, question, tuple(answers))
+
+
+def paragraph_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the questions of a file in SQuAD's layout, plain or gzipped, each after its place for messages.
+
+    The layout is `{"data": [{"title": ..., "paragraphs": [{"context": ..., "qas": [...]}]}]}`. A row has `document`,
+    `title` and what the file has in `qas`; a paragraph without questions is a row without `question`.
+
+    Raises:
         DataError: for a file that cannot be read or has another layout; names the file, article and paragraph.
     """
     try:
-        articles = parse_json(read_unpacked(file, _LARGEST))["data"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{file} is not a SQuAD file in the official JSON layout: {error!r}") from None
-    place = "articles"
-    try:
-        for number, article in enumerate(articles):
-            place = f"article {number}"
-            for position, paragraph in enumerate(article["paragraphs"]):
-                place = f"article {number} ({article['title']!r}), paragraph {position}"
-                for qa in paragraph["qas"]:
-                    answers = tuple(answer["text"] for answer in qa["answers"])
-                    texts = (article["title"], paragraph["context"], qa["id"], qa["question"])
-                    if not all(isinstance(text, str) for text in (*texts, *answers)):
-                        raise TypeError(f"not all of the question {qa['id']!r} is text")
-                    yield SquadRow(*texts, answers)
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{file}, {place}: not in the official SQuAD layout: {error!r}") from None
+        articles = _field(parse_json(read_unpacked(path, _LARGEST)), "data", list, "all of it")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (MalformedError, DataError) as error:
+        raise DataError(
+            f"{path} is not a SQuAD file in the official JSON layout: {error}; give data of another form as "
+            "JSON Lines, one question a line, in a file that ends in .jsonl"
+        ) from None
+    for number, article in enumerate(articles, 1):
+        place = f"{path}, article {number}"
+        title = _field(article, "title", str, place) if "title" in _object(article, place) else None
+        for position, paragraph in enumerate(_field(article, "paragraphs", list, place), 1):
+            where = f"{place}, paragraph {position}"
+            shared = {"document": _field(paragraph, "context", str, where), "title": title}
+            questions = _field(paragraph, "qas", list, where)
+            if not questions:
+                yield where, shared
+            for index, question in enumerate(questions, 1):
+                name = f"{where}, question {index}"
+                _field(question, "question", str, name)
+                yield name, {**question, **shared}
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: not a JSON object but {type(value).__name__}")
+    return value
+
+
+def _field(value: Any, name: str, kind: type, where: str) -> Any:
+    content = _object(value, where)
+    if not isinstance(content.get(name), kind):
+        got = f"got {content[name]!r:.80}" if name in content else f"it has {', '.join(map(repr, content)):.200}"
+        raise DataError(f"{where}, field {name!r}: it must be a {'text' if kind is str else 'list'}; {got}")
+    return content[name]
 
 
 def read_hub_rows(table: Iterable[dict[str, Any]]) -> Iterator[SquadRow]:

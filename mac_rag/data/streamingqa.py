@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from mac_rag.data.protocol import shortest_first
 from mac_rag.data.table import read_table, split_file
-from mac_rag.data.types import Document, QADataset, Question
+from mac_rag.data.types import Document, QADataset, Question, shortest_first
 
 SPLITS = ("train", "val", "test", "qa_train", "qa_val")
 

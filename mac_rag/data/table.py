@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from mac_rag.atomic_files import sync_folder, write_file
 from mac_rag.errors import DataError
@@ -36,36 +36,37 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a CSV file.
+    """One row of a file.
 
     Attributes:
-        file: the file.
-        number: number of the row; 1 for the first row below the header.
-        line: line of the file on which the row begins; cells may contain line breaks.
-        cells: the text of each column, exactly as in the file.
+        where: file and row, for messages.
         place: where reading goes on with this row.
+        values: what it holds, by column or key; of a CSV file the text of each cell, exactly as in the file.
     """
 
-    file: Path
-    number: int
-    line: int
-    cells: Mapping[str, str]
+    where: str
     place: Place
+    values: Mapping[str, Any]
+
+    @property
+    def number(self) -> int:
+        """Number of the row; 1 for the first one."""
+        return self.place.rows + 1
 
     def filled(self, column: str) -> str:
         """The cell of a column that must not be empty.
 
         Raises:
-            DataError: when the cell is blank.
+            DataError: if the cell is blank.
         """
-        cell = self.cells[column]
+        cell = str(self.values[column])
         if not cell.strip():
             raise self.fault(column, "the cell is empty")
         return cell
 
     def fault(self, column: str, problem: str) -> DataError:
         """Makes the error to raise for a cell of this row."""
-        return DataError(f"{self.file}, row {self.number} (line {self.line}), column {column!r}: {problem}")
+        return DataError(f"{self.where}, column {column!r}: {problem}")
 
 
 def read_table(
@@ -172,12 +173,12 @@ class _Lines:
 
 
 def _row(file: Path, place: Place, header: Sequence[str], cells: Sequence[str]) -> Row:
-    row = Row(file, place.rows + 1, place.lines + 1, dict(zip(header, cells)), place)
+    row = Row(f"{file}, row {place.rows + 1} (line {place.lines + 1})", place, dict(zip(header, cells)))
     if len(cells) < len(header):
         raise row.fault(header[len(cells)], f"the row ends before it, with {len(cells)} of {len(header)} cells")
     if len(cells) > len(header):
         raise row.fault(header[-1], f"the row goes on after it, with {len(cells)} cells for {len(header)} columns")
-    for column, cell in row.cells.items():
+    for column, cell in row.values.items():
         _check_text(cell, partial(row.fault, column))
     return row
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mac_rag.data.characters import check_text
-from mac_rag.data.protocol import shortest_first
-from mac_rag.data.types import Document, QADataset, Question
+from mac_rag.data.types import Document, QADataset, Question, shortest_first
 from mac_rag.errors import DataError, DocumentError
 from mac_rag.untrusted_files import parse_json, read_unpacked
 

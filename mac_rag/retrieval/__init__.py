@@ -1,11 +1,10 @@
 """Retrievers: they find documents for a question, independently of the memory bank."""
 
 from mac_rag.retrieval.base import Hit, Retriever
-from mac_rag.retrieval.bm25 import BM25Retriever
+from mac_rag.retrieval.bm25 import BM25Retriever, Tokenizer
 from mac_rag.retrieval.dense import DenseRetriever
 from mac_rag.retrieval.hybrid import HybridRetriever
 from mac_rag.retrieval.registry import RETRIEVERS, make_retriever
-from mac_rag.retrieval.tokenizer import Tokenizer
 
 __all__ = [
     "RETRIEVERS",

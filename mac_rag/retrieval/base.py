@@ -130,19 +130,6 @@ class Retriever(ABC):
         """
         raise ConfigError(f"{type(self).__name__} does not tell which texts it holds")
 
-    def compact(self, *, secure_delete: bool = False) -> None:  # noqa: B027
-        """Removes from the disk what is left of deleted documents. Nothing changes for those who retrieve.
-
-        It does nothing for a retriever that leaves nothing there: `save` writes its folder anew, or its documents are
-        kept elsewhere.
-
-        Args:
-            secure_delete: True to overwrite files before they are removed.
-
-        Raises:
-            BankError: when a file cannot be written or removed; the retriever holds what it held.
-        """
-
     def save(self, folder: Path) -> None:
         """Writes the retriever to a folder, from which `make_retriever` reads it.
 

@@ -1,11 +1,21 @@
-"""BM25: an incremental index, bm25s and rank_bm25 behind one class, with equal results."""
+"""BM25: an incremental index, and rank_bm25 as the plain reference, behind one class, with equal results.
+
+Both compute the same scores from term ids. A scorer knows documents by row; rows ascend in the order of addition. Every
+statistic of the corpus (number of documents, mean length, document frequencies) is taken over the allowed documents
+alone, so a score is, bit by bit, that of a corpus without the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+import math
+import re
+from array import array
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,20 +25,77 @@ from mac_rag.errors import ConfigError
 from mac_rag.retrieval import snapshot
 from mac_rag.retrieval.base import Hit, check_request
 from mac_rag.retrieval.rows import RowRetriever
-from mac_rag.retrieval.scorers import (
-    Idf,
-    LibraryScorer,
-    Postings,
-    Scorer,
-    Terms,
-    bm25s_index,
-    rank_bm25_index,
-)
-from mac_rag.retrieval.tokenizer import Tokenizer
 from mac_rag.untrusted_files import MalformedError
 
-Engine = Literal["incremental", "bm25s", "rank_bm25"]
 KIND = "bm25"
+K1, B = 1.5, 0.75  # saturation of the term frequency, weight of the length normalization
+EPSILON = 0.25  # Okapi: the lower bound of an idf, as a fraction of the mean idf
+# Lucene's stop words.
+ENGLISH_STOPWORDS = tuple(
+    "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this "
+    "to was will with".split()
+)
+
+Engine = Literal["incremental", "rank_bm25"]
+Idf = Literal["lucene", "okapi"]
+Terms = NDArray[np.int32]  # the term ids of one document, repeated as they occur in it
+Mask = NDArray[np.bool_]  # True for the rows of allowed documents, [rows]
+ScoredRows = tuple[NDArray[np.int64], NDArray[np.float64]]  # ascending rows, and the score of each
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Splits texts into terms: lower-cased words without stop words, stemmed.
+
+    Args:
+        pattern: regular expression that matches a word.
+        stemmer: Snowball language of PyStemmer, such as `english`; None for no stemming.
+        stopwords: lower-cased words that are dropped; empty to keep all words.
+
+    Raises:
+        ConfigError: for a language without a stemmer, an invalid pattern, or stop words that are no words.
+
+    Examples:
+        >>> from mac_rag.retrieval import Tokenizer
+        >>> Tokenizer()("The bridges were opened in May")
+        ['bridg', 'were', 'open', 'may']
+    """
+
+    pattern: str = r"\w+"
+    stemmer: str | None = "english"
+    stopwords: tuple[str, ...] = ENGLISH_STOPWORDS
+    _find: Callable[[str], list[str]] = field(init=False, repr=False, compare=False)
+    _dropped: frozenset[str] = field(init=False, repr=False, compare=False, default=frozenset())
+    _stem: Callable[[list[str]], list[str]] | None = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        try:
+            compiled = re.compile(self.pattern)
+        except re.error as error:
+            raise ConfigError(f"{self.pattern!r} is not a regular expression: {error}") from None
+        if compiled.groups:
+            raise ConfigError(f"the pattern {self.pattern!r} has groups; write them as (?:...)")
+        object.__setattr__(self, "_find", compiled.findall)
+        if self.stemmer is not None:
+            import Stemmer
+
+            if self.stemmer not in Stemmer.algorithms():
+                known = ", ".join(Stemmer.algorithms())
+                raise ConfigError(f"unknown stemmer {self.stemmer!r}; choose None or one of {known}")
+            object.__setattr__(self, "_stem", Stemmer.Stemmer(self.stemmer).stemWords)
+        words = self.stopwords
+        if not isinstance(words, tuple | list) or not all(isinstance(word, str) for word in words):
+            raise ConfigError(f"stopwords must be a tuple of words, got {words!r:.80}; give () to keep all words")
+        object.__setattr__(self, "stopwords", tuple(words))
+        object.__setattr__(self, "_dropped", frozenset(words))
+
+    def __call__(self, text: str) -> list[str]:
+        words = [word for word in self._find(text.lower()) if word not in self._dropped]
+        return self._stem(words) if self._stem else words
+
+    def describe(self) -> dict[str, Any]:
+        """The arguments that make an equal tokenizer, as JSON."""
+        return {"pattern": self.pattern, "stemmer": self.stemmer, "stopwords": list(self.stopwords)}
 
 
 class BM25Retriever(RowRetriever):
@@ -41,16 +108,16 @@ class BM25Retriever(RowRetriever):
     retriever that never held the others.
 
     Args:
-        engine: `incremental` updates its index at the cost of the changed documents only. `bm25s` and `rank_bm25` are
-            the libraries, which index all documents again after a change, and the allowed ones again at each call of
-            `retrieve` with `allowed`. Scores are the same.
+        engine: `incremental` updates its index at the cost of the changed documents only. `rank_bm25` is the library,
+            which indexes all documents again after a change, and the allowed ones again at each call of `retrieve` with
+            `allowed`. Scores are the same.
         tokenizer: splits documents and questions into terms; None for an English tokenizer.
         idf: the idf of a term that `n` of `N` documents contain. `lucene` is `ln(1 + (N - n + 0.5) / (n + 0.5))`, which
             is always positive, even for very few documents. `okapi` is `ln((N - n + 0.5) / (n + 0.5))` or, if that is
             negative, a quarter of the mean idf, as in rank_bm25's `BM25Okapi`.
 
     Raises:
-        ConfigError: for an unknown engine or idf, or an idf that the engine does not support.
+        ConfigError: for an unknown engine or idf.
 
     Examples:
         >>> from mac_rag.data.types import Document
@@ -70,8 +137,6 @@ class BM25Retriever(RowRetriever):
             raise ConfigError(f"unknown BM25 engine {engine!r}; choose one of {', '.join(get_args(Engine))}")
         if idf not in get_args(Idf):
             raise ConfigError(f"unknown idf {idf!r}; choose one of {', '.join(get_args(Idf))}")
-        if engine == "bm25s" and idf == "okapi":
-            raise ConfigError("bm25s has no idf with Okapi's floor; choose engine incremental or rank_bm25, or lucene")
         self.engine: Engine = engine
         self.idf: Idf = idf
         self.tokenizer = tokenizer or Tokenizer()
@@ -119,7 +184,7 @@ class BM25Retriever(RowRetriever):
                 "engine": self.engine,
                 "idf": self.idf,
                 "tokenizer": self.tokenizer.describe(),
-                "versions": _versions(),
+                "stemmer_version": version("PyStemmer"),
                 "vocabulary": list(self._vocabulary),
                 "documents": snapshot.describe(self._rows),
             }
@@ -138,7 +203,7 @@ class BM25Retriever(RowRetriever):
         with snapshot.damaged(folder):
             retriever = cls(body["engine"], tokenizer=Tokenizer(**body["tokenizer"]), idf=body["idf"])
             documents = snapshot.documents(body["documents"])
-            if body["versions"] != _versions():  # another stemmer can stem differently, so index again
+            if body["stemmer_version"] != version("PyStemmer"):  # another stemmer can stem differently, so index again
                 retriever.add(documents)
                 return retriever
             retriever._vocabulary = {word: term for term, word in enumerate(body["vocabulary"])}
@@ -149,9 +214,7 @@ class BM25Retriever(RowRetriever):
         return retriever
 
     def _new_scorer(self) -> Scorer:
-        if self.engine == "incremental":
-            return Postings(self.idf)
-        return LibraryScorer(bm25s_index if self.engine == "bm25s" else rank_bm25_index(self.idf))
+        return Postings(self.idf) if self.engine == "incremental" else RankBM25(self.idf)
 
     def _ids(self, words: list[str]) -> Terms:
         vocabulary = self._vocabulary
@@ -204,6 +267,219 @@ def _checked_terms(arrays: Mapping[str, NDArray[Any]], documents: int, vocabular
     return np.split(terms, ends[:-1]) if len(ends) else []
 
 
-def _versions() -> dict[str, str]:
-    """Versions of the packages that decide how a text is split into terms."""
-    return {package: version(package) for package in ("PyStemmer", "bm25s")}
+class Scorer(Protocol):
+    """Scores the documents that share a term with a question."""
+
+    def add(self, first: int, documents: Sequence[Terms]) -> None:
+        """Adds documents in consecutive rows from `first` on, behind all existing rows."""
+
+    def remove(self, row: int, terms: Terms) -> None:
+        """Removes the document in a row."""
+
+    def score(self, questions: Sequence[Sequence[int]], allowed: Mask | None) -> Iterator[ScoredRows]:
+        """For each question, the rows that contain one of its terms, and their scores.
+
+        Args:
+            questions: the term ids of each question; a repeated term counts repeatedly.
+            allowed: the documents that make up the corpus; None for all.
+        """
+
+
+@dataclass
+class _Corpus:
+    """Statistics of the allowed documents.
+
+    Attributes:
+        allowed: which rows they are in; None for all.
+        documents: how many there are.
+        norms: `[rows]`, how far a row's length damps its counts.
+        floor: Okapi's lower bound of an idf; None until it is needed.
+    """
+
+    allowed: Mask | None
+    documents: int
+    norms: NDArray[np.float64]
+    floor: float | None = None
+
+
+class Postings:
+    """An inverted index whose changes cost only the terms of the changed documents.
+
+    It keeps, for each term, the rows that contain it and the counts there. Statistics of the corpus (idf, mean length)
+    are applied to each question, so nothing becomes stale and nothing must be rebuilt. With some documents allowed, a
+    question costs what it costs over all, and a pass over the mask for each of its terms. The arithmetic follows
+    rank_bm25 operation by operation, so scores equal its scores bit by bit, except for Okapi's lower bound, a mean over
+    the vocabulary, where they are equal up to rounding.
+
+    Args:
+        idf: `lucene` or `okapi`; see `BM25Retriever`.
+    """
+
+    def __init__(self, idf: Idf) -> None:
+        self._idf = idf
+        self._rows: list[array[int]] = []  # by term id: the rows that contain it, ascending
+        self._counts: list[array[int]] = []  # by term id: its count in each of these rows
+        self._lengths = np.zeros(0)  # number of terms of each row, and spare rows
+        self._size = self._documents = self._total = 0
+        self._all: _Corpus | None = None  # None after a change
+
+    def add(self, first: int, documents: Sequence[Terms]) -> None:
+        lengths = np.array([len(terms) for terms in documents], dtype=np.int64)
+        self._size = first + len(documents)
+        if self._size > len(self._lengths):
+            self._lengths = np.concatenate([self._lengths, np.zeros(max(self._size, 1024))])
+        self._lengths[first : self._size] = lengths
+        self._documents += len(documents)
+        self._total += int(lengths.sum())
+        self._all = None
+        if not lengths.sum():
+            return
+        rows = np.repeat(np.arange(first, self._size), lengths)
+        occurrences = np.concatenate(documents).astype(np.int64) << 32 | rows
+        pairs, counts = np.unique(occurrences, return_counts=True)
+        terms, rows = pairs >> 32, (pairs & 0xFFFFFFFF).astype(np.int32)
+        counts = counts.astype(np.int32)
+        for _ in range(int(terms[-1]) + 1 - len(self._rows)):
+            self._rows.append(array("i"))
+            self._counts.append(array("i"))
+        starts = np.flatnonzero(np.r_[True, terms[1:] != terms[:-1]])
+        for term, start, stop in zip(terms[starts].tolist(), starts.tolist(), [*starts[1:].tolist(), len(terms)]):
+            self._rows[term].frombytes(rows[start:stop].tobytes())
+            self._counts[term].frombytes(counts[start:stop].tobytes())
+
+    def remove(self, row: int, terms: Terms) -> None:
+        for term in np.unique(terms).tolist():
+            at = int(np.searchsorted(np.frombuffer(self._rows[term], np.int32), row))
+            del self._rows[term][at], self._counts[term][at]
+        self._documents -= 1
+        self._total -= len(terms)
+        self._all = None
+
+    def score(self, questions: Sequence[Sequence[int]], allowed: Mask | None) -> Iterator[ScoredRows]:
+        corpus = self._corpus(allowed)
+        return (self._scored(terms, corpus) for terms in questions)
+
+    def _corpus(self, allowed: Mask | None) -> _Corpus:
+        if allowed is None and self._all is not None:
+            return self._all
+        lengths = self._lengths[: self._size]
+        if allowed is None:
+            documents, total = self._documents, self._total
+        else:
+            documents, total = int(allowed.sum()), int(lengths[allowed].sum())
+        mean = total / documents if total else 1.0  # without any term, nothing is ever damped
+        corpus = _Corpus(allowed, documents, K1 * (1 - B + B * lengths / mean))
+        if allowed is None:
+            self._all = corpus
+        return corpus
+
+    def _scored(self, terms: Sequence[int], corpus: _Corpus) -> ScoredRows:
+        scores = np.zeros(self._size)
+        is_hit = np.zeros(self._size, dtype=np.bool_)
+        columns: dict[int, tuple[NDArray[np.int32], NDArray[np.float64]]] = {}
+        for term in terms:
+            if term not in columns:
+                columns[term] = self._column(term, corpus)
+                is_hit[columns[term][0]] = True
+            rows, column = columns[term]
+            scores[rows] += column
+        hits = np.flatnonzero(is_hit)
+        return hits, scores[hits]
+
+    def _column(self, term: int, corpus: _Corpus) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
+        """The allowed rows that contain a term, and its contribution to the score of each."""
+        if term >= len(self._rows):  # a word that no document has yet
+            return np.zeros(0, np.int32), np.zeros(0)
+        rows, counts = np.frombuffer(self._rows[term], np.int32), np.frombuffer(self._counts[term], np.int32)
+        if corpus.allowed is not None:
+            kept = corpus.allowed[rows]
+            rows, counts = rows[kept], counts[kept]
+        if not len(rows):
+            return rows, np.zeros(0)
+        return rows, self._weight(len(rows), corpus) * (counts * (K1 + 1) / (counts + corpus.norms[rows]))
+
+    def _weight(self, holding: int, corpus: _Corpus) -> float:
+        """The idf of a term that `holding` documents of the corpus contain."""
+        if self._idf == "lucene":
+            return _lucene(corpus.documents, holding)
+        weight = _okapi(corpus.documents, holding)
+        if weight >= 0:
+            return weight
+        if corpus.floor is None:
+            sizes = Counter(self._holding(corpus.allowed))
+            total = math.fsum(_okapi(corpus.documents, size) * terms for size, terms in sizes.items())
+            corpus.floor = EPSILON * total / sizes.total()
+        return corpus.floor
+
+    def _holding(self, allowed: Mask | None) -> Iterator[int]:
+        """For each term of the corpus, how many of its documents contain the term."""
+        if allowed is None:
+            return (len(rows) for rows in self._rows if rows)
+        counts = (int(allowed[np.frombuffer(rows, np.int32)].sum()) for rows in self._rows if rows)
+        return (count for count in counts if count)
+
+
+class RankBM25:
+    """The `BM25Okapi` of rank_bm25, the plain reference; a question costs time linear in the number of documents.
+
+    Its index is rebuilt at the first question after a change, and for every other set of allowed documents.
+
+    Args:
+        idf: `lucene` or `okapi`; see `BM25Retriever`.
+    """
+
+    def __init__(self, idf: Idf) -> None:
+        self._idf = idf
+        self._terms: dict[int, Terms] = {}
+        self._index: Any = None  # over all documents; None after a change
+
+    def add(self, first: int, documents: Sequence[Terms]) -> None:
+        self._terms.update(enumerate(documents, first))
+        self._index = None
+
+    def remove(self, row: int, terms: Terms) -> None:
+        del self._terms[row]
+        self._index = None
+
+    def score(self, questions: Sequence[Sequence[int]], allowed: Mask | None) -> Iterator[ScoredRows]:
+        if allowed is not None:
+            documents = {row: terms for row, terms in self._terms.items() if allowed[row]}
+            index = self._over(documents)
+        else:
+            documents = self._terms
+            index = self._index = self._index or self._over(documents)
+        rows = np.fromiter(documents, dtype=np.int64, count=len(documents))
+        return (self._scored(terms, index, rows) for terms in questions)
+
+    def _over(self, documents: Mapping[int, Terms]) -> Any:
+        """The library's index of some documents; None where it can have none, as no document has a term."""
+        from rank_bm25 import BM25Okapi
+
+        if not any(map(len, documents.values())):
+            return None
+        corpus = [terms.tolist() for terms in documents.values()]
+        index = BM25Okapi(corpus, k1=K1, b=B, epsilon=EPSILON)
+        if self._idf == "lucene":
+            containing = Counter(term for document in corpus for term in set(document))
+            index.idf = {term: _lucene(len(corpus), holding) for term, holding in containing.items()}
+        return index
+
+    def _scored(self, terms: Sequence[int], index: Any, rows: NDArray[np.int64]) -> ScoredRows:
+        if index is None:
+            return np.zeros(0, dtype=np.int64), np.zeros(0)
+        scores = index.get_scores(list(terms))
+        if self._idf == "lucene":
+            hits = np.flatnonzero(scores > 0)
+        else:  # Okapi's score can be 0 or less for a document that shares a term
+            hits = np.flatnonzero([not counts.keys().isdisjoint(terms) for counts in index.doc_freqs])
+        return rows[hits], scores[hits]
+
+
+def _lucene(documents: int, holding: int) -> float:
+    """Lucene's idf of a term that `holding` of `documents` documents contain; always positive."""
+    return math.log(1 + (documents - holding + 0.5) / (holding + 0.5))
+
+
+def _okapi(documents: int, holding: int) -> float:
+    """Okapi's idf without its lower bound; negative for a term in more than half of the documents."""
+    return math.log(documents - holding + 0.5) - math.log(holding + 0.5)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import heapq
-import logging
-import sqlite3
+import json
 import stat
 import threading
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -16,23 +15,19 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from mac_rag.atomic_files import make_folder
-from mac_rag.data.characters import fault_of
+from mac_rag.data.characters import fault_of, shown_id
 from mac_rag.data.document_ids import those_in
+from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, FingerprintError
 from mac_rag.retrieval.base import Hit, Retriever, check_documents, check_request
-from mac_rag.retrieval.chroma_compaction import COMPACTED, clear_unused, copy_documents, rewrite, settle
-from mac_rag.retrieval.chroma_records import hash_in, metadata_in, record_of
-from mac_rag.retrieval.chroma_schema import check_schema
-from mac_rag.retrieval.dense import Encoder
-from mac_rag.retrieval.embeddings import Vectors, check_finite
-from mac_rag.retrieval.gate import Gate
-
-_log = logging.getLogger(__name__)
+from mac_rag.retrieval.dense import Encoder, Vectors, check_finite
+from mac_rag.untrusted_files import METADATA_DEPTH, MalformedError, parse_json
 
 COLLECTION = "mac_rag"
 
 _ENCODER = "mac_rag_encoder"  # key in the collection's metadata: fingerprint of the encoder
+_HASH, _METADATA = "content_hash", "metadata"  # keys in the record of a document
 _LOCK = "mac_rag.lock"
 _READS = 5  # attempts of a request that changes nothing
 _IDS = 4096  # ids in one request; Chroma fails on more variables than its database takes
@@ -83,7 +78,6 @@ class ChromaRetriever(Retriever):
         self._batch_bytes = batch_bytes
         self._place = str(place)
         self._lock = threading.RLock()  # held during a change; Chroma itself lets others read meanwhile
-        self._gate = Gate()  # passed by each request to Chroma; closed while files are rewritten
         self._file_lock: FileLock | None = None
         self._client: Any  # chromadb's interface class lacks `close`, which every client has
         name = COLLECTION
@@ -96,8 +90,13 @@ class ChromaRetriever(Retriever):
             else:
                 self._file_lock = _locked(Path(place))
                 self._client = _local_client(self._place)
-                settle(self._client, COLLECTION)
-            self._collection = self._made(name)
+            self._collection = self._client.get_or_create_collection(
+                name,
+                embedding_function=None,
+                metadata={_ENCODER: encoder.fingerprint},
+                configuration={"hnsw": {"space": "ip"}},
+            )
+            _check_schema(self._collection, self._place)  # before chromadb reads it
             self._batch = self._client.get_max_batch_size()
         self._hide_files()
         fingerprint = (self._collection.metadata or {}).get(_ENCODER)
@@ -109,69 +108,6 @@ class ChromaRetriever(Retriever):
                 f"{encoder.fingerprint!r}; open it with that one, or put the documents into another folder or "
                 "collection"
             )
-
-    def _made(self, name: str) -> Any:
-        """The collection of a name, which is made if there is none."""
-        collection = self._client.get_or_create_collection(
-            name,
-            embedding_function=None,
-            metadata={_ENCODER: self.encoder.fingerprint},
-            configuration={"hnsw": {"space": "ip"}},
-        )
-        check_schema(collection, self._place)  # before chromadb reads it
-        return collection
-
-    def compact(self, *, secure_delete: bool = False) -> None:
-        """Writes the files of a folder anew, without deleted documents; a server's files are its operator's.
-
-        Others retrieve while the documents are copied, and wait while the database is written. A crash leaves the
-        documents as they are. The disk needs room for everything once more.
-
-        Args:
-            secure_delete: True to overwrite the old files before they are removed.
-
-        Raises:
-            BankError: when a file cannot be written or removed, or this process has the folder open twice.
-        """
-        if self._file_lock is None:
-            _log.warning("%s is a server: its operator removes what is left of deleted documents", self._place)
-            return
-        with self._lock:
-            self._check_alone(self._file_lock.lock_counter < 2)
-            with self._errors():
-                settle(self._client, COLLECTION)
-                copy = self._made(COMPACTED)
-                copy_documents(self._collection, copy)
-            with self._gate.closed():
-                try:
-                    with self._errors():
-                        own = self._rewrite(copy, secure_delete)
-                    if len(self):
-                        # The first search opens the graph, and with it Chroma can write deleted texts once more.
-                        self._query(np.zeros((1, self.encoder.width), np.float32), 1)
-                    clear_unused(Path(self._place), own)
-                except (OSError, sqlite3.Error) as error:
-                    raise BankError(f"{self._place} cannot be rewritten: {error}; compact it again") from error
-                finally:
-                    self._hide_files()
-
-    def _rewrite(self, copy: Any, secure_delete: bool) -> set[str]:
-        """Puts the copy in the collection's place, and writes the files anew; returns the folders of its graphs."""
-        self._client.delete_collection(COLLECTION)
-        copy.modify(name=COLLECTION)
-        self._client.close()
-        try:
-            # Clients of one process share what is open of a folder.
-            self._check_alone(self._place not in getattr(self._client, "_identifier_to_system", {}))
-            return rewrite(Path(self._place), COLLECTION, secure_delete=secure_delete)
-        finally:
-            self._client = _local_client(self._place)
-            self._collection = self._made(COLLECTION)
-
-    def _check_alone(self, is_alone: bool) -> None:
-        """Refuses to replace files that another retriever or client of this process has open."""
-        if not is_alone:
-            raise BankError(f"{self._place} is open twice in this process; close the other client, then compact it")
 
     def close(self) -> None:
         """Closes the client, and lets another process open the folder. The retriever cannot be used afterwards."""
@@ -198,7 +134,7 @@ class ChromaRetriever(Retriever):
 
     def put(self, documents: Sequence[Document]) -> None:
         check_documents(documents)
-        records = [record_of(document) for document in documents]
+        records = [_record_of(document) for document in documents]
         vectors = self.encoder.documents([document.text for document in documents])
         check_finite(vectors, [f"document {document.id!r}" for document in documents])
         with self._lock:
@@ -249,7 +185,10 @@ class ChromaRetriever(Retriever):
             ranked = zip(row, records, strict=True)
             best = heapq.nsmallest(k, ranked, key=lambda scored: (-scored[0], scored[1][0]))
             rankings.append(
-                [Hit(name, text, score, metadata_in(record, name, self._place)) for score, (name, text, record) in best]
+                [
+                    Hit(name, text, score, _metadata_in(record, name, self._place))
+                    for score, (name, text, record) in best
+                ]
             )
         return rankings
 
@@ -260,7 +199,7 @@ class ChromaRetriever(Retriever):
         return [
             _best(
                 (
-                    Hit(name, text, 1.0 - distance, metadata_in(record, name, self._place))
+                    Hit(name, text, 1.0 - distance, _metadata_in(record, name, self._place))
                     for name, text, distance, record in zip(*column, strict=True)
                     if record is not None  # it was deleted between Chroma's search and its look-up
                 ),
@@ -285,14 +224,14 @@ class ChromaRetriever(Retriever):
         hashes: dict[str, str] = {}
         for page in self._pages(document_ids, ["metadatas"]):
             for name, row in zip(page["ids"], page["metadatas"], strict=True):
-                hashes[name] = hash_in(row, name, self._place)
+                hashes[name] = _hash_in(row, name, self._place)
         return hashes
 
     def documents(self, document_ids: Collection[str]) -> list[Document]:
         by_id: dict[str, Document] = {}
         for page in self._pages(document_ids, ["documents", "metadatas"]):
             for name, text, row in zip(page["ids"], page["documents"], page["metadatas"], strict=True):
-                by_id[name] = Document(name, text, metadata_in(row, name, self._place))
+                by_id[name] = Document(name, text, _metadata_in(row, name, self._place))
         if missing := [name for name in document_ids if name not in by_id]:
             raise BankError(f"no document {missing[0]!r} in this index of {len(self)} documents")
         return [by_id[name] for name in document_ids]
@@ -351,8 +290,7 @@ class ChromaRetriever(Retriever):
         from mac_rag.retrieval.chroma_server import explained
 
         try:
-            with self._gate.passing():
-                yield
+            yield
         except HTTPError as error:
             raise explained(error, self._place) from error
         except (ChromaError, ValueError) as error:
@@ -385,3 +323,86 @@ def _locked(folder: Path) -> FileLock:
     except OSError as error:
         raise BankError(f"{folder} cannot be used for Chroma: {error}") from error
     return lock
+
+
+def _record_of(document: Document) -> dict[str, str]:
+    """What Chroma keeps of a document beside text and vector: its content hash, and its metadata as JSON."""
+    member = Member.of(document)
+    return {_HASH: member.content_hash, _METADATA: json.dumps(member.metadata)}
+
+
+def _hash_in(record: Any, document_id: str, place: str) -> str:
+    """The content hash in a record, which another program may have written.
+
+    Args:
+        record: what Chroma returns.
+        document_id: the document, for the message.
+        place: the folder or address, for the message.
+
+    Raises:
+        BankError: when it has none.
+    """
+    return _text_in(record, _HASH, document_id, place)
+
+
+def _metadata_in(record: Any, document_id: str, place: str) -> dict[str, Any]:
+    """The metadata in a record; see `_hash_in`.
+
+    Raises:
+        BankError: when it has none, or they are no JSON object within the bounds of metadata.
+    """
+    text = _text_in(record, _METADATA, document_id, place)
+    try:
+        metadata = parse_json(text, depth=METADATA_DEPTH)
+        if not isinstance(metadata, dict):
+            raise MalformedError("no JSON object")
+    except MalformedError as error:
+        raise _foreign(f"its metadata is {error}", document_id, place) from None
+    return metadata
+
+
+def _text_in(record: Any, key: str, document_id: str, place: str) -> str:
+    value = record.get(key) if isinstance(record, dict) else None
+    if not isinstance(value, str):
+        raise _foreign(f"it has no {key}", document_id, place)
+    return value
+
+
+def _foreign(fault: str, document_id: str, place: str) -> BankError:
+    return BankError(
+        f"document {shown_id(document_id)} in {place} was not written by mac_rag: {fault}; delete it there, and add it "
+        "again"
+    )
+
+
+def _check_schema(collection: Any, place: str) -> None:
+    """Refuses a collection that names an embedding function; those that mac_rag makes have none.
+
+    chromadb builds such a function when it reads the schema, at the first write. A sentence encoder among them may run
+    the code of its model's folder.
+
+    Args:
+        collection: chromadb's collection, whose schema was not read yet.
+        place: where it is, for the error.
+
+    Raises:
+        ConfigError: names the functions.
+    """
+    model = collection._model
+    if foreign := _embedding_functions(model.configuration_json, model.serialized_schema):
+        raise ConfigError(
+            f"the collection {collection.name!r} in {place} has an embedding function ({', '.join(foreign)}), which "
+            "chromadb would build and run; use a collection that mac_rag has made"
+        )
+
+
+def _embedding_functions(*values: Any) -> list[str]:
+    """Names of the embedding functions in a collection's configuration and schema."""
+    names, left = set(), list(values)
+    while left:
+        value = left.pop()
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        function = value.get("embedding_function") if isinstance(value, dict) else None
+        if function is not None and not (isinstance(function, dict) and function.get("type") in ("legacy", "unknown")):
+            names.add(str(function.get("name") if isinstance(function, dict) else function)[:40])
+    return sorted(names)

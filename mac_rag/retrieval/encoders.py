@@ -28,7 +28,7 @@ from mac_rag.lm.loading import loaded
 from mac_rag.lm.minilm import minilm_folder
 from mac_rag.lm.model_sizes import check_size
 from mac_rag.nn.unpadded_bert import last_states_without_gradients
-from mac_rag.retrieval.embeddings import Vectors
+from mac_rag.retrieval.dense import Vectors
 
 Pooling = Literal["mean", "pooler"]
 Advance = Callable[[int], None] | None

@@ -109,10 +109,6 @@ class HybridRetriever(Retriever):
     def documents(self, document_ids: Collection[str]) -> list[Document]:
         return self.retrievers[0].documents(document_ids)
 
-    def compact(self, *, secure_delete: bool = False) -> None:
-        for retriever in self.retrievers:
-            retriever.compact(secure_delete=secure_delete)
-
     def save(self, folder: Path) -> None:
         """Writes the retrievers to the folders `0`, `1`, ... inside `folder`.
 

@@ -59,8 +59,5 @@ class StoredRetriever(Retriever):
     def documents(self, document_ids: Collection[str]) -> list[Document]:
         return self._retriever.documents(document_ids)
 
-    def compact(self, *, secure_delete: bool = False) -> None:
-        self._retriever.compact(secure_delete=secure_delete)
-
     def save(self, folder: Path) -> None:
         self._retriever.save(folder)

@@ -115,7 +115,7 @@ def fingerprint(retriever: Retriever) -> str:
     if isinstance(retriever, HybridRetriever):
         return json.dumps([retriever.weights, retriever.depth, *map(fingerprint, retriever.retrievers)])
     assert isinstance(retriever, BM25Retriever)
-    versions = [version(package) for package in ("mac-rag", "PyStemmer", "bm25s")]
+    versions = [version(package) for package in ("mac-rag", "PyStemmer")]
     return json.dumps([retriever.idf, retriever.tokenizer.describe(), versions])
 
 

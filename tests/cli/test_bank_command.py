@@ -11,9 +11,6 @@ from safetensors.torch import load_file
 
 from mac_rag.data.types import Document
 from mac_rag.memory import MemoryBank
-from mac_rag.retrieval.chroma import ChromaRetriever
-from mac_rag.retrieval.encoders import minilm
-from mac_rag.sync import SyncedBank
 from tests.cli.helpers import refusal, run
 
 
@@ -74,21 +71,6 @@ def test_metadata_of_all_kinds_are_compared(tmp_path: Path) -> None:
     fitting = ("n=2005", "text=2005", "truth=true", "none=null", "names=Ines", "names=3", "empty=")
     assert all(map(found, fitting))
     assert not any(map(found, ("n=2005.0", "n=20", "truth=True", "none=", "names=Ad", "empty=a", "lost=", "lost=null")))
-
-
-def test_compaction_of_a_bank_with_chroma(tmp_path: Path) -> None:
-    documents = [Document("a", "Quizzaciously rain fell."), Document("b", "Snow fell on Tarn.")]
-    retriever = ChromaRetriever(tmp_path / "texts", minilm())
-    retriever.add(documents)
-    with MemoryBank.create(tmp_path / "bank", "f00d", secure_delete=True) as bank:
-        bank.put(documents, torch.ones(2, 2, 3))
-        SyncedBank(bank, retriever).delete(["a"])
-    retriever.close()
-    assert b"Quizzaciously" in (tmp_path / "texts" / "chroma.sqlite3").read_bytes()
-    compacted = run("bank", "compact", "--bank", bank.folder, "--retriever", f"chroma:{tmp_path / 'texts'}")
-    assert compacted.exit_code == 0, compacted.output
-    assert compacted.stdout == f"{bank.folder} holds 1 documents and nothing else\n"
-    assert b"Quizzaciously" not in b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
 
 
 def test_delete_and_compact(bank: Path) -> None:

@@ -14,12 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mac_rag.data.conversion import converter
-from mac_rag.data.conversion.converter import convert
-from mac_rag.data.conversion.docx import read_docx
-from mac_rag.data.conversion.html import read_html
-from mac_rag.data.conversion.pdf import read_pdf
-from mac_rag.data.conversion.texts import UnreadableError, cleaned
+from mac_rag.data import conversion
+from mac_rag.data.conversion import UnreadableError, cleaned, convert, read_docx, read_html, read_pdf
 from mac_rag.data.readers import read_documents
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
@@ -180,7 +176,7 @@ def test_word_files_that_are_refused(data: bytes, message: str) -> None:
 def test_a_zip_bomb_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     data = docx("<w:p><w:r><w:t>" + "x" * (1 << 22) + "</w:t></w:r></w:p>")
     assert len(data) < 1 << 14
-    monkeypatch.setattr("mac_rag.data.conversion.docx._LARGEST_PART", 1 << 20)
+    monkeypatch.setattr("mac_rag.data.conversion._LARGEST_PART", 1 << 20)
     with pytest.raises(UnreadableError, match=r"has a part 'word/document\.xml' of more than 1,048,576 bytes"):
         read_docx(BytesIO(data))
 
@@ -216,7 +212,7 @@ def test_an_encrypted_pdf_is_refused_and_one_with_a_password_for_changes_only_is
 
 
 def test_a_pdf_of_too_many_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mac_rag.data.conversion.pdf._MOST_PAGES", 2)
+    monkeypatch.setattr("mac_rag.data.conversion._MOST_PAGES", 2)
     with pytest.raises(UnreadableError, match="has 3 pages, and 2 are the most"):
         read_pdf(BytesIO(pdf("a", "b", "c")))
 
@@ -245,7 +241,7 @@ def test_a_file_that_takes_too_long_or_ends_the_process_is_refused(tmp_path: Pat
     (tmp_path / "good.html").write_text("<p>Fine.")
     slow = "import time; time.sleep(60)"
     for code, message in ((slow, "takes more than 0.5 s to convert"), ("raise SystemExit", "has crashed")):
-        worker = converter._Worker()
+        worker = conversion._Worker()
         worker._process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         worker._owner = os.getpid()
         began = time.monotonic()
@@ -260,7 +256,7 @@ def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path, monke
         (tmp_path / f"{module}.py").write_text("raise SystemExit")
     (tmp_path / "good.html").write_text("<p>Fine.")
     monkeypatch.chdir(tmp_path)
-    worker = converter._Worker()
+    worker = conversion._Worker()
     assert worker.ask(Path("good.html"), 60)["text"] == "Fine."
     worker._end()
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import random
 import string
+import sys
 
 import pytest
 
+from mac_rag.data import languages
 from mac_rag.data.languages import language_of
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
+from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
 from mac_rag.model.checkpoint import SHIPPED, read_config
 
@@ -79,6 +82,20 @@ def test_the_first_foreign_document_is_warned_of_once(caplog: pytest.LogCaptureF
     assert "firma" in record.getMessage()
     assert "\x1b" not in record.getMessage()
     assert len(engine.bank) == len(english) + 3
+
+
+def test_without_the_identifier_a_language_is_an_error_and_adapting_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    languages._identifier.cache_clear()
+    for name in ("py3langid", "py3langid.langid"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"pip install 'mac-rag\[languages\]'"):
+        language_of(GERMAN)
+    model = MACModel.from_pretrained("mac-tiny")
+    model.config = model.config.model_copy(update={"languages": ("en",)})
+    assert MACEngine(model).adapt([Document("firma", GERMAN)]).added == 1
+    assert not caplog.records
 
 
 def test_models_that_say_no_language_do_not_look(monkeypatch: pytest.MonkeyPatch) -> None:

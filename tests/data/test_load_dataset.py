@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mac_rag.data import SPLITS, load_dataset
 from mac_rag.data.archivalqa import write_archivalqa
 from mac_rag.data.newswire.generate import STREAM_LENGTH, generate
-from mac_rag.data.protocol import first_documents, shortest_first
+from mac_rag.data.types import first_documents, shortest_first
 from mac_rag.errors import ConfigError, DataError
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mac_rag.data.newswire import multi_document
-from mac_rag.data.newswire.beats import BEATS
+from mac_rag.data.newswire.generate import BEATS
 from mac_rag.data.newswire.multi_document import KINDS, generate_multi_document
 
 STREAM = generate_multi_document("test", 200, questions_per_kind=60)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mac_rag.data.newswire.generate import generate
-from mac_rag.data.newswire.world import SPLITS, World, split_of
+from mac_rag.data.newswire.generate import SPLITS, World, generate, split_of
 from mac_rag.data.types import Document, QADataset
 
 

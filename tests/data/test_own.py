@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mac_rag.data import load_dataset
-from mac_rag.data.own_files import find_files
+from mac_rag.data.own import find_files
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError, DataError
 from tests.data.own_files import (
@@ -210,11 +210,14 @@ def test_a_row_of_csv_is_named_with_line_and_field(tmp_path: Path) -> None:
         ('{"data": [{"paragraphs": [{"qas": []}]}]}', r"article 1, paragraph 1, field 'context': it must be a text"),
         ('{"data": [{"paragraphs": {}}]}', r"article 1, field 'paragraphs': it must be a list; got \{\}"),
         ('{"data": [7]}', r"article 1: not a JSON object but int"),
-        ('{"version": 2}', r"no JSON in SQuAD's layout: it has no 'data' but 'version'"),
-        ("[]", r"no JSON in SQuAD's layout: not JSON \('\{' expected, got '\['\)"),
-        ('{"data": []', r"no JSON in SQuAD's layout: it ends too early"),
-        ('{"data": []} {}', r"it goes on after its end; name a file of JSON Lines \.jsonl"),
-        ('{"data": [], "data": []}', r"'data' is no name of a value, or comes twice"),
+        ('{"version": 2}', r"is not a SQuAD file .*field 'data': it must be a list; it has 'version'"),
+        ("[]", r"is not a SQuAD file .*not a JSON object but list"),
+        ('{"data": []', r"is not a SQuAD file .*not JSON .*column 12"),
+        (
+            '{"data": []} {}',
+            r"is not a SQuAD file .*Extra data, column 14.*JSON Lines, .* in a file that ends in \.jsonl",
+        ),
+        ('{"data": [], "data": []}', r"'data' comes twice"),
         ('{"data": [{"a": NaN}]}', r"NaN is not JSON"),
     ],
 )

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from mac_rag.data import load_dataset
 from mac_rag.data.own import drawn_split
-from mac_rag.data.protocol import first_documents
-from mac_rag.data.types import Document
+from mac_rag.data.types import Document, first_documents
 from mac_rag.errors import ConfigError, DataError
 from tests.data.own_files import (
     QUESTIONS,

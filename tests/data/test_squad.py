@@ -190,10 +190,14 @@ def test_a_damaged_gzip_file_is_refused(tmp_path: Path, damage: slice) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"data": [{"paragraphs": []}, {"title": "A"}]}, "article 1: .*'paragraphs'"),
-        ({"data": [{"title": "A", "paragraphs": [{"qas": [{}]}]}]}, "article 0 .'A'., paragraph 0: .*'answers'"),
-        ({"data": 5}, "articles: "),
-        (layout(("A", [("Text.", [(None, ["a"])])])), "'q0' is text"),  # type: ignore[list-item]
+        (
+            {"data": [{"paragraphs": []}, {"title": "A"}]},
+            "article 2, field 'paragraphs': it must be a list; it has 'title'",
+        ),
+        ({"data": [{"title": "A", "paragraphs": [{"qas": [{}]}]}]}, "article 1, paragraph 1, field 'context'"),
+        ({"data": [{"title": "A", "paragraphs": [{"context": "A.", "qas": [{"question": "q?"}]}]}]}, "field 'answers'"),
+        ({"data": 5}, "field 'data': it must be a list; got 5"),
+        (layout(("A", [("Text.", [(None, ["a"])])])), "question 1, field 'question': it must be a text; got None"),  # type: ignore[list-item]
     ],
 )
 def test_another_layout_is_refused_by_article_and_paragraph(tmp_path: Path, content: Any, message: str) -> None:

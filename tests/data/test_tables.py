@@ -15,7 +15,7 @@ COLUMNS = ("question", "answer")
 
 def rows(file: Path, content: str | bytes) -> list[dict[str, str]]:
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return [dict(row.cells) for row in read_table(file, COLUMNS)]
+    return [dict(row.values) for row in read_table(file, COLUMNS)]
 
 
 @pytest.fixture
@@ -89,4 +89,4 @@ def test_a_file_is_replaced_only_when_all_rows_are_written(file: Path) -> None:
     write_table(file, COLUMNS, [{"question": "old", "answer": "old"}])
     with pytest.raises(DataError, match="second row"):
         write_table(file, COLUMNS, broken())
-    assert [dict(row.cells) for row in read_table(file, COLUMNS)] == [{"question": "old", "answer": "old"}]
+    assert [dict(row.values) for row in read_table(file, COLUMNS)] == [{"question": "old", "answer": "old"}]

@@ -12,7 +12,6 @@ import pytest
 
 from mac_rag.data.provenance import Member
 from mac_rag.data.readers import find_files, placed_documents, read_documents, read_good_documents
-from mac_rag.data.typed_rows import read_hub
 from mac_rag.data.types import Document
 from mac_rag.errors import DataError
 from mac_rag.untrusted_files import ROW
@@ -40,6 +39,7 @@ def test_columns_of_parquet_become_metadata_that_a_bank_keeps(tmp_path: Path) ->
     [
         ({"id": "3", "text": None}, r"rows\.parquet, row 3: 'text' must be a text, got None"),
         ({"id": None, "text": "Text."}, r"rows\.parquet, row 3: 'id' must be a text, got None"),
+        ({"id": "3", "text": " \n"}, r"rows\.parquet, row 3: 'text' is empty"),
         ({"id": "3", "text": "x" * (ROW + 1)}, r"rows\.parquet, row 3: 'text' has more than 8,388,608 characters"),
     ],
 )
@@ -59,7 +59,7 @@ def test_bad_rows_are_left_out_by_their_numbers(tmp_path: Path) -> None:
 
 
 def test_a_bad_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"rows\.parquet, row 1: no column 'text'; it has 'id', 'body'"):
+    with pytest.raises(DataError, match=r"rows\.parquet, row 1: no 'text'; it has 'id', 'body'"):
         read_documents([write(tmp_path / "rows.parquet", [{"id": "1", "body": "Text."}])])
     (tmp_path / "rows.parquet").write_text("no Parquet")
     with pytest.raises(DataError, match=r"rows\.parquet is no well-formed Parquet"):
@@ -120,7 +120,7 @@ def test_a_data_set_of_the_hub_is_read_from_any_row_on(monkeypatch: pytest.Monke
     assert [document for _, document in whole] == [Document(row["id"], row["text"], {"n": row["n"]}) for row in rows]
     for number, (place, _) in enumerate(whole):
         assert list(placed_documents(Path("hub:someone/read"), place)) == whole[number:]
-    assert len(list(read_hub("hub:someone/read/2024.en:test"))) == 5
+    assert len(read_documents([Path("hub:someone/read/2024.en:test")])) == 5
     assert asked == [("someone/read", None, "train"), ("someone/read", "2024.en", "test")]
 
 

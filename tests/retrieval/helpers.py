@@ -20,7 +20,7 @@ import numpy as np
 
 from mac_rag.data.types import Document
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever, Tokenizer
-from mac_rag.retrieval.embeddings import Vectors
+from mac_rag.retrieval.dense import Vectors
 
 
 class WordEncoder:
@@ -51,7 +51,7 @@ class WordEncoder:
         return vectors
 
 
-PLAIN = Tokenizer(stemmer=None, stopwords=None)
+PLAIN = Tokenizer(stemmer=None, stopwords=())
 
 
 class UnevenEncoder(WordEncoder):
@@ -68,7 +68,6 @@ class UnevenEncoder(WordEncoder):
 RETRIEVERS: dict[str, Callable[[], Retriever]] = {
     "incremental": lambda: BM25Retriever(tokenizer=PLAIN),
     "incremental okapi": lambda: BM25Retriever(tokenizer=PLAIN, idf="okapi"),
-    "bm25s": lambda: BM25Retriever("bm25s", tokenizer=PLAIN),
     "rank_bm25": lambda: BM25Retriever("rank_bm25", tokenizer=PLAIN),
     "rank_bm25 okapi": lambda: BM25Retriever("rank_bm25", tokenizer=PLAIN, idf="okapi"),
     "dense": lambda: DenseRetriever(UnevenEncoder(), max_scores=24),

@@ -14,7 +14,7 @@ from mac_rag.data.types import Document
 from mac_rag.errors import DocumentError
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, Retriever
 from mac_rag.retrieval.chroma import ChromaRetriever
-from mac_rag.retrieval.embeddings import Vectors
+from mac_rag.retrieval.dense import Vectors
 from tests.retrieval.helpers import PLAIN, RETRIEVERS, UnevenEncoder, WordEncoder
 
 WORDS = [f"w{number}" for number in range(7)]

@@ -296,7 +296,7 @@ def test_no_embedding_function_of_a_collection_is_built(
     with pytest.raises(ConfigError, match=r"embedding function \(sentence_transformer\), which chromadb would build"):
         ChromaRetriever(place, WordEncoder())
     assert not built
-    monkeypatch.setattr("mac_rag.retrieval.chroma.check_schema", lambda *_: None)
+    monkeypatch.setattr("mac_rag.retrieval.chroma._check_schema", lambda *_: None)
     with contextlib.suppress(ConfigError):  # the one of the server was not made by mac_rag
         ChromaRetriever(place, WordEncoder()).add(documents("one"))
         assert built  # what the check is for

@@ -14,8 +14,8 @@ from chromadb.errors import InternalError
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
+from mac_rag.retrieval.bm25 import Tokenizer
 from mac_rag.retrieval.chroma import ChromaRetriever
-from mac_rag.retrieval.tokenizer import Tokenizer
 from tests.retrieval.helpers import WordEncoder
 
 OLD = [Document("a", "a storm has hit the town"), Document("b", "the bridge is closed")]

@@ -30,7 +30,6 @@ def test_a_saved_folder_has_no_byte_of_a_deleted_document(tmp_path: Path, kind: 
     for word in words:
         assert any(word in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()), word
     retriever.delete("secret")
-    retriever.compact()
     retriever.save(tmp_path)
     for word in words:
         assert not any(word in file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()), word

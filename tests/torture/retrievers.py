@@ -15,7 +15,7 @@ from safetensors.numpy import save as array_bytes
 
 from mac_rag.data.types import Document
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, snapshot
-from mac_rag.retrieval.embeddings import Vectors
+from mac_rag.retrieval.dense import Vectors
 from tests.torture.mutations import Mutations, Way, damage_bytes, damage_json, damage_kind, mutate_json, refusal
 
 _DOCUMENTS = [Document(name, f"the {name} opened a bridge", {"year": 2004, "tags": [[1.5]]}) for name in "abcdef"]

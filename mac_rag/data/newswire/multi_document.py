@@ -13,9 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mac_rag.data.newswire.beats import Fact
-from mac_rag.data.newswire.generate import Report, draw_date, draw_reports, written
-from mac_rag.data.newswire.world import SPLITS, World
+from mac_rag.data.newswire.generate import SPLITS, Fact, Report, World, draw_date, draw_reports, written
 from mac_rag.data.types import Document, QADataset, Question
 
 KINDS = ("two-hop", "comparison", "counting")

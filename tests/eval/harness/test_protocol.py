@@ -14,7 +14,7 @@ from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
-from mac_rag.retrieval.tokenizer import Tokenizer
+from mac_rag.retrieval.bm25 import Tokenizer
 
 STREAM = generate("test", 12, seed=5)
 ASKED = [question.question for question in STREAM.questions]

@@ -106,7 +106,7 @@ class TestFile:
         assert written.read_samples(path) == (SAMPLE,)
         assert values["schema_version"] == results.SCHEMA_VERSION
         assert values["experiment"] == "squad"
-        assert {"python", "torch", "transformers", "mac-rag", "bm25s"} <= values["versions"].keys()
+        assert {"python", "torch", "transformers", "mac-rag", "rank-bm25"} <= values["versions"].keys()
         assert values["command"].startswith("python -m eval.squad")
         assert values["samples"]["count"] == 1
         lines = (tmp_path / values["samples"]["name"]).read_bytes()

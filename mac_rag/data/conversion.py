@@ -1,0 +1,529 @@
+"""Texts of HTML, PDF and DOCX files. A process of its own reads them, within bounds of size, time and memory.
+
+These formats are complicated, and a stranger's file may be made to exploit that. So a file can slow, fill or crash only
+that process, which runs nothing that a file holds, and follows no reference out of a file.
+"""
+
+from __future__ import annotations
+
+import atexit
+import codecs
+import json
+import logging
+import os
+import posixpath
+import re
+import subprocess
+import sys
+import zlib
+from contextlib import suppress
+from html.parser import HTMLParser
+from pathlib import Path
+from threading import Lock, Timer
+from typing import Any, BinaryIO, NamedTuple
+from xml.parsers import expat
+from zipfile import BadZipFile, ZipFile
+
+from mac_rag.errors import DataError
+from mac_rag.untrusted_files import DOCUMENT, METADATA_DEPTH, MalformedError, open_file, parse_json
+
+SUFFIXES = (".html", ".htm", ".xhtml", ".pdf", ".docx")
+SECONDS = 120.0  # for one file
+# A line of JSON in ASCII: six bytes for a character that is not.
+_LONGEST_LINE = 6 * DOCUMENT + (1 << 20)
+# Bytes of a file, whose pictures may be most of it.
+LARGEST_FILE = 256 << 20
+_MEMORY = 4 << 30  # bytes of address space, of which the libraries' own take some
+# Of the text of every format.
+_LONGEST_TITLE = 1_000  # characters
+_NO_CHARACTER = re.compile(r"[\x00\ud800-\udfff]")
+_SPACES = re.compile(r"[ \u00a0]+")
+_AROUND_BREAK = re.compile(r"[ \t]*\n[ \t]*")
+_BLANK_LINES = re.compile(r"\n{3,}")
+# Of PDF.
+_MOST_PAGES = 10_000
+# Of DOCX.
+_LARGEST_PART = 4 * DOCUMENT  # bytes; most of them are marks
+_MOST_PARTS = 10_000
+_OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # how encrypted files begin, and those of the format .doc
+_WORD = {
+    "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
+    "http://purl.oclc.org/ooxml/wordprocessingml/main",  # the strict variant
+}
+_COMPATIBILITY = "http://schemas.openxmlformats.org/markup-compatibility/2006"
+_TITLE = "http://purl.org/dc/elements/1.1/ title"
+_OFFICE_DOCUMENT, _CORE = "/officeDocument", "/core-properties"
+# Of HTML.
+_HIDDEN = {"script", "style", "template", "noscript", "svg", "math", "iframe", "object"}
+_BLOCKS = set(
+    "address article aside blockquote body br caption center dd details dialog dir div dl dt fieldset figcaption "
+    "figure footer form h1 h2 h3 h4 h5 h6 head header hr html legend li main menu nav ol option p section select "
+    "summary table tbody tfoot thead title tr ul".split()
+)
+_SPACED = {"p", "h1", "h2", "h3", "h4", "h5", "h6", "blockquote", "table", "ul", "ol", "dl", "pre"}
+_CELLS = {"td", "th"}
+_CHARSET = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([A-Za-z0-9_:.-]{1,40})""", re.IGNORECASE)
+_XML_ENCODING = re.compile(rb"""^\s*<\?xml[^>]{0,200}?encoding\s*=\s*["']([A-Za-z0-9_:.-]{1,40})""")
+# The encodings of the web; Python has others, some of which are no encodings of texts.
+_ENCODINGS = re.compile(
+    r"utf-?8|us-ascii|ascii|windows-(125[0-8]|874)|cp125[0-8]|iso-?8859-?(1?\d)|latin-?[1-9]|koi8-[ru]|macintosh|"
+    r"shift[_-]jis|sjis|euc-(jp|kr)|iso-2022-jp|gbk?|gb2312|gb18030|big5(-hkscs)?|utf-16(le|be)?",
+    re.IGNORECASE,
+)
+_BOMS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+
+
+class Converted(NamedTuple):
+    """The text of a file.
+
+    Attributes:
+        text: the text; paragraphs are lines.
+        title: what the file calls itself; None if it does not.
+    """
+
+    text: str
+    title: str | None
+
+
+def is_converted(path: Path) -> bool:
+    """True for a file whose name says that it has to be converted."""
+    return path.suffix.lower() in SUFFIXES
+
+
+def convert(path: Path, *, seconds: float = SECONDS) -> Converted:
+    """The text of an HTML, PDF or DOCX file, by its name's ending.
+
+    Args:
+        path: the file.
+        seconds: after that time, the file is refused.
+
+    Raises:
+        DataError: when what reads the format is not installed; for a file that is missing, malformed, encrypted, or
+            without text, or that takes more time, memory or space than one document may; names the file and the remedy.
+    """
+    answer = _WORKER.ask(path, seconds)
+    if "error" in answer:
+        raise DataError(f"{path} {answer['error']}")
+    return Converted(answer["text"], answer["title"])
+
+
+class _Worker:
+    """The process. It starts with the first file, goes on with further ones, and ends with this one."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0  # a fork does not talk to its parent's process
+
+    def ask(self, path: Path, seconds: float) -> dict[str, Any]:
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            late = False
+
+            def end() -> None:
+                nonlocal late
+                late = True
+                process.kill()
+
+            timer = Timer(seconds, end)
+            timer.daemon = True
+            timer.start()
+            answered = False
+            try:
+                process.stdin.write(json.dumps({"path": os.path.abspath(path)}).encode() + b"\n")
+                process.stdin.flush()
+                line = process.stdout.readline(_LONGEST_LINE)
+                answered = line.endswith(b"\n")
+            except BrokenPipeError:
+                line = b""
+            finally:
+                timer.cancel()
+                if not answered:  # an interrupt, too: its answer must not be taken for that of the next file
+                    self._end()
+        if answered:
+            try:
+                answer: dict[str, Any] = parse_json(line, depth=METADATA_DEPTH)
+            except MalformedError as error:
+                raise DataError(f"{path} cannot be converted: {error}") from None
+            return answer
+        if late:
+            return {"error": f"takes more than {seconds:g} s to convert; convert it to text by other means"}
+        return {"error": "cannot be converted: what reads it has crashed; convert it to text by other means"}
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+            # -P: no module is imported from the working directory, which may be full of somebody's files.
+            paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", "from mac_rag.data.conversion import main; main()"],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the command, which ends this
+            )
+            self._owner = os.getpid()
+        return self._process
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and self._owner == os.getpid():
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    with suppress(BrokenPipeError):
+                        stream.close()
+
+
+_WORKER = _Worker()
+atexit.register(_WORKER._end)
+
+
+def converted(path: Path) -> dict[str, object]:
+    """The answer for one file."""
+    try:
+        with open_file(path, follow=True) as file:
+            if os.fstat(file.fileno()).st_size > LARGEST_FILE:
+                raise UnreadableError(f"has more than {LARGEST_FILE:,} bytes; split it into files")
+            read = {".pdf": read_pdf, ".docx": read_docx}.get(path.suffix.lower(), read_html)
+            text, title = read(file)
+        text = cleaned(text)
+        if len(text.encode()) > DOCUMENT:
+            raise UnreadableError(f"has a text of more than {DOCUMENT:,} bytes, the most of one document; split it")
+        return {"text": text, "title": one_line(title or "") or None}
+    except UnreadableError as error:
+        return {"error": str(error)}
+    except MalformedError as error:
+        return {"error": f"cannot be read: {error}; give a file"}
+    except OSError as error:
+        return {"error": f"cannot be read: {error.strerror or error}"}
+    except MemoryError:
+        return {"error": "takes too much memory to convert; convert it to text by other means"}
+
+
+def main() -> None:
+    """The process that converts files: a line of JSON in, `{"path": ...}`, and one out, with the text or an error.
+
+    It ends when its standard input does.
+    """
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever libraries print is no answer
+    logging.disable()
+    _bound_memory()
+    for line in sys.stdin.buffer:
+        answer = converted(Path(json.loads(line)["path"]))
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+
+def _bound_memory() -> None:
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    except (ImportError, OSError, ValueError):  # not every system has it; the bounds of size and time stay
+        pass
+
+
+class UnreadableError(ValueError):
+    """A file that has no text for us; the message goes on behind the file's name."""
+
+
+def cleaned(text: str) -> str:
+    r"""A text without the spaces and empty lines of a layout, and with U+FFFD for what is no character.
+
+    Examples:
+        >>> cleaned("  Harbours \r\n\n\n\n of   Lund\x00 ")
+        'Harbours\n\nof Lund�'
+    """
+    text = _NO_CHARACTER.sub("�", text.replace("\r\n", "\n").replace("\r", "\n"))
+    return _BLANK_LINES.sub("\n\n", _AROUND_BREAK.sub("\n", _SPACES.sub(" ", text))).strip()
+
+
+def one_line(text: str) -> str:
+    """A title, in one line of bounded length."""
+    return " ".join(_NO_CHARACTER.sub("�", text).split())[:_LONGEST_TITLE]
+
+
+def read_pdf(file: BinaryIO) -> tuple[str, str | None]:
+    """The text of a PDF, page by page, as its fonts say it, and the title in its properties.
+
+    Nothing is recognized in pictures.
+
+    Raises:
+        UnreadableError: when pypdf is missing; for a file that is no PDF, encrypted, damaged, longer than is read, or
+            without text.
+    """
+    try:
+        from pypdf import PdfReader
+        from pypdf.errors import DependencyError, FileNotDecryptedError
+    except ModuleNotFoundError:
+        raise UnreadableError("is PDF, which needs pypdf: pip install 'mac-rag[files]'") from None
+    try:
+        reader = PdfReader(file, strict=False)
+        if reader.is_encrypted and not reader.decrypt(""):  # many have a password for changes only
+            raise FileNotDecryptedError("encrypted")
+        count = len(reader.pages)
+        if count > _MOST_PAGES:
+            raise UnreadableError(f"has {count:,} pages, and {_MOST_PAGES:,} are the most that are read; split it")
+        pages, size = [], 0
+        for page in reader.pages:
+            pages.append(page.extract_text())
+            size += len(pages[-1])
+            if size > DOCUMENT:
+                raise UnreadableError(f"has a text of more than {DOCUMENT:,} bytes, the most of one document; split it")
+        title = None if reader.metadata is None else reader.metadata.title
+    except (FileNotDecryptedError, DependencyError):  # DependencyError where a cipher is not installed
+        raise UnreadableError("is encrypted; save it without a password, as by qpdf --decrypt IN OUT") from None
+    except (UnreadableError, MemoryError):
+        raise
+    except Exception as error:  # of a malformed file, pypdf raises errors of many classes
+        raise UnreadableError(
+            f"is no PDF, or damaged ({type(error).__name__}: {error!s:.200}); save it again, or as text"
+        ) from None
+    text = "\n\n".join(pages)
+    if not text.strip():
+        raise UnreadableError("has no text, as a scan; let a program recognize it first, as ocrmypdf IN OUT does")
+    return text, title if isinstance(title, str) else None
+
+
+def read_docx(file: BinaryIO) -> tuple[str, str | None]:
+    """The text of a Word file, its paragraphs and tables in order, and the title in its properties.
+
+    Footnotes, headers, comments and deletions are left out. A DOCX is a zip of XML. A part is unpacked up to a bound,
+    whatever the zip says about its size. XML with a DTD, which alone can have entities, is refused.
+
+    Raises:
+        UnreadableError: for a file that is no DOCX, encrypted, damaged, larger than is read, or without text.
+    """
+    start = file.read(len(_OLE))
+    file.seek(0)
+    if start == _OLE:
+        raise UnreadableError("is encrypted, or in the format .doc; save it as .docx without a password")
+    try:
+        with ZipFile(file) as archive:
+            if len(archive.infolist()) > _MOST_PARTS:
+                raise UnreadableError(f"has more than {_MOST_PARTS:,} parts, which no Word file has")
+            places = _Places()
+            _parse(_part(archive, "_rels/.rels"), places)
+            text = _Text()
+            _parse(_part(archive, places.found.get(_OFFICE_DOCUMENT, "word/document.xml")), text)
+            title = _Title()
+            if _CORE in places.found:
+                _parse(_part(archive, places.found[_CORE]), title)
+    except KeyError as error:
+        raise UnreadableError(f"is no Word file: {error.args[0]}") from None
+    except (BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError, ValueError) as error:
+        if isinstance(error, UnreadableError):
+            raise
+        raise UnreadableError(f"is no Word file, or damaged: {error}; save it again, or as text") from None
+    found = "".join(text.pieces)
+    if not found.strip():
+        raise UnreadableError("has no text; pictures of texts have to be converted to text first")
+    return found, "".join(title.pieces)
+
+
+def _part(archive: ZipFile, name: str) -> bytes:
+    with archive.open(name) as part:
+        data = part.read(_LARGEST_PART + 1)
+    if len(data) > _LARGEST_PART:
+        raise UnreadableError(f"has a part {name!r} of more than {_LARGEST_PART:,} bytes; split it into files")
+    return data
+
+
+class _Handler:
+    """Takes the elements of a part; their names are `NAMESPACE NAME`."""
+
+    def start(self, name: str, attributes: dict[str, str]) -> None:
+        """Takes the start of an element."""
+
+    def end(self, name: str) -> None:
+        """Takes its end."""
+
+    def characters(self, data: str) -> None:
+        """Takes characters."""
+
+
+def _parse(data: bytes, handler: _Handler) -> None:
+    def refuse(*_: object) -> None:
+        raise UnreadableError("has XML with a DTD, which no Word file has")
+
+    parser = expat.ParserCreate(namespace_separator=" ")
+    parser.StartDoctypeDeclHandler = refuse
+    parser.buffer_text = True
+    parser.StartElementHandler = handler.start
+    parser.EndElementHandler = handler.end
+    parser.CharacterDataHandler = handler.characters
+    try:
+        parser.Parse(data, True)
+    except expat.ExpatError as error:
+        raise UnreadableError(f"is damaged: its XML is not well-formed ({error}); save it again, or as text") from None
+
+
+class _Places(_Handler):
+    """The parts that the file's relationships name, by the ends of their types."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def start(self, name: str, attributes: dict[str, str]) -> None:
+        kind, target = attributes.get("Type", ""), attributes.get("Target", "")
+        for end in (_OFFICE_DOCUMENT, _CORE):
+            if kind.endswith(end) and attributes.get("TargetMode") != "External":
+                self.found.setdefault(end, posixpath.normpath(target.lstrip("/")))
+
+
+class _Title(_Handler):
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self._inside = False
+
+    def start(self, name: str, attributes: dict[str, str]) -> None:
+        self._inside = name == _TITLE
+
+    def end(self, name: str) -> None:
+        self._inside = False
+
+    def characters(self, data: str) -> None:
+        if self._inside:
+            self.pieces.append(data)
+
+
+class _Text(_Handler):
+    """The texts of runs, with a line for each paragraph, and tabs between the cells of a row."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self._above: list[str] = []
+        self._skipped = 0  # how deep in what is left out
+        self._tables = 0
+
+    def start(self, name: str, attributes: dict[str, str]) -> None:
+        tag = _tag(name)
+        # What has been moved away, and what older programs show in place of something.
+        if self._skipped or tag in ("moveFrom", "Fallback"):
+            self._skipped += 1
+            return
+        self._tables += tag == "tbl"
+        if self._above and self._above[-1] == "r":  # a tab elsewhere is a tab stop
+            self.pieces += {"tab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}.get(tag, "")
+        self._above.append(tag)
+
+    def end(self, name: str) -> None:
+        if self._skipped:
+            self._skipped -= 1
+            return
+        tag = self._above.pop()
+        self._tables -= tag == "tbl"
+        if tag == "p":
+            self.pieces.append(" " if self._tables else "\n")
+        elif tag == "tc":
+            self.pieces.append("\t")
+        elif tag in ("tr", "tbl"):
+            self.pieces.append("\n")
+
+    def characters(self, data: str) -> None:
+        if not self._skipped and self._above and self._above[-1] == "t":
+            self.pieces.append(data)
+
+
+def _tag(name: str) -> str:
+    """The name of an element of Word, or of a choice among elements; an empty text for others."""
+    namespace, _, tag = name.rpartition(" ")
+    return tag if namespace in _WORD or (namespace == _COMPATIBILITY and tag == "Fallback") else ""
+
+
+def read_html(file: BinaryIO) -> tuple[str, str | None]:
+    """The text of a page, as a browser without scripts and styles would show it, a line for each block, and its title.
+
+    Raises:
+        UnreadableError: for a page that is too long, in an encoding that is not known, or without text.
+    """
+    data = file.read(DOCUMENT + 1)
+    if len(data) > DOCUMENT:
+        raise UnreadableError(f"has more than {DOCUMENT:,} bytes, the most of one document; split it into files")
+    parser = _TextParser()
+    parser.feed(_page(data))
+    parser.close()
+    text = "".join(parser.pieces)
+    if not text.strip():
+        raise UnreadableError("has no text; a page that a script fills has to be saved from a browser")
+    return text, "".join(parser.title)
+
+
+def _page(data: bytes) -> str:
+    encoding = next((name for mark, name in _BOMS if data.startswith(mark)), None)
+    if encoding is None:
+        named = _XML_ENCODING.search(data[:1024]) or _CHARSET.search(data[:4096])
+        encoding = named[1].decode() if named else "utf-8"
+        if not _ENCODINGS.fullmatch(encoding):
+            raise UnreadableError(f"is in the encoding {encoding!r}, which is not read; save it in UTF-8")
+        # As browsers do: pages that call themselves so are in Windows' encoding, and a page in UTF-16 has a mark.
+        encoding = {"iso-8859-1": "windows-1252", "latin1": "windows-1252"}.get(encoding.lower(), encoding)
+        encoding = "utf-8" if encoding.lower().startswith("utf-16") else encoding
+    try:
+        return data.decode(encoding)
+    except (UnicodeDecodeError, LookupError) as error:
+        place = f": see byte {error.start:,}" if isinstance(error, UnicodeDecodeError) else ""
+        raise UnreadableError(f"is not in the encoding {encoding}{place}; save it in UTF-8") from None
+
+
+class _TextParser(HTMLParser):
+    """Collects texts and line breaks. Nesting costs no stack."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.pieces: list[str] = []
+        self.title: list[str] = []
+        self._in_title = False
+        self._titled = False
+        self._hidden: str | None = None  # the element that is left out, and how deep it is nested in itself
+        self._depth = 0
+        self._preformatted = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if self._hidden is not None:
+            self._depth += tag == self._hidden
+        elif tag in _HIDDEN:
+            self._hidden, self._depth = tag, 1
+        elif tag == "title" and not self._titled:
+            self._in_title = True
+        else:
+            self._preformatted += tag == "pre"
+            self._break(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        # In HTML, the stroke of <script/> says nothing; in XHTML, which we cannot tell apart, it says that all is over.
+        if self._hidden is None and tag not in _HIDDEN and tag != "title":
+            self._break(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._hidden is not None:
+            self._depth -= tag == self._hidden
+            self._hidden = self._hidden if self._depth else None
+        elif tag == "title":
+            self._in_title, self._titled = False, True
+        else:
+            self._preformatted -= tag == "pre" and self._preformatted > 0
+            self._break(tag)
+
+    def handle_data(self, data: str) -> None:
+        if self._hidden is not None:
+            return
+        if self._in_title:
+            self.title.append(data)
+        elif self._preformatted:
+            self.pieces.append(data)
+        else:
+            self.pieces.append(re.sub(r"\s+", " ", data))
+
+    def _break(self, tag: str) -> None:
+        if tag in _CELLS:
+            self.pieces.append("\t")
+        elif tag in _SPACED:
+            self.pieces.append("\n\n")
+        elif tag in _BLOCKS:
+            self.pieces.append("\n")
