@@ -1,4 +1,4 @@
-"""Memory of each process of a training: one process, replicas, and parts (ZeRO, FSDP2).
+"""Memory of each process of a training: one process, replicas, and parts (FSDP2).
 
 python -m benchmarks.sharded_training --help
 """
@@ -16,7 +16,6 @@ _STEPS = 4  # a training measures its first three, and validates behind its last
 _WAYS = {
     "one process": (1, {}),
     "two, ddp": (2, {}),
-    "two, zero": (2, {"parallel": "zero"}),
     "two, fsdp": (2, {"parallel": "fsdp"}),
     "two, fsdp, gradient checkpointing": (2, {"parallel": "fsdp", "gradient_checkpointing": "true"}),
     "two, fsdp, offload": (2, {"parallel": "fsdp", "offload": "true"}),

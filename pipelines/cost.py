@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,15 +59,11 @@ class CostMeter:
             yield
         self._seconds = [*self._seconds[-99:], time.perf_counter() - began]
 
-    def gradients(self, gradient: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad) -> None:
-        """Looks at the gradients of a step; called before they are set to zero.
-
-        Args:
-            gradient: this process's gradient of a weight, or a tensor of its size.
-        """
+    def gradients(self) -> None:
+        """Looks at the gradients of a step; called before they are set to zero."""
         if self._left:
             for part, parameters in self._parts.items():
-                present = (g for p in parameters if (g := gradient(p)) is not None)
+                present = (p.grad for p in parameters if p.grad is not None)
                 self._gradients[part] = max(self._gradients[part], bytes_of(present))
 
     def measured(self, optimizer: torch.optim.Optimizer) -> str:

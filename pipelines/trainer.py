@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.nn  # imported later, as by DDP, its functions' defaults would hold the process group
@@ -41,7 +40,6 @@ from pipelines.recomputation import recompute_activations
 from pipelines.resumption import Progress, logged_until
 from pipelines.sharding import ShardedTask
 from pipelines.training_task import Task, TrainerConfig, mixed, shuffled
-from pipelines.zero import ZeroTask
 
 __all__ = ["Task", "Trainer", "TrainerConfig", "shuffled"]
 
@@ -79,19 +77,13 @@ class Trainer:
         if parallel == "fsdp":
             self._sharded = ShardedTask(task, self.accelerator, offload=config.offload)
             self.model: torch.nn.Module = task
-        elif parallel == "zero":
-            self.model = task.to(self.accelerator.device)
         else:
             self.model = self.accelerator.prepare(task.to(self.accelerator.device))
         # Behind the sharding, which replaces the parameters.
         groups = task.parameter_groups() if self._sharded is None else self._sharded.parameter_groups()
-        self.optimizer: Any = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             groups, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
-        self._zero: ZeroTask | None = None
-        if parallel == "zero":
-            self.optimizer = self._zero = ZeroTask(task, self.optimizer, self.accelerator, config)
-            self.model = self._zero.engine
         start = config.average_from
         self._weight_mean = None if start is None else WeightMean(task, config.steps, start)
         self.step = 0
@@ -163,8 +155,6 @@ class Trainer:
         # All processes together: one that ends the group while others still work can leave them hanging.
         self.accelerator.wait_for_everyone()
         self.model = self.task
-        if self._zero is not None:
-            self._zero.release()
         self.accelerator.free_memory()
         self.accelerator.end_training()
 
@@ -185,7 +175,7 @@ class Trainer:
             with self._synchronise(last=index == config.accumulate - 1):
                 with accelerator.autocast(), one_group() if config.parallel == "fsdp" else nullcontext():
                     scalars = self.model(batch)
-                self._backward(scalars["loss"] / config.accumulate, cost)
+                accelerator.backward(scalars["loss"] / config.accumulate)
             for name, value in scalars.items():
                 total[name] = total.get(name, 0) + value.detach() / config.accumulate
         norm = self._update(cost)
@@ -194,18 +184,8 @@ class Trainer:
             raise ConfigError(f"the loss became {mean['loss']} at step {self.step}; lower trainer.learning_rate")
         return {**mean, "rate": rate, "gradient_norm": norm}
 
-    def _backward(self, loss: Tensor, cost: CostMeter) -> None:
-        if self._zero is None:
-            self.accelerator.backward(loss)
-        else:
-            self._zero.backward(loss)
-            cost.gradients(self._zero.local_gradient)
-            self._zero.end_pass()
-
     def _update(self, cost: CostMeter) -> float:
         """Clips the gradients and updates the weights; returns the norm of the gradients before."""
-        if self._zero is not None:
-            return self._zero.gradient_norm()
         if self._sharded is None:
             norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip))
         else:
@@ -221,7 +201,7 @@ class Trainer:
 
         Where they are sharded, this is done in each pass: a process would have no room for all of them.
         """
-        if last or self._sharded is not None or self._zero is not None:
+        if last or self._sharded is not None:
             yield
         else:
             with self.accelerator.no_sync(self.model):
@@ -282,7 +262,7 @@ class Trainer:
         return Progress(self.step, self.best, self.task.passes, finished=False)
 
     def _checkpoint(self) -> None:
-        state = self._zero.optimizer_tensors() if self._zero else optimizer_tensors(self.optimizer, self.task)
+        state = optimizer_tensors(self.optimizer, self.task)
         self.checkpoints.write(self._state(self.step), state, self._progress())
 
     def _resume(self) -> bool:
@@ -307,8 +287,6 @@ class Trainer:
 
     def _load(self, state: dict[str, Tensor]) -> None:
         self.task.load_training_state(state if self._weight_mean is None else self._weight_mean.load(state))
-        if self._zero is not None:
-            self._zero.take_weights()
 
     def _keep_metrics(self) -> None:
         """Drops the log's lines beyond the current step; the steps to come write them again."""
@@ -323,7 +301,7 @@ def _accelerator(config: TrainerConfig, output: Path) -> Accelerator:
         if os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true":
             raise ConfigError(
                 f"Accelerate's configuration asks for {engine}, but a recipe says how processes share a model: take it "
-                "out of the configuration, and set trainer.parallel: fsdp or zero"
+                "out of the configuration, and set trainer.parallel: fsdp"
             )
     AcceleratorState._reset_state()  # the process may have trained in another precision before
     return Accelerator(
