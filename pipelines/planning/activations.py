@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mac_rag.model import MACModel
-from mac_rag.model.objective import LossWeights
 from mac_rag.nn.modulation import PrefixTuning
+from pipelines.objective import LossWeights
 from pipelines.planning.weights import AGGREGATION, AMORTIZATION, BASE_LM, INPUT, MODULATION
 
 QUESTION_TOKENS, ANSWER_TOKENS = 32, 8  # of a prompt without documents, and of an answer

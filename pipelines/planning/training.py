@@ -9,7 +9,7 @@ import torch
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.model import MACModel
-from mac_rag.model.objective import LossWeights
+from pipelines.objective import LossWeights
 from pipelines.planning.activations import QUESTION_TOKENS, Step, activations, inner_width, layer_bytes
 from pipelines.planning.memory import Memory
 from pipelines.planning.weights import AGGREGATION, AMORTIZATION, BASE_LM, INPUT, MODULATION, Weights, weights_by_part

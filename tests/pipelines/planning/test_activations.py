@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eval.harness.allocations import allocated_peak
 from mac_rag.config import MACConfig, ModulationConfig
 from mac_rag.model import MACModel
-from mac_rag.model.objective import Batch, LossWeights, mac_loss
+from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.planning.activations import ANSWER_TOKENS, QUESTION_TOKENS, Step, activations
 from pipelines.planning.empty_model import empty_model
 from pipelines.planning.training import optimised

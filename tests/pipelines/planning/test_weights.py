@@ -15,8 +15,8 @@ from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
-from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from pipelines.averaging import WeightMean
+from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.planning.answering import row_bytes
 from pipelines.planning.empty_model import empty_model
 from pipelines.planning.training import trained_numbers, training_memory
