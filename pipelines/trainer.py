@@ -35,7 +35,6 @@ from mac_rag.lm.batching import one_group
 from mac_rag.progress import progress_bar
 from pipelines.averaging import WeightMean
 from pipelines.checkpoints import Checkpoints, optimizer_tensors
-from pipelines.cost import CostMeter
 from pipelines.recomputation import recompute_activations
 from pipelines.resumption import Progress, logged_until
 from pipelines.sharding import ShardedTask
@@ -108,26 +107,19 @@ class Trainer:
         self.accelerator.init_trackers("tensorboard", config={})
         figures: dict[str, float] = {}
         seconds, timed = 0.0, 0
-        cost = CostMeter(self.task, self.accelerator, config.steps, self.step, config.batch_size * self.task.passes)
         with progress_bar(self._label, config.steps, done=self.step, disable=not main) as bar:
             while self.step < config.steps:
                 began = time.perf_counter()
-                with cost.step():
-                    scalars = self._optimiser_step(cost)
+                scalars = self._optimiser_step()
                 self.step += 1
                 seconds += time.perf_counter() - began
                 timed += 1
-                told = cost.measured(self.optimizer)
-                for line in told.splitlines():
-                    bar.write(line)
-                if told:
-                    self._log("cost", cost.report or {})
                 if self.step % config.log_every == 0 or self.step == config.steps:
                     scalars["seconds_per_step"] = seconds / timed
                     scalars |= self.task.speed(config.batch_size * self.task.passes * timed / seconds)
                     seconds, timed = 0.0, 0
                     self._log("train", scalars)
-                    bar.note(f"loss {scalars['loss']:.4f}  rate {scalars['rate']:.2e}  {cost.left(self.step)} left")
+                    bar.note(f"loss {scalars['loss']:.4f}  rate {scalars['rate']:.2e}")
                 bar.advance()
                 last = self.step == config.steps
                 if self._weight_mean is not None:
@@ -158,7 +150,7 @@ class Trainer:
         self.accelerator.free_memory()
         self.accelerator.end_training()
 
-    def _optimiser_step(self, cost: CostMeter) -> dict[str, float]:
+    def _optimiser_step(self) -> dict[str, float]:
         config, accelerator = self.config, self.accelerator
         rate = config.learning_rate * config.rate(self.step)
         for group in self.optimizer.param_groups:
@@ -178,19 +170,18 @@ class Trainer:
                 accelerator.backward(scalars["loss"] / config.accumulate)
             for name, value in scalars.items():
                 total[name] = total.get(name, 0) + value.detach() / config.accumulate
-        norm = self._update(cost)
+        norm = self._update()
         mean = self._mean({name: float(value) for name, value in total.items()})
         if not math.isfinite(mean["loss"]):
             raise ConfigError(f"the loss became {mean['loss']} at step {self.step}; lower trainer.learning_rate")
         return {**mean, "rate": rate, "gradient_norm": norm}
 
-    def _update(self, cost: CostMeter) -> float:
+    def _update(self) -> float:
         """Clips the gradients and updates the weights; returns the norm of the gradients before."""
         if self._sharded is None:
             norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip))
         else:
             norm = self._sharded.clip_gradients(self.config.clip)
-        cost.gradients()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
