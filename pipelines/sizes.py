@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
-from mac_rag.config import AttentionConfig, EncoderConfig, MACConfig
+from mac_rag.config import AttentionConfig, EncoderConfig, MACConfig, PromptFormat
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.devices import DTYPES
@@ -36,7 +36,6 @@ from mac_rag.lm.loading import empty_backbone, loaded
 from mac_rag.model import MACModel
 from mac_rag.model.factory import make_encoder
 from mac_rag.nn.amortization import EncoderDecoder, EncoderPooling
-from mac_rag.prompt_format import PromptFormat
 from mac_rag.untrusted_files import read_json
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.training_task import TrainerConfig
