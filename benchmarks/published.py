@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from mac_rag.model import MACModel
-from mac_rag.model.objective import Batch
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import Modulation
+from pipelines.objective import Batch
 
 PADDED = 1024
 

@@ -15,7 +15,7 @@ from eval.harness.streams import DataOption
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
-    from mac_rag.distributed.ray_shards import RayShards
+    from mac_rag.distributed.transport import RayShards
 
 
 def main(
@@ -130,8 +130,7 @@ def counting_shards(settings: Any) -> RayShards:
     """Shards in Ray actors that count what crosses between processes."""
     from collections.abc import Mapping
 
-    from mac_rag.distributed.ray_shards import RayShards
-    from mac_rag.distributed.transport import Request
+    from mac_rag.distributed.transport import RayShards, Request
 
     class CountingShards(RayShards):
         trips = 0

@@ -37,7 +37,7 @@ def main(
     from benchmarks.measure import medians, write_json
     from mac_rag.data.newswire.generate import generate
     from mac_rag.model import MACModel
-    from mac_rag.model.objective import Batch, LossWeights, mac_loss
+    from pipelines.objective import Batch, LossWeights, mac_loss
 
     mac = MACModel.from_pretrained(model, device=device)
     stream = generate("test", 3 * max(documents, bank))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from eval.harness.results import Row
     from mac_rag.data.types import QADataset
     from mac_rag.model import MACModel
-    from mac_rag.model.objective import Batch
+    from pipelines.objective import Batch
 
 SHARES = (0.0, 0.25, 0.5, 0.75)
 MINIMUM = "min"  # the paper's name of the ratio at which only one document has gradients
@@ -130,7 +130,7 @@ def first_batch(model: MACModel, stream: QADataset, count: int) -> Batch:
         ConfigError: if the stream has too few documents with questions.
     """
     from mac_rag.errors import ConfigError
-    from mac_rag.model.objective import Batch
+    from pipelines.objective import Batch
 
     first_question = {question.document_id: question for question in reversed(stream.questions)}
     documents = [document for document in stream.documents if document.id in first_question][:count]
@@ -163,7 +163,7 @@ def step_memory(model: MACModel, batch: Batch, dropout: float, seed: int) -> tup
     from torch.autograd.graph import saved_tensors_hooks
 
     from eval.harness.allocations import allocated_peak
-    from mac_rag.model.objective import LossWeights, mac_loss
+    from pipelines.objective import LossWeights, mac_loss
 
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, int] = {}

@@ -114,12 +114,13 @@ def show_rehearsal(planned: Sequence[Step], scale: Scale, data: Path | None, out
             say(f"    data that you bring: {each.step.missing}")
         if each.fault:
             say(f"    cannot run: {each.fault}", err=True)
-    largest = max((use.bytes for each in rehearsed for use in each.uses), default=0)
+    sizes = [use.bytes for each in rehearsed for use in each.uses]
+    largest = f"; the largest use takes about {max(sizes) / (1 << 30):.0f} GiB of one GPU" if sizes else ""
     faults = sum(bool(each.fault) for each in rehearsed)
     waiting = sum(bool(each.step.missing) for each in rehearsed)
     say(
-        f"{len(rehearsed)} steps: {waiting} wait for data, {faults} cannot run; {len(models)} models to train first; "
-        f"the largest use takes about {largest / (1 << 30):.0f} GiB of one GPU"
+        f"{len(rehearsed)} steps: {waiting} wait for data, {faults} cannot run; {len(models)} models to train first"
+        f"{largest}"
     )
     if faults:
         raise typer.Exit(1)

@@ -291,8 +291,7 @@ class AttentionConfig(Config):
     Attributes:
         strategy: `streaming` is exact over the whole bank, at constant working memory. `preselect` is exact over the
             documents with the highest prior, so that a question's cost hardly grows with the bank. `hierarchical` is
-            algorithm 3 of the paper. `sharded` is streaming where every process of a torch.distributed group holds a
-            bank of its own, and all processes ask the same questions at the same time.
+            algorithm 3 of the paper.
         preselected: N, rows preselected for each question.
         exact_rows: banks of at most so many rows are searched by an exact product, larger ones by FAISS.
         subgroup: M, modulations that algorithm 3 aggregates into one.
@@ -301,7 +300,7 @@ class AttentionConfig(Config):
         cache_dtype: dtype of the keys and values in memory.
     """
 
-    strategy: Literal["streaming", "preselect", "hierarchical", "sharded"] = "streaming"
+    strategy: Literal["streaming", "preselect", "hierarchical"] = "streaming"
     preselected: int = Field(64, ge=1)
     exact_rows: int = Field(200_000, ge=1)
     subgroup: int = Field(16, ge=2)

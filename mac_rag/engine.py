@@ -278,8 +278,7 @@ class MACEngine(BankQuestions):
             CancelledError: when `cancelled` said so before the call's turn came.
             BankError: with `use_memory`, for an empty bank, or if none of its documents is allowed or counts by then.
             ConfigError: for sources, with an `attention` that does not tell single documents apart; for a
-                `min_confidence` outside [0, 1], with strategy "sharded", or if no calibration was fitted for the model
-                and this kind of answer.
+                `min_confidence` outside [0, 1], or if no calibration was fitted for the model and this kind of answer.
             DataError: for an `as_of` that is no date.
             DocumentError: for an empty question, or a prompt beyond the window.
             FingerprintError: when another model wrote the bank.

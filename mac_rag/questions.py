@@ -226,7 +226,6 @@ class BankQuestions:
 
         Raises:
             BankError: with `use_memory`, for an empty bank, or none of its documents allowed.
-            ConfigError: for the strategy sharded.
         """
         with self._queue.turn():
             self._begin()

@@ -1,8 +1,9 @@
-"""The memory that a training and its model will take, before any weights are loaded: `python -m pipelines.plan`."""
+"""The size of a model and the bytes and FLOPs of its training and of answering: `python -m pipelines.plan`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,22 +11,19 @@ from mac_rag.cli.run import run_command
 from mac_rag.cli.terminal import say
 from pipelines.recipe import SetOption
 
+if TYPE_CHECKING:
+    from pipelines.sizes import Part
+    from pipelines.tasks.train_config import TrainConfig
+
+GENERAL = "small-lm/train"  # settings of a training for a preset that has no recipe of its own
+
 
 def main(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A preset, such as smollm2-360m; a recipe or a stage, such as mac-tiny/train-joint; or a MAC model, "
-            "such as mac-small or a folder.",
+            help="A preset, such as smollm2-360m, or a recipe of pipelines.train with a model.",
             show_default="the names of the presets",
-        ),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory of a GPU in GiB, or its name, such as rtx-4090 or a100-80gb. The plan then says what fits, "
-            "and what would help.",
-            show_default="none",
         ),
     ] = None,
     documents: Annotated[int, typer.Option(min=1, help="Documents in the bank, each of one chunk.")] = 10_000,
@@ -33,47 +31,126 @@ def main(
     context: Annotated[
         int, typer.Option(min=1, help="Tokens of documents, question and answer in front of the LM.")
     ] = 2048,
-    document_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of a document in training.", show_default="as many as the model reads"),
-    ] = None,
     table: Annotated[
         bool, typer.Option("--table", help="Print the table of all presets in docs/guides/presets.md, and no plan.")
     ] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, with bytes.")] = False,
     set_: SetOption = None,
 ) -> None:
-    """Print the size of a model and the memory of its training and of answering, part by part.
+    """Print bytes and FLOPs of a training step, of adapting to a document, and of a question, part by part.
 
-    Weights, gradients and the optimiser are counted; what a training step keeps for its backward pass is an estimate
-    (see docs/guides/presets.md). No weights are loaded.
+    Weights, gradients and the optimizer are counted; activations and FLOPs are estimates (see docs/guides/presets.md).
+    No weights are loaded.
     """
-    import json
-
     from mac_rag.errors import ConfigError
     from mac_rag.model.presets import PRESETS
-    from pipelines.planning.advice import advice
-    from pipelines.planning.answering import Asking
-    from pipelines.planning.memory import gpu_bytes
-    from pipelines.planning.report import make_plan, preset_table, text_lines
-    from pipelines.planning.subject import subject
+    from pipelines.sizes import document_bytes, empty_model, sizes_of
 
     if table:
         for line in preset_table():
             say(line)
         return
     if name is None:
-        raise ConfigError(f"give a recipe, a MAC model or a preset; the presets are {', '.join(PRESETS)}")
-    size = None if gpu is None else gpu_bytes(gpu)
-    of = subject(name, set_ or ())
-    plan = make_plan(of, Asking(documents, questions, context), document_tokens)
-    crowded = size is not None and not plan.training.fits(size)
-    help_ = advice(of, size or 0, document_tokens) if crowded else []
-    if json_:
-        say(json.dumps(plan.as_json(size, help_), indent=1), lines=True)
-        return
-    for line in text_lines(plan, size, help_):
+        raise ConfigError(f"give a preset or a recipe; the presets are {', '.join(PRESETS)}")
+    recipe = recipe_of(name, set_ or ())
+    parts = sizes_of(recipe, documents, questions, context)
+    assert recipe.model is not None  # else there are no sizes
+    model, trainer = empty_model(recipe.model), recipe.trainer
+    say(f"{name}: {trainer.batch_size} documents in a pass, {trainer.accumulate} passes in a step, {trainer.precision}")
+    stored = [f"{document_bytes(model, rows):,} bytes in {rows}" for rows in ("bf16", "int8")]
+    say(f"{documents:,} documents in the bank, each {' or '.join(stored)}; {context:,} tokens of context")
+    say("")
+    for line in plan_lines(parts):
         say(line)
+
+
+def recipe_of(name: str, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The recipe by which a preset, or a recipe itself, is trained.
+
+    Args:
+        name: a preset, or a recipe as `pipelines.train` takes it.
+        overrides: `name=value` each, as `--set` takes them.
+
+    Raises:
+        ConfigError: as `load_recipe`; for a stage of another task.
+    """
+    from mac_rag.errors import ConfigError
+    from mac_rag.model.presets import PRESETS
+    from pipelines.recipe import load_recipe, read_recipe, recipe_names
+    from pipelines.tasks.train_config import TrainConfig
+
+    if name in PRESETS:
+        if f"{name}/train" in recipe_names():
+            return load_recipe(TrainConfig, f"{name}/train", list(overrides))
+        return load_recipe(TrainConfig, GENERAL, [f"preset={name}", *overrides])
+    recipe = read_recipe(name, list(overrides))
+    if recipe.task not in (None, "train"):
+        raise ConfigError(f"{name}: the task {recipe.task} has no plan; name a recipe of pipelines.train, or a preset")
+    return TrainConfig.parse(recipe.values, recipe.where)
+
+
+def plan_lines(parts: dict[str, Part]) -> Iterator[str]:
+    """The parts of a model as two tables for people: of its training, and of adapting and answering."""
+    kinds = ("weights", "gradients", "optimizer", "activations")
+    rows = [["training", "weights, M", "trained, M", *(f"{kind}, GiB" for kind in kinds), "GiB", "GFLOP a step"]]
+    for name, some in _rows(parts):
+        of_kinds = [sum(part.training[kind] for part in some) for kind in kinds]
+        counts = [sum(part.weights for part in some), sum(part.trained for part in some)]
+        numbers = [*(f"{count / 1e6:,.1f}" for count in counts), *map(_gib, of_kinds), _gib(sum(of_kinds))]
+        rows.append([name, *numbers, _giga(some, "step")])
+    yield from _aligned(rows)
+    yield ""
+    rows = [["answering", "GiB", "GFLOP a document", "GFLOP a question"]]
+    for name, some in _rows(parts):
+        size = sum(sum(part.answering.values()) for part in some)
+        rows.append([name, _gib(size), _giga(some, "document"), _giga(some, "question")])
+    yield from _aligned(rows)
+
+
+def preset_table() -> Iterator[str]:
+    """The plans of all presets as a table in Markdown; see `docs/guides/presets.md`."""
+    from mac_rag.model.presets import PRESETS
+    from pipelines.sizes import BASE_LM, document_bytes, empty_model, sizes_of
+
+    yield (
+        "| preset | LM, M | trained, M | T | KB a document | training | GiB | TFLOP a step | answering, GiB | "
+        "GFLOP a question |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for name, config in PRESETS.items():
+        recipe, model = recipe_of(name), empty_model(config)
+        parts, trainer = sizes_of(recipe), recipe.trainer
+        every = list(parts.values())
+        cells = [
+            f"`{name}`",
+            f"{parts[BASE_LM].weights / 1e6:,.1f}" + (", 4 bit" if config.base_lm.quantization == "nf4" else ""),
+            f"{sum(part.trained for part in every) / 1e6:,.1f}",
+            str(config.tokens),
+            " / ".join(f"{document_bytes(model, rows) / 1000:.0f}" for rows in ("bf16", "int8")),
+            f"{trainer.batch_size} × {trainer.accumulate}, {trainer.precision}",
+            _gib(sum(sum(part.training.values()) for part in every)),
+            f"{sum(part.flops['step'] for part in every) / 1e12:,.1f}",
+            _gib(sum(sum(part.answering.values()) for part in every)),
+            _giga(every, "question"),
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _rows(parts: dict[str, Part]) -> list[tuple[str, list[Part]]]:
+    return [*((name, [part]) for name, part in parts.items()), ("in all", list(parts.values()))]
+
+
+def _giga(parts: list[Part], use: str) -> str:
+    return f"{sum(part.flops[use] for part in parts) / 1e9:,.1f}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.{1 if size >= 10 << 30 else 2}f}"
+
+
+def _aligned(rows: list[list[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        yield "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.nn  # imported later, as by DDP, its functions' defaults would hold the process group
@@ -36,12 +35,10 @@ from mac_rag.lm.batching import one_group
 from mac_rag.progress import progress_bar
 from pipelines.averaging import WeightMean
 from pipelines.checkpoints import Checkpoints, optimizer_tensors
-from pipelines.cost import CostMeter
 from pipelines.recomputation import recompute_activations
 from pipelines.resumption import Progress, logged_until
 from pipelines.sharding import ShardedTask
 from pipelines.training_task import Task, TrainerConfig, mixed, shuffled
-from pipelines.zero import ZeroTask
 
 __all__ = ["Task", "Trainer", "TrainerConfig", "shuffled"]
 
@@ -79,19 +76,13 @@ class Trainer:
         if parallel == "fsdp":
             self._sharded = ShardedTask(task, self.accelerator, offload=config.offload)
             self.model: torch.nn.Module = task
-        elif parallel == "zero":
-            self.model = task.to(self.accelerator.device)
         else:
             self.model = self.accelerator.prepare(task.to(self.accelerator.device))
         # Behind the sharding, which replaces the parameters.
         groups = task.parameter_groups() if self._sharded is None else self._sharded.parameter_groups()
-        self.optimizer: Any = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             groups, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
-        self._zero: ZeroTask | None = None
-        if parallel == "zero":
-            self.optimizer = self._zero = ZeroTask(task, self.optimizer, self.accelerator, config)
-            self.model = self._zero.engine
         start = config.average_from
         self._weight_mean = None if start is None else WeightMean(task, config.steps, start)
         self.step = 0
@@ -116,26 +107,19 @@ class Trainer:
         self.accelerator.init_trackers("tensorboard", config={})
         figures: dict[str, float] = {}
         seconds, timed = 0.0, 0
-        cost = CostMeter(self.task, self.accelerator, config.steps, self.step, config.batch_size * self.task.passes)
         with progress_bar(self._label, config.steps, done=self.step, disable=not main) as bar:
             while self.step < config.steps:
                 began = time.perf_counter()
-                with cost.step():
-                    scalars = self._optimiser_step(cost)
+                scalars = self._optimiser_step()
                 self.step += 1
                 seconds += time.perf_counter() - began
                 timed += 1
-                told = cost.measured(self.optimizer)
-                for line in told.splitlines():
-                    bar.write(line)
-                if told:
-                    self._log("cost", cost.report or {})
                 if self.step % config.log_every == 0 or self.step == config.steps:
                     scalars["seconds_per_step"] = seconds / timed
                     scalars |= self.task.speed(config.batch_size * self.task.passes * timed / seconds)
                     seconds, timed = 0.0, 0
                     self._log("train", scalars)
-                    bar.note(f"loss {scalars['loss']:.4f}  rate {scalars['rate']:.2e}  {cost.left(self.step)} left")
+                    bar.note(f"loss {scalars['loss']:.4f}  rate {scalars['rate']:.2e}")
                 bar.advance()
                 last = self.step == config.steps
                 if self._weight_mean is not None:
@@ -163,12 +147,10 @@ class Trainer:
         # All processes together: one that ends the group while others still work can leave them hanging.
         self.accelerator.wait_for_everyone()
         self.model = self.task
-        if self._zero is not None:
-            self._zero.release()
         self.accelerator.free_memory()
         self.accelerator.end_training()
 
-    def _optimiser_step(self, cost: CostMeter) -> dict[str, float]:
+    def _optimiser_step(self) -> dict[str, float]:
         config, accelerator = self.config, self.accelerator
         rate = config.learning_rate * config.rate(self.step)
         for group in self.optimizer.param_groups:
@@ -185,32 +167,21 @@ class Trainer:
             with self._synchronise(last=index == config.accumulate - 1):
                 with accelerator.autocast(), one_group() if config.parallel == "fsdp" else nullcontext():
                     scalars = self.model(batch)
-                self._backward(scalars["loss"] / config.accumulate, cost)
+                accelerator.backward(scalars["loss"] / config.accumulate)
             for name, value in scalars.items():
                 total[name] = total.get(name, 0) + value.detach() / config.accumulate
-        norm = self._update(cost)
+        norm = self._update()
         mean = self._mean({name: float(value) for name, value in total.items()})
         if not math.isfinite(mean["loss"]):
             raise ConfigError(f"the loss became {mean['loss']} at step {self.step}; lower trainer.learning_rate")
         return {**mean, "rate": rate, "gradient_norm": norm}
 
-    def _backward(self, loss: Tensor, cost: CostMeter) -> None:
-        if self._zero is None:
-            self.accelerator.backward(loss)
-        else:
-            self._zero.backward(loss)
-            cost.gradients(self._zero.local_gradient)
-            self._zero.end_pass()
-
-    def _update(self, cost: CostMeter) -> float:
+    def _update(self) -> float:
         """Clips the gradients and updates the weights; returns the norm of the gradients before."""
-        if self._zero is not None:
-            return self._zero.gradient_norm()
         if self._sharded is None:
             norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip))
         else:
             norm = self._sharded.clip_gradients(self.config.clip)
-        cost.gradients()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -221,7 +192,7 @@ class Trainer:
 
         Where they are sharded, this is done in each pass: a process would have no room for all of them.
         """
-        if last or self._sharded is not None or self._zero is not None:
+        if last or self._sharded is not None:
             yield
         else:
             with self.accelerator.no_sync(self.model):
@@ -282,7 +253,7 @@ class Trainer:
         return Progress(self.step, self.best, self.task.passes, finished=False)
 
     def _checkpoint(self) -> None:
-        state = self._zero.optimizer_tensors() if self._zero else optimizer_tensors(self.optimizer, self.task)
+        state = optimizer_tensors(self.optimizer, self.task)
         self.checkpoints.write(self._state(self.step), state, self._progress())
 
     def _resume(self) -> bool:
@@ -307,8 +278,6 @@ class Trainer:
 
     def _load(self, state: dict[str, Tensor]) -> None:
         self.task.load_training_state(state if self._weight_mean is None else self._weight_mean.load(state))
-        if self._zero is not None:
-            self._zero.take_weights()
 
     def _keep_metrics(self) -> None:
         """Drops the log's lines beyond the current step; the steps to come write them again."""
@@ -323,7 +292,7 @@ def _accelerator(config: TrainerConfig, output: Path) -> Accelerator:
         if os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true":
             raise ConfigError(
                 f"Accelerate's configuration asks for {engine}, but a recipe says how processes share a model: take it "
-                "out of the configuration, and set trainer.parallel: fsdp or zero"
+                "out of the configuration, and set trainer.parallel: fsdp"
             )
     AcceleratorState._reset_state()  # the process may have trained in another precision before
     return Accelerator(

@@ -36,9 +36,8 @@ class TrainerConfig(Config):
         best: name of the validation figure that chooses the best checkpoint.
         best_mode: `max` if a higher figure is better, `min` if a lower one is.
         cpu: True to train on the CPU even if there is a GPU.
-        parallel: how several processes share the work: each has the whole model (`ddp`), whole parameters and a part of
-            gradients and optimiser state (`zero`), or a part of all three (`fsdp`). One process trains as it does
-            with `ddp`.
+        parallel: how several processes share the work: each has the whole model (`ddp`), or a part of its parameters,
+            gradients and optimiser state (`fsdp`). One process trains as it does with `ddp`.
         offload: with `fsdp`, keep the parts in the CPU's memory.
         gradient_checkpointing: keep only the inputs of a transformer's layers, and compute the rest again in the
             backward pass: less memory, and about a third more time.
@@ -63,7 +62,7 @@ class TrainerConfig(Config):
     best: str = "em"
     best_mode: Literal["max", "min"] = "max"
     cpu: bool = False
-    parallel: Literal["ddp", "zero", "fsdp"] = "ddp"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
     offload: bool = False
     gradient_checkpointing: bool = False
 

@@ -20,10 +20,10 @@ from mac_rag.memory.views.codebook import quantize
 from mac_rag.memory.views.overview import layout_for
 from mac_rag.memory.views.reader import reader_of
 from mac_rag.model import MACModel
-from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.qa_data import DataConfig
+from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.tasks.fit_recency import (
     FitRecencyConfig,
     fit_recency,

@@ -15,12 +15,10 @@ from torch import Tensor
 from mac_rag.data.types import Document
 from mac_rag.distributed.directory import ShardDirectory
 from mac_rag.distributed.messages import ShardChange, ShardContents, to_array
-from mac_rag.distributed.ray_shards import ActorOptions, RayShards
 from mac_rag.distributed.shard_files import SHARDS
 from mac_rag.distributed.sharded_contents import ShardedContents
 from mac_rag.distributed.snapshot import ShardedSnapshot
-from mac_rag.distributed.transport import Request, ShardSettings, StartShards
-from mac_rag.distributed.watched_shards import WatchedShards
+from mac_rag.distributed.transport import ActorOptions, RayShards, Request, ShardSettings, StartShards, WatchedShards
 from mac_rag.errors import BankError, ShardLostError
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.new_entries import described_members

@@ -11,8 +11,7 @@ from torch import Tensor
 from mac_rag.distributed.directory import ShardDirectory, ShardedEntry
 from mac_rag.distributed.messages import Version
 from mac_rag.distributed.shard_files import check_fingerprint, shard_of
-from mac_rag.distributed.transport import Request
-from mac_rag.distributed.watched_shards import WatchedShards
+from mac_rag.distributed.transport import Request, WatchedShards
 from mac_rag.errors import BankError
 from mac_rag.memory.contents import rows_allowed
 from mac_rag.memory.known_documents import KnownDocuments, Timeline

@@ -1,4 +1,4 @@
-"""The whole MAC model: its networks around a frozen LM, its checkpoints, its training loss."""
+"""The whole MAC model: its networks around a frozen LM, and its checkpoints."""
 
 from mac_rag.model.mac import BATCH_TOKENS, MACModel
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from mac_rag.nn.hops import Hops
 from mac_rag.nn.memory_slots import FirstRows, Look, MemorySlots, RankedSlots
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.product_quantizer import ProductQuantizer
-from mac_rag.nn.recency import Candidates, RankedFirst, RecencyTerm
+from mac_rag.nn.recency import RankedFirst, RecencyTerm
 from mac_rag.nn.row_bounds import longest_keys
 
 # Number of a block, whether the attention mass is wanted, and the block's queries `[B, H, S, d]` -> what they attend to
@@ -28,16 +28,6 @@ Attend: TypeAlias = Callable[[int, bool, Tensor], tuple[Tensor, Tensor | None]]
 # The prior's queries of one slot `[B, d_prior]`, and what the slots before it rank first, which it does not see -> how
 # it attends, and what it ranks first.
 Hop: TypeAlias = Callable[[Tensor, Sequence[FirstRows]], tuple[Attend, FirstRows]]
-
-
-class OtherParts(Protocol):
-    """The other parts of a bank of which one is here: what the document prior ranks first is known of all together."""
-
-    def all_candidates(self, own: Candidates) -> Candidates:
-        """The recency term's candidates of all parts."""
-
-    def all_first_rows(self, own: FirstRows) -> FirstRows:
-        """The first rows of all parts."""
 
 
 class AggregationNetwork(nn.Module):
@@ -206,7 +196,6 @@ class AggregationNetwork(nn.Module):
         scores: Tensor | None = None,
         asked: Tensor | None = None,
         attention: BankAttention = streaming_attention,
-        parts: OtherParts | None = None,
         look: Look | None = None,
         mass: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
@@ -220,7 +209,6 @@ class AggregationNetwork(nn.Module):
                 and has the recency term, if the bank knows its dates.
             asked: `[B]`, see `RecencyTerm.penalties`.
             attention: the strategy.
-            parts: the other parts, where `bank` is one of several.
             look: looks at slots alone, if the network has a `reading_cutoff`.
             mass: True computes the attention mass, too.
 
@@ -240,35 +228,23 @@ class AggregationNetwork(nn.Module):
                 attended_bank = AttendedBank(
                     self, bank, queries, mask=mask, asked=asked, without=before, dtype=question.tokens.dtype
                 )
-                first = self._known_of_all(attended_bank, parts)
-                assert first is not None  # there are slots
-                return self._attending(attended_bank, attention, parts), first
+                assert attended_bank.first is not None  # there are slots
+                return self._attending(attended_bank, attention), attended_bank.first
 
             return self.follow(question, hop, mass=mass)
         queries = None if scores is not None else self.prior_queries(question)
         attended_bank = AttendedBank(
             self, bank, queries, mask=mask, scores=scores, asked=asked, dtype=question.tokens.dtype
         )
-        self._known_of_all(attended_bank, parts)
-        attend = self._attending(attended_bank, attention, parts)
+        attend = self._attending(attended_bank, attention)
         return self.aggregate(question, attend, first=attended_bank.first, look=look, mass=mass)
 
     @staticmethod
-    def _known_of_all(attended_bank: AttendedBank, parts: OtherParts | None) -> FirstRows | None:
-        """Has one of several parts know what the prior ranks first in all of them, and returns that."""
-        if parts is not None and (own := attended_bank.candidates) is not None:
-            attended_bank.among = parts.all_candidates(own)
-        if parts is not None and (first := attended_bank.first) is not None:
-            attended_bank.first_of_all = parts.all_first_rows(first)
-        return attended_bank.first
-
-    @staticmethod
-    def _attending(attended_bank: AttendedBank, attention: BankAttention, parts: OtherParts | None) -> Attend:
-        """How a network attends to a bank, or to one of several parts."""
+    def _attending(attended_bank: AttendedBank, attention: BankAttention) -> Attend:
+        """How a network attends to a bank."""
 
         def attend(number: int, mass: bool, query: Tensor) -> tuple[Tensor, Tensor | None]:
-            # The parts' masses stand side by side, so each has all of its rows.
-            chunks, rows, floor = attended_bank.chunks(number, query, all_rows=mass and parts is not None)
+            chunks, rows, floor = attended_bank.chunks(number, query)
             attended, shares = attention(query, chunks, floor=floor, mass=mass)
             return attended, None if shares is None else attended_bank.of_all_rows(number, shares, rows, floor)
 
@@ -330,7 +306,7 @@ class AggregationNetwork(nn.Module):
         """
         alike = question.tokens.new_zeros(len(question), bank.documents)
         attended_bank = AttendedBank(self, bank, None, scores=alike, dtype=question.tokens.dtype)
-        attend = self._attending(attended_bank, streaming_attention, None)
+        attend = self._attending(attended_bank, streaming_attention)
         tokens, _ = self._through_blocks(question.tokens, attend, mass=False)
         return tokens if self.slots is None else self.slots.marked_at(slot, tokens, tokens.new_zeros(len(tokens)))
 

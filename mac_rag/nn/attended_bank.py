@@ -102,7 +102,7 @@ class AttendedBank:
         return (query @ best.keys[:, :, 0].mT).amax(-1) + best.bias
 
     def chunks(
-        self, number: int, query: Tensor, *, floor: Tensor | None = None, all_rows: bool = False
+        self, number: int, query: Tensor, *, floor: Tensor | None = None
     ) -> tuple[Iterator[Chunk], Tensor | None, Tensor | None]:
         """What the queries `[B, H, S, d]` of a block attend to.
 
@@ -111,14 +111,11 @@ class AttendedBank:
             query: its queries.
             floor: a lower bound `[B, H, S]` of their largest logits, where more rows than these are known; None for
                 that of these rows.
-            all_rows: True for all rows, also those that cannot matter; no bound is needed then.
 
         Returns:
             The chunks; the numbers of their rows, ascending, or None for all of the bank; and the bound.
         """
         block = self.blocks[number]
-        if all_rows:
-            return self._all(number, block, query, None), None, None
         if floor is None:
             floor = self.floor(number, query)
         if floor is None or not is_bounded(self.bank):

@@ -52,15 +52,6 @@ class Candidates(NamedTuple):
         index = scores.sort(dim=1, descending=True, stable=True).indices[:, :CANDIDATES]
         return cls(scores.gather(1, index), _gathered(keys, index), dates.gather(1, index))
 
-    def padded(self) -> Candidates:
-        """With `CANDIDATES` documents for each question; those that are not there may not be seen."""
-        missing = CANDIDATES - self.scores.shape[1]
-        return Candidates(
-            functional.pad(self.scores, (0, missing), value=-torch.inf),
-            functional.pad(self.keys, (0, 0, 0, missing)),
-            functional.pad(self.dates, (0, missing)),
-        )
-
 
 class RecencyTerm(nn.Module):
     """The term, with the numbers in it that are learned. It has no other weights, and banks know nothing of it."""

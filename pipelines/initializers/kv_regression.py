@@ -8,11 +8,18 @@ to find it.
 Where the prefix has an attention sink, the LM reads the text behind the sink, and keys are predicted before rotation.
 
 A memory that the LM reads as a part of its prompt yields the LM's states instead, where it enters.
+
+Slots of phi* get first marks: the less probable the document prior holds a slot's document, the less it is heard.
+Without marks the LM reads the tokens of all slots alike, and documents that do not answer drown the one that does. A
+mark can turn keys away from what the LM asks for. It is fitted by gradient descent: after all slots the LM is to
+predict the answers as it does after the first one alone. What a slot says is still there, and training can make it
+louder where that helps.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,18 +36,22 @@ from mac_rag.model import MACModel
 from mac_rag.nn.amortization import EncoderPooling
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.document_prior import DocumentPrior
+from mac_rag.nn.memory_slots import RankedSlots
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.modulation import ModulationNetwork, PrefixModulation, PrefixTuning
 from mac_rag.nn.prompt_tuning import PromptTuning
-from pipelines.initializers.progress import init_progress
-from pipelines.initializers.ridge import Ridge
-from pipelines.initializers.slot_marks import fit_slot_marks
+from mac_rag.progress import ProgressBar, progress_bar
 
 _READ = 256  # texts to which the maps are fitted
 _FLOOR = 0.3  # share of the mean variance that is added to all variances before whitening
 _SCALES = (5.0, 10.0, 15.0, 20.0, 30.0, 40.0)  # candidates for the document prior's scale
 _WORD_REACH = 0.2  # standard deviation of a memory token's attention, in stretches, where it is one word's state
 _BATCH = 4096  # tokens that an encoder reads at once
+_RIDGE = 1e-4  # ridge penalty, as a share of the inputs' mean square
+# Of the fit of slots' marks: questions, questions at a time, passes over them, and the optimizer's rate.
+_MARK_QUESTIONS, _MARK_BATCH, _MARK_PASSES, _MARK_RATE = 128, 32, 20, 3e-3
+_ENOUGH = 0.1  # share of the divergence without marks at which the slots are quiet enough
+_UNANSWERED = 40  # characters of its document that are predicted after a question without an answer
 
 
 class _Start(NamedTuple):
@@ -90,7 +101,7 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     questions_of = data.questions_by_document()
     documents = [document for document in data.documents if questions_of[document.id]]
     rows = []
-    with init_progress("tokenize", len(documents)) as bar:
+    with _progress_bar("tokenize", len(documents)) as bar:
         for document in documents:
             rows.append(model.amortization.ids(document.text))
             bar.advance()
@@ -99,7 +110,7 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     some = range(0, len(rows), -(-len(rows) // _READ))
     rows_read = [rows[i] for i in some]
     questions = [model.input_encoder.ids(questions_of[documents[i].id][0].question) for i in some]
-    with init_progress("read documents", len(rows_read)) as bar:
+    with _progress_bar("read documents", len(rows_read)) as bar:
         states = [_states(network, row, bar.advance) for row in rows_read]
     if isinstance(prefix, PromptTuning):
         _take_words_as_they_are(network)
@@ -118,7 +129,7 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
         assert isinstance(prefix, PrefixTuning)
         _fit_prefix(model, prefix, phi.tokens, rows_read, states)
     if model.aggregation.prior is not None:
-        with init_progress("read questions", len(questions)) as bar:
+        with _progress_bar("read questions", len(questions)) as bar:
             encoded = model.input_encoder.encode(questions, _BATCH, bar.advance)
         _fit_prior(model.aggregation.prior, encoded, phi)
     along = places.T @ torch.linalg.pinv(places.T)  # the projection onto the marks
@@ -250,7 +261,7 @@ def _fit_prefix(
     if sink is not None:
         longest = sink.length + max(map(len, rows))
         rotation = key_rotation(base_lm.model, range(sink.length, longest), longest)
-    with init_progress("fit", len(rows)) as bar:
+    with _progress_bar("fit", len(rows)) as bar:
         for row, tokens, text in zip(rows, phi, states, strict=True):
             # The sink is what the tokenizer puts in front of a text, where it does so.
             skipped = len(start) if sink is not None and list(row[: len(start)]) == start else 0
@@ -284,3 +295,106 @@ def _fit_prior(prior: DocumentPrior, questions: MemoryTokens, phi: MemoryTokens)
     own = torch.arange(len(cosines), device=cosines.device)
     losses = {scale: float(functional.cross_entropy(scale * cosines, own)) for scale in _SCALES}
     prior.log_scale.fill_(math.log(min(losses, key=losses.__getitem__)))
+
+
+@torch.no_grad()
+def fit_slot_marks(model: MACModel, data: QADataset) -> None:
+    """Fits the mark of faintness of a model's slots; a model without slots stays as it is.
+
+    Args:
+        model: a model in evaluation mode whose memory tokens the LM can read; it is changed in place.
+        data: the training set, of which some documents and a question of each are used.
+    """
+    slots, prompts = model.aggregation.slots, model.base_lm.prompts
+    if slots is None:
+        return
+    known = data.questions_by_document()
+    pairs = [(document, question) for document in data.documents for question in known[document.id][:1]]
+    pairs = pairs[:: -(-len(pairs) // _MARK_QUESTIONS)]
+    bank = model.aggregation.project(
+        MemoryTokens.cat([model.amortization([model.amortization.ids(document.text)]) for document, _ in pairs])
+    )
+    encoded = model.input_encoder([model.input_encoder.ids(question.question) for _, question in pairs])
+    cutoff, slots.cutoff = slots.cutoff, None  # as in training, the LM hears all slots
+    by_slot = model.aggregation(encoded, bank)[0].unflatten(1, (slots.count, -1))
+    ranked = slots.ranked(slots.first(model.aggregation.prior_scores(encoded, bank)))
+    slots.cutoff = cutoff
+    questions = [prompts.prompt(question.question) for _, question in pairs]
+    answers = [prompts.answer((q.answers or [d.text[:_UNANSWERED]])[0]) for d, q in pairs]
+    batches = [slice(first, first + _MARK_BATCH) for first in range(0, len(pairs), _MARK_BATCH)]
+
+    def predictions(part: slice, phi: Tensor) -> Tensor:
+        return (
+            model.base_lm.answer_logits(questions[part], answers[part], model.modulation(phi)).float().log_softmax(-1)
+        )
+
+    def divergence(part: slice, expected: Tensor) -> Tensor:
+        of_part = RankedSlots(ranked.scores[part], ranked.left_out[part])
+        found = predictions(part, slots.marked(by_slot[part].flatten(0, 1), of_part))
+        return functional.kl_div(found, expected, log_target=True, reduction="batchmean")
+
+    targets = [(part, predictions(part, by_slot[part, 0])) for part in batches]
+    enough = _ENOUGH * sum(float(divergence(*target)) for target in targets)
+    optimizer = torch.optim.Adam([slots.faint], lr=_MARK_RATE)
+    with _progress_bar("fit the marks of slots", _MARK_PASSES) as bar:
+        for _ in range(_MARK_PASSES):
+            total = 0.0
+            for target in targets:
+                with torch.enable_grad():
+                    loss = divergence(*target)
+                    slots.faint.grad = torch.autograd.grad(loss, slots.faint)[0]
+                optimizer.step()
+                total += float(loss)
+            bar.advance()
+            if total <= enough:
+                break
+    slots.faint.grad = None
+
+
+class Ridge:
+    """The linear map of least squared error from inputs `[N, D]` to outputs `[N, E]`, which come in parts.
+
+    It keeps the sums of products `[D, D]` and `[D, E]` in float64, and no sample.
+
+    Examples:
+        >>> inputs = torch.randn(64, 3)
+        >>> ridge = Ridge(3, 3)
+        >>> for part in inputs.split(10):
+        ...     ridge.add(part, 2 * part + 1)
+        >>> weight, bias = ridge.solve()
+        >>> weight.diagonal().round(decimals=2), bias.round(decimals=2)
+        (tensor([2., 2., 2.]), tensor([1., 1., 1.]))
+
+    Args:
+        width_in, width_out: D and E.
+        device: device of the samples.
+    """
+
+    def __init__(self, width_in: int, width_out: int, device: torch.device | None = None) -> None:
+        self._count = 0
+        self._sums = [torch.zeros(width, dtype=torch.float64, device=device) for width in (width_in, width_out)]
+        self._products = [torch.zeros(width_in, len(total)).to(total) for total in self._sums]
+
+    def add(self, inputs: Tensor, outputs: Tensor) -> None:
+        """Adds samples, of any number."""
+        x = inputs.double()
+        self._count += len(x)
+        for total, product, part in zip(self._sums, self._products, (x, outputs.double()), strict=True):
+            total += part.sum(0)
+            product.addmm_(x.T, part)
+
+    def solve(self) -> tuple[Tensor, Tensor]:
+        """Weight `[D, E]` and bias `[E]` in float32."""
+        means = [total / self._count for total in self._sums]
+        moments, cross = (
+            product - self._count * torch.outer(means[0], mean)
+            for product, mean in zip(self._products, means, strict=True)
+        )
+        penalty = _RIDGE * moments.diagonal().mean() * torch.eye(len(moments)).to(moments)
+        weight = torch.linalg.solve(moments + penalty, cross)
+        return weight.float(), (means[1] - means[0] @ weight).float()
+
+
+def _progress_bar(label: str, total: int) -> ProgressBar:
+    """A bar of one phase of `init: kv_regression`; of several processes, the first shows it."""
+    return progress_bar(f"kv_regression: {label}", total, disable=os.environ.get("RANK", "0") != "0")

@@ -19,11 +19,11 @@ from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
 from mac_rag.lm.devices import STORED_DTYPES
 from mac_rag.model import BATCH_TOKENS, MACModel
-from mac_rag.model.objective import contrastive_of_slots
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.progress import progress_bar
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import linked_streams
+from pipelines.objective import contrastive_of_slots
 from pipelines.tasks.extended_model import with_aggregation
 from pipelines.tasks.fitting import fitted
 

@@ -19,15 +19,16 @@ from mac_rag.data.types import QADataset
 from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.loading import load_tokenizer, quiet
 from mac_rag.lm.prompt import PromptEncoder
+from pipelines.corpora.blocks import Preparation
 from pipelines.corpora.text import CorpusConfig, ReadingSequences, Sequences, texts
-from pipelines.corpora.tokenized import Preparation
 from pipelines.initializers.minilm_embeddings import minilm_embeddings
 from pipelines.tasks.open_book import reading_scores
-from pipelines.tasks.throughput import training_speed
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 # Value of `lm.embeddings` -> makes token embeddings `[vocabulary, width]` from a tokenizer and the width.
 _PRETRAINED_EMBEDDINGS = {"minilm": minilm_embeddings}
+# Dense bf16 peaks in FLOP/s (vendor's data sheets) by a part of the chip's name; the first that fits counts.
+_PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 
 
 class LMConfig(Config):
@@ -288,3 +289,32 @@ def answer_tokens(ids: Tensor, mark: Sequence[int], eos: int) -> Tensor:
     ended = torch.where(ids == eos, places, -1).cummax(1).values
     inside = begun > ended
     return functional.pad(inside, (1, 0))[:, : ids.shape[1]]
+
+
+def training_speed(lm: Any, sequences: float, length: int) -> dict[str, float]:
+    """Tokens per second and, on a chip whose peak is known, the share of this peak.
+
+    A token costs 6 FLOP for each weight, and 6 x layers x width x length for causal attention, forward and backward
+    (Chowdhery et al., 2022, "PaLM", appendix B; halved, because causal attention skips later tokens).
+
+    Args:
+        lm: a causal LM.
+        sequences: full sequences per second over all processes.
+        length: tokens of a sequence.
+    """
+    tokens = sequences * length
+    speed = {"tokens_per_second": tokens}
+    peak = _peak(lm.device)
+    if peak is not None:
+        weights = sum(parameter.numel() for parameter in lm.parameters())
+        per_token = 6 * weights + 6 * lm.config.num_hidden_layers * lm.config.hidden_size * length
+        processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        speed["share_of_peak"] = tokens * per_token / (peak * processes)
+    return speed
+
+
+def _peak(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for chip, peak in _PEAKS.items() if chip in name), None)

@@ -20,12 +20,12 @@ from mac_rag.errors import ConfigError, DataError
 from mac_rag.lm.devices import STORED_DTYPES
 from mac_rag.lm.loading import require_gradients
 from mac_rag.model import MACModel
-from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import ContextMiner, retrieved
 from pipelines.corpora.title_groups import drawn, title_groups
 from pipelines.initializers.kv_regression import init_by_kv_regression
+from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.tasks.extended_model import with_aggregation
 from pipelines.tasks.reading_turns import reading_task
 from pipelines.tasks.train_config import TrainConfig

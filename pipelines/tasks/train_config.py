@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from mac_rag.config import Config, MACConfig, Renaming
-from mac_rag.model.objective import LossWeights
 from mac_rag.model.presets import preset_values
 from pipelines.corpora.qa_data import ContextConfig, DataConfig
+from pipelines.objective import LossWeights
 from pipelines.tasks.reading_turns import ReadingTurns
 from pipelines.trainer import TrainerConfig
 

@@ -11,7 +11,7 @@ import pytest
 
 from mac_rag.data.types import Document
 from mac_rag.distributed import ShardedBank
-from mac_rag.distributed.ray_shards import RayShards
+from mac_rag.distributed.transport import RayShards
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ShardLostError
 from mac_rag.model import MACModel

@@ -12,7 +12,7 @@ from eval.harness.results import Result
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
-from mac_rag.model.objective import LossWeights, mac_loss
+from pipelines.objective import LossWeights, mac_loss
 from tests.eval.helpers import Command
 
 STREAM = generate("train", 8, questions_per_document=2)

@@ -14,9 +14,9 @@ from mac_rag.config import BaseLMConfig, EncoderConfig, MACConfig, ModulationCon
 from mac_rag.integrations.llama_index import MACLLM
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.lora_tuning import make_trainable
-from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.dtypes import use_master_weights, widest_dtype
 from mac_rag.nn.modulation import FiLM, LMShape
+from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.tasks.train import TrainTask
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.trainer import Trainer

@@ -15,7 +15,7 @@ from mac_rag.config import AggregationConfig, EncoderConfig, ModulationConfig, P
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.abstention import abstention_beginning
 from mac_rag.model import MACModel
-from mac_rag.model.objective import Batch, LossWeights, mac_loss
+from pipelines.objective import Batch, LossWeights, mac_loss
 from tests.helpers import mac_config
 
 QUESTIONS = ["Which port?", "Who opened a bridge in the town of Lisbon?", "What fell?"]

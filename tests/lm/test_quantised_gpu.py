@@ -11,7 +11,7 @@ import torch
 
 from mac_rag.config import BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig
 from mac_rag.model import MACModel
-from mac_rag.model.objective import Batch, LossWeights, mac_loss
+from pipelines.objective import Batch, LossWeights, mac_loss
 from tests.lm.helpers import KINDS, strong
 
 TEXTS = ["A storm closed the port of Riga.", "The mayor of Lisbon opened a bridge."]

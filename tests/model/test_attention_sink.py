@@ -14,8 +14,8 @@ from mac_rag.config import ModulationConfig
 from mac_rag.lm.attention_sink import sink_keys_values
 from mac_rag.model import MACModel
 from mac_rag.model.checkpoint import WEIGHTS
-from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.modulation import PrefixTuning
+from pipelines.objective import Batch, LossWeights, mac_loss
 from tests.helpers import mac_config
 
 Folder = Callable[[str], Path]

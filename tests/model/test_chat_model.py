@@ -14,8 +14,8 @@ from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.chat import Message
 from mac_rag.lm.sampling import Sampling
 from mac_rag.model import MACModel
-from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.prompt_format import PromptFormat
+from pipelines.objective import Batch, LossWeights, mac_loss
 from tests.helpers import mac_config
 
 TEXTS = ["Ada Voss opened the museum of Orsena.", "The bridge cost $34 million."]

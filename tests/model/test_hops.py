@@ -17,8 +17,8 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
-from mac_rag.model.objective import Batch, LossWeights, contrastive_of_slots, mac_loss
 from mac_rag.model.stored_names import fingerprint_fields
+from pipelines.objective import Batch, LossWeights, contrastive_of_slots, mac_loss
 from tests.helpers import mac_config
 from tests.model.test_slots import QUESTIONS, TEXTS, with_slots
 

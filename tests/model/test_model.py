@@ -74,7 +74,7 @@ def test_a_pooling_encoder_starts_from_means_of_its_states(model_folder: Folder)
 
 
 def test_gradients_reach_every_trained_weight(designed: MACModel) -> None:
-    from mac_rag.model.objective import Batch, LossWeights, mac_loss
+    from pipelines.objective import Batch, LossWeights, mac_loss
 
     weights = LossWeights(direct=1, reconstruction=1, contrastive=1)
     batch = Batch(DOCUMENTS[:3], QUESTIONS[:3], ["an answer", "b", "c d"], [0, 1, 2])

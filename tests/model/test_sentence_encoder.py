@@ -34,10 +34,10 @@ from mac_rag.lm.minilm import minilm_encoder
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.views.codebook import CodebookView
 from mac_rag.model import MACModel
-from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines import add_lexical as add_lexical_command
+from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.tasks.add_lexical import add_hashed_bm25
 from tests.helpers import copy_of, mac_config
 

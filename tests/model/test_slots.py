@@ -15,8 +15,8 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
-from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.model.stored_names import fingerprint_fields
+from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.tasks.fit_recency import with_recency_term
 from tests.distributed.local_shards import assert_read_alike, readers_of_one
 from tests.helpers import mac_config

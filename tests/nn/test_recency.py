@@ -187,7 +187,7 @@ def test_candidates_of_parts_are_those_of_the_whole() -> None:
     for start, stop in ((0, 1), (1, 80), (80, 90)):
         part = replace(built.project(phi[torch.arange(start, stop)]), dates=bank.dates[start:stop])
         parts.append(AttendedBank(built, part, queries, dtype=torch.float64))
-    among = Candidates.of_all([part.candidates.padded() for part in parts])
+    among = Candidates.of_all([part.candidates for part in parts])
     for part in parts:
         part.among = among
     torch.testing.assert_close(torch.cat([part.scores for part in parts], 1), whole)

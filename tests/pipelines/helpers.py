@@ -22,7 +22,6 @@ def metrics(output: Path) -> list[dict[str, Any]]:
     return [
         {name: value for name, value in line.items() if name not in ("seconds_per_step", "tokens_per_second")}
         for line in lines
-        if line["kind"] != "cost"
     ]
 
 

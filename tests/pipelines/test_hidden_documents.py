@@ -13,9 +13,9 @@ from mac_rag.config import PromptFormat
 from mac_rag.errors import ConfigError
 from mac_rag.lm.chat import prompt_encoder
 from mac_rag.model import MACModel
-from mac_rag.model.objective import LossWeights, mac_loss
+from pipelines.objective import LossWeights, mac_loss
 from pipelines.tasks.train import TrainTask
-from tests.model.test_objective import BATCH
+from tests.pipelines.test_objective import BATCH
 from tests.pipelines.test_pipelines import train_recipe
 
 Folder = Callable[[str], Path]

@@ -14,8 +14,8 @@ from mac_rag.data import load_dataset
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import DataError
 from mac_rag.model import MACModel
-from mac_rag.model.objective import LossWeights
 from pipelines.corpora.qa_data import DataConfig
+from pipelines.objective import LossWeights
 from pipelines.tasks.train import TrainTask
 from pipelines.trainer import Trainer
 from tests.pipelines.helpers import TRAINER, metrics

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, QuantizationError
 from mac_rag.model import MACModel
-from mac_rag.model.objective import Batch, mac_loss
 from pipelines.corpora.qa_data import DataConfig
+from pipelines.objective import Batch, mac_loss
 from pipelines.recipe import load_recipe
 from pipelines.tasks.train import TrainTask, excerpt
 from pipelines.tasks.train_config import TrainConfig

@@ -8,7 +8,7 @@ import pytest
 
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError
-from mac_rag.model.objective import LossWeights
+from pipelines.objective import LossWeights
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_qa import TuneConfig
 

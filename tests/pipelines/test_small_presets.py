@@ -9,7 +9,7 @@ import torch
 
 from mac_rag.model import MACModel
 from mac_rag.model.presets import SMALL, sized_for
-from pipelines.planning.architectures import lm_architecture
+from pipelines.sizes import architecture
 from pipelines.tasks.train import TrainTask
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.trainer import Trainer
@@ -17,7 +17,7 @@ from tests.helpers import VOCABULARY, save_tokenizer
 from tests.lm.helpers import random_lm
 from tests.pipelines.helpers import TRAINER
 
-ARCHITECTURES = sorted({lm_architecture(config.base_lm).model_type for config in SMALL.values()})
+ARCHITECTURES = sorted({architecture(config.base_lm.name).model_type for config in SMALL.values()})
 
 
 def test_all_architectures_are_known_to_work() -> None:
@@ -26,11 +26,11 @@ def test_all_architectures_are_known_to_work() -> None:
 
 # The default run takes the one with most traits: layers with windows, scaled embeddings, heads wider than the LM.
 @pytest.mark.parametrize(
-    "architecture",
+    "kind",
     [name if name == "gemma3_text" else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES],
 )
-def test_a_model_of_the_presets_rule_trains(architecture: str, tmp_path: Path) -> None:
-    lm = random_lm(architecture, vocab_size=VOCABULARY)
+def test_a_model_of_the_presets_rule_trains(kind: str, tmp_path: Path) -> None:
+    lm = random_lm(kind, vocab_size=VOCABULARY)
     lm.save_pretrained(tmp_path / "lm")
     save_tokenizer(tmp_path / "lm", "<s> $A")
     config = sized_for(

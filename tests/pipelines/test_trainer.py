@@ -30,7 +30,6 @@ ROOT = Path(__file__).parents[2]
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's log without what is measured of the machine."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if line["kind"] != "cost"]
     for line in lines:
         line.pop("seconds_per_step", None)
     return lines

@@ -194,7 +194,7 @@ class MACSynthesizer(BaseSynthesizer):
 
     def _sources(self, work: _Synthesis, answer: RESPONSE_TEXT_TYPE) -> tuple[Source, ...]:
         """What an answer from memory alone rests on; without sentences for one that comes piece by piece."""
-        tells = self._mac.engine.attention.strategy not in ("hierarchical", "sharded")  # single documents apart
+        tells = self._mac.engine.attention.strategy != "hierarchical"  # single documents apart
         if not (self._most_sources and work.from_memory and tells):
             return ()
         llm = self._mac

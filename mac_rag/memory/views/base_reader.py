@@ -105,15 +105,6 @@ class Reader(ABC):
         """How often a question was found in the cache of recent ones, and how often it was not."""
         return self._recent.hits, self._recent.misses
 
-    @property
-    def _remembers(self) -> bool:
-        """True if the results of recent questions are kept."""
-        return True
-
-    def _total(self, count: int) -> int:
-        """The sum of a count over all that read the bank together."""
-        return count
-
     def aggregate(
         self,
         questions: Sequence[str],
@@ -141,7 +132,7 @@ class Reader(ABC):
             visible = self._visible(allowed)
             return self._with_mass(questions, lambda some: self._aggregate(some, visible, known_ids, mass=True))
         by_moment = isinstance(allowed, KnownDocuments) and allowed.among is None
-        if not (allowed is None or by_moment) or not self._remembers:
+        if not (allowed is None or by_moment):
             return self._aggregate(questions, self._visible(allowed), known_ids, mass=False)
         network = self.model.aggregation
         moment = allowed.as_of if isinstance(allowed, KnownDocuments) else None
@@ -169,8 +160,8 @@ class Reader(ABC):
 
         Raises:
             BankError: see `aggregate`.
-            ConfigError: for the strategies hierarchical (algorithm 3) and sharded, under which no attention of one
-                question reaches all documents.
+            ConfigError: for the strategy hierarchical (algorithm 3), under which no attention of one question reaches
+                all documents.
         """
         visible = self._visible(allowed)
         mass = self._with_mass(questions, lambda some: self._aggregate(some, visible, {}, mass=True)).mass
@@ -183,10 +174,10 @@ class Reader(ABC):
         Raises:
             ConfigError: see `attention_mass`.
         """
-        if self.config.strategy in ("hierarchical", "sharded"):
+        if self.config.strategy == "hierarchical":
             raise ConfigError(
-                f"under strategy {self.config.strategy!r} there is no attention of one question to all documents of "
-                "this bank; choose 'streaming' or 'preselect'"
+                "under strategy 'hierarchical' there is no attention of one question to all documents of this bank; "
+                "choose 'streaming' or 'preselect'"
             )
         # Because a pass over the bank then needs one number per row and query token.
         parts = [read(questions[first : first + _MASS_BATCH]) for first in range(0, len(questions), _MASS_BATCH)]
@@ -208,10 +199,7 @@ class Reader(ABC):
 
         Raises:
             BankError: see `aggregate`.
-            ConfigError: for the strategy sharded, whose processes have a part of the bank each.
         """
-        if self.config.strategy == "sharded":
-            raise ConfigError("strategy 'sharded' gives no confidence; choose 'streaming', or leave min_confidence out")
         prior = self.model.aggregation.prior
         if prior is None:
             return None
@@ -256,12 +244,12 @@ class Reader(ABC):
 
     def _visible(self, allowed: Container[str] | None) -> Tensor | None:
         """Which rows may be seen, bool `[K]`; a row of several documents only if all are allowed. None for all rows."""
-        if not self._total(len(self.bank)):
+        if not len(self.bank):
             raise BankError("the memory bank is empty; adapt to some documents first")
         if allowed is None:
             return None
         visible = self.bank.visible_rows(allowed)
-        if not self._total(int(visible.sum())):
+        if not visible.any():
             if isinstance(allowed, KnownDocuments):
                 raise BankError(f"the memory bank holds no {allowed}; ask about a later moment, or allow others")
             raise BankError("none of the documents in the memory bank is among those allowed")

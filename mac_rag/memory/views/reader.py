@@ -17,13 +17,11 @@ from mac_rag.memory.views.codebook import CodebookView
 from mac_rag.memory.views.prior_index import PriorIndex
 from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.memory.views.question_cache import RecentQuestions
-from mac_rag.nn.attention import BankAttention, streaming_attention
 from mac_rag.nn.bank_view import BankView
 from mac_rag.nn.bank_view import prior_keys as prior_keys_of
 from mac_rag.nn.hierarchical import hierarchical
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.prior_keys import PriorKeys
-from mac_rag.nn.sharded import ShardedAttention
 
 if TYPE_CHECKING:
     from mac_rag.memory.interface import BankContents
@@ -62,8 +60,6 @@ class BankReader(Reader):
         self._rows: ProjectedBank | None = None
         self._codes: CodebookView | None = None
         self._priors = PriorIndex(exact_rows=config.exact_rows)
-        self._shards = ShardedAttention() if config.strategy == "sharded" else None
-        self._attention: BankAttention = self._shards or streaming_attention
 
     def follow(self, bank: BankContents) -> None:
         assert isinstance(bank, Contents)
@@ -91,29 +87,15 @@ class BankReader(Reader):
                 found = all_rows.scatter_(1, index.to(found.device), found)
             return Aggregated(phi, discarded, mass=found)
         if self._by_codes and visible is None and not mass:  # codes do not tell rows apart
-            return Aggregated(network(question, self._coded(), attention=self._attention, look=look)[0], nothing)
+            return Aggregated(network(question, self._coded(), look=look)[0], nothing)
         if self.config.strategy == "hierarchical":
             view: BankView = self._projected()
             if visible is not None:  # the groups are formed as if there were no other rows
                 view = view.select(visible.nonzero().T)
             return Aggregated(hierarchical(network, question, view, self.config.subgroup, asked=asked), nothing)
         mask = None if visible is None else visible.to(device).expand(len(questions), -1)
-        phi, found = network(
-            question,
-            self._projected(),
-            mask=mask,
-            asked=asked,
-            attention=self._attention,
-            parts=self._shards,
-            look=look,
-            mass=mass,
-        )
+        phi, found = network(question, self._projected(), mask=mask, asked=asked, look=look, mass=mass)
         return Aggregated(phi, nothing, mass=found)
-
-    @property
-    def _remembers(self) -> bool:
-        """Shards compute together, so none may skip the computation because of its own cache."""
-        return self._shards is None
 
     def _prior_summary(self, questions: Sequence[str], visible: Tensor | None) -> tuple[Tensor, int]:
         prior = self.model.aggregation.prior
@@ -126,10 +108,6 @@ class BankReader(Reader):
             assert keys is not None
         scores = prior.score(prior.queries(self._encoded(questions, {})), keys)
         return prior_summary(scores, visible), len(keys) if visible is None else int(visible.sum())
-
-    def _total(self, count: int) -> int:
-        """The sum over all processes, which must all go on or all raise; the count itself without shards."""
-        return count if self._shards is None else self._shards.total(count, self.model.device)
 
     def _preselect(self, question: MemoryTokens, visible: Tensor | None) -> tuple[BankView, Tensor, Tensor]:
         """The rows with the highest prior: a view, their numbers `[B, N]`, and the discarded prior `[B]`."""
@@ -166,7 +144,7 @@ class BankReader(Reader):
     def _by_codes(self) -> bool:
         """True if attention over codes equals attention over rows: exact attention without a document prior."""
         network = self.model.aggregation
-        exact = self.config.strategy in ("streaming", "sharded")
+        exact = self.config.strategy == "streaming"
         return self.bank.codebook is not None and exact and (network.prior is None or not network.use_prior)
 
     def _coded(self) -> CodebookView:

@@ -6,14 +6,10 @@ is below the tolerance.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
-from torch import distributed
 
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Document
@@ -21,7 +17,6 @@ from mac_rag.errors import BankError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.views.reader import BankReader
 from mac_rag.model import MACModel
-from tests.helpers import run_in_processes
 from tests.memory.helpers import READINGS, ROUNDING, random_rows
 
 QUESTIONS = ["Who opened the bridge?", "When did the museum close?"]
@@ -101,38 +96,3 @@ def test_cells_of_a_search_learn_nothing_that_a_restricted_question_reads(loaded
     wanted = BankReader(model, fresh, AttentionConfig.model_validate(config)).aggregate(QUESTIONS)
     torch.testing.assert_close(found.phi, wanted.phi, **ROUNDING)
     torch.testing.assert_close(found.discarded, wanted.discarded, **ROUNDING)
-
-
-SHARDS = ([0, 1, 2], [3, 4])  # documents of each process
-
-
-def _shard(rank: int, checkpoint: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=len(SHARDS))
-    model = MACModel.from_pretrained(checkpoint, device="cpu")
-    phi = random_rows(model, 5, 0)
-    bank = MemoryBank(model.fingerprint)
-    bank.put([Document(f"d{number}", "") for number in SHARDS[rank]], phi[SHARDS[rank]])
-    reader = BankReader(model, bank, AttentionConfig(strategy="sharded"))
-    results = {name: reader.aggregate(QUESTIONS, {name}).phi for name in ("d1", "d3")}  # in one of the processes each
-    with pytest.raises(BankError, match="none of the documents"):  # in all processes: none waits for another
-        reader.aggregate(QUESTIONS, {"nobody"})
-    for name in ("d3", "d4"):
-        if name in bank:
-            bank.delete(name)
-    results["left"] = BankReader(model, bank, AttentionConfig(strategy="sharded")).aggregate(QUESTIONS).phi
-    save_file(results, f"{folder}/{rank}.safetensors")
-    distributed.destroy_process_group()
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_processes_that_hold_none_of_the_allowed_documents_take_part(
-    loaded_tiny_model: MACModel, tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    run_in_processes(_shard, str(tiny_checkpoint), str(tmp_path), count=len(SHARDS))
-    phi = random_rows(loaded_tiny_model, 5, 0)
-    for rank in range(len(SHARDS)):
-        results = load_file(tmp_path / f"{rank}.safetensors")
-        for name, rows in (("d1", phi[1:2]), ("d3", phi[3:4]), ("left", phi[:3])):
-            torch.testing.assert_close(results[name], loaded_tiny_model.aggregate(QUESTIONS, rows), **ROUNDING)

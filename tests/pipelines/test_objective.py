@@ -11,9 +11,10 @@ from torch import Tensor
 
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError
-from mac_rag.model import MACModel, objective
-from mac_rag.model.objective import Batch, LossWeights, amortize_with_dropout, mac_loss, with_own_answers
+from mac_rag.model import MACModel
 from mac_rag.nn.memory_tokens import MemoryTokens
+from pipelines import objective
+from pipelines.objective import Batch, LossWeights, amortize_with_dropout, mac_loss, with_own_answers
 
 STREAM = generate("val", 4)
 BATCH = Batch(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -23,11 +23,9 @@ from mac_rag.config import Config, Renaming
 from mac_rag.data.dates import ALWAYS
 from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import length_buckets, similar_lengths
+from mac_rag.model import MACModel
 from mac_rag.nn.attention import recomputing_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
-
-if TYPE_CHECKING:
-    from mac_rag.model import MACModel
 
 _LENGTH_RATIO = 2.0  # largest ratio of the longest to the shortest prompt of a batch
 _ANSWERING_TOKENS = 8192  # prompt tokens that the LM answers behind at a time

@@ -1,0 +1,55 @@
+"""`python -m pipelines.plan`: what a name stands for, the tables of a plan, and the table of presets."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mac_rag.errors import ConfigError
+from mac_rag.model.presets import PRESETS
+from pipelines.plan import preset_table, recipe_of
+from tests.pipelines.helpers import command
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "presets.md"
+
+
+def test_a_preset_is_planned_with_its_own_recipe_or_the_general_one() -> None:
+    assert recipe_of("llama2-7b").trainer.accumulate == 8
+    own, general = recipe_of("smollm2-135m"), recipe_of("qwen3-0.6b", ["trainer.batch_size=2"])
+    assert (own.model, general.model) == (PRESETS["smollm2-135m"], PRESETS["qwen3-0.6b"])
+    assert (own.trainer.steps, general.trainer.batch_size) == (200, 2)
+    assert recipe_of("gpt2-large/train").model == PRESETS["gpt2-large"]
+
+
+def test_what_has_no_plan() -> None:
+    with pytest.raises(ConfigError, match="no recipe 'mac-huge'"):
+        recipe_of("mac-huge")
+    with pytest.raises(ConfigError, match="the task tune_qa has no plan"):
+        recipe_of("mac-small/reader")
+    with pytest.raises(ConfigError, match=r"trainer\.stepz"):
+        recipe_of("gpt2-xl", ["trainer.stepz=1"])
+    assert "mistral-7b" in str(command("pipelines.plan").exception)
+    assert "goes on with" in str(command("pipelines.plan", "mac-tiny/train-joint").exception)
+
+
+def test_a_plan() -> None:
+    done = command("pipelines.plan", "distilgpt2", "--documents", "100", "--set", "trainer.batch_size=2")
+    assert done.exit_code == 0
+    assert "2 documents in a pass, 1 passes in a step, fp32" in done.output
+    assert "100 documents in the bank, each 18,432 bytes in bf16 or 9,264 bytes in int8" in done.output
+    training, answering = done.output.split("\nanswering")
+    lm, *_, whole = [line.split() for line in training.splitlines() if line.startswith(("base LM", "in all"))]
+    assert lm[2:4] == ["81.9", "0.0"]
+    assert float(whole[3]) == pytest.approx(173.0, abs=0.1)
+    assert sum(map(float, whole[4:8])) == pytest.approx(float(whole[8]), abs=0.02)
+    assert [line.split()[0] for line in answering.splitlines()[1:]] == [
+        "base", "amortization", "input", "aggregation", "modulation", "in",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_table_in_the_documentation_is_that_of_the_code() -> None:
+    [table] = re.findall(r"<!-- table: python -m pipelines\.plan --table -->\n\n(.*?)\n\n", PAGE.read_text(), re.DOTALL)
+    assert table.splitlines() == list(preset_table())
