@@ -20,8 +20,8 @@ from mac_rag.lm.first_layers import describe_first_layers
 from mac_rag.lm.loading import empty_backbone
 from mac_rag.lm.packaged import PACKAGED
 from mac_rag.model import MACModel
+from mac_rag.model.checkpoint import SENTENCE_ENCODER
 from mac_rag.model.factory import make_encoder, make_hashed_bm25, make_sentence_encoder
-from mac_rag.model.stored_names import SENTENCE_ENCODER_FOLDER
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.prompt_format import PromptFormat
 from pipelines.planning.architectures import architecture, lm_architecture
@@ -48,7 +48,7 @@ def empty_model(config: MACConfig, folder: Path | None = None) -> MACModel:
         sentence_encoder = None
         if config.sentence_encoder is not None:
             part = EncoderConfig(design="encoder-only", name=config.sentence_encoder.name)
-            backbone = empty_backbone(part, _described(part, folder, SENTENCE_ENCODER_FOLDER))
+            backbone = empty_backbone(part, _described(part, folder, SENTENCE_ENCODER))
             sentence_encoder = make_sentence_encoder(config.sentence_encoder, backbone, base_lm.tokenizer, base_lm)
         hashed_bm25 = make_hashed_bm25(config, base_lm)
         encoders = [

@@ -92,7 +92,7 @@ def subject(name: str, overrides: Sequence[str] = ()) -> Subject:
         if f"{name}/train" in recipe_names():
             return Subject(name, load_recipe(TrainConfig, f"{name}/train", list(overrides)))
         return Subject(name, load_recipe(TrainConfig, GENERAL, [f"preset={name}", *overrides]))
-    if (Path(name) / CONFIG).is_file() or name.partition("@")[0] in FINGERPRINTS:
+    if (Path(name) / CONFIG).is_file() or name in FINGERPRINTS:
         values = read_recipe(GENERAL, list(overrides)).values
         values = {key: value for key, value in values.items() if key not in ("preset", "init")}
         return Subject(name, TrainConfig.parse({**values, "start_from": name}, name))

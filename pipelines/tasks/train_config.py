@@ -45,8 +45,8 @@ class TrainConfig(Config):
         base_lm: short for `model: {base_lm: ...}` beside a preset, such as `{name: ...}` for an LM that was tuned on
             questions. What it does not say stays the preset's, as dtype and quantisation do.
         start_from: name or folder of a MAC checkpoint whose training goes on.
-        aggregation: settings of the aggregation network that differ from those of `start_from`. They can add slots,
-            hops and a recency term, which begin untrained.
+        aggregation: settings of the aggregation network that differ from those of `start_from`. They can add slots
+            and a recency term, which begin untrained.
         init: first weights of the networks of `model`: those of the pretrained backbones and random ones elsewhere
             (`pretrained`), or fitted by regression to the keys and values that the base LM computes (`kv_regression`;
             see `pipelines.initializers.kv_regression`).

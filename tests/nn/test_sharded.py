@@ -28,12 +28,10 @@ def case() -> tuple[Tensor, Chunk]:
     return 5 * random(2, 3, 4, 8), Chunk(random(3, 9, 2, 8, seed=1), random(3, 9, 2, 8, seed=2), bias)
 
 
-def recent_case(hops: bool) -> tuple[AggregationNetwork, BankProjection]:
-    """A network with a recency term and slots, which may follow one another, and the whole bank with dates."""
-    built = network(recency=True, slots=3, hops=hops)
+def recent_case() -> tuple[AggregationNetwork, BankProjection]:
+    """A network with a recency term and slots, and the whole bank with dates."""
+    built = network(recency=True, slots=3)
     assert built.slots is not None
-    if built.hops is not None:
-        torch.nn.init.normal_(built.hops.to_query.weight)
     for marks in built.slots.parameters():
         torch.nn.init.normal_(marks)
     dates = torch.tensor([5, 3, 8, 1, 9, 2, 7, 3, 4])
@@ -63,13 +61,12 @@ def attend_to_own_rows(rank: int, split: list[int], group: distributed.ProcessGr
         bank = built.project(random_texts(9, seed=1)[rows])
         phi, shares = built(question, bank, attention=attend, mass=True)
     results = {"attended": attended, "mass": mass, "phi": phi, "shares": shares}
-    for hops in (False, True):
-        newer, whole = recent_case(hops)
-        assert whole.dates is not None
-        own_rows = replace(newer.project(random_texts(9, seed=1)[rows]), dates=whole.dates[rows])
-        with torch.no_grad():
-            recent, recent_shares = newer(question, own_rows, attention=attend, parts=attend, mass=True)
-        results |= {f"recent_{hops}": recent, f"recent_shares_{hops}": recent_shares}
+    newer, whole = recent_case()
+    assert whole.dates is not None
+    own_rows = replace(newer.project(random_texts(9, seed=1)[rows]), dates=whole.dates[rows])
+    with torch.no_grad():
+        recent, recent_shares = newer(question, own_rows, attention=attend, parts=attend, mass=True)
+    results |= {"recent": recent, "recent_shares": recent_shares}
     save_file({name: result.contiguous() for name, result in results.items()}, file)
 
 
@@ -88,11 +85,10 @@ def test_processes_with_parts_of_a_bank_agree_with_one_that_has_it_all(number: i
     bank: BankProjection = built.project(random_texts(9, seed=1))
     results = [*direct_attention(query, [chunk], mass=True), *built(question, bank, mass=True)]
     expected = dict(zip(["attended", "mass", "phi", "shares"], results, strict=True))
-    for hops in (False, True):
-        newer, dated = recent_case(hops)
-        recent, recent_shares = newer(question, dated, mass=True)
-        assert not torch.allclose(recent, newer(question, replace(dated, dates=None))[0])  # the term matters
-        expected |= {f"recent_{hops}": recent, f"recent_shares_{hops}": recent_shares}
+    newer, dated = recent_case()
+    recent, recent_shares = newer(question, dated, mass=True)
+    assert not torch.allclose(recent, newer(question, replace(dated, dates=None))[0])  # the term matters
+    expected |= {"recent": recent, "recent_shares": recent_shares}
     first = load_file(results_folder / f"{number}-0.safetensors")
     for rank in range(len(SPLITS[number])):
         for name, found in load_file(results_folder / f"{number}-{rank}.safetensors").items():

@@ -246,7 +246,7 @@ TRAIN = {"task": "train", "preset": "distilgpt2", "trainer": TRAINER}
         ({"a": TRAIN, "b": {**TRAIN, "start_from": "${a}/last"}}, "is no reference; write"),
         (
             {"a": {**TRAIN, "task": "distil"}},
-            "stage a: give it a task, one of pretrain, tune_qa, train, tune_prior, fit_recency, fit_hops, add_lexical",
+            "stage a: give it a task, one of pretrain, tune_qa, train, tune_prior, fit_recency, add_lexical",
         ),
         ({"A B": TRAIN}, "stage A B: a name has lower-case letters"),
         ({}, "it has no stages"),

@@ -68,22 +68,22 @@ def generate(
     if not 0.0 <= update_rate <= 1.0:
         raise ValueError(f"update_rate must lie in [0, 1], got {update_rate}")
     rng = random.Random(f"newswire/{split}/{seed}")
-    reports = draw_reports(World(split, rng), rng, documents, update_rate)
+    reports = _draw_reports(World(split, rng), rng, documents, update_rate)
     news: list[Document] = []
     questions: list[Question] = []
     for index, report in enumerate(reports):
         document_id = f"{split}-{seed}-{index:06d}"
-        metadata = {"title": f"{report.subject}: {report.beat.name}", "date": draw_date(rng, report.year)}
+        metadata = {"title": f"{report.subject}: {report.beat.name}", "date": _draw_date(rng, report.year)}
         if report.updates is not None:
             metadata["updates"] = f"{split}-{seed}-{report.updates:06d}"
-        news.append(Document(document_id, written(report, metadata["date"], rng), metadata))
+        news.append(Document(document_id, _written(report, metadata["date"], rng), metadata))
         for slot in sorted(rng.sample(range(len(report.values)), questions_per_document)):
-            question = asked(report, report.beat.facts[slot], rng)
+            question = _asked(report, report.beat.facts[slot], rng)
             questions.append(Question(f"{document_id}-{slot}", question, (report.values[slot],), document_id))
     return QADataset("newswire", split, tuple(news), tuple(questions))
 
 
-def draw_reports(world: World, rng: random.Random, documents: int, update_rate: float) -> list[Report]:
+def _draw_reports(world: World, rng: random.Random, documents: int, update_rate: float) -> list[Report]:
     """Draws the stories of a stream. An update comes up to 200 documents after the report that it supersedes."""
     reports: list[Report] = []
     due: dict[int, int] = {}  # stream position -> position of the report that is updated there
@@ -119,11 +119,11 @@ def _changed(world: World, rng: random.Random, fact: Fact, old: str) -> str:
     return value
 
 
-def draw_date(rng: random.Random, year: int) -> str:
+def _draw_date(rng: random.Random, year: int) -> str:
     return f"{year}-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}"
 
 
-def written(report: Report, date: str, rng: random.Random) -> str:
+def _written(report: Report, date: str, rng: random.Random) -> str:
     """The paragraph: a dateline, the first fact, then the other facts in random order."""
     month, day = MONTHS[int(date[5:7]) - 1], int(date[8:])
     lead, *rest = [
@@ -134,7 +134,7 @@ def written(report: Report, date: str, rng: random.Random) -> str:
     return " ".join((f"{month} {day}, {report.year}.", lead, *rest))
 
 
-def asked(report: Report, fact: Fact, rng: random.Random) -> str:
+def _asked(report: Report, fact: Fact, rng: random.Random) -> str:
     """One phrasing of the question; if the facts changed over time it names the time."""
     question = rng.choice(fact.questions).format(s=report.subject)
     if report.updates is not None and rng.random() < 0.5:
