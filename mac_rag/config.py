@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from mac_rag.prompt_format import PromptFormat as PromptFormat
 from mac_rag.strict_config import Config as Config
-from mac_rag.strict_config import Renaming as Renaming
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Quantization = Literal["none", "int8", "nf4"]
@@ -324,15 +322,6 @@ class BoundConfig(Config):
     seed: int = 0
 
 
-def _index_fields(index: Any) -> dict[str, Any]:
-    """The fields that the old field `index` of `MACConfig` has become."""
-    if not isinstance(index, Mapping):
-        return {"sentence_encoder": index, "hashed_bm25": None}
-    encoder = {name: value for name, value in index.items() if name not in ("words", "words_weight")}
-    vectors, weight = index.get("words", 0), index.get("words_weight", HashedBM25Config().weight)
-    return {"sentence_encoder": encoder, "hashed_bm25": {"vectors": vectors, "weight": weight} if vectors else None}
-
-
 class MACConfig(Config):
     """A whole MAC model.
 
@@ -365,8 +354,6 @@ class MACConfig(Config):
         languages: languages that the model has learned to read, as ISO 639 codes such as `en`; None where nobody says.
             Documents that are surely in another one are warned of.
     """
-
-    RENAMED: ClassVar[Mapping[str, Renaming]] = {"index": _index_fields}
 
     base_lm: BaseLMConfig
     amortization: EncoderConfig

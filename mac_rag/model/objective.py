@@ -10,16 +10,16 @@ with the LM behind the document as the teacher in place of the answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from mac_rag.config import Config, Renaming
+from mac_rag.config import Config
 from mac_rag.data.dates import ALWAYS
 from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import length_buckets, similar_lengths
@@ -48,8 +48,6 @@ class LossWeights(Config):
         alignment: mean squared difference between phi* and the memory tokens of the question's own document, both
             layer-normalised; it trains the aggregation network without the LM.
     """
-
-    RENAMED: ClassVar[Mapping[str, Renaming]] = {"imitation": "alignment"}
 
     answer: float = Field(1.0, ge=0)
     direct: float = Field(0.0, ge=0)

@@ -114,4 +114,4 @@ def _kind_of(values: dict[str, Any]) -> type[TrainConfig] | type[TuneConfig]:
 
 
 def _fields(kind: type[Config]) -> set[str]:
-    return {*kind.model_fields, *kind.RENAMED}
+    return set(kind.model_fields)

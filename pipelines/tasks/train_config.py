@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mac_rag.config import Config, MACConfig, Renaming
+from mac_rag.config import Config, MACConfig
 from mac_rag.model.objective import LossWeights
 from mac_rag.model.presets import preset_values
 from pipelines.corpora.qa_data import ContextConfig, DataConfig
@@ -28,11 +28,6 @@ class CurriculumConfig(Config):
     steps: int = Field(ge=1)
     steps_per_sentence: int = Field(ge=1)
     losses: LossWeights = LossWeights(answer=0, direct=1)
-
-
-def _init_of_start(start: Any) -> dict[str, Any]:
-    """The field `init` that the old field `start` has become."""
-    return {"init": {"built": "pretrained", "reader": "kv_regression"}.get(start, start)}
 
 
 class TrainConfig(Config):
@@ -74,8 +69,6 @@ class TrainConfig(Config):
         lora_rank: rank of these updates.
         store_dtype: dtype of the weights in exported checkpoints; see `mac_rag.lm.int8_storage` for int8.
     """
-
-    RENAMED: ClassVar[Mapping[str, Renaming]] = {"start": _init_of_start, "together": "group_by_title"}
 
     model: MACConfig | None = None
     start_from: str | None = None
