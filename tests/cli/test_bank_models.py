@@ -48,11 +48,9 @@ def test_the_model_of_the_bank_is_found_again(bank: Path, checkpoint: Path, tmp_
     (tmp_path / "b.txt").write_text("Rain fell on Kell.")
     for command in (
         ["adapt", "b.txt", "--bank", bank],
-        ["bank", "migrate", "--bank", bank, "--into", "migrated", "--rows", "int8"],
         ["bank", "backup", "--bank", bank, "--output", "saved"],
         ["bank", "restore", "saved", "--bank", "restored"],
         ["ask", "Who opened it?", "--bank", "restored"],
-        ["ask", "Who opened it?", "--bank", "migrated"],
         ["bank", "verify", "--bank", bank],
     ):
         done = run(*command)
