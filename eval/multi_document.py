@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,15 +24,11 @@ if TYPE_CHECKING:
     from eval.harness.protocol import Outcome
     from eval.harness.results import Row
     from mac_rag.data.newswire.multi_document import MultiDocumentStream
-    from mac_rag.data.types import QADataset
-    from mac_rag.engine import MACEngine
-
-_HOPS_OFF = "MAC, hops off"
 
 
 def main(
     context: typer.Context,
-    model: ModelOption = "mac-tiny-hops",
+    model: ModelOption = "mac-tiny",
     k: Annotated[
         str, typer.Option("--k", help="Documents that BM25 puts in front; several numbers separated by commas.")
     ] = "1,3,5",
@@ -49,7 +44,7 @@ def main(
     """Ask two-hop, comparison and counting questions about generated news, whose answers need two to four documents.
 
     Answers come from the LM alone, from memory, from BM25's documents, and from both. Recall is the share of questions
-    all of whose documents were retrieved. Of a model with hops, memory is asked once more with its hops switched off.
+    all of whose documents were retrieved.
     `over_retrieval` is how far memory alone is above BM25's documents at the smallest k in exact match, with its 95 %
     interval.
     """
@@ -90,8 +85,6 @@ def main(
         seed=seed,
         progress=True,
     )
-    if loaded.aggregation.hops is not None:
-        outcome = with_hops_off(engine, outcome, dataset, batch_size=batch_size, seed=seed)
     report(
         path,
         experiment="multi_document",
@@ -102,36 +95,6 @@ def main(
         dataset=dataset,
         model=loaded,
     )
-
-
-def with_hops_off(
-    engine: MACEngine, outcome: Outcome, dataset: QADataset, *, batch_size: int = 32, seed: int = 0
-) -> Outcome:
-    """The outcome with a further row: memory whose slots rank documents by the question alone.
-
-    Args:
-        engine: an engine with a model that has hops, which has adapted to the stream.
-        outcome: the protocol's.
-        dataset: the stream.
-        batch_size: questions of one generation.
-        seed: random seed of the bootstrap.
-    """
-    from eval.harness.protocol import Outcome, judge, samples, summarize
-    from eval.harness.results import Gain
-
-    began = time.perf_counter()
-    with engine.model.without_hops():
-        answers = engine.answer([q.question for q in dataset.questions], batch_size=batch_size, progress=True)
-    seconds = time.perf_counter() - began
-    verdicts = judge(dataset.questions, answers)
-    alone = [sample.rows["LM alone"] for sample in outcome.samples]
-    gain = Gain.over(verdicts, alone, seed=seed)
-    row = summarize(_HOPS_OFF, dataset.questions, verdicts, len(engine.bank), None, seconds)
-    names = [row.name for row in outcome.rows]
-    columns = {name: [sample.rows[name] for sample in outcome.samples] for name in names} | {_HOPS_OFF: verdicts}
-    rows = list(outcome.rows)
-    rows.insert(names.index("MAC") + 1, row.model_copy(update={"gain": gain}))
-    return Outcome(outcome.adaptation, tuple(rows), samples(dataset.questions, columns))
 
 
 def rows_by_kind(outcome: Outcome, stream: MultiDocumentStream, *, seed: int = 0) -> list[Row]:

@@ -28,7 +28,7 @@ from mac_rag.memory.reduction import BoundedBank
 from mac_rag.memory.views.overview import keep_rows_for, put_with_overview
 from mac_rag.model import BATCH_TOKENS, MACModel
 from mac_rag.progress import progress_bar
-from mac_rag.shipped_models import version_of
+from mac_rag.shipped_models import shipped_name
 from mac_rag.sync import SyncedBank, is_held
 
 _log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class Adapter:
             "wrong; translate them, or take a model that has learned to read them",
             shown_id(document.id),
             found,
-            version_of(self.model.fingerprint) or "this model",
+            shipped_name(self.model.fingerprint) or "this model",
             ", ".join(read),
         )
 

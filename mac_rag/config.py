@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from mac_rag.prompt_format import PromptFormat as PromptFormat
 from mac_rag.strict_config import Config as Config
-from mac_rag.strict_config import Renaming as Renaming
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Quantization = Literal["none", "int8", "nf4"]
@@ -181,11 +179,9 @@ class AggregationConfig(Config):
             mean counts more (see `mac_rag.nn.recency`). It is a handful of learned numbers.
         slots: S, slots of T tokens in phi*. The first one is as it is without slots; each further one leaves out a
             document more of those that the prior ranks first. The LM reads S T tokens.
-        hops: True for slots that follow one another: each looks for what the question still needs, given what the slot
-            before it has read (see `mac_rag.nn.hops`). Needs several slots.
         slot_cutoff: in nats; a slot whose document the prior holds that much less probable than the first slot's is
             left out, except in training, and the LM reads T tokens less. None leaves out none. Only for modulations of
-            the kind `prompt`, and for slots without hops.
+            the kind `prompt`.
         reading_cutoff: as `slot_cutoff`, behind a look at each slot alone: the LM says how probable it is that it
             abstains there, and its odds that it answers are added to the prior's. None for no such look, which only an
             LM can give that has learned to abstain (`prompt.abstention`).
@@ -199,18 +195,14 @@ class AggregationConfig(Config):
     prior_sharpness: float = Field(1.0, gt=0)
     recency: bool = False
     slots: int = Field(1, ge=1)
-    hops: bool = False
     slot_cutoff: float | None = Field(None, gt=0, le=8)
     reading_cutoff: float | None = Field(None, gt=0, le=8)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name, cutoff in self.cutoffs.items():
-            if self.slots == 1 or self.hops:
-                why = "slots is 1" if self.slots == 1 else "hops lead to what the question alone does not find"
-                raise ValueError(f"{name} is {cutoff}, but {why}; leave it out")
-        if self.hops and self.slots == 1:
-            raise ValueError("hops lead from slot to slot, but slots is 1; set it to the documents a question needs")
+            if self.slots == 1:
+                raise ValueError(f"{name} is {cutoff}, but slots is 1; leave it out")
         if self.recency and not self.prior_width:
             raise ValueError("recency is true, but it is a term of the document prior; set prior_width above 0")
         if self.slots > 1 and not self.prior_width:
@@ -329,15 +321,6 @@ class BoundConfig(Config):
     seed: int = 0
 
 
-def _index_fields(index: Any) -> dict[str, Any]:
-    """The fields that the old field `index` of `MACConfig` has become."""
-    if not isinstance(index, Mapping):
-        return {"sentence_encoder": index, "hashed_bm25": None}
-    encoder = {name: value for name, value in index.items() if name not in ("words", "words_weight")}
-    vectors, weight = index.get("words", 0), index.get("words_weight", HashedBM25Config().weight)
-    return {"sentence_encoder": encoder, "hashed_bm25": {"vectors": vectors, "weight": weight} if vectors else None}
-
-
 class MACConfig(Config):
     """A whole MAC model.
 
@@ -370,8 +353,6 @@ class MACConfig(Config):
         languages: languages that the model has learned to read, as ISO 639 codes such as `en`; None where nobody says.
             Documents that are surely in another one are warned of.
     """
-
-    RENAMED: ClassVar[Mapping[str, Renaming]] = {"index": _index_fields}
 
     base_lm: BaseLMConfig
     amortization: EncoderConfig

@@ -66,7 +66,7 @@ def rebuild(
 
     Examples:
         >>> from mac_rag import Document, MACEngine, MACModel, MemoryBank
-        >>> model = MACModel.from_pretrained("mac-tiny@2")
+        >>> model = MACModel.from_pretrained("mac-tiny")
         >>> old = MACEngine(model, MemoryBank(model.fingerprint, keep_texts=True))
         >>> old.adapt([Document("press", "The company Rainga Press employs 180 people.")]).added
         1

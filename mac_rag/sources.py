@@ -145,7 +145,7 @@ def _source(
         entry = bank[name]
         place = entry.place(name)
         metadata = entry.members[place].metadata
-        with suppress(DataError):  # an old bank may hold something else there
+        with suppress(DataError):  # a bank from elsewhere may hold something else there
             date = date_in(metadata)
         if text is None and bank.keep_texts:
             text = entry.texts[place]

@@ -1,54 +1,21 @@
-"""What all configurations have in common: they are frozen, strict about their keys, and still read former names."""
+"""What all configurations have in common: they are frozen, and strict about their keys."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mac_rag.errors import ConfigError
 
 _FAULTS = 20  # invalid values that one message names
-# A field's new name; or what turns the old field's value into values of new fields, by name.
-Renaming: TypeAlias = str | Callable[[Any], Mapping[str, Any]]
 
 
 class Config(BaseModel):
-    """Base of all configurations: immutable, and an unknown or ill-typed key is an error that names it.
-
-    Attributes:
-        RENAMED: fields that had another name in the last release, old name -> `Renaming`. The old names are still read,
-            with a FutureWarning that tells the new ones.
-    """
+    """Base of all configurations: immutable, and an unknown or ill-typed key is an error that names it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    RENAMED: ClassVar[Mapping[str, Renaming]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_old_names(cls, values: Any) -> Any:
-        """Replaces old field names by the new ones."""
-        old_names = [name for name in cls.RENAMED if isinstance(values, Mapping) and name in values]
-        if not old_names:
-            return values
-        values = dict(values)
-        for old in old_names:
-            renaming, value = cls.RENAMED[old], values.pop(old)
-            fields = {renaming: value} if isinstance(renaming, str) else renaming(value)
-            new_names = " and ".join(fields)
-            both = [name for name in fields if name in values]
-            if both:
-                raise ValueError(f"{old} is the old name of {new_names}; give only {' and '.join(both)}")
-            warnings.warn(
-                f"{cls.__name__}: {old} is now called {new_names}; the next release no longer reads the old name",
-                FutureWarning,
-                stacklevel=2,
-            )
-            values |= fields
-        return values
 
     @classmethod
     def parse(cls, values: Any, where: str | Path) -> Self:

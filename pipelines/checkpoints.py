@@ -34,7 +34,6 @@ from pipelines.resumption import Progress, checkpoints_in, progress_of
 
 _STATE = "trainer.json"
 _MODEL, _OPTIMIZER = "model", "optimizer"
-_FORMER_OPTIMIZER = "optimizer.pt"  # of releases that stored the optimiser with torch.save
 _PER_WEIGHT = ("exp_avg", "exp_avg_sq")  # of a weight's shape; `step` is a scalar
 
 Load: TypeAlias = Callable[[dict[str, Tensor]], None]
@@ -120,10 +119,6 @@ class Checkpoints:
         with _opened(newest, _MODEL) as files:
             require_same_shapes(_shapes(state), files.shapes)
             load({name: files.like(name, tensor) for name, tensor in state.items()})
-        former = newest / _FORMER_OPTIMIZER
-        if former.exists():
-            _load_former(former, optimizer)
-            return
         with _opened(newest, _OPTIMIZER) as files:
             _load_optimizer(files, optimizer, task)
 
@@ -163,18 +158,6 @@ def _load_optimizer(files: _Files, optimizer: torch.optim.Optimizer, task: nn.Mo
         step = files.like(f"step/{name}", steps[f"step/{name}"]).to(parameter.device)
         moments = {key: files.like(f"{key}/{name}", parameter.detach()) for key in _PER_WEIGHT}
         optimizer.state[parameter] = {"step": step, **moments}
-
-
-def _load_former(path: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Reads the optimiser's state as releases until 0.1 wrote it."""
-    try:
-        # Only tensors, numbers, lists and dictionaries: a pickle of anything else is refused.
-        optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as error:  # torch raises errors of many kinds, whose advice is to trust the file
-        raise DataError(
-            f"{path} is damaged, or holds more than an optimiser's numbers ({type(error).__name__}); remove "
-            f"{path.parent}, and the run starts anew"
-        ) from None
 
 
 def require_same_shapes(ours: Mapping[str, tuple[int, ...]], theirs: Mapping[str, tuple[int, ...]]) -> None:

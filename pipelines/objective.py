@@ -10,16 +10,15 @@ with the LM behind the document as the teacher in place of the answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from mac_rag.config import Config, Renaming
+from mac_rag.config import Config
 from mac_rag.data.dates import ALWAYS
 from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import length_buckets, similar_lengths
@@ -42,12 +41,10 @@ class LossWeights(Config):
         aggregated_distillation: the same under phi*, the aggregate of all documents, as the model is used.
         reconstruction: negative log-likelihood of a document under its own memory tokens.
         contrastive: cross-entropy of the document prior, with the question's own document as the target; of several
-            that it needs, any of them. Where slots follow one another, the next slot's target are those that are left.
+            that it needs, any of them.
         alignment: mean squared difference between phi* and the memory tokens of the question's own document, both
             layer-normalised; it trains the aggregation network without the LM.
     """
-
-    RENAMED: ClassVar[Mapping[str, Renaming]] = {"imitation": "alignment"}
 
     answer: float = Field(1.0, ge=0)
     direct: float = Field(0.0, ge=0)
@@ -160,8 +157,7 @@ def mac_loss(
     ]
 
     terms: dict[str, Tensor] = {}
-    follows = weights.contrastive and model.aggregation.hops is not None
-    aggregates = weights.answer or weights.aggregated_distillation or weights.alignment or follows
+    aggregates = weights.answer or weights.aggregated_distillation or weights.alignment
     if aggregates or weights.contrastive:
         encoded = model.input_encoder([model.input_encoder.ids(question) for question in batch.questions])
         known = phi if negatives is None else MemoryTokens.cat([phi, negatives.to(memory.dtype)])
@@ -202,14 +198,9 @@ def mac_loss(
         texts = [prompts.document(document) for document in batch.documents]
         terms["reconstruction"] = _mean_loss(model, starts, texts, memory)
     if weights.contrastive and scores is not None:
-        by_slot = [scores]
-        if follows and prior is not None:
-            read = aggregated.unflatten(1, (-1, encoded.tokens.shape[1]))[:, :-1]
-            queries = model.aggregation.following_queries(encoded, read)
-            by_slot += [prior.score(query, prior_keys) for query in queries[1:]]
         if dates is not None:
-            by_slot = [model.aggregation.with_recency(each, prior_keys, dates, asked) for each in by_slot]
-        terms["contrastive"] = contrastive_of_slots(by_slot, _needed(batch, scores))
+            scores = model.aggregation.with_recency(scores, prior_keys, dates, asked)
+        terms["contrastive"] = contrastive_loss(scores, _needed(batch, scores))
     total = torch.stack([getattr(weights, name) * term for name, term in terms.items()]).sum()
     return {"loss": total, **{name: term.detach() for name, term in terms.items()}}, phi.detach()
 
@@ -231,21 +222,15 @@ def _needed(batch: Batch, scores: Tensor) -> Tensor:
     return needed
 
 
-def contrastive_of_slots(by_slot: Sequence[Tensor], needed: Tensor) -> Tensor:
-    """Mean cross-entropy of the document prior, with any document as the target that a question still needs.
+def contrastive_loss(scores: Tensor, needed: Tensor) -> Tensor:
+    """Mean cross-entropy of the document prior, with any document as the target that a question needs.
 
     Args:
-        by_slot: for each slot, the prior's scores `[B, K]`; a slot does not see what those before it rank first.
+        scores: `[B, K]`, the prior's scores.
         needed: `[B, K]`, which documents each question needs.
     """
-    losses, hidden = [], torch.zeros_like(needed)
-    for scores in by_slot:
-        seen, targets = scores.masked_fill(hidden, -torch.inf), needed & ~hidden
-        wanting = targets.any(1)  # the others have found all that they need
-        of_targets = seen[wanting].masked_fill(~targets[wanting], -torch.inf).logsumexp(1)
-        losses.append(seen[wanting].logsumexp(1) - of_targets)
-        hidden = hidden.scatter(1, seen.detach().argmax(1, keepdim=True), True)
-    return torch.cat(losses).mean()
+    of_targets = scores.masked_fill(~needed, -torch.inf).logsumexp(1)
+    return (scores.logsumexp(1) - of_targets).mean()
 
 
 def _dates(model: MACModel, batch: Batch, known: int) -> Tensor | None:

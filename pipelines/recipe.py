@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -153,17 +152,12 @@ def keep_recipe(config: Config, output: Path) -> None:
 
 
 def changes_since(output: Path, config: Config) -> list[str]:
-    """How a configuration differs from that of the run in a folder; nothing if the folder has no run.
-
-    It compares values, not texts, so that runs of an earlier release can be resumed.
-    """
+    """How a configuration differs from that of the run in a folder; nothing if the folder has no run."""
     path = output / _KEPT
     if not path.exists():
         return []
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # old names in a file that the user did not write
-            stored = type(config).parse(read_mapping(path), path)
+        stored = type(config).parse(read_mapping(path), path)
     except ConfigError as error:
         return [str(error)]
     return list(_differences(stored.model_dump(mode="json"), config.model_dump(mode="json"), ""))

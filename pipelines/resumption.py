@@ -19,13 +19,13 @@ class Progress(NamedTuple):
     Attributes:
         step: optimiser steps that are done.
         best: the best validation until then; None without one.
-        passes: forward passes of one step over all processes; None in a checkpoint of an earlier release.
+        passes: forward passes of one step over all processes.
         finished: True once the run has exported its last weights. Its checkpoint then holds nothing else.
     """
 
     step: int
     best: float | None
-    passes: int | None
+    passes: int
     finished: bool
 
 
@@ -49,10 +49,10 @@ def progress_of(checkpoint: Path) -> Progress:
     path = checkpoint / "trainer.json"
     try:
         state = read_json(path, _LARGEST_STATE)
-        step, best, passes, finished = state["step"], state["best"], state.get("passes"), state.get("finished", False)
+        step, best, passes, finished = state["step"], state["best"], state["passes"], state.get("finished", False)
         if type(step) is not int or step < 0 or isinstance(best, bool) or not isinstance(best, int | float | None):
             raise MalformedError(f"step is {step!r:.40}, and best is {best!r:.40}")
-        if not (passes is None or (type(passes) is int and passes > 0)) or type(finished) is not bool:
+        if type(passes) is not int or passes < 1 or type(finished) is not bool:
             raise MalformedError(f"passes is {passes!r:.40}, and finished is {finished!r:.40}")
         return Progress(step, best, passes, finished)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -40,7 +40,6 @@ TASKS = (
     "train",
     "tune_prior",
     "fit_recency",
-    "fit_hops",
     "add_lexical",
 )  # see pipelines.tasks.registry
 _STAGE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")

@@ -264,7 +264,7 @@ class Trainer:
                 raise DataError(f"{self.output} was finished, but {self.output / 'last'} is gone; delete {self.output}")
             return True
         if progress is not None:
-            if progress.passes not in (None, self.task.passes):
+            if progress.passes != self.task.passes:
                 raise ConfigError(
                     f"{self.output} was trained with {progress.passes} passes a step (trainer.accumulate x processes), "
                     f"and now there are {self.task.passes}; start as many processes as before"

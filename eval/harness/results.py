@@ -192,14 +192,14 @@ class Model(Config):
     Attributes:
         name: its name or path.
         fingerprint: `MACModel.fingerprint`: which banks it can read.
-        answer_digest: `MACModel.answer_digest`: everything in it that changes an answer; None in older results.
+        answer_digest: `MACModel.answer_digest`: everything in it that changes an answer.
         device: the device that it ran on.
         config: its configuration.
     """
 
     name: str
     fingerprint: str
-    answer_digest: str | None = None
+    answer_digest: str
     device: str
     config: dict[str, Any]
 

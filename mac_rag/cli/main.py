@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 bank.app.command()(rebuild.rebuild)
-bank.app.command()(rebuild.migrate)
 app.add_typer(bank.app, name="bank")
 app.command("try")(try_out.try_out)
 app.command()(chat.chat)
@@ -179,7 +178,7 @@ def adapt(
         )
     if opened is not None and rows is not None and rows != (kept := opened.layout.dtype or "fp32"):
         raise ConfigError(
-            f"{bank} keeps its rows as {kept}; leave --rows out, or make a new bank: mac-rag bank migrate --rows {rows}"
+            f"{bank} keeps its rows as {kept}; leave --rows out, or make a new bank: mac-rag bank rebuild --rows {rows}"
         )
     # With --ray, a GPU is for the actors.
     model = model_for(model, opened, bank)

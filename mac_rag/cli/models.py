@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.startup import settle
 from mac_rag.errors import ConfigError, FingerprintError
-from mac_rag.shipped_models import describe, version_of, versions
+from mac_rag.shipped_models import FINGERPRINTS, describe, shipped_name
 
 if TYPE_CHECKING:
     from mac_rag.memory.bank import MemoryBank
@@ -58,7 +58,7 @@ def model_for(name: str | None, bank: MemoryBank | None, place: Path | str) -> s
     if name is not None or bank is None:
         return name or DEFAULT_MODEL
     writer = known_name(bank, place)
-    if writer is None or version_of(bank.fingerprint):
+    if writer is None or shipped_name(bank.fingerprint):
         return writer or DEFAULT_MODEL
     # The file with the name may be anybody's: nothing is fetched because of it, and no other machine is asked.
     if Path(writer).is_absolute() and not writer.startswith(("//", "\\\\")) and Path(writer).is_dir():
@@ -72,7 +72,7 @@ def known_name(bank: MemoryBank, place: Path | str) -> str | None:
     """The name of the model that wrote a bank, for people; None where nobody has kept it."""
     from mac_rag.memory.storage.model_name import read_model_name
 
-    return version_of(bank.fingerprint) or read_model_name(place, bank.fingerprint)
+    return shipped_name(bank.fingerprint) or read_model_name(place, bank.fingerprint)
 
 
 def keep_model_name(folder: Path, bank: MemoryBank, name: str) -> None:
@@ -80,13 +80,13 @@ def keep_model_name(folder: Path, bank: MemoryBank, name: str) -> None:
     from mac_rag.memory.storage.model_name import write_model_name
 
     is_folder = Path(name).is_dir()
-    # A shipped name that this version has no fingerprint for would lead to other weights.
-    if bank.folder is None or version_of(bank.fingerprint) or (not is_folder and versions(name.partition("@")[0])):
+    # A shipped name beside another fingerprint would lead to other weights.
+    if bank.folder is None or shipped_name(bank.fingerprint) or (not is_folder and name in FINGERPRINTS):
         return
     with suppress(OSError):  # it is a help, and the bank is whole without
         write_model_name(folder, bank.fingerprint, str(Path(name).resolve()) if is_folder else name)
 
 
 def _described(name: str | None, fingerprint: str) -> str:
-    shipped = version_of(fingerprint)
+    shipped = shipped_name(fingerprint)
     return f"{name} ({describe(fingerprint)})" if name and not shipped else describe(fingerprint)

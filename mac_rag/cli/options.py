@@ -19,16 +19,14 @@ ModelOption = Annotated[
     str,
     typer.Option(
         "--model",
-        help="A shipped model (mac-small, or one version of it: mac-small@1), a checkpoint folder, or a repository on "
-        "the Hugging Face Hub.",
+        help="A shipped model (mac-small, mac-tiny), a checkpoint folder, or a repository on the Hugging Face Hub.",
     ),
 ]
 BankModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="A shipped model (mac-small, or one version of it: mac-small@1), a checkpoint folder, or a repository on "
-        "the Hugging Face Hub.",
+        help="A shipped model (mac-small, mac-tiny), a checkpoint folder, or a repository on the Hugging Face Hub.",
         show_default="the model that wrote the bank; mac-small for a new one",
     ),
 ]

@@ -1,16 +1,15 @@
-"""New banks from old ones: `mac-rag bank rebuild` for another model, `mac-rag bank migrate` in other numbers."""
+"""A new bank from an old one, for another model or in other numbers: `mac-rag bank rebuild`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mac_rag import DEFAULT_MODEL
-from mac_rag.cli.models import keep_model_name, load_model, model_for
+from mac_rag.cli.models import keep_model_name
 from mac_rag.cli.options import (
-    BankModelOption,
     DeviceMapOption,
     FolderOption,
     ModelOption,
@@ -22,10 +21,6 @@ from mac_rag.cli.options import (
 )
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mac_rag.memory.bank import MemoryBank
-    from mac_rag.memory.rows import RowDtype
 
 
 def rebuild(
@@ -48,7 +43,7 @@ def rebuild(
     rows: RowsOption = None,
     device_map: DeviceMapOption = None,
 ) -> None:
-    """Make a bank for another model, from texts that the old bank or a retriever holds.
+    """Make a bank for another model, or in other numbers, from texts that the old bank or a retriever holds.
 
     The new bank gets the same documents in the same order, with their metadata. The old bank does not change, and can
     be used meanwhile. Texts come from a bank that was created with --keep-texts, or from --retriever. A document whose
@@ -63,11 +58,13 @@ def rebuild(
     """
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
+    from mac_rag.memory.storage.place import is_url
     from mac_rag.memory.views.overview import keep_rows_for
     from mac_rag.model import MACModel
     from mac_rag.rebuilding import rebuild as make_anew
 
-    _check_apart(bank, into)
+    if not is_url(bank) and Path(bank).resolve() in (into.resolve(), *into.resolve().parents):
+        raise ConfigError(f"{into} is the old bank's folder, or in it; choose a new folder for --into")
     old = MemoryBank.open(bank)
     begun = open_to_fill(into, "--into")
     keep_texts = keep_texts or old.keep_texts
@@ -80,8 +77,11 @@ def rebuild(
             f"{into} was begun {'to overwrite' if begun.secure_delete else 'not to overwrite'} what it deletes; repeat "
             "its command, or choose a new folder for --into"
         )
-    if begun is not None and rows is not None:
-        _check_rows(begun, into, rows)
+    if begun is not None and rows is not None and begun.layout.dtype != rows:
+        raise ConfigError(
+            f"{into} was begun with rows as {begun.layout.dtype or 'fp32'}; repeat its command, or choose a new folder "
+            "for --into"
+        )
     text_retriever = open_retriever(retriever, retriever_folder)
     if text_retriever is None and not old.keep_texts and len(old):
         raise ConfigError(
@@ -107,51 +107,3 @@ def rebuild(
         f"{report.adapted} adapted, {report.documents - report.adapted} were there, {len(report.skipped)} skipped; "
         f"{into} is complete and holds {report.documents} documents"
     )
-
-
-def migrate(
-    bank: ReadBankOption,
-    into: Annotated[Path, typer.Option(help="Folder of the new bank.", file_okay=False)],
-    model: BankModelOption = None,
-    rows: RowsOption = None,
-    device_map: DeviceMapOption = None,
-) -> None:
-    """Copy a bank of any format to a new one of the latest format, and in other numbers.
-
-    Nothing is adapted again, and no text is needed. The new bank holds the same entries in the same order. The old bank
-    does not change, and can be used meanwhile. The new bank is saved every few hundred entries. If the command is
-    interrupted, run it again.
-    """
-    from mac_rag.memory.bank import MemoryBank
-    from mac_rag.migrating import migrate as copy
-
-    _check_apart(bank, into)
-    old = MemoryBank.open(bank)
-    begun = open_to_fill(into, "--into")
-    if begun is not None:
-        _check_rows(begun, into, rows or "bf16")
-    model = model_for(model, old, bank)
-    loaded = load_model(model, old, bank, device_map=device_map)
-    if begun is None:
-        settings = {"keep_texts": old.keep_texts, "secure_delete": old.secure_delete}
-        begun = MemoryBank.create_on_commit(into, loaded.fingerprint, rows=rows, **settings)
-    with begun:
-        documents = copy(old, begun, loaded, progress=True)
-        keep_model_name(into, begun, model)
-    say(f"{into} is complete and holds {documents:,} documents")
-
-
-def _check_rows(begun: MemoryBank, into: Path, rows: RowDtype) -> None:
-    """Refuses to go on with a bank that was begun with other numbers."""
-    if begun.layout.dtype != rows:
-        raise ConfigError(
-            f"{into} was begun with rows as {begun.layout.dtype or 'fp32'}; repeat its command, or choose a new folder "
-            "for --into"
-        )
-
-
-def _check_apart(bank: str, into: Path) -> None:
-    from mac_rag.memory.storage.place import is_url
-
-    if not is_url(bank) and Path(bank).resolve() in (into.resolve(), *into.resolve().parents):
-        raise ConfigError(f"{into} is the old bank's folder, or in it; choose a new folder for --into")

@@ -56,8 +56,8 @@ class Member:
     def moment(self) -> int:
         """The moment from which the document counts, in microseconds since 1970.
 
-        It is the date of its metadata, or else that at which it was added. A bank from before dates had a meaning may
-        hold something else there, which then says nothing.
+        It is the date of its metadata, or else that at which it was added. A bank from elsewhere may hold something
+        else there, which then says nothing.
         """
         with suppress(DataError):
             date = date_in(self.metadata)

@@ -62,10 +62,8 @@ class ShardQuestion:
         prior_queries: `[B, d_prior]`; None without a document prior.
         use_prior: False leaves the document prior out.
         use_recency: False leaves the recency term out of it.
-        use_hops: False for slots that rank by the questions alone.
         asked: `[B]`, see `mac_rag.nn.recency.RecencyTerm.penalties`; None without the term.
         visible: which of the shard's rows may be seen, as packed bits; None for all.
-        without: what slots before this one rank first, as arrays of `FirstRows` that know the shard's rows.
         cache_dtype, cache_bytes: see `AttentionConfig`.
     """
 
@@ -74,10 +72,8 @@ class ShardQuestion:
     prior_queries: Array | None
     use_prior: bool
     use_recency: bool
-    use_hops: bool
     asked: Array | None
     visible: Array | None
-    without: tuple[tuple[Array, ...], ...]
     cache_dtype: Dtype
     cache_bytes: int
 

@@ -1,6 +1,6 @@
 """How a model reads a bank in shards: two round trips to all shards for each block, and an exact merge.
 
-A recency term and slots cost two more each, once. With hops the slots are read one after another.
+A recency term and slots cost two more each, once.
 """
 
 from __future__ import annotations
@@ -148,19 +148,8 @@ class ShardedReader(Reader):
     ) -> tuple[Tensor, Tensor | None]:
         """As `AggregationNetwork.forward`, for questions with their texts; `seen` as `_ShardsAttention` takes it."""
         network, asked, look = self.model.aggregation, self.model.asked(texts), self.model.look(texts)
-        if network.hops_in_use is None:
-            attention = _ShardsAttention(self, question, seen, asked)
-            return network.aggregate(question, attention, first=attention.begun(len(question)), look=look, mass=mass)
-        before: list[Mapping[int, FirstRows]] = []
-
-        def hop(queries: Tensor, _: Sequence[FirstRows]) -> tuple[_ShardsAttention, FirstRows]:
-            attention = _ShardsAttention(self, question, seen, asked, queries=queries, without=before)
-            first = attention.begun(len(question))
-            assert first is not None  # there are slots
-            before.append(attention.first)
-            return attention, first
-
-        return network.follow(question, hop, mass=mass)
+        attention = _ShardsAttention(self, question, seen, asked)
+        return network.aggregate(question, attention, first=attention.begun(len(question)), look=look, mass=mass)
 
     def _seen_rows(self, visible: Tensor | None) -> dict[int, Tensor | None]:
         """The shards of which rows are seen, and which of their rows, bool `[k]`, where it is not all of them."""
@@ -187,8 +176,6 @@ def _asked(
     asked: Tensor | None = None,
     *,
     use_prior: bool,
-    queries: Tensor | None = None,
-    without: Sequence[Mapping[int, FirstRows]] = (),
 ) -> dict[int, ShardQuestion]:
     """What each shard is told of B questions.
 
@@ -199,11 +186,9 @@ def _asked(
         name: a name that no other questions have.
         asked: `[B]`, see `mac_rag.nn.recency.RecencyTerm.penalties`; None without the term.
         use_prior: False leaves the document prior out.
-        queries, without: as `_ShardsAttention` takes them.
     """
     prior = reader.model.aggregation.prior if use_prior else None
-    if queries is None and prior is not None:
-        queries = prior.queries(question)
+    queries = None if prior is None else prior.queries(question)
     return {
         number: ShardQuestion(
             name=name,
@@ -211,10 +196,8 @@ def _asked(
             prior_queries=None if queries is None else to_array(queries),
             use_prior=use_prior,
             use_recency=reader.model.aggregation.use_recency,
-            use_hops=reader.model.aggregation.use_hops,
             asked=None if asked is None else to_array(asked),
             visible=None if rows is None else np.packbits(rows.numpy()),
-            without=tuple(tuple(map(to_array, first[number])) for first in without),
             cache_dtype=reader.config.cache_dtype,
             cache_bytes=reader.config.cache_bytes,
         )
@@ -230,11 +213,6 @@ class _ShardsAttention:
         question: the encoded questions.
         seen: the shards to ask, and which of their rows, bool `[k]`; None for all.
         asked: `[B]`, see `mac_rag.nn.recency.RecencyTerm.penalties`; None without the term.
-        queries: `[B, d_prior]`, the prior's queries of a slot that follows others; None for the question's own.
-        without: what each slot before ranks first, as each shard knows it.
-
-    Attributes:
-        first: what the prior ranks first, as each shard knows it; empty before `begun`, and without slots.
     """
 
     def __init__(
@@ -243,9 +221,6 @@ class _ShardsAttention:
         question: MemoryTokens,
         seen: Mapping[int, Tensor | None],
         asked: Tensor | None,
-        *,
-        queries: Tensor | None = None,
-        without: Sequence[Mapping[int, FirstRows]] = (),
     ) -> None:
         network = reader.model.aggregation
         self.bank = reader.bank
@@ -253,10 +228,7 @@ class _ShardsAttention:
         self.has_recency = network.recency_in_use is not None
         self.has_slots = network.slots is not None and network.use_prior
         self.name = secrets.token_hex(8)
-        self.first: Mapping[int, FirstRows] = {}
-        self.questions = _asked(
-            reader, question, seen, self.name, asked, use_prior=network.use_prior, queries=queries, without=without
-        )
+        self.questions = _asked(reader, question, seen, self.name, asked, use_prior=network.use_prior)
         # What shards are still to be told of the questions.
         self._to_tell: Mapping[int, ShardQuestion | None] = self.questions
 
@@ -306,12 +278,11 @@ class _ShardsAttention:
         """Tells each shard which of its rows the prior ranks first in all of them: two round trips."""
         found = self._ask("first_rows", batch)
         parts = [FirstRows(*(to_tensor(array, "cpu") for array in found[number])) for number in sorted(found)]
-        self.first = {number: FirstRows.of_all(parts, place) for place, number in enumerate(sorted(found))}
         if len(parts) > 1:
             self.bank.shards.done(
                 {
-                    number: Request("rank", (self.name, tuple(map(to_array, first))))
-                    for number, first in self.first.items()
+                    number: Request("rank", (self.name, tuple(map(to_array, FirstRows.of_all(parts, place)))))
+                    for place, number in enumerate(sorted(found))
                 }
             )
         first = FirstRows.of_all(parts)

@@ -226,7 +226,6 @@ class Shard:
     def _begin(self, question: ShardQuestion, batch: int) -> None:
         view = self._refreshed_view(question)
         self.network.use_prior, self.network.use_recency = question.use_prior, question.use_recency
-        self.network.use_hops = question.use_hops
         dtype = next(self.network.parameters()).dtype
         queries = question.prior_queries
         prior_queries = None if queries is None else to_tensor(queries, self.device, dtype)
@@ -234,9 +233,8 @@ class Shard:
         if question.visible is not None:
             mask = _unpacked(question.visible, view.documents).to(self.device).expand(batch, -1)
         asked = None if question.asked is None else to_tensor(question.asked, self.device)
-        without = [FirstRows(*(to_tensor(array, self.device) for array in first)) for first in question.without]
         self._asked[question.name] = AttendedBank(
-            self.network, view, prior_queries, mask=mask, asked=asked, without=without, dtype=dtype
+            self.network, view, prior_queries, mask=mask, asked=asked, dtype=dtype
         )
         while len(self._asked) > _QUESTIONS:
             name, _ = self._asked.popitem(last=False)

@@ -21,7 +21,7 @@ from mac_rag.memory.parts import Part, PlacedRecord
 from mac_rag.memory.rows import Codebook, RowLayout, Rows, decoded
 from mac_rag.nn.k_means import nearest_codes
 from mac_rag.nn.product_quantizer import ProductQuantizer
-from mac_rag.shipped_models import describe, version_of
+from mac_rag.shipped_models import describe, shipped_name
 
 # Makes summaries `[n, S]` of rows `[n, T, D]` as they are kept.
 Summarise: TypeAlias = Callable[[Tensor], Tensor]
@@ -78,12 +78,12 @@ class Contents:
             FingerprintError: when the fingerprints differ; names both.
         """
         if fingerprint != self.fingerprint:
-            writer, reader = version_of(self.fingerprint), version_of(fingerprint)
+            writer, reader = shipped_name(self.fingerprint), shipped_name(fingerprint)
             raise FingerprintError(
                 f"{self.folder or 'this bank'} was written by {describe(self.fingerprint)} and cannot be read by "
                 f"{describe(fingerprint)}; use {f'--model {writer}' if writer else 'the model that wrote it'}, or make "
                 f"a new bank for this one: mac-rag bank rebuild --bank {self.folder or 'BANK'} --into NEW --model "
-                f"{reader.partition('@')[0] if reader else 'MODEL'}"
+                f"{reader or 'MODEL'}"
             )
 
     def _hold(self, parts: Sequence[Part]) -> None:

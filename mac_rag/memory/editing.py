@@ -208,12 +208,11 @@ class EditableContents(Contents):
             self._tail = self._tail.compacted()
         self._hold([*self._segments, self._tail])
 
-    def restore(self, entries: Iterable[BankEntry], summarise: Summarise | None = None) -> None:
+    def restore(self, entries: Iterable[BankEntry]) -> None:
         """Appends entries of another bank.
 
         Args:
             entries: the entries. This bank must hold none of their documents.
-            summarise: as for `put`.
 
         Raises:
             BankError: when this bank holds one of the documents, or memory tokens do not fit it. Entries that came
@@ -224,5 +223,5 @@ class EditableContents(Contents):
             for member in entry.members:
                 if member.document_id in self:
                     raise BankError(f"this bank holds document {member.document_id!r} already; delete it first")
-            rows = self._encoded(entry.phi, summarise)
+            rows = self._encoded(entry.phi)
             self._append(rows, [NewEntry(len(rows), entry.members, entry.texts)])

@@ -102,11 +102,7 @@ class EntryTable(ABC):
     @property
     @abstractmethod
     def dating(self) -> Dating:
-        """When the documents count, and which others they supersede.
-
-        Raises:
-            DamageError: as `record`, where it must be read from the records.
-        """
+        """When the documents count, and which others they supersede."""
 
     def number(self, sequence: int) -> int | None:
         """The number of the entry with a sequence number; None if there is none."""
@@ -180,7 +176,7 @@ class RecordList(EntryTable):
 
     @property
     def dating(self) -> Dating:
-        """As `EntryTable.dating`; never an error."""
+        """As `EntryTable.dating`."""
         return Dating(*(column.tensor for column in self._dating))
 
 

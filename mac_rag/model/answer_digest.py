@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mac_rag.config import CUTOFFS
 from mac_rag.lm.device_map import require_weights
 from mac_rag.model.checkpoint import Parts
 
@@ -52,10 +51,7 @@ def answer_digest(parts: Parts, state: Mapping[str, Any]) -> str:
 
 def _described(parts: Parts) -> Iterator[tuple[str, Any]]:
     """Everything but weights, as JSON, by name."""
-    # Fields that came later leave the digest of a model without them as it was.
-    unset = set(CUTOFFS) - parts.config.aggregation.cutoffs.keys()
-    fields = parts.config.model_dump(mode="json", exclude={"languages": True, "aggregation": unset})
-    yield "configuration", _without(fields, _PLACES)
+    yield "configuration", _without(parts.config.model_dump(mode="json", exclude={"languages"}), _PLACES)
     lm = parts.base_lm.model
     yield "LM", _without(lm.config.to_dict(), _ORIGINS)
     yield "generation", _without(lm.generation_config.to_dict(), _ORIGINS)

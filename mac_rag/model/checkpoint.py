@@ -4,7 +4,7 @@ config.json             the configuration: all sizes, the base models and their 
 model.safetensors       MAC's own networks
 amortization/           architecture of the amortization network's backbone; its tokenizer, if that is not the base LM's
 input_encoder/          the same for the input encoder
-index/                  architecture of the sentence encoder, if there is one
+sentence_encoder/       architecture of the sentence encoder, if there is one
 rows.safetensors        codebooks for banks with rows `pq`, if they were fitted (`mac_rag.nn.product_quantizer`)
 base_lm/                the base LM, if it was tuned or is not on the Hub
 
@@ -38,11 +38,10 @@ from mac_rag.lm.loading import INT8_LM, empty_backbone, load_backbone, load_toke
 from mac_rag.lm.lora_tuning import merged
 from mac_rag.lm.model_sizes import allowed_numbers, stored_numbers
 from mac_rag.model.factory import make_encoder, make_hashed_bm25, make_sentence_encoder
-from mac_rag.model.stored_names import SENTENCE_ENCODER_FOLDER
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.hashed_bm25 import HashedBM25
 from mac_rag.nn.product_quantizer import ProductQuantizer
-from mac_rag.shipped_models import FINGERPRINTS, versions
+from mac_rag.shipped_models import FINGERPRINTS
 from mac_rag.untrusted_files import MalformedError, open_file, read_file, read_json
 
 FORMAT = 1
@@ -50,6 +49,7 @@ SHIPPED = Path(__file__).parents[1] / "shipped"
 WEIGHTS = "model.safetensors"
 QUANTIZER = "rows.safetensors"
 CONFIG = "config.json"
+SENTENCE_ENCODER = "sentence_encoder"
 _LARGEST_CONFIG = 1 << 20
 _LARGEST_QUANTIZER = 256 << 20
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "spiece.model", "vocab.txt", "vocab.json")
@@ -92,7 +92,7 @@ def write(
 
     Args:
         parts: the parts of the model.
-        weights: the weights of MAC's own networks, by their names in checkpoints (`MACModel.mac_state`).
+        weights: the weights of MAC's own networks, by name (`MACModel.mac_state`).
         folder: a new or empty folder.
         dtype: dtype of the stored weights; None keeps each as it is.
         lm_was_trained: True if the base LM was trained; then the checkpoint stores it.
@@ -109,7 +109,7 @@ def write(
         if not _same_tokenizer(encoder.tokenizer, parts.base_lm.tokenizer):
             encoder.tokenizer.save_pretrained(folder / name)
     if parts.amortization.network.sentence_encoder is not None:
-        parts.amortization.network.sentence_encoder.config.save_pretrained(folder / SENTENCE_ENCODER_FOLDER)
+        parts.amortization.network.sentence_encoder.config.save_pretrained(folder / SENTENCE_ENCODER)
     save_file(_stored(weights, dtype), folder / WEIGHTS, metadata={"format": "pt"})
     if quantizer is not None:
         write_quantizer(quantizer, folder)
@@ -136,7 +136,7 @@ def read(folder: Path, device: torch.device, device_map: DeviceMap | None = None
     sentence_encoder = None
     with limit:
         if config.sentence_encoder is not None:
-            sentence_encoder = _sentence_encoder(folder / SENTENCE_ENCODER_FOLDER, config.sentence_encoder, base_lm)
+            sentence_encoder = _sentence_encoder(folder / SENTENCE_ENCODER, config.sentence_encoder, base_lm)
         hashed_bm25 = make_hashed_bm25(config, base_lm)
     amortization, input_encoder = (
         _encoder(folder / name, part, config, base_lm, sentence_encoder, hashed_bm25, limit)
@@ -238,7 +238,7 @@ def read_quantizer(folder: Path) -> ProductQuantizer | None:
 
 
 def find(name_or_path: str | Path, revision: str | None) -> Path:
-    """The folder of a checkpoint: a path, a shipped model such as `mac-small` or `mac-small@1`, or one of the Hub.
+    """The folder of a checkpoint: a path, a shipped model such as `mac-small`, or one of the Hub.
 
     Raises:
         ModelLoadError: when there is no model of that name.
@@ -247,8 +247,8 @@ def find(name_or_path: str | Path, revision: str | None) -> Path:
     if path.is_dir():
         return path
     name = str(name_or_path)
-    if name.partition("@")[0] in FINGERPRINTS:
-        return _shipped(name)
+    if name in FINGERPRINTS:
+        return SHIPPED / name
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt"]
@@ -262,20 +262,6 @@ def find(name_or_path: str | Path, revision: str | None) -> Path:
         ) from error
     if revision is None and is_commit(folder.name):
         warn_unpinned(name, folder.name)
-    return folder
-
-
-def _shipped(name: str) -> Path:
-    """The folder of a shipped model, whose name may have a version. Older versions have it in the folder's name."""
-    plain, known = name.partition("@")[0], versions(name.partition("@")[0])
-    if name not in (plain, *known):
-        raise ModelLoadError(f"there is no {name}; the versions of {plain} are {', '.join(known)}")
-    folder = SHIPPED / (plain if name in (plain, known[-1]) else name)
-    if not (folder / CONFIG).is_file():
-        raise ModelLoadError(
-            f"the weights of {name} are not in this package; use {plain}, which is {known[-1]}, or install a release "
-            f"of mac_rag that has {name}"
-        )
     return folder
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mac_rag.config import MACConfig
+from mac_rag.config import CUTOFFS, MACConfig
 from mac_rag.data.dates import LAST, named_in
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.lm.attention_sink import sink_keys_values
@@ -30,7 +30,6 @@ from mac_rag.model.factory import (
     with_exact_revisions,
 )
 from mac_rag.model.generation import GenerationMixin
-from mac_rag.model.stored_names import BESIDE_BANKS, FROZEN, fingerprint_fields, stored_name
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.model.years import named_years
 from mac_rag.nn.aggregation import AggregationNetwork
@@ -45,6 +44,12 @@ from mac_rag.progress import progress_bar
 
 # Tokens that the amortization network reads at a time, padding included.
 BATCH_TOKENS = 8192
+
+# Parts that both encoders share and no training changes.
+_FROZEN = ("amortization.network.sentence_encoder.", "amortization.network.hashed_bm25.")
+# No bank knows of the recency term: it reads dates and prior keys, which every bank has. So a model that learns the
+# term later reads its banks.
+_BESIDE_BANKS = ("aggregation.recency.",)
 
 
 class MACModel(GenerationMixin, nn.Module):
@@ -99,7 +104,6 @@ class MACModel(GenerationMixin, nn.Module):
             lexical_vectors=config.lexical_vectors,
             recency=sizes.recency,
             slots=sizes.slots,
-            hops=sizes.hops,
             slot_cutoff=sizes.slot_cutoff,
             reading_cutoff=sizes.reading_cutoff,
             readout=config.modulation.kind == "prompt",
@@ -260,15 +264,14 @@ class MACModel(GenerationMixin, nn.Module):
         self.base_lm_trained = True
 
     def mac_state(self) -> dict[str, Tensor]:
-        """The weights of MAC's own networks by their names in checkpoints; not the base LM's or quantised backbones'.
+        """The weights of MAC's own networks by name; not the base LM's or quantised backbones'.
 
         Training changes all of them but the sentence encoder and hashed BM25.
         """
-        named = ((stored_name(name), parameter) for name, parameter in self.named_parameters())
         return {
             name: parameter
-            for name, parameter in named
-            if name.startswith(FROZEN) or (parameter.requires_grad and not name.startswith("base_lm."))
+            for name, parameter in self.named_parameters()
+            if name.startswith(_FROZEN) or (parameter.requires_grad and not name.startswith("base_lm."))
         }
 
     @property
@@ -278,7 +281,7 @@ class MACModel(GenerationMixin, nn.Module):
         Those of a recency term are left out: it reads none.
         """
         state = self.mac_state() | self._shared_embeddings()
-        state = {name: tensor for name, tensor in state.items() if not name.startswith(BESIDE_BANKS)}
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(_BESIDE_BANKS)}
         # In-place updates raise a tensor's version, so training between two calls is noticed.
         version = sum(tensor._version for tensor in state.values())
         if self._fingerprint is None or self._fingerprint[0] != version:
@@ -429,9 +432,16 @@ class MACModel(GenerationMixin, nn.Module):
         with self.without_recency(), nullcontext() if years is None else _switched_off(years, "use_years"):
             yield
 
-    def without_hops(self) -> AbstractContextManager[None]:
-        """A context in which each slot ranks documents by the question alone, to measure the effect of hops."""
-        return _switched_off(self.aggregation, "use_hops")
+
+def fingerprint_fields(config: MACConfig) -> str:
+    """JSON of what the configuration adds to a model's fingerprint: the settings that write or read memory tokens.
+
+    The recency term, the cutoffs of slots and the weight of years change what is read of a bank, and not what is in it.
+    """
+    return config.model_dump_json(
+        include={"tokens": True, "hashed_bm25": True, "aggregation": True, "modulation": {"attention_sink"}},
+        exclude={"hashed_bm25": {"years": {"weight"}}, "aggregation": {"recency", *CUTOFFS}},
+    )
 
 
 @contextmanager

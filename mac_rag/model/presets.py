@@ -173,8 +173,8 @@ def preset_values(name: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     quantisation. The preset `auto` is a model `around` the LM of the changes, in bf16 unless they say otherwise.
 
     Examples:
-        >>> preset_values("llama2-7b", {"base_lm": {"name": "my/tuned"}})["base_lm"]
-        {'name': 'my/tuned', 'dtype': 'bf16', 'quantization': 'nf4'}
+        >>> preset_values("llama2-7b", {"base_lm": {"name": "my/tuned"}})["base_lm"]["quantization"]
+        'nf4'
 
     Args:
         name: name of the preset.
@@ -188,8 +188,7 @@ def preset_values(name: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str):
         raise ConfigError(f"unknown preset {name!r:.80}; choose one of {known}")
     if name != AUTO:
-        # Without defaults, so that a change may still use the old name of a field.
-        return merged(preset(name).model_dump(exclude_defaults=True), changes)
+        return merged(preset(name).model_dump(), changes)
     lm = changes.get("base_lm")
     if not isinstance(lm, Mapping) or lm.get("name") is None:
         raise ConfigError(
@@ -197,7 +196,7 @@ def preset_values(name: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
             f"has brought; or choose another preset: {known}"
         )
     chosen = around(BaseLMConfig.parse({"dtype": "bf16", **lm}, "model.base_lm"))
-    return merged(chosen.model_dump(exclude_defaults=True), changes)
+    return merged(chosen.model_dump(), changes)
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeAlias
 
@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.attention import BankAttention, streaming_attention
-from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, BankView, prior_keys
+from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, prior_keys
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.document_prior import DocumentPrior
-from mac_rag.nn.hops import Hops
 from mac_rag.nn.memory_slots import FirstRows, Look, MemorySlots, RankedSlots
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.product_quantizer import ProductQuantizer
@@ -24,10 +23,6 @@ from mac_rag.nn.row_bounds import longest_keys
 # Number of a block, whether the attention mass is wanted, and the block's queries `[B, H, S, d]` -> what they attend to
 # and the mass, as `BankAttention` returns them.
 Attend: TypeAlias = Callable[[int, bool, Tensor], tuple[Tensor, Tensor | None]]
-
-# The prior's queries of one slot `[B, d_prior]`, and what the slots before it rank first, which it does not see -> how
-# it attends, and what it ranks first.
-Hop: TypeAlias = Callable[[Tensor, Sequence[FirstRows]], tuple[Attend, FirstRows]]
 
 
 class AggregationNetwork(nn.Module):
@@ -49,7 +44,6 @@ class AggregationNetwork(nn.Module):
         recency: True for a document prior in which newer documents on the same subject count more
             (`mac_rag.nn.recency`).
         slots: S, phi* has S times T tokens (`mac_rag.nn.memory_slots`).
-        hops: True for slots of which each follows what the one before it has read (`mac_rag.nn.hops`).
         slot_cutoff, reading_cutoff: see `mac_rag.nn.memory_slots.MemorySlots`.
         readout: True for phi* of the kind of memory tokens: the last block leaves out the residual of its attention.
         chunk_rows: rows of a bank in memory that are attended to at a time.
@@ -57,7 +51,6 @@ class AggregationNetwork(nn.Module):
     Attributes:
         use_prior: False leaves the document prior out of attention, to measure what it contributes.
         use_recency: False leaves the recency term out of the prior, for the same purpose.
-        use_hops: False has each slot rank documents by the question alone, likewise.
         quantizer: how a bank with rows `pq` keeps the memory tokens that the network reads; None if none was fitted.
     """
 
@@ -76,7 +69,6 @@ class AggregationNetwork(nn.Module):
         lexical_weight: float = 1.0,
         recency: bool = False,
         slots: int = 1,
-        hops: bool = False,
         slot_cutoff: float | None = None,
         reading_cutoff: float | None = None,
         readout: bool = False,
@@ -101,10 +93,8 @@ class AggregationNetwork(nn.Module):
         self.prior = DocumentPrior(width, prior_width, sentence_token, lexical_weight) if prior_width else None
         self.recency = RecencyTerm() if recency else None
         self.slots = MemorySlots(slots, width, cutoff=slot_cutoff, reading_cutoff=reading_cutoff) if slots > 1 else None
-        self.hops = Hops(width, prior_width, heads, feed_forward) if hops else None
         self.use_prior = True
         self.use_recency = True
-        self.use_hops = True
         self.quantizer: ProductQuantizer | None = None
 
     def project(self, phi: MemoryTokens) -> BankProjection:
@@ -151,16 +141,8 @@ class AggregationNetwork(nn.Module):
 
     @property
     def slots_in_use(self) -> MemorySlots | None:
-        """The slots that see a bank at once, if the document prior tells them apart.
-
-        Without the prior all see the same, and one stands for all. With hops they see it one after another.
-        """
-        return self.slots if self.use_prior and self.hops_in_use is None else None
-
-    @property
-    def hops_in_use(self) -> Hops | None:
-        """The hops between slots, if the document prior tells slots apart."""
-        return self.hops if self.use_prior and self.use_hops else None
+        """The slots, if the document prior tells them apart. Without the prior all see the same; one stands for all."""
+        return self.slots if self.use_prior else None
 
     def with_recency(self, scores: Tensor, keys: Tensor, dates: Tensor, asked: Tensor | None) -> Tensor:
         """The document prior's scores `[B, K]` with the recency term; as they are, where it is not in use.
@@ -217,21 +199,8 @@ class AggregationNetwork(nn.Module):
             slots by their shares of the prior, or None without `mass`.
 
         Raises:
-            ValueError: when the document prior is in use, and the view has neither prior keys nor scores; for scores
-                where slots follow one another.
+            ValueError: when the document prior is in use, and the view has neither prior keys nor scores.
         """
-        if self.hops_in_use is not None:
-            if scores is not None:
-                raise ValueError("this network's slots follow one another, so their scores cannot be known before")
-
-            def hop(queries: Tensor, before: Sequence[FirstRows]) -> tuple[Attend, FirstRows]:
-                attended_bank = AttendedBank(
-                    self, bank, queries, mask=mask, asked=asked, without=before, dtype=question.tokens.dtype
-                )
-                assert attended_bank.first is not None  # there are slots
-                return self._attending(attended_bank, attention), attended_bank.first
-
-            return self.follow(question, hop, mass=mass)
         queries = None if scores is not None else self.prior_queries(question)
         attended_bank = AttendedBank(
             self, bank, queries, mask=mask, scores=scores, asked=asked, dtype=question.tokens.dtype
@@ -249,66 +218,6 @@ class AggregationNetwork(nn.Module):
             return attended, None if shares is None else attended_bank.of_all_rows(number, shares, rows, floor)
 
         return attend
-
-    def follow(self, question: MemoryTokens, hop: Hop, *, mass: bool = False) -> tuple[Tensor, Tensor | None]:
-        """As `forward`, slot by slot, each led by what the one before it has read.
-
-        Args:
-            question, mass: as `forward` takes them.
-            hop: begins a slot.
-
-        Raises:
-            ValueError: when slots do not follow one another.
-        """
-        if self.hops is None or self.slots is None or self.prior is None:
-            raise ValueError("the slots of this aggregation network do not follow one another")
-        query = own = self.prior.queries(question)
-        read: list[Tensor] = []
-        ranked: list[FirstRows] = []
-        shares: list[Tensor | None] = []
-        for slot in range(self.slots.count):
-            if slot:
-                query = self.hops(own, question.tokens, read[-1])
-            attend, first = hop(query, ranked)
-            tokens, share = self._through_blocks(question.tokens, attend, mass)
-            ranked.append(first)
-            read.append(self.slots.marked_at(slot, tokens, self.slots.faintness_of_last(ranked).to(tokens)))
-            shares.append(share)
-        whole = None
-        if mass:
-            weights = self.slots.shares_of_first(ranked, self._mean_prior_weight()).to(read[0])
-            whole = torch.stack([share for share in shares if share is not None], 1)
-            whole = torch.einsum("bsk,bs->bk", whole, weights)
-        return torch.cat(read, 1), whole
-
-    def following_queries(self, question: MemoryTokens, read: Tensor) -> list[Tensor]:
-        """The prior's queries `[B, d_prior]` of all slots, where these follow one another.
-
-        Args:
-            question: as `forward` takes it.
-            read: `[B, S - 1, T, D]`, what each slot but the last one has read.
-
-        Raises:
-            ValueError: when they do not.
-        """
-        if self.hops is None or self.slots is None or self.prior is None:
-            raise ValueError("the slots of this aggregation network do not follow one another")
-        own = self.prior.queries(question)
-        return [own, *(self.hops(own, question.tokens, tokens) for tokens in read.unbind(1))]
-
-    def read_alone(self, question: MemoryTokens, bank: BankView, slot: int) -> Tensor:
-        """What a slot reads that sees one row alone, `[B, T, D]`, and is as sure of it as the first slot of its own.
-
-        Args:
-            question: as `forward` takes it.
-            bank: the row of each question.
-            slot: number of the slot.
-        """
-        alike = question.tokens.new_zeros(len(question), bank.documents)
-        attended_bank = AttendedBank(self, bank, None, scores=alike, dtype=question.tokens.dtype)
-        attend = self._attending(attended_bank, streaming_attention)
-        tokens, _ = self._through_blocks(question.tokens, attend, mass=False)
-        return tokens if self.slots is None else self.slots.marked_at(slot, tokens, tokens.new_zeros(len(tokens)))
 
     def _mean_prior_weight(self) -> Tensor:
         """How the blocks' heads weigh the document prior, on average."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from mac_rag.nn.attention import Chunk
 from mac_rag.nn.bank_view import BankRows, BoundedView, is_bounded, is_view, prior_keys
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.document_prior import DocumentPrior
-from mac_rag.nn.memory_slots import FirstRows, MemorySlots, without_first
+from mac_rag.nn.memory_slots import FirstRows, MemorySlots
 from mac_rag.nn.prior_keys import PriorKeys
 from mac_rag.nn.recency import Candidates, RankedFirst, RecencyTerm
 from mac_rag.nn.row_bounds import needed_of_all
@@ -28,12 +28,11 @@ class Attends(Protocol):
 
     blocks: nn.ModuleList
     prior: DocumentPrior | None
-    slots: MemorySlots | None
     use_prior: bool
 
     @property
     def slots_in_use(self) -> MemorySlots | None:
-        """The slots that see the bank at once, if the document prior tells them apart."""
+        """The slots, if the document prior tells them apart."""
 
     @property
     def recency_in_use(self) -> RecencyTerm | None:
@@ -51,7 +50,6 @@ class AttendedBank:
         bank: K rows.
         queries: `[B, d_prior]`, see `AggregationNetwork.prior_queries`; None without a prior, or with `scores`.
         mask, scores, asked: as `AggregationNetwork.forward` takes them.
-        without: what slots before this one rank first, which it does not see.
         dtype: dtype of what is added to the logits.
 
     Attributes:
@@ -72,7 +70,6 @@ class AttendedBank:
         mask: Tensor | None = None,
         scores: Tensor | None = None,
         asked: Tensor | None = None,
-        without: Sequence[FirstRows] = (),
         dtype: torch.dtype,
     ) -> None:
         self.bank = bank
@@ -87,9 +84,7 @@ class AttendedBank:
         self.first_of_all: FirstRows | None = None
         self.log_counts = bank.log_counts
         self.slots = network.slots_in_use
-        self._ranks = network.slots if network.use_prior else None
         self._seen = mask
-        self._without = without
         self.mask = mask if mask is None or self.slots is None else mask.repeat_interleave(self.slots.count, 0)
         self.dtype = dtype
 
@@ -219,7 +214,7 @@ class AttendedBank:
 
     @cached_property
     def _own_first(self) -> FirstRows | None:
-        return None if self._ranks is None else self._ranks.first(self.scores)
+        return None if self.slots is None else self.slots.first(self.scores)
 
     @cached_property
     def _ranked_first(self) -> RankedFirst | None:
@@ -242,8 +237,7 @@ class AttendedBank:
         else:
             assert self.prior_keys is not None
             scores = self.prior.score(self.queries, self.prior_keys)
-        seen = scores if self._seen is None else scores.masked_fill(~self._seen, -torch.inf)
-        return without_first(seen, self._without)
+        return scores if self._seen is None else scores.masked_fill(~self._seen, -torch.inf)
 
     @cached_property
     def _scores(self) -> Tensor:

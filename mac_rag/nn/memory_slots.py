@@ -169,37 +169,11 @@ class MemorySlots(nn.Module):
 
         Those that are left out are zero, behind all others (`heard_slots`).
         """
-        by_slot = tokens.unflatten(0, (-1, self.count)).unbind(1)
-        faintness = self.faintness(ranked.scores).to(tokens)
-        marked = [self.marked_at(slot, part, faintness[:, slot]) for slot, part in enumerate(by_slot)]
-        left_out = ranked.left_out.repeat_interleave(tokens.shape[1], 1)
-        return torch.cat(marked, 1).masked_fill(left_out[..., None], 0.0)
-
-    def marked_at(self, slot: int, tokens: Tensor, faintness: Tensor) -> Tensor:
-        """The tokens `[B, T, D]` of one slot with its marks; `faintness` `[B]`."""
-        mark = faintness[:, None] * self.faint
-        if slot:
-            mark = mark + self.places[slot - 1]
-        marked: Tensor = tokens + (mark * self._scale)[:, None]
-        return marked
-
-    def faintness_of_last(self, ranked: Sequence[FirstRows]) -> Tensor:
-        """As `faintness`, `[B]`, of the last of some slots that follow one another.
-
-        Args:
-            ranked: what the prior ranks first in each; none counts as more probable than the first slot's.
-        """
-        return (ranked[0].scores[:, 0] - ranked[-1].scores[:, 0]).clamp(0.0, _FAINTEST)
-
-    def shares_of_first(self, ranked: Sequence[FirstRows], weight: Tensor) -> Tensor:
-        """How much each slot counts where slots follow one another, `[B, S]`: by how sure the prior is of its document.
-
-        Args:
-            ranked: what the prior ranks first in each slot, of which the first two tell how sure it is.
-            weight: a scalar, how attention weighs its scores.
-        """
-        ahead = torch.stack([first.scores[:, 0] - first.scores[:, 1] for first in ranked], 1)
-        return functional.logsigmoid(weight * ahead).softmax(1)
+        by_slot = tokens.unflatten(0, (-1, self.count))
+        marks = self.faintness(ranked.scores).to(tokens)[..., None] * self.faint
+        marks = torch.cat([marks[:, :1], marks[:, 1:] + self.places], 1)
+        marked: Tensor = by_slot + (marks * self._scale)[:, :, None]
+        return marked.masked_fill(ranked.left_out[..., None, None], 0.0).flatten(1, 2)
 
     def _left_out(self, scores: Tensor, cutoff: float | None) -> Tensor:
         """Which slots the LM does not read, bool `[B, S]`; `scores` as `faintness` takes them."""
@@ -222,19 +196,6 @@ def heard_slots(phi: Tensor, tokens: int) -> Tensor:
     """
     slots: Tensor = phi.unflatten(1, (-1, tokens))
     return slots.flatten(2).any(-1).sum(1)
-
-
-def without_first(scores: Tensor, ranked: Sequence[FirstRows]) -> Tensor:
-    """The document prior's scores `[B, K]` of a slot that does not see what the slots before it rank first.
-
-    Args:
-        scores: as `MemorySlots.first` takes them.
-        ranked: what the prior ranks first in each slot before, of which the rows here may be a part. The last row that
-            a question may see stays.
-    """
-    for first in ranked:
-        scores = _without_row(scores, first.rows[:, 0], first.seen > 1)
-    return scores
 
 
 def _without_row(scores: Tensor, row: Tensor, hides: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from mac_rag.model import MACModel
 def with_aggregation(model: MACModel, changes: dict[str, Any]) -> MACModel:
     """The same networks with other settings of aggregation; the model itself, if it has them already.
 
-    Weights that it has stay, and what the settings add begins untrained: slots, hops between them, the recency term.
+    Weights that it has stay, and what the settings add begins untrained: slots, the recency term.
 
     Args:
         model: a model. Its parts go over to the new model; do not use it any more.

@@ -11,7 +11,6 @@ from mac_rag.config import Config
 from pipelines.recipe import keep_recipe
 from pipelines.stages import with_stage_folders
 from pipelines.tasks.add_lexical import AddLexicalConfig, write_extended
-from pipelines.tasks.fit_hops import FitHopsConfig, write_fitted_hops
 from pipelines.tasks.fit_recency import FitRecencyConfig, write_fitted
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
 from pipelines.tasks.pretrain_t5 import PretrainT5Task
@@ -54,7 +53,6 @@ TASK_KINDS = {
     "tune_reading": TaskKind(TuneReadingConfig, _training(lambda recipe, _: TuneReadingTask(recipe))),
     "train": TaskKind(TrainConfig, _training(lambda recipe, _: TrainTask(recipe))),
     "tune_prior": TaskKind(TunePriorConfig, _training(lambda recipe, _: TunePriorTask(recipe))),
-    "fit_hops": TaskKind(FitHopsConfig, lambda recipe, output, _: write_fitted_hops(recipe, output)),
     "fit_recency": TaskKind(FitRecencyConfig, lambda recipe, output, _: write_fitted(recipe, output)),
     "add_lexical": TaskKind(AddLexicalConfig, lambda recipe, output, _: write_extended(recipe, output)),
 }

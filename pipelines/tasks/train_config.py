@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mac_rag.config import Config, MACConfig, Renaming
+from mac_rag.config import Config, MACConfig
 from mac_rag.model.presets import preset_values
 from pipelines.corpora.qa_data import ContextConfig, DataConfig
 from pipelines.objective import LossWeights
@@ -30,11 +30,6 @@ class CurriculumConfig(Config):
     losses: LossWeights = LossWeights(answer=0, direct=1)
 
 
-def _init_of_start(start: Any) -> dict[str, Any]:
-    """The field `init` that the old field `start` has become."""
-    return {"init": {"built": "pretrained", "reader": "kv_regression"}.get(start, start)}
-
-
 class TrainConfig(Config):
     """A recipe of `pipelines.train`. `trainer.batch_size` counts documents, K in the paper.
 
@@ -45,8 +40,8 @@ class TrainConfig(Config):
         base_lm: short for `model: {base_lm: ...}` beside a preset, such as `{name: ...}` for an LM that was tuned on
             questions. What it does not say stays the preset's, as dtype and quantisation do.
         start_from: name or folder of a MAC checkpoint whose training goes on.
-        aggregation: settings of the aggregation network that differ from those of `start_from`. They can add slots,
-            hops and a recency term, which begin untrained.
+        aggregation: settings of the aggregation network that differ from those of `start_from`. They can add slots
+            and a recency term, which begin untrained.
         init: first weights of the networks of `model`: those of the pretrained backbones and random ones elsewhere
             (`pretrained`), or fitted by regression to the keys and values that the base LM computes (`kv_regression`;
             see `pipelines.initializers.kv_regression`).
@@ -74,8 +69,6 @@ class TrainConfig(Config):
         lora_rank: rank of these updates.
         store_dtype: dtype of the weights in exported checkpoints; see `mac_rag.lm.int8_storage` for int8.
     """
-
-    RENAMED: ClassVar[Mapping[str, Renaming]] = {"start": _init_of_start, "together": "group_by_title"}
 
     model: MACConfig | None = None
     start_from: str | None = None

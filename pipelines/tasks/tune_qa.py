@@ -7,14 +7,14 @@ from collections.abc import Container, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional
 
-from mac_rag.config import BaseLMConfig, Config, PromptFormat, Renaming
+from mac_rag.config import BaseLMConfig, Config, PromptFormat
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError
 from mac_rag.lm.architectures import architecture_of
@@ -60,8 +60,6 @@ class TuneConfig(Config):
             an answer stands (see `pipelines.tasks.pointer_loss`).
         sequence_length: longest training sequence in tokens; longer ones are cut at the front.
     """
-
-    RENAMED: ClassVar[Mapping[str, Renaming]] = {"apart": "question_blind", "unseen": "token_dropout"}
 
     base_lm: BaseLMConfig
     prompt: PromptFormat = PromptFormat()

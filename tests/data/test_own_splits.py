@@ -117,20 +117,20 @@ def test_no_document_is_asked_about_in_two_splits_of_a_corpus(tmp_path: Path) ->
         read(folder, "train")
 
 
-def two_hops(name: str, answer_in: int, *further: int) -> dict[str, Any]:
+def of_several(name: str, answer_in: int, *further: int) -> dict[str, Any]:
     ids = {"document_id": f"d{answer_in}", "further_document_ids": [f"d{number}" for number in further]}
     return {"id": name, "question": "Who opened what Ada built?", "answers": "Eve", **ids}
 
 
 def test_a_question_of_a_corpus_names_all_documents_that_it_needs(tmp_path: Path) -> None:
     lines(tmp_path / "documents.jsonl", [{"id": f"d{number}", "text": f"Text {number}."} for number in range(4)])
-    lines(tmp_path / "train.jsonl", [two_hops("a", 0, 1)])
-    lines(tmp_path / "test.jsonl", [two_hops("b", 2, 3)])
+    lines(tmp_path / "train.jsonl", [of_several("a", 0, 1)])
+    lines(tmp_path / "test.jsonl", [of_several("b", 2, 3)])
     assert [question.further_ids for question in read(tmp_path).questions] == [("d1",), ("d3",)]
     assert {"d2", "d3"} <= {document.id for document in read(tmp_path, "test").documents}
     assert not {"d0", "d1"} & {document.id for document in read(tmp_path, "test").documents}
     assert [question.id for question in first_documents(read(tmp_path), 3).questions] == ["a"]
-    lines(tmp_path / "test.jsonl", [two_hops("b", 2, 1)])
+    lines(tmp_path / "test.jsonl", [of_several("b", 2, 1)])
     with pytest.raises(DataError, match=r"document 'd1' is asked about in .*train\.jsonl and in .*test\.jsonl"):
         read(tmp_path)
 
@@ -146,7 +146,7 @@ def test_one_id_and_a_cell_of_csv_name_further_documents(tmp_path: Path) -> None
 def test_questions_whose_documents_are_drawn_apart_are_left_out_and_counted(tmp_path: Path) -> None:
     texts = [{"id": f"d{number}", "text": f"Text {number}."} for number in range(200)]
     lines(tmp_path / "documents.jsonl", texts)
-    pairs = [two_hops(f"{first}-{second}", first, second) for second in range(200) for first in range(0, second, 10)]
+    pairs = [of_several(f"{first}-{second}", first, second) for second in range(200) for first in range(0, second, 10)]
     lines(tmp_path / "questions.jsonl", pairs)
     splits = [read(tmp_path, split) for split in ("train", "val", "test")]
     for data in splits:
@@ -175,7 +175,7 @@ def test_questions_whose_documents_are_drawn_apart_are_left_out_and_counted(tmp_
 )
 def test_further_documents_that_cannot_be_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     lines(tmp_path / "documents.jsonl", [{"id": f"d{number}", "text": f"Text {number}."} for number in range(2)])
-    lines(tmp_path / "questions.jsonl", [{**two_hops("q", 0, 1), **change}])
+    lines(tmp_path / "questions.jsonl", [{**of_several("q", 0, 1), **change}])
     with pytest.raises(DataError, match=message):
         read(tmp_path)
     with pytest.raises(DataError, match="field 'further_document_ids': only questions apart from their documents"):

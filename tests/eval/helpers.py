@@ -42,7 +42,11 @@ def result(experiment: str, rows: Sequence[Row] = (), **changes: Any) -> Result:
         "versions": {"python": "3.11.2", "torch": "2.10.0"},
         "git": COMMIT,
         "model": Model(
-            name="mac-tiny", fingerprint="ab" * 32, device="cpu", config={"base_lm": {"name": "./base_lm"}, "tokens": 8}
+            name="mac-tiny",
+            fingerprint="ab" * 32,
+            answer_digest="cd" * 32,
+            device="cpu",
+            config={"base_lm": {"name": "./base_lm"}, "tokens": 8},
         ),
         "data": Data(name="newswire", split="test", source="generated", documents=7, questions=3),
         "rows": tuple(rows),

@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from eval.harness.results import Result
 from eval.multi_document import all_retrieved
 from mac_rag.data.newswire.multi_document import generate_multi_document
-from mac_rag.model import MACModel
-from pipelines.tasks.extended_model import with_aggregation
 from tests.eval.helpers import Command
 
 
@@ -43,22 +40,6 @@ def test_rows_by_kind_are_those_of_their_questions(command: Command, tiny_checkp
             assert over == pytest.approx((row.em or 0) - (rows[f"{kind}: bm25 top-1"].em or 0))
     assert rows["two-hop: bm25 top-1"].recall_at_k == 0
     assert "two-hop: MAC" in shown
-
-
-def test_hops_are_switched_off_as_a_control(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    model = with_aggregation(MACModel.from_pretrained(tiny_checkpoint), {"slots": 2, "hops": True})
-    assert model.aggregation.hops is not None
-    torch.nn.init.normal_(model.aggregation.hops.to_query.weight)
-    model.save_pretrained(tmp_path / "hops")
-    options = ("--documents", "40", "--questions", "3", "--k", "1", "--output", "r.json")
-    code, _, _ = command("eval.multi_document", "--model", tmp_path / "hops", *options)
-    assert code == 0
-    rows = {row.name: row for row in Result.read(tmp_path / "r.json").rows}
-    names = ["LM alone", "MAC", "MAC, hops off", "bm25 top-1", "bm25 top-1 + MAC"]
-    assert [name for name in rows if name.startswith("all: ")] == [f"all: {name}" for name in names]
-    gain = rows["all: MAC, hops off"].gain
-    assert gain is not None
-    assert gain.f1.mean == pytest.approx((rows["all: MAC, hops off"].f1 or 0) - (rows["all: LM alone"].f1 or 0))
 
 
 def test_recall_counts_questions_all_of_whose_documents_are_there() -> None:

@@ -15,9 +15,9 @@ from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.contents import Contents
+from mac_rag.memory.entry_table import Dating
 from mac_rag.memory.known_documents import KnownDocuments
 from mac_rag.memory.rows import RowLayout
-from mac_rag.memory.storage import entry_index
 from mac_rag.memory.storage.repair import verify
 from tests.memory.helpers import memory
 
@@ -103,24 +103,11 @@ def test_a_chain_and_its_end(folder: Path, on_disk: bool) -> None:
         assert (seen(bank, None), bank.supersedes) == (["first"], False)
 
 
-def test_an_index_tells_what_the_records_tell(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opened with and without the columns, which banks from before dates lack."""
+def test_an_index_tells_what_the_records_tell(folder: Path) -> None:
     stored(CHAIN, folder).commit()
     with MemoryBank.open(folder / "bank") as bank:
-        expected = bank.timeline.dating
-
-    def without(self: entry_index.EntryIndex) -> bytes:
-        return encoded(self._replace(dates=None, superseded=None, superseding=None))
-
-    encoded = entry_index.EntryIndex.encoded
-    monkeypatch.setattr(entry_index.EntryIndex, "encoded", without)
-    stored(CHAIN, folder / "old").commit()
-    monkeypatch.undo()
-    with MemoryBank.open(folder / "old" / "bank") as old:
-        assert all(map(torch.equal, old.timeline.dating, expected))
-        assert seen(old, "2002") == ["second"]
-    assert verify(folder / "old" / "bank").clean
-    assert verify(folder / "bank").clean
+        expected = Dating.of(member for entry in bank for member in entry.members)
+        assert all(map(torch.equal, bank.timeline.dating, expected))
 
 
 @pytest.mark.parametrize("on_disk", [False, True])

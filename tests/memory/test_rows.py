@@ -147,4 +147,3 @@ def test_an_empty_bank_takes_the_layout_of_its_first_rows(tmp_path: Path) -> Non
         bank.commit()
         bank.keep_rows_as(rounded)
         assert bank.layout == RowLayout()
-    assert '"format":2' in (tmp_path / "bank" / "manifest.json").read_text()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -88,29 +86,19 @@ def test_the_default_is_shipped() -> None:
     assert DEFAULT_MODEL in NAMES
 
 
-def test_every_shipped_model_has_a_version() -> None:
+def test_a_bank_of_a_shipped_model_tells_its_name() -> None:
     assert sorted(FINGERPRINTS) == NAMES
-    assert all(MACModel.from_pretrained(name, device="cpu").fingerprint == FINGERPRINTS[name][-1] for name in NAMES)
+    assert all(MACModel.from_pretrained(name, device="cpu").fingerprint == FINGERPRINTS[name] for name in NAMES)
+    with pytest.raises(FingerprintError, match=r"by mac-tiny and .* by model f00d; use --model mac-tiny, .*MODEL$"):
+        MemoryBank(FINGERPRINTS["mac-tiny"]).check_model("f00d")
 
 
-def test_a_version_names_its_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    name = "mac-tiny-hops"
-    assert find(f"{name}@1", None) == find(name, None) == SHIPPED / name
-    for unknown in (f"{name}@2", f"{name}@", f"{name}@1@1", f"{name}@01"):
-        with pytest.raises(ModelLoadError, match=f"there is no {unknown}; the versions of {name} are {name}@1$"):
+def test_an_unknown_name_is_refused_with_those_that_are_shipped() -> None:
+    for unknown in ("mac-small@1", "mac-tiny-hops", "mac-tiny@"):
+        with pytest.raises(
+            ModelLoadError, match=rf"'{unknown}'.* not shipped with the package \(mac-small, mac-tiny\)"
+        ):
             find(unknown, None)
-    monkeypatch.setitem(FINGERPRINTS, "mac-tiny", (FINGERPRINTS["mac-tiny"][0], "f00d"))
-    monkeypatch.setattr("mac_rag.model.checkpoint.SHIPPED", tmp_path)
-    for folder in ("mac-tiny", "mac-tiny@1"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "config.json").touch()
-    assert find("mac-tiny@1", None) == tmp_path / "mac-tiny@1"
-    assert find("mac-tiny@2", None) == find("mac-tiny", None) == tmp_path / "mac-tiny"
-    with pytest.raises(FingerprintError, match=r"by mac-tiny@1 and .* by mac-tiny@2; use --model mac-tiny@1, .*-tiny$"):
-        MemoryBank(FINGERPRINTS["mac-tiny"][0]).check_model("f00d")
-    (tmp_path / "mac-tiny@1" / "config.json").unlink()
-    with pytest.raises(ModelLoadError, match="mac-tiny@1 are not in this package; use mac-tiny, which is mac-tiny@2"):
-        find("mac-tiny@1", None)
 
 
 def test_memory_answers_what_the_lm_alone_cannot(engine: MACEngine) -> None:

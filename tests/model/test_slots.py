@@ -15,7 +15,6 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
-from mac_rag.model.stored_names import fingerprint_fields
 from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.tasks.fit_recency import with_recency_term
 from tests.distributed.local_shards import assert_read_alike, readers_of_one
@@ -27,18 +26,14 @@ TEXTS = [f"{name} was born in {place} in {year}." for name, place, year in
 QUESTIONS = ["Where was Bob born?", "When was Dee born?"]
 
 
-def with_slots(
-    model_folder: Folder, slots: int = 2, kind: Any = "prefix", *, hops: bool = False, **values: Any
-) -> MACModel:
+def with_slots(model_folder: Folder, slots: int = 2, kind: Any = "prefix", **values: Any) -> MACModel:
     torch.manual_seed(0)
-    sizes = AggregationConfig(blocks=2, heads=2, head_width=8, prior_width=16, slots=slots, hops=hops)
+    sizes = AggregationConfig(blocks=2, heads=2, head_width=8, prior_width=16, slots=slots)
     config = mac_config(model_folder("llama"), aggregation=sizes, modulation=ModulationConfig(kind=kind), **values)
     model = MACModel.from_config(config, device="cpu")
     assert model.aggregation.slots is not None
     torch.nn.init.normal_(model.aggregation.slots.places)
     torch.nn.init.normal_(model.aggregation.slots.faint)
-    if model.aggregation.hops is not None:
-        torch.nn.init.normal_(model.aggregation.hops.to_query.weight)
     return model.eval()
 
 
@@ -84,12 +79,9 @@ def test_training_reaches_the_marks(model_folder: Folder, kind: Any) -> None:
 
 @pytest.mark.parametrize("recency", [False, True], ids=["", "recency"])
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("hops", [False, True], ids=["", "hops"])
-def test_a_bank_in_shards_is_read_as_one(
-    model_folder: Folder, tmp_path: Path, hops: bool, shards: int, recency: bool
-) -> None:
-    """Also where a shard holds no document that a slot sees, and without the prior or the hops."""
-    model = with_slots(model_folder, slots=3, hops=hops)
+def test_a_bank_in_shards_is_read_as_one(model_folder: Folder, tmp_path: Path, shards: int, recency: bool) -> None:
+    """Also where a shard holds no document that a slot sees, and without the prior."""
+    model = with_slots(model_folder, slots=3)
     model = with_recency_term(model) if recency else model
     documents = [
         Document(f"{number}", f"{text} {number}", {"date": 2001 + number % 3}) for number, text in enumerate(TEXTS * 2)
@@ -98,10 +90,9 @@ def test_a_bank_in_shards_is_read_as_one(
     assert_read_alike(found, expected, QUESTIONS)
     for names in ({"0"}, {"1", "5"}, {"0", "3", "6"}):
         assert_read_alike(found, expected, QUESTIONS, names)
-    for switched_off in (model.without_document_prior, model.without_hops):
-        with switched_off():
-            assert_read_alike(found, expected, QUESTIONS)
-            assert_read_alike(found, expected, QUESTIONS, {"1", "5"})
+    with model.without_document_prior():
+        assert_read_alike(found, expected, QUESTIONS)
+        assert_read_alike(found, expected, QUESTIONS, {"1", "5"})
 
 
 def test_the_lm_looks_at_the_slots_of_a_bank_in_shards_as_at_those_of_one(model_folder: Folder, tmp_path: Path) -> None:
@@ -132,21 +123,12 @@ def test_a_strategy_that_knows_no_slots_is_refused(model_folder: Folder) -> None
         MACEngine(model, attention=AttentionConfig(strategy="hierarchical"))
 
 
-def test_one_slot_leaves_the_fingerprint_as_it_was(model_folder: Folder) -> None:
-    sizes = AggregationConfig(blocks=1, prior_width=8)
-    config = mac_config(model_folder("llama"), aggregation=sizes)
-    assert "slots" not in fingerprint_fields(config)
-    two = config.model_copy(update={"aggregation": sizes.model_copy(update={"slots": 2})})
-    assert '"slots":2' in fingerprint_fields(two)
-
-
 def test_a_cutoff_leaves_the_fingerprint_as_it_was(model_folder: Folder) -> None:
     """It changes what is read of a bank, and not what is written."""
     sizes = AggregationConfig(blocks=1, prior_width=8, slots=2)
     prompt = ModulationConfig(kind="prompt", entry_layer=1)
     config = mac_config(model_folder("prefix_lm"), aggregation=sizes, modulation=prompt)
     cut = config.model_copy(update={"aggregation": sizes.model_copy(update={"slot_cutoff": 6.0})})
-    assert fingerprint_fields(cut) == fingerprint_fields(config)
     whole, without = (MACModel.from_config(each, device="cpu") for each in (config, cut))
     without.load_state_dict(whole.state_dict())
     assert without.fingerprint == whole.fingerprint

@@ -166,7 +166,6 @@ def test_slots_need_a_document_prior() -> None:
             "prompt",
             r"aggregation\.reading_cutoff is 2\.0, but the LM has not learned to abstain",
         ),
-        ({"slots": 2, "hops": True}, "prompt", r"slot_cutoff is 4\.0, but hops lead to what"),
         (
             {"slots": 2},
             "prefix",

@@ -21,7 +21,7 @@ from mac_rag.errors import ConfigError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.views.reader import reader_of
 from mac_rag.model import MACModel
-from mac_rag.model.stored_names import fingerprint_fields
+from mac_rag.model.mac import fingerprint_fields
 from mac_rag.model.years import named_years
 from mac_rag.nn.named_years import NamedYears, Years
 from pipelines.tasks.fit_recency import prior_keys_of
@@ -160,7 +160,6 @@ def test_banks_belong_to_a_decay_of_years_and_not_to_their_weight(mac_small: MAC
 
     assert fields(None) != fields(YearsConfig(weight=1, decay=2)) != fields(YearsConfig(weight=1, decay=3))
     assert fields(YearsConfig(weight=1, decay=2)) == fields(YearsConfig(weight=2, decay=2))
-    assert "years" not in fields(None)  # so banks of models without years are still theirs
 
 
 def test_a_reader_tells_answers_with_years_from_those_without(mac_small: MACModel) -> None:

@@ -14,7 +14,14 @@ from mac_rag.errors import ConfigError
 from mac_rag.model import MACModel
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines import objective
-from pipelines.objective import Batch, LossWeights, amortize_with_dropout, mac_loss, with_own_answers
+from pipelines.objective import (
+    Batch,
+    LossWeights,
+    amortize_with_dropout,
+    contrastive_loss,
+    mac_loss,
+    with_own_answers,
+)
 
 STREAM = generate("val", 4)
 BATCH = Batch(
@@ -329,3 +336,17 @@ def test_contrastive_loss_needs_a_prior(tiny_model: MACModel) -> None:
         mac_loss(tiny_model, BATCH, LossWeights(contrastive=1))
     with pytest.raises(ConfigError, match="distractors are chosen by the document prior"):
         mac_loss(tiny_model, BATCH, LossWeights(), distractors=1)
+
+
+def test_any_document_that_a_question_needs_is_a_target_of_the_prior() -> None:
+    """Worked by hand."""
+    scores = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0]])
+    needed = torch.tensor([[1, 1, 0], [0, 1, 0]]).bool()
+    losses = [-torch.log(scores[0].softmax(0)[:2].sum()), -torch.log(scores[1].softmax(0)[1])]
+    torch.testing.assert_close(contrastive_loss(scores, needed), torch.stack(losses).mean())
+
+
+def test_one_document_is_plain_cross_entropy() -> None:
+    scores, gold = torch.randn(4, 6), torch.tensor([0, 5, 2, 2])
+    needed: torch.Tensor = torch.nn.functional.one_hot(gold, 6).bool()
+    torch.testing.assert_close(contrastive_loss(scores, needed), torch.nn.functional.cross_entropy(scores, gold))

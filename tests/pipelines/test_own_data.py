@@ -180,3 +180,23 @@ def test_the_drawn_splits_share_nothing(tmp_path: Path) -> None:
     assert "own, train shares with test: 0 of " in found.stdout
     recipe.write_text(yaml.safe_dump({**values, "data": {**source, "train": "all"}}))
     assert command("pipelines.check_splits", str(recipe)).exit_code == 1
+
+
+def test_batches_hold_all_documents_that_questions_need(model_folder: Folder, tmp_path: Path) -> None:
+    texts = {f"d{number}": f"Rain fell on town {number}." for number in range(12)}
+    needs = {f"What fell on {number}, and then?": [f"d{number}", f"d{(number + 5) % 12}"] for number in range(12)}
+    documents = [{"id": name, "text": text} for name, text in texts.items()]
+    questions = [
+        {"question": question, "answers": "Rain", "document_id": own, "further_document_ids": further}
+        for question, (own, *further) in needs.items()
+    ]
+    (tmp_path / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    source = {"name": "own", "path": str(tmp_path), "train": "all", "val": "all"}
+    task = TrainTask(train_recipe(model_folder, data=source))
+    for step in range(4):
+        batch, _ = task.batch(step, 0, 4)
+        for question, gold, further in zip(batch.questions, batch.gold, batch.further, strict=True):
+            found = [batch.documents[place] for place in (gold, *further)]
+            assert found == [texts[name] for name in needs[question]]
+        assert len(set(batch.documents)) == len(batch.documents) == len(batch.dates)

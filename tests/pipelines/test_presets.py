@@ -59,15 +59,6 @@ def test_a_preset_alone_is_its_model(tmp_path: Path) -> None:
     assert model_of(tmp_path, {"preset": "gpt2-xl"}) == preset("gpt2-xl")
 
 
-def test_old_names_of_fields_are_read_beside_a_preset(tmp_path: Path) -> None:
-    index = {"name": "minilm", "words": 4}
-    with pytest.warns(FutureWarning, match="index is now called sentence_encoder and hashed_bm25"):
-        model = model_of(tmp_path, {"preset": "smollm2-135m", "model": {"index": index}})
-    assert model.sentence_encoder is not None
-    assert model.hashed_bm25 is not None
-    assert (model.sentence_encoder.name, model.hashed_bm25.vectors) == ("minilm", 4)
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -7,18 +7,25 @@ import json
 import random
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
+from safetensors.torch import load
 
 from mac_rag.atomic_files import sealed
 from mac_rag.data.types import Document
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.rows import RowLayout
+from mac_rag.memory.storage.entry_index import EntryIndex
 from mac_rag.memory.storage.manifest import SegmentInfo
 from mac_rag.memory.storage.repair import repair, verify
+from mac_rag.memory.storage.segment import index_of_records
 from mac_rag.memory.storage.tokens_file import rows_of
+from mac_rag.untrusted_files import MalformedError
 from tests.torture.mutations import Mutations, Way, damage_bytes, damage_json, damage_kind, mutate_json, refusal
 
 MANIFESTS = ("manifest.json", "manifest.copy.json")
@@ -77,10 +84,11 @@ def _make(folder: Path, kind: str) -> None:
 def _read(folder: Path) -> None:
     """Reads all of a bank that can be opened."""
     bank = MemoryBank.open(folder)
+    names = bank.document_ids
     if len(bank):
         assert bank.phi.isfinite().all()
         bank.overview()
-    assert verify(folder).documents == len(bank) == len(set(bank.document_ids))
+    assert verify(folder).documents == len(bank) == len(set(names))
     if len(bank):
         keys = bank.row_keys.tolist()
         assert keys == sorted(set(keys))
@@ -145,7 +153,7 @@ def _numbers(folder: Path, rng: random.Random) -> str:
 
 def write_tokens(folder: Path, manifest: dict[str, Any], segment: dict[str, Any], data: bytes) -> None:
     """Writes the tokens file of a segment, with all checksums of it."""
-    layout = RowLayout.model_validate(manifest.get("layout", {}))
+    layout = RowLayout.model_validate(manifest["layout"])
     rows = rows_of(bytearray(data), SegmentInfo.model_validate(segment), layout)
     records = []
     for line in (folder / f"{segment['name']}.jsonl").read_bytes().splitlines():
@@ -154,8 +162,7 @@ def write_tokens(folder: Path, manifest: dict[str, Any], segment: dict[str, Any]
         record["tokens"] = rows[record["start"] : record["start"] + record["rows"]].checksum()
         records.append(sealed(record) + b"\n")
     write(folder, manifest, segment, "records", b"".join(records))
-    if segment.get("overview") is not None:
-        segment["overview"] = hashlib.sha256(b"".join(rows.overview.pieces())).hexdigest()
+    segment["overview"] = rows.overview.digest()
     write(folder, manifest, segment, "tokens", data)
 
 
@@ -187,10 +194,23 @@ def _segment(folder: Path, rng: random.Random) -> tuple[dict[str, Any], dict[str
 
 
 def write(folder: Path, manifest: dict[str, Any], segment: dict[str, Any], what: str, data: bytes) -> None:
+    """Writes a file of a segment, with all checksums of it, and an index that leads to its records."""
     suffix = {"records": "jsonl", "tokens": "safetensors"}[what]
     (folder / f"{segment['name']}.{suffix}").write_bytes(data)
     segment[what] = hashlib.sha256(data).hexdigest()
+    if what == "records":
+        path = folder / f"{segment['name']}.index"
+        path.write_bytes(_index(path, segment, data).encoded())
+        segment["index"] = hashlib.sha256(path.read_bytes()).hexdigest()
     write_manifest(folder, sealed(manifest))
+
+
+def _index(path: Path, segment: dict[str, Any], records: bytes) -> EntryIndex:
+    """The index of these records; where they cannot be true, the former one with the places of the new lines."""
+    with suppress(MalformedError, ValidationError):
+        return index_of_records(path.with_suffix(".jsonl"), SegmentInfo.model_validate(segment))
+    places = list(accumulate((len(line) for line in records.splitlines(keepends=True)), initial=0))
+    return EntryIndex(**load(path.read_bytes()))._replace(lines=torch.tensor(places))
 
 
 def write_manifest(folder: Path, data: bytes) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Literal
@@ -81,7 +80,6 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         as_of: the moment of the question, as `MACEngine.answer` takes it: later documents of the bank have no influence
             through it, and count as not held.
         callback_manager: LlamaIndex's callback manager.
-        memory_weight: the old name of `fusion_weight`, accepted with a `FutureWarning`.
 
     Raises:
         ConfigError: for `expand` without a source, or a source without `expand`.
@@ -107,16 +105,7 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         filters: MetadataFilters | None = None,
         as_of: str | datetime | None = None,
         callback_manager: CallbackManager | None = None,
-        memory_weight: float | None = None,
     ) -> None:
-        if memory_weight is not None:
-            warnings.warn(
-                "MACNodePostprocessor's memory_weight is now called fusion_weight; the old name goes with the next "
-                "release",
-                FutureWarning,
-                stacklevel=2,
-            )
-            fusion_weight = memory_weight
         super().__init__(
             mode=mode,
             top_n=top_n,

@@ -1,20 +1,17 @@
 """The index of a segment: where the record of each entry stands, so that a bank is opened without reading them.
 
-    <name>.index    safetensors; for m entries with d documents:
+<name>.index    safetensors; for m entries with d documents:
 
-    sequences   [m] int64       sequence numbers, ascending
-    starts      [m + 1] int64   the number of each entry's first row, and of all rows
-    documents   [m + 1] int64   the number of documents before each entry, and of all
-    lines       [m + 1] int64   where each entry's line begins in the records file, and where the last one ends
-    checksums   [m, 32] uint8   sha256 of each entry's rows
-    id_hashes   [d] int64       `mac_rag.data.document_ids.id_hash` of each document, entry by entry
-    order       [d] int64       the places of these hashes in ascending order of the hash
-    dates       [d] int64       and with it
-    superseded  [s] int64
-    superseding [s] int64       see `mac_rag.memory.entry_table.Dating`
-
-An index from before dates has not the last three; they are then read from the records when they are needed. A segment
-that has no such file, as in banks up to format 4, gets its index from its records when it is opened.
+sequences   [m] int64       sequence numbers, ascending
+starts      [m + 1] int64   the number of each entry's first row, and of all rows
+documents   [m + 1] int64   the number of documents before each entry, and of all
+lines       [m + 1] int64   where each entry's line begins in the records file, and where the last one ends
+checksums   [m, 32] uint8   sha256 of each entry's rows
+id_hashes   [d] int64       `mac_rag.data.document_ids.id_hash` of each document, entry by entry
+order       [d] int64       the places of these hashes in ascending order of the hash
+dates       [d] int64       and with it
+superseded  [s] int64
+superseding [s] int64       see `mac_rag.memory.entry_table.Dating`
 """
 
 from __future__ import annotations
@@ -49,21 +46,14 @@ class EntryIndex(NamedTuple):
     checksums: Tensor
     id_hashes: Tensor
     order: Tensor
-    dates: Tensor | None = None
-    superseded: Tensor | None = None
-    superseding: Tensor | None = None
+    dates: Tensor
+    superseded: Tensor
+    superseding: Tensor
 
     @property
-    def dating(self) -> Dating | None:
-        """The last three columns; None without them."""
-        if self.dates is None or self.superseded is None or self.superseding is None:
-            return None
+    def dating(self) -> Dating:
+        """The last three columns."""
         return Dating(self.dates, self.superseded, self.superseding)
-
-    @property
-    def columns(self) -> dict[str, Tensor]:
-        """The columns that there are, by their names."""
-        return {name: column for name, column in self._asdict().items() if column is not None}
 
     @classmethod
     def of(cls, lines: Iterable[tuple[RecordLine, int]]) -> EntryIndex:
@@ -100,7 +90,7 @@ class EntryIndex(NamedTuple):
 
     def encoded(self) -> bytes:
         """The bytes of the file."""
-        return save({name: column.contiguous() for name, column in self.columns.items()})
+        return save({name: column.contiguous() for name, column in self._asdict().items()})
 
     def check(self, info: SegmentInfo) -> None:
         """Refuses what cannot be true.
@@ -111,11 +101,10 @@ class EntryIndex(NamedTuple):
         Raises:
             MalformedError: names the column.
         """
-        count, documents = info.entries, len(self.id_hashes)
-        shapes = [(count,), *[(count + 1,)] * 3, (count, 32), (documents,), (documents,)]
-        if (dating := self.dating) is not None:
-            shapes += [(documents,), *[(len(dating.superseding),)] * 2]
-        for (name, column), shape in zip(self.columns.items(), shapes, strict=True):
+        count, documents = info.entries, self.id_hashes.numel()
+        sums, superseding = [(count + 1,)] * 3, [(self.superseding.numel(),)] * 2
+        shapes = [(count,), *sums, (count, 32), *[(documents,)] * 3, *superseding]
+        for (name, column), shape in zip(self._asdict().items(), shapes, strict=True):
             dtype = torch.uint8 if name == "checksums" else torch.int64
             if column.dtype != dtype or column.shape != shape:
                 raise MalformedError(f"{name} are {list(column.shape)} in {column.dtype}, not {list(shape)} in {dtype}")
@@ -129,10 +118,10 @@ class EntryIndex(NamedTuple):
             raise MalformedError("order leaves some of the documents out")
         if not _ascends(self.id_hashes[self.order], strictly=False):
             raise MalformedError("order does not sort id_hashes")
-        if dating is not None and len(dating.superseding):
-            places = dating.superseding
-            if not 0 <= int(places[0]) <= int(places[-1]) < documents or not _ascends(places, strictly=False):
-                raise MalformedError("superseding are not places of its documents")
+        places = self.superseding
+        inside = not len(places) or 0 <= int(places[0]) <= int(places[-1]) < documents
+        if not inside or not _ascends(places, strictly=False):
+            raise MalformedError("superseding are not places of its documents")
 
     def _check_sums(self, name: str, most: int, total: int | None) -> None:
         column: Tensor = getattr(self, name)
@@ -163,8 +152,6 @@ def read_index(path: Path, info: SegmentInfo) -> EntryIndex:
         raise MalformedError("its checksum differs from the manifest's")
     try:
         index = EntryIndex(**load(bytes(content)))
-        if (index.dating is None) != (len(index.columns) == len(index) - 3):
-            raise MalformedError("it has some columns of dates and not the others")
     except (SafetensorError, TypeError, ValueError) as error:
         raise MalformedError(f"it is no index: {error!r:.200}") from None
     index.check(info)

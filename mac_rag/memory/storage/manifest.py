@@ -6,11 +6,6 @@
 The copy is written first. Renaming the manifest is the commit. Until the name lasts, the former manifest and the former
 copy are kept beside them (`manifest.json.old`, `manifest.copy.json.old`), because going back to them must not need any
 space.
-
-A bank without kept texts has format 2, one with texts format 3. One that overwrites what it deletes has format 4, with
-or without texts: a version that does not know of it would unlink its files as they are, and read zeros from those that
-it has mapped. So it must refuse the bank. A codebook that has lost codes has another name, which
-only format 4 can say. Format 5 says how rows are kept (`mac_rag.memory.rows.RowLayout`), where they are not float32.
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -33,13 +28,9 @@ from mac_rag.atomic_files import (
 )
 from mac_rag.errors import BankError, DamageError
 from mac_rag.memory.rows import RowLayout
-from mac_rag.untrusted_files import MalformedError, parse_json, read_text_bytes
+from mac_rag.untrusted_files import MalformedError, read_text_bytes
 
-FORMAT = 2
-FORMAT_WITH_TEXTS = 3
-FORMAT_OVERWRITING = 4
-LATEST_FORMAT = 5
-_FORMATS = (FORMAT, FORMAT_WITH_TEXTS, FORMAT_OVERWRITING, LATEST_FORMAT)
+FORMAT = 5
 CODEBOOK = "codebook"  # name of a bank's first codebook, without the suffix
 MANIFEST = "manifest.json"
 MANIFEST_COPY = "manifest.copy.json"
@@ -75,8 +66,8 @@ class SegmentInfo(_StrictModel):
         tokens: sha256 of `<name>.safetensors`.
         records: sha256 of `<name>.jsonl`.
         texts: sha256 of `<name>.texts.jsonl`; None in a bank without texts.
-        overview: sha256 of the columns that are read of all rows at once; None before format 5.
-        index: sha256 of `<name>.index`; None in segments without one, as before format 5.
+        overview: sha256 of the columns that are read of all rows at once.
+        index: sha256 of `<name>.index`.
         tombstones: sequence numbers of entries that were deleted after the segment was written.
     """
 
@@ -89,8 +80,8 @@ class SegmentInfo(_StrictModel):
     tokens: _Digest
     records: _Digest
     texts: _Digest | None = None
-    overview: _Digest | None = None
-    index: _Digest | None = None
+    overview: _Digest
+    index: _Digest
     tombstones: tuple[_Sequence, ...] = ()
 
     @model_validator(mode="after")
@@ -126,7 +117,7 @@ class SegmentInfo(_StrictModel):
 
     @property
     def index_file(self) -> str:
-        """Name of the file with the index, if the segment has one."""
+        """Name of the file with the index."""
         return f"{self.name}.index"
 
     @property
@@ -137,13 +128,8 @@ class SegmentInfo(_StrictModel):
     @property
     def digests(self) -> dict[str, str]:
         """Sha256 of each of its files, by its name."""
-        all_files = {
-            self.tokens_file: self.tokens,
-            self.records_file: self.records,
-            self.texts_file: self.texts,
-            self.index_file: self.index,
-        }
-        return {name: digest for name, digest in all_files.items() if digest is not None}
+        digests = {self.tokens_file: self.tokens, self.records_file: self.records, self.index_file: self.index}
+        return digests if self.texts is None else digests | {self.texts_file: self.texts}
 
 
 class Intent(_StrictModel):
@@ -209,37 +195,13 @@ class Manifest(_StrictModel):
                 raise ValueError("it keeps codes of memory tokens, without codebooks")
             if any(segment.shape[1] <= self.layout.whole_tokens for segment in self.segments):
                 raise ValueError(f"its rows have no tokens beside {self.layout.whole_tokens:,} that have no codes")
-        overviews = {segment.overview is not None for segment in self.segments}
-        plain = self.layout == RowLayout()
-        if (
-            not overviews <= {not plain}
-            or (plain and any(segment.index for segment in self.segments))
-            or (not self.layout.lexical_vectors and any(segment.places for segment in self.segments))
-        ):
+        if not self.layout.lexical_vectors and any(segment.places for segment in self.segments):
             raise ValueError("its rows are kept in one layout, and those of a segment in another")
         return self
 
     def encoded(self) -> bytes:
         """The bytes of the file."""
-        # As before there was what a bank has not: it keeps its bytes, and older versions read it.
-        without: dict[str, Any] = {}
-        if self.format < LATEST_FORMAT:
-            new_fields = {"places", "overview", "index"}
-            without |= {"layout": True, "segments": {"__all__": new_fields}}
-            if self.format < FORMAT_OVERWRITING:
-                without |= {"secure_delete": True, "codebook_name": True}
-                if not self.keep_texts:
-                    without |= {"keep_texts": True, "segments": {"__all__": {*new_fields, "texts"}}}
-        return sealed({"format": self.format, **self.model_dump(mode="json", exclude=without)})
-
-    @property
-    def format(self) -> int:
-        """The oldest format that can say this."""
-        if self.layout != RowLayout():
-            return LATEST_FORMAT
-        if self.secure_delete or self.codebook_name != CODEBOOK:
-            return FORMAT_OVERWRITING
-        return FORMAT_WITH_TEXTS if self.keep_texts else FORMAT
+        return sealed({"format": FORMAT, **self.model_dump(mode="json")})
 
     @property
     def digests(self) -> dict[str, str]:
@@ -361,33 +323,16 @@ def decode_manifest(data: bytes, path: Path | str) -> Manifest:
         DamageError, BankError: as `read_manifest`.
     """
     try:
-        if _is_format_1(data):
-            raise BankError(
-                f"{path} has format 1, which this version does not read any more; adapt to the documents again into "
-                "a new folder"
-            )
-        content = unsealed(data)  # every format from 2 on is a sealed line
+        content = unsealed(data)
         version = content.pop("format", None)
-        if type(version) is not int or version not in _FORMATS:
+        if type(version) is not int or version != FORMAT:
             raise BankError(
-                f"{path} has format {version!r:.40}, this version reads formats {FORMAT} to {_FORMATS[-1]}; "
-                "update mac_rag"
+                f"{path} has format {version!r:.40}, and this version of mac_rag reads format {FORMAT}; read it with "
+                "the version that wrote it, or adapt to the documents again into a new folder"
             )
-        manifest = Manifest.model_validate(content)
-        if manifest.format != version:
-            keeps = "texts" if manifest.keep_texts else "no texts"
-            overwrites = "overwrites" if manifest.secure_delete else "does not overwrite"
-            raise MalformedError(
-                f"format {version}, and it keeps {keeps}, rows as {manifest.layout!r} and {overwrites} what it deletes"
-            )
-        return manifest
+        return Manifest.model_validate(content)
     except ValidationError as error:
         fault = error.errors()[0]
         raise DamageError(f"{path} is damaged: {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from error
     except MalformedError as error:
         raise DamageError(f"{path} is damaged: {error}") from error
-
-
-def _is_format_1(data: bytes) -> bool:
-    content = parse_json(data)
-    return isinstance(content, dict) and content.get("format") == 1 and "documents" in content

@@ -39,7 +39,6 @@ class RecordsFile(EntryTable):
     def __init__(self, path: Path, index: EntryIndex, *, in_memory: bool = False) -> None:
         self.sequences, self.starts, self.documents = index.sequences, index.starts, index.documents
         self._index = index
-        self._dating = index.dating
         self._path = path
         self._content: bytes | mmap.mmap
         if in_memory:
@@ -89,11 +88,8 @@ class RecordsFile(EntryTable):
 
     @property
     def dating(self) -> Dating:
-        """As `EntryTable.dating`; with an index from before dates, all records are read for it, once."""
-        if self._dating is None:
-            records = map(self.record, range(len(self)))
-            self._dating = Dating.of(member for record in records for member in record.members)
-        return self._dating
+        """As `EntryTable.dating`."""
+        return self._index.dating
 
     @property
     def checksums(self) -> Tensor:
@@ -106,8 +102,7 @@ class RecordsFile(EntryTable):
 
     def agrees(self, index: EntryIndex) -> bool:
         """True if an index that was made of the records says what this one says."""
-        other = index.columns
-        return all(torch.equal(column, other[name]) for name, column in self._index.columns.items())
+        return all(map(torch.equal, self._index, index))
 
     def _damage(self, number: int, problem: str) -> DamageError:
         return DamageError(f"{self._path} is damaged: line {number + 1}: {problem}{REMEDY}")

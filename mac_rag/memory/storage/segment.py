@@ -3,7 +3,7 @@
     <name>.safetensors    the columns of its rows (`mac_rag.memory.rows`), one after the other; all ids in its header
     <name>.jsonl          one sealed line for each entry: its documents, its rows, the checksum of its rows
     <name>.texts.jsonl    in a bank that keeps texts, their lines; see `mac_rag.memory.storage.texts_file`
-    <name>.index          from format 5 on, where the lines are; see `mac_rag.memory.storage.entry_index`
+    <name>.index          where the lines are; see `mac_rag.memory.storage.entry_index`
 
 Each entry can be verified by itself, which is done when its record or its rows are read. Each file can name what
 the other has lost (`mac_rag.memory.storage.repair`).
@@ -75,7 +75,7 @@ class Segment(Part):
         self._info = info
         self._layout = layout
         self._texts_file = texts
-        self._verified = Verified(torch.full((len(records),), verified), overview=verified or info.overview is None)
+        self._verified = Verified(torch.full((len(records),), verified), overview=verified)
         self.tombstone(*info.tombstones)
 
     @property
@@ -154,7 +154,7 @@ class Segment(Part):
         """
         path = self.folder / self._info.records_file
         try:
-            read = _index_of(path, self._info)
+            read = index_of_records(path, self._info)
         except MalformedError as error:
             raise DamageError(f"{path} is damaged: {error}{REMEDY}") from None
         if not self.table.agrees(read):
@@ -236,10 +236,10 @@ class Verified:
         self.all = bool(entries.all())
         self.overview = overview
 
-    def forget(self, *, overview: bool) -> None:
-        """Nothing is known any more, but for an overview that has nothing to be verified."""
+    def forget(self) -> None:
+        """Nothing is known any more."""
         self.entries.fill_(False)
-        self.all, self.overview = False, overview
+        self.all = self.overview = False
 
 
 def write_segment(
@@ -311,12 +311,12 @@ def write_segment(
     digests = {
         "tokens": write(folder / f"{name}.safetensors", rows_file()),
         "records": write(folder / f"{name}.jsonl", records_file()),
+        "overview": overview.hexdigest(),
     }
     index = EntryIndex.of(written)
+    digests["index"] = write(folder / f"{name}.index", [index.encoded()])
     if keep_texts:
         digests["texts"] = write(folder / f"{name}.texts.jsonl", texts_file())
-    if layout != RowLayout():
-        digests |= {"overview": overview.hexdigest(), "index": write(folder / f"{name}.index", [index.encoded()])}
     info = SegmentInfo(name=name, entries=len(entries), shape=shape, places=places, offset=len(header), **digests)
     try:
         kept = (tokens_file.load_rows if secure_delete else tokens_file.map_rows)(folder, info, layout)
@@ -336,9 +336,7 @@ def read_segment(
     rows: Rows | None = None,
     kind: type[Segment] | None = None,
 ) -> Segment:
-    """Opens a segment. Unless they are codes, its rows are verified when they are read for the first time.
-
-    The same holds for its records, where there is an index.
+    """Opens a segment. Its records, and unless they are codes its rows, are verified when they are first read.
 
     Args:
         folder: folder of the bank.
@@ -355,12 +353,8 @@ def read_segment(
     at_once = rows is None and (secure_delete or len(info.shape) == 2)
     path = folder / info.index_file
     try:
-        if info.index is not None:
-            index = read_index(path, info)
-            path = folder / info.records_file
-        else:
-            path = folder / info.records_file
-            index = _index_of(path, info)
+        index = read_index(path, info)
+        path = folder / info.records_file
         records = RecordsFile(path, index, in_memory=secure_delete)
         if not torch.isin(torch.tensor(info.tombstones, dtype=torch.long), index.sequences).all():
             raise MalformedError("the manifest says that entries were deleted that it never had")
@@ -374,7 +368,7 @@ def read_segment(
     return (kind or Segment)(folder, info, layout, rows, records, texts, verified=at_once)
 
 
-def _index_of(path: Path, info: SegmentInfo) -> EntryIndex:
+def index_of_records(path: Path, info: SegmentInfo) -> EntryIndex:
     """The index of a segment, made of its records, all of which are read and verified.
 
     Raises:

@@ -3,7 +3,7 @@
     manifest.json, manifest.copy.json              what the bank consists of; see `mac_rag.memory.storage.manifest`
     segment-<random>.safetensors, .jsonl           entries that never change; see `mac_rag.memory.storage.segment`
     segment-<random>.texts.jsonl                   their texts, in a bank that keeps texts
-    segment-<random>.index                         where their records are, from format 5 on
+    segment-<random>.index                         where their records are
     codebook.safetensors, codebook.copy.safetensors    what the codes of its rows are looked up in
     writer.lock, writer.json                       which process is writing
 

@@ -138,7 +138,7 @@ class Reader(ABC):
         moment = allowed.as_of if isinstance(allowed, KnownDocuments) else None
         years = self.model.input_encoder.network.years
         use_years = years is not None and years.use_years
-        switches = (network.use_prior, network.use_recency, network.use_hops, network.training, use_years)
+        switches = (network.use_prior, network.use_recency, network.training, use_years)
         state = (self.bank.version, switches, by_moment, moment)
 
         def compute(new: Sequence[str]) -> tuple[Tensor, Tensor]:

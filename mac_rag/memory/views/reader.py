@@ -37,8 +37,8 @@ class BankReader(Reader):
         config: attention strategy and cache of keys and values.
 
     Raises:
-        ConfigError: for preselection with a model that has no document prior or whose slots follow one another, and for
-            the strategy hierarchical with one that has slots.
+        ConfigError: for preselection with a model that has no document prior, and for the strategy hierarchical with
+            one that has slots.
     """
 
     bank: Contents
@@ -50,11 +50,6 @@ class BankReader(Reader):
             count = model.aggregation.slots.count
             raise ConfigError(
                 f"strategy {config.strategy!r} knows no slots, of which this model has {count}; choose 'streaming'"
-            )
-        if config.strategy == "preselect" and model.aggregation.hops is not None:
-            raise ConfigError(
-                "strategy 'preselect' chooses documents by the question alone, and the slots of this model look for "
-                "more by what they have read; choose 'streaming'"
             )
         super().__init__(model, bank, config)
         self._rows: ProjectedBank | None = None

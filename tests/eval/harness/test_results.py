@@ -53,7 +53,7 @@ def result(**changes: Any) -> Result:
         **provenance("squad"),
         "config": {"k": 5},
         "seed": 0,
-        "model": Model(name="mac-tiny", fingerprint="ab", device="cpu", config={"tokens": 3}),
+        "model": Model(name="mac-tiny", fingerprint="ab", answer_digest="cd", device="cpu", config={"tokens": 3}),
         "data": Data(name="squad", split="test", source="folder", documents=7, questions=3),
         "adaptation": Adaptation(documents=7, rows=9, chunked=2, seconds=0.1),
         "rows": (ROW,),

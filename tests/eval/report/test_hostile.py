@@ -73,7 +73,9 @@ def hostile(folder: Path, text: str) -> None:
         "created": text, "command": text, "config": {text: text}, "versions": {text: text}, "notes": (text,),
         "quotes": (Quote(question=text, answer="script alert", document_id=text, sentence=text),),
         "not_run": {text: text}, "git": Commit(commit=text, dirty=True),
-        "model": Model(name=text, fingerprint=text, device=text, config={"base_lm": {"name": text}}),
+        "model": Model(
+            name=text, fingerprint=text, answer_digest=text, device=text, config={"base_lm": {"name": text}}
+        ),
         "data": Data(name=text, split=text, source=text, documents=1, questions=1),
     }  # fmt: skip
     said = Verdict(prediction=text, em=0.0, f1=0.0, em_prefix=0.0, retrieved=(text,), truncated=False)

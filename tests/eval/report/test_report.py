@@ -115,7 +115,13 @@ class TestPublished:
         return page(collect([folder])).split("<details>")[0]
 
     DATA = Data(name="streamingqa", split="test", source="folder", documents=1665, questions=1665)
-    MODEL = Model(name="xl", fingerprint="ab", device="cuda", config={"base_lm": {"name": "openai-community/gpt2-xl"}})
+    MODEL = Model(
+        name="xl",
+        fingerprint="ab",
+        answer_digest="cd",
+        device="cuda",
+        config={"base_lm": {"name": "openai-community/gpt2-xl"}},
+    )
 
     def test_is_shown_beside_ours_for_the_same_data_and_base_lm(self, tmp_path: Path) -> None:
         text = self.section(tmp_path, data=self.DATA, model=self.MODEL, scale="paper")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -61,7 +60,6 @@ def test_codes_of_deleted_documents_go_and_the_others_stay(folder: Path, secure_
     assert not trace(bank, 2)  # used by nobody
     assert len(list(bank.glob("codebook*"))) == 2
     assert verify(bank).clean
-    assert json.loads((bank / "manifest.json").read_text())["format"] == 4
     assert reader.refresh()
     for seen in (reader, MemoryBank.open(bank)):
         assert torch.equal(seen.phi, torch.cat([row(0, 1), row(1, 1), row(1, 1)]))
@@ -69,14 +67,12 @@ def test_codes_of_deleted_documents_go_and_the_others_stay(folder: Path, secure_
     assert torch.equal(MemoryBank.open(folder / "saved").phi, reader.phi)
 
 
-def test_a_bank_from_which_nothing_was_deleted_keeps_its_codes_and_its_format(folder: Path) -> None:
+def test_a_bank_from_which_nothing_was_deleted_keeps_its_codes(folder: Path) -> None:
     bank = filled(folder / "bank")
     before = (bank / "codebook.safetensors").read_bytes()
     with MemoryBank.open(bank, write=True) as opened:
         opened.compact()
     assert (bank / "codebook.safetensors").read_bytes() == before
-    said = json.loads((bank / "manifest.json").read_text())
-    assert (said["format"], "codebook_name" in said) == (2, False)
 
 
 def test_a_code_goes_with_what_had_become_equal_to_it(folder: Path) -> None:

@@ -121,23 +121,6 @@ def test_documents_with_the_same_hash_are_told_apart(folder: Path, monkeypatch: 
         assert [bank[name].document_id for name in IDS if name != IDS[5]] == [name for name in IDS if name != IDS[5]]
 
 
-def test_a_segment_without_an_index_is_read(bank_folder: Path) -> None:
-    with MemoryBank.open(bank_folder) as bank:
-        expected = {entry.document_id: entry.phi for entry in bank}
-    manifest = read_manifest(bank_folder / MANIFEST)
-    bare = [each.model_copy(update={"index": None}) for each in manifest.segments]
-    write_manifest(bank_folder, manifest.model_copy(update={"segments": tuple(bare)}))
-    for file in bank_folder.glob("*.index"):
-        file.unlink()
-    assert verify(bank_folder).clean
-    with MemoryBank.open(bank_folder, write=True) as bank:
-        assert list(expected) == [entry.document_id for entry in bank]
-        assert all(torch.equal(bank[name].phi, phi) for name, phi in expected.items())
-        bank.compact()
-    assert len(list(bank_folder.glob("*.index"))) == len(read_manifest(bank_folder / MANIFEST).segments)
-    assert verify(bank_folder).clean
-
-
 HOSTILE = {
     "sequences": [lambda column: column.flip(0), lambda column: column - 1, lambda column: column.int()],
     "starts": [lambda column: column + 1, lambda column: column * 2, lambda column: column[:-1], torch.zeros_like],

@@ -155,8 +155,7 @@ def opened_or_refused(folder: Path, path: str) -> MemoryBank | None:
 
 def check_reading(bank: MemoryBank, whole: Example, path: str, lost: list[str]) -> None:
     """Rows and records are verified when they are read: those that are not damaged can be, the others never."""
-    is_lazy = bank.layout != RowLayout()
-    assert path.endswith(".safetensors") or (is_lazy and path.endswith(".jsonl"))
+    assert path.endswith((".safetensors", ".jsonl"))
     for document_id, value in whole.documents.items():
         if document_id in lost:
             with pytest.raises(DamageError) as refused:

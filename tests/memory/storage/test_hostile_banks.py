@@ -41,10 +41,14 @@ def codes(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, message: str) -> None:
-    """It is refused in little memory, whoever opens it."""
+    """It is refused in little memory, by whoever opens it or reads its records."""
     for write in (False, True):
-        with little_memory(), pytest.raises(BankError, match=message) as error:
-            MemoryBank.open(folder, write=write)
+        with (
+            little_memory(),
+            pytest.raises(BankError, match=message) as error,
+            MemoryBank.open(folder, write=write) as bank,
+        ):
+            bank.document_ids  # noqa: B018
         assert str(folder) in str(error.value)
 
 
@@ -65,7 +69,7 @@ def largest(manifest: dict[str, Any]) -> dict[str, Any]:
         (lambda m: largest(m).update(shape=[1 << 40, 1 << 40, 1 << 40]), "are larger than any segment"),
         (
             lambda m: largest(m).update(shape=[1 << 20, 2, 3]),
-            "is damaged: it has .* entries with .* rows, not 8 with 1,048,576",
+            "index is damaged: starts are not the sums of counts",
         ),
         (lambda m: largest(m).update(offset=8), "manifest.json is damaged: .*offset"),
         (lambda m: largest(m).update(offset=largest(m)["offset"] - 8), "safetensors is damaged: it has"),
@@ -73,7 +77,7 @@ def largest(manifest: dict[str, Any]) -> dict[str, Any]:
         (lambda m: largest(m).update(tombstones=[3, 3]), "each entry deleted once"),
         (lambda m: largest(m).update(tombstones=[-1]), "manifest.json is damaged: .*tombstones"),
         (lambda m: largest(m).update(entries=0), "manifest.json is damaged: .*entries"),
-        (lambda m: largest(m).update(entries=7), "jsonl is damaged: line 8: the manifest has only 7"),
+        (lambda m: largest(m).update(entries=7), r"index is damaged: sequences are \[8\] in torch.int64, not \[7\]"),
         (lambda m: largest(m).update(name="../../etc/passwd"), "manifest.json is damaged: .*name"),
         (lambda m: m["segments"].append(m["segments"][0]), "a segment comes twice"),
         (lambda m: m["segments"].reverse(), "contradicts itself: sequence number 8 comes after 10"),
@@ -82,7 +86,7 @@ def largest(manifest: dict[str, Any]) -> dict[str, Any]:
         (lambda m: m.update(generation=-1), "manifest.json is damaged: generation"),
         (lambda m: m.update(codebook="0" * 64), "memory tokens, but should not be|codes, but should not be"),
         (lambda m: m.update(intent={"puts": [[]]}), "manifest.json is damaged: intent"),
-        (lambda m: m.update(format=[9] * 100), r"has format \[9, 9.{,60}, this version reads"),
+        (lambda m: m.update(format=[9] * 100), r"has format \[9, 9.{,60}, and this version"),
     ],
 )
 def test_manifests(bank: Path, change: Callable[[dict[str, Any]], object], message: str) -> None:
@@ -96,10 +100,10 @@ def test_manifests(bank: Path, change: Callable[[dict[str, Any]], object], messa
     ("text", "message"),
     [
         ("[" * 100_000, "not JSON|nested more than"),
-        ('{"format": 2, "a": ' + '{"a":' * 100_000 + "1" + "}" * 100_001, "nested more than"),
-        ('{"format": 2, "generation": ' + "9" * 5_000 + "}", "a number of 5,000 digits"),
-        ('{"format": 2, "generation": NaN}', "NaN is not JSON"),
-        ('{"format": 2, "format": 2}', "'format' comes twice"),
+        ('{"format": 5, "a": ' + '{"a":' * 100_000 + "1" + "}" * 100_001, "nested more than"),
+        ('{"format": 5, "generation": ' + "9" * 5_000 + "}", "a number of 5,000 digits"),
+        ('{"format": 5, "generation": NaN}', "NaN is not JSON"),
+        ('{"format": 5, "format": 5}', "'format' comes twice"),
         ("\0" * 100, "byte 0 is NUL"),
     ],
     ids="lists objects digits nan twice nul".split(),
@@ -116,9 +120,9 @@ def test_manifests_that_are_no_json(bank: Path, text: str, message: str) -> None
         (lambda r: r.update(rows=1 << 16), "line 2: its number of rows is 65536", ["b"]),
         (lambda r: r.update(sequence=1 << 47), "line 2: its sequence number", ["b"]),
         (lambda r: r.update(sequence=True), "line 2: its sequence number is True", ["b"]),
-        (lambda r: r.update(sequence=0), "line 2: sequence number 0 after 0", ["b"]),
-        (lambda r: r.update(start=0), "line 2: rows 0 to 2 of", ["b"]),
-        (lambda r: r.update(start=1 << 40), "line 2: rows 1,099,511,627,776", ["b"]),
+        (lambda r: r.update(sequence=0), "line 2: it does not say what the index says", ["b"]),
+        (lambda r: r.update(start=0), "line 2: it does not say what the index says", ["b"]),
+        (lambda r: r.update(start=1 << 40), "line 2: it does not say what the index says", ["b"]),
         (lambda r: r.update(members=[]), "line 2: it stands for no document", ["b"]),
         (lambda r: r["members"][0].update(metadata=[]), "line 2: the document 'b'", ["b"]),
         (lambda r: r["members"][0].pop("added"), "line 2: .* other fields", ["b"]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +70,7 @@ def test_compaction_overwrites_every_file_that_goes(folder: Path, blocks: list[B
             if not name.startswith("writer"):
                 assert (set(data) == {0}) == (name not in kept or name.startswith("manifest")), name
     assert contents(MemoryBank.open(bank)) == {"b": 2, "c": 3, "d": 4}
-    assert {file.suffix for file in bank.iterdir()} <= {".json", ".jsonl", ".safetensors", ".lock"}
+    assert {file.suffix for file in bank.iterdir()} <= {".json", ".jsonl", ".safetensors", ".index", ".lock"}
 
 
 def test_what_a_failed_commit_has_written_is_overwritten_too(folder: Path, blocks: list[Blocks]) -> None:
@@ -84,7 +83,7 @@ def test_what_a_failed_commit_has_written_is_overwritten_too(folder: Path, block
         opened.rollback()
     left = {file.name for file in bank.iterdir()}
     gone = [data for name, data in written.read().items() if name.startswith("segment") and name not in left]
-    assert len(gone) == 3
+    assert len(gone) == 4
     assert all(set(data) == {0} for data in gone)
     assert b"Secret" not in b"".join(written.read().values())
 
@@ -169,13 +168,10 @@ def test_a_manifest_that_is_overwritten_while_it_is_read_is_read_again(
 
 
 @pytest.mark.parametrize("keep_texts", [False, True])
-def test_it_has_a_format_of_its_own_and_other_banks_keep_theirs(folder: Path, keep_texts: bool) -> None:
+def test_a_bank_knows_its_settings(folder: Path, keep_texts: bool) -> None:
     for secure_delete in (False, True):
         place = folder / str(secure_delete)
         MemoryBank.create(place, "f00d", keep_texts=keep_texts, secure_delete=secure_delete).close()
-        said = json.loads((place / "manifest.json").read_text())
-        assert said["format"] == (4 if secure_delete else 2 + keep_texts)
-        assert ("secure_delete" in said) == secure_delete
         opened = MemoryBank.open(place)
         assert (opened.keep_texts, opened.secure_delete) == (keep_texts, secure_delete)
 
@@ -247,4 +243,4 @@ def test_a_file_that_cannot_be_overwritten_goes_with_the_next_compaction(folder:
         opened._store.tidy = tidy  # type: ignore[union-attr, method-assign]
         opened.compact()
     assert b"bridge" not in b"".join(file.read_bytes() for file in bank.iterdir())
-    assert len(list(bank.glob("segment-*"))) == 3
+    assert len(list(bank.glob("segment-*"))) == 4

@@ -141,7 +141,7 @@ class Banks(RuleBasedStateMachine):
             others = {"manifest.json", "manifest.copy.json", "writer.lock", "writer.json"}
             others |= {"codebook.safetensors", "codebook.copy.safetensors"} if self.codebook is not None else set()
             if compact:
-                assert len(names) == (3 if self.keep_texts else 2) * segments + len(others), names
+                assert len(names) == (4 if self.keep_texts else 3) * segments + len(others), names
                 written = b"".join(file.read_bytes() for file in self.folder.glob("segment-*.texts.jsonl"))
                 kept = {text for entry in self.entries for _, text in entry.documents} if self.keep_texts else set()
                 assert {json.loads(line)["text"] for line in written.splitlines()} == kept

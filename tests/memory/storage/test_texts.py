@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mac_rag.atomic_files import sealed
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DamageError
 from mac_rag.memory import MemoryBank
@@ -38,7 +37,6 @@ def texts_file(bank: Path) -> Path:
 
 def test_a_bank_keeps_texts_from_the_beginning_or_never(folder: Path) -> None:
     bank = filled(folder)
-    assert json.loads((bank / "manifest.json").read_text())["format"] == 3
     assert MemoryBank.open(bank).keep_texts
     assert texts(MemoryBank.open(bank)) == TEXTS
     with MemoryBank.open(bank, write=True) as again:
@@ -52,11 +50,8 @@ def test_a_bank_keeps_texts_from_the_beginning_or_never(folder: Path) -> None:
 def test_a_bank_without_texts_has_no_byte_of_them(folder: Path) -> None:
     bank = filled(folder, keep_texts=False)
     manifest = json.loads((bank / "manifest.json").read_text())
-    assert manifest["format"] == 2
-    assert list(manifest) == [
-        "format", "fingerprint", "generation", "next_sequence", "codebook", "segments", "intent", "sha256",
-    ]  # fmt: skip
-    assert list(manifest["segments"][0]) == ["name", "entries", "shape", "offset", "tokens", "records", "tombstones"]
+    assert not manifest["keep_texts"]
+    assert manifest["segments"][0]["texts"] is None
     assert not list(bank.glob("*.texts.jsonl"))
     assert b"bridge" not in b"".join(file.read_bytes() for file in bank.iterdir())
     assert texts(MemoryBank.open(bank)) == dict.fromkeys(TEXTS)
@@ -230,19 +225,3 @@ def test_texts_that_cannot_be_kept_are_refused_before_anything_changes(folder: P
         bank.put([Document("z", "z")], memory(1))
         bank.commit()
     assert texts(MemoryBank.open(folder / "bank")) == {"z": "z"}
-
-
-@pytest.mark.parametrize(
-    ("format_number", "keep_texts", "message"),
-    [(2, True, "format 2, and it keeps texts"), (3, None, "format 3, and it keeps no texts")],
-)
-def test_a_manifest_that_contradicts_its_format_is_damaged(
-    folder: Path, format_number: int, keep_texts: bool | None, message: str
-) -> None:
-    bank = MemoryBank.create(folder / "bank", "f00d", keep_texts=bool(keep_texts)).folder
-    assert bank is not None
-    content = json.loads((bank / "manifest.json").read_text())
-    del content["sha256"]
-    (bank / "manifest.json").write_bytes(sealed({**content, "format": format_number}))
-    with pytest.raises(DamageError, match=message):
-        MemoryBank.open(bank)

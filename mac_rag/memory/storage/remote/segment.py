@@ -196,7 +196,7 @@ class _RowsFile(RangeFile):
         super()._begin_anew()
         self.rows = tokens_file.rows_of(self.content, self._info, self._layout)
         if self.verified is not None:
-            self.verified.forget(overview=self._info.overview is None)
+            self.verified.forget()
         return False
 
 

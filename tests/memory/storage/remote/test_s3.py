@@ -75,7 +75,7 @@ def test_upload_writes_only_what_is_not_there(s3: str, cache: Path, tmp_path: Pa
         put(bank, "document 4", 4.0)
         later = upload(tmp_path / "bank", s3)
     assert later.documents == 5
-    assert 0 < later.files < 5
+    assert 0 < later.files < len([name for name in names(s3) if name.startswith("segment")])
     assert contents(MemoryBank.open(s3)) == contents(bank)
 
 
