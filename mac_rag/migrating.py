@@ -33,7 +33,7 @@ def migrate(old: Contents, new: MemoryBank, model: MACModel, *, progress: bool =
         The number of documents in the new bank.
 
     Raises:
-        BankError: when the new bank holds anything but the first entries of the old one, or the old one keeps codes.
+        BankError: when the new bank holds anything but the first entries of the old one.
         FingerprintError: when another model wrote one of them.
 
     Examples:
@@ -47,8 +47,6 @@ def migrate(old: Contents, new: MemoryBank, model: MACModel, *, progress: bool =
     """
     for bank in (old, new):
         bank.check_model(model.fingerprint)
-    if old.codebook is not None:
-        raise BankError(f"{old.folder or 'the bank'} keeps codes, which have no other numbers; use it as it is")
     begun = [entry.members for entry in new]
     if begun != [entry.members for entry in islice(old, len(begun))]:
         raise BankError(

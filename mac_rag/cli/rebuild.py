@@ -11,10 +11,10 @@ from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.models import keep_model_name, load_model, model_for
 from mac_rag.cli.options import (
     BankModelOption,
+    BankOption,
     DeviceMapOption,
     FolderOption,
     ModelOption,
-    ReadBankOption,
     RetrieverOption,
     RowsOption,
     open_retriever,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def rebuild(
-    bank: ReadBankOption,
+    bank: BankOption,
     into: Annotated[Path, typer.Option(help="Folder of the new bank.", file_okay=False)],
     model: ModelOption = DEFAULT_MODEL,
     retriever: RetrieverOption = "none",
@@ -110,7 +110,7 @@ def rebuild(
 
 
 def migrate(
-    bank: ReadBankOption,
+    bank: BankOption,
     into: Annotated[Path, typer.Option(help="Folder of the new bank.", file_okay=False)],
     model: BankModelOption = None,
     rows: RowsOption = None,
@@ -150,8 +150,6 @@ def _check_rows(begun: MemoryBank, into: Path, rows: RowDtype) -> None:
         )
 
 
-def _check_apart(bank: str, into: Path) -> None:
-    from mac_rag.memory.storage.place import is_url
-
-    if not is_url(bank) and Path(bank).resolve() in (into.resolve(), *into.resolve().parents):
+def _check_apart(bank: Path, into: Path) -> None:
+    if bank.resolve() in (into.resolve(), *into.resolve().parents):
         raise ConfigError(f"{into} is the old bank's folder, or in it; choose a new folder for --into")

@@ -10,18 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor
-
 from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory.contents import Snapshot
 from mac_rag.memory.editing import EditableContents
 from mac_rag.memory.entries import BankEntry
 from mac_rag.memory.parts import Part, no_entries
 from mac_rag.memory.rows import RowDtype
-from mac_rag.memory.storage.folder import exists
+from mac_rag.memory.storage.folder import exists, local_folder
 from mac_rag.memory.storage.manifest import Intent, Manifest
-from mac_rag.memory.storage.place import is_url, local_folder
-from mac_rag.memory.storage.remote.store import open_store, remote_exists
 from mac_rag.memory.storage.segment import continues
 from mac_rag.memory.storage.store import Store
 
@@ -38,8 +34,6 @@ class MemoryBank(EditableContents):
 
     Args:
         fingerprint: `MACModel.fingerprint` of the model that writes and reads the bank.
-        codebook: `[C, D]`; each memory token is stored as the index of its nearest code and read as that code. None
-            to store memory tokens as they are.
         keep_texts: True to keep the documents' texts (`BankEntry.texts`), for a later model to adapt to.
         secure_delete: True to overwrite the bank's files with zeros before they are removed. Whoever opens the bank
             reads all of it into memory then, because memory-mapped files would become zeros as well.
@@ -49,10 +43,9 @@ class MemoryBank(EditableContents):
 
     Attributes:
         fingerprint: fingerprint of the model that wrote the bank.
-        codebook: `[C, D]` in float32, or None.
         quantizer: with rows `pq`, the product quantizer that the first put documents came with; otherwise None.
         secure_delete: True if the bank's files are overwritten before they are removed.
-        folder: folder of a bank on disk, or its URL; None for a bank in memory.
+        folder: folder of a bank on disk; None for a bank in memory.
         version: a number that grows with every change.
 
     Examples:
@@ -75,12 +68,11 @@ class MemoryBank(EditableContents):
         self,
         fingerprint: str,
         *,
-        codebook: Tensor | None = None,
         keep_texts: bool = False,
         secure_delete: bool = False,
         rows: RowDtype | None = None,
     ) -> None:
-        super().__init__(fingerprint, codebook, keep_texts, rows)
+        super().__init__(fingerprint, keep_texts, rows)
         self.secure_delete = secure_delete
         self._store: Store | None = None
         self._uncreated: Path | None = None  # folder in which the first commit creates the bank
@@ -92,7 +84,6 @@ class MemoryBank(EditableContents):
         folder: str | Path,
         fingerprint: str,
         *,
-        codebook: Tensor | None = None,
         keep_texts: bool = False,
         secure_delete: bool = False,
         rows: RowDtype | None = None,
@@ -101,12 +92,12 @@ class MemoryBank(EditableContents):
 
         Args:
             folder: folder of the bank; it is made if it does not exist.
-            fingerprint, codebook, keep_texts, secure_delete, rows: see the class.
+            fingerprint, keep_texts, secure_delete, rows: see the class.
 
         Raises:
             BankError: when the folder already holds a bank.
         """
-        bank = cls(fingerprint, codebook=codebook, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows)
+        bank = cls(fingerprint, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows)
         bank._follow(bank._written(local_folder(folder), ()))
         return bank
 
@@ -130,21 +121,20 @@ class MemoryBank(EditableContents):
 
     @classmethod
     def open(cls, folder: str | Path, *, write: bool = False, fingerprint: str | None = None) -> MemoryBank:
-        """Opens a bank at its last commit, on disk or, to read it, in an object store.
+        """Opens a bank at its last commit.
 
         Memory tokens are memory-mapped and read when they are used; those of a bank with `secure_delete` are read now.
-        Of a bank behind a URL, they are fetched when they are used, and kept in the user's cache.
 
         Args:
-            folder: folder of the bank, or a URL that fsspec knows, as s3://BUCKET/PREFIX.
-            write: True to change the bank. Only one process can write to it at a time, and none to one behind a URL.
+            folder: folder of the bank.
+            write: True to change the bank. Only one process can write to it at a time.
             fingerprint: fingerprint of the model that will use the bank; None accepts a bank of any model.
 
         Raises:
-            BankError: when there is no bank, it is damaged, it cannot be reached, or another process writes to it.
+            BankError: when there is no bank, it is damaged, another process writes to it, or for a URL.
             FingerprintError: when another model wrote it.
         """
-        store = Store.open(local_folder(folder), write=True) if write else open_store(folder)
+        store = Store.open(local_folder(folder), write=write)
         bank = cls(store.manifest.fingerprint)
         bank._follow(store)
         try:
@@ -157,12 +147,11 @@ class MemoryBank(EditableContents):
     @staticmethod
     def exists(folder: str | Path) -> bool:
         """True if the folder holds a bank, even one that lost its manifest; a `BankError` where nobody can tell."""
-        return remote_exists(str(folder)) if is_url(folder) else exists(Path(folder))
+        return exists(local_folder(folder))
 
     def _follow(self, store: Store) -> None:
         """Takes over the state of the store."""
-        self._store, self.folder = store, store.place
-        self._look_up_in(store.codebook)
+        self._store, self.folder, self.quantizer = store, store.folder, store.quantizer
         self.keep_texts, self.secure_delete = store.manifest.keep_texts, store.manifest.secure_delete
         self.layout = store.manifest.layout
         self._next_sequence = store.manifest.next_sequence
@@ -212,8 +201,6 @@ class MemoryBank(EditableContents):
     def compact(self) -> None:
         """Commits, and rewrites every segment that has deleted entries, so that no byte of them remains.
 
-        If entries were ever deleted, a codebook loses the codes that none of the others uses.
-
         Each segment is rewritten in a commit of its own, the smallest first. So a disk that is nearly full needs room
         for one of them only.
 
@@ -224,14 +211,12 @@ class MemoryBank(EditableContents):
         self.commit()
         while outdated := [part for part in self._segments if part.tombstones]:
             self._commit(None, rewrite=min(outdated, key=lambda part: part.count))
-        if self.codebook is not None:
-            self._commit(None, drop_codes=True)
         if self._store is not None and (error := self._store.tidy()) is not None:
             raise BankError(
                 f"{self.folder} is rewritten, but an old file cannot be removed from it: {error}; compact it again"
             )
 
-    def _commit(self, intent: Intent | None, *, rewrite: Part | None = None, drop_codes: bool = False) -> None:
+    def _commit(self, intent: Intent | None, *, rewrite: Part | None = None) -> None:
         if self._uncreated is not None:
             self._store = self._written(self._uncreated, [self._tail], intent)
             self.folder, self._uncreated = self._store.folder, None
@@ -244,10 +229,9 @@ class MemoryBank(EditableContents):
                 layout=self.layout,
                 quantizer=self.quantizer,
                 intent=intent,
-                drop_codes=drop_codes,
             )
         if self._store is not None:
-            self._look_up_in(self._store.codebook)
+            self.quantizer = self._store.quantizer
             self._take_segments(self._store.segments)
         self._settle()
 
@@ -311,7 +295,7 @@ class MemoryBank(EditableContents):
             layout=self.layout,
             intent=intent or Intent(),
         )
-        return Store.create(folder, manifest, self._codebook, parts)
+        return Store.create(folder, manifest, self.quantizer, parts)
 
     def close(self) -> None:
         """Releases the right to write, so that another process can write. The bank can still be read."""
@@ -326,5 +310,4 @@ class MemoryBank(EditableContents):
 
     def _check_writable(self) -> None:
         if self._store is not None and not self._store.writable:
-            local_folder(self._store.place)  # behind a URL, the remedy is another one
             raise BankError(f"{self.folder} is not open for writing; open it with write=True")

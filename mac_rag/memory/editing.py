@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from mac_rag.data.types import Document
@@ -28,18 +27,12 @@ class EditableContents(Contents):
 
     Args:
         fingerprint: fingerprint of the model that writes the contents.
-        codebook: `[C, D]` to store codes; None to store memory tokens.
         keep_texts: True to keep the documents' texts.
         rows: numbers that memory tokens are kept in; None to leave it to the first that puts rows.
-
-    Raises:
-        BankError: for a codebook beside numbers of rows.
     """
 
-    def __init__(self, fingerprint: str, codebook: Tensor | None, keep_texts: bool, rows: RowDtype | None) -> None:
-        super().__init__(fingerprint, None if codebook is None else codebook.detach().to("cpu", torch.float32).clone())
-        if codebook is not None and rows is not None:
-            raise BankError(f"a bank with a codebook keeps codes, so rows {rows!r} cannot be; leave one of them out")
+    def __init__(self, fingerprint: str, keep_texts: bool, rows: RowDtype | None) -> None:
+        super().__init__(fingerprint)
         self.keep_texts = keep_texts
         self.layout = RowLayout(dtype=rows)
         self._next_sequence = 0
@@ -57,7 +50,7 @@ class EditableContents(Contents):
         return self._snapshot
 
     def keep_rows_as(self, layout: RowLayout, quantizer: ProductQuantizer | None = None) -> None:
-        """Chooses how rows are kept, in a bank that holds none and has no codebook; any other bank stays as it is.
+        """Chooses how rows are kept, in a bank that holds none; any other bank stays as it is.
 
         A dtype that the bank has already been given stays.
 
@@ -69,7 +62,7 @@ class EditableContents(Contents):
             BankError: for dtype pq without a quantizer, or with one of another model.
         """
         self._check_writable()
-        if len(self) or self.codebook is not None:
+        if len(self):
             return
         dtype = self.layout.dtype or layout.dtype
         if dtype != "pq":

@@ -289,9 +289,6 @@ class Part:
         self._verify(index)
         return self.stored[index]
 
-    def expect(self, index: Tensor | slice | None) -> None:
-        """Is told that rows, or for None the overview, are read next, and after that those of other parts."""
-
     def overview(self) -> Rows:
         """What is kept beside the memory tokens of all live rows: summaries and lexical vectors, verified.
 

@@ -133,7 +133,7 @@ def stop_at(event: int, folder: Path, what: str, said: Connection) -> None:
 def change(folder: Path, what: str) -> None:
     """One of several ways to change a bank."""
     if what == "create":
-        MemoryBank.create(folder, "f00d", codebook=torch.eye(WIDTH)).close()
+        MemoryBank.create(folder, "f00d").close()
         return
     if what == "save":
         bank = MemoryBank("f00d")

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mac_rag.errors import DamageError
-from mac_rag.memory.rows import Codebook
-from mac_rag.memory.storage.codebook_file import read_codebook
 from mac_rag.memory.storage.manifest import MANIFEST, MANIFEST_COPY, Manifest, read_manifest
+from mac_rag.memory.storage.quantizer_file import read_quantizer
 from mac_rag.memory.storage.segment import Segment, read_segment
+from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.untrusted_files import MalformedError
 
 
@@ -19,12 +19,12 @@ class Commit(NamedTuple):
     Attributes:
         manifest: the manifest.
         segments: the segments that it names.
-        codebook: what codes of rows are looked up in; None for a bank that has none.
+        quantizer: with rows pq, what their codes are looked up in; otherwise None.
     """
 
     manifest: Manifest
     segments: tuple[Segment, ...]
-    codebook: Codebook | None
+    quantizer: ProductQuantizer | None
 
 
 def read_commit(folder: Path, known: Commit | None = None) -> Commit:
@@ -39,7 +39,6 @@ def read_commit(folder: Path, known: Commit | None = None) -> Commit:
         DamageError: when a file is missing, or not what was written.
         OSError: when a file cannot be read.
     """
-    segments = {} if known is None else {segment.name: segment for segment in known.segments}
     while True:
         try:
             manifest = read_manifest(folder / MANIFEST)
@@ -48,14 +47,7 @@ def read_commit(folder: Path, known: Commit | None = None) -> Commit:
             remedy = "repair the bank" if has_copy else "nothing is left of this bank; restore a backup, or remove it"
             raise DamageError(f"{folder / MANIFEST} is missing; {remedy}") from None
         try:
-            read = tuple(
-                (info.name in segments and segments[info.name].at(info))
-                or read_segment(folder, info, manifest.layout, secure_delete=manifest.secure_delete)
-                for info in manifest.segments
-            )
-            if known is not None and known.manifest.codebook == manifest.codebook:
-                return Commit(manifest, read, known.codebook)
-            return Commit(manifest, read, _read_codebook(folder, manifest))
+            return read_files(folder, manifest, known)
         except (FileNotFoundError, DamageError) as error:
             # A writer may have removed, or overwritten, what the manifest names that was just read.
             if read_manifest(folder / MANIFEST) != manifest:
@@ -65,12 +57,30 @@ def read_commit(folder: Path, known: Commit | None = None) -> Commit:
             raise DamageError(f"{error.filename} is missing; repair the bank to keep what is not lost") from None
 
 
-def _read_codebook(folder: Path, manifest: Manifest) -> Codebook | None:
+def read_files(folder: Path, manifest: Manifest, known: Commit | None = None) -> Commit:
+    """Reads the files that a manifest names; `known` as for `read_commit`.
+
+    Raises:
+        FileNotFoundError: when a segment is missing.
+        DamageError: when the quantizer is missing, or a file is not what was written.
+    """
+    segments = {} if known is None else {segment.name: segment for segment in known.segments}
+    read = tuple(
+        (info.name in segments and segments[info.name].at(info))
+        or read_segment(folder, info, manifest.layout, secure_delete=manifest.secure_delete)
+        for info in manifest.segments
+    )
+    if known is not None and known.manifest.codebook == manifest.codebook:
+        return Commit(manifest, read, known.quantizer)
+    return Commit(manifest, read, _read_quantizer(folder, manifest))
+
+
+def _read_quantizer(folder: Path, manifest: Manifest) -> ProductQuantizer | None:
     if manifest.codebook is None:
         return None
     path = folder / manifest.codebook_files[0]
     try:
-        return read_codebook(path, manifest)[0]
+        return read_quantizer(path, manifest)[0]
     except FileNotFoundError:
         raise DamageError(f"{path} is missing; repair the bank") from None
     except MalformedError as error:

@@ -8,13 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mac_rag.errors import DamageError
 from mac_rag.memory.parts import Part
-from mac_rag.memory.rows import Codebook
-from mac_rag.memory.storage.codebook_file import misfit
 from mac_rag.memory.storage.manifest import Manifest
+from mac_rag.memory.storage.quantizer_file import misfit
 from mac_rag.nn.product_quantizer import ProductQuantizer
 
 
@@ -32,46 +30,45 @@ class Fault(NamedTuple):
     problem: str
 
 
-def check_consistency(folder: Path | str, manifest: Manifest, parts: Sequence[Part], codebook: Codebook | None) -> None:
-    """Refuses a bank whose segments contradict each other, the manifest or the codebook.
+def check_consistency(
+    folder: Path, manifest: Manifest, parts: Sequence[Part], quantizer: ProductQuantizer | None
+) -> None:
+    """Refuses a bank whose segments contradict each other, the manifest or the quantizer.
 
     Raises:
         DamageError: for the first contradiction, which it names.
     """
-    if isinstance(codebook, ProductQuantizer) and (problem := misfit(codebook, manifest)) is not None:
+    if quantizer is not None and (problem := misfit(quantizer, manifest)) is not None:
         raise DamageError(f"{folder} contradicts itself: {problem}; restore a backup")
-    for fault in faults(manifest, parts, codebook):
+    for fault in faults(manifest, parts):
         raise DamageError(
             f"{folder} contradicts itself: {fault.problem}; repair the bank to keep what does not contradict the rest"
         )
 
 
-def faults(manifest: Manifest, parts: Sequence[Part], codebook: Codebook | None) -> list[Fault]:
-    """All live entries that contradict an earlier entry, the manifest or the codebook."""
-    return list(_faults(manifest, parts, codebook))
+def faults(manifest: Manifest, parts: Sequence[Part]) -> list[Fault]:
+    """All live entries that contradict an earlier entry or the manifest."""
+    return list(_faults(manifest, parts))
 
 
-def _are_plausible(manifest: Manifest, parts: Sequence[Part], codebook: Codebook | None) -> bool:
+def _are_plausible(manifest: Manifest, parts: Sequence[Part]) -> bool:
     """True if nothing contradicts, as far as numbers say without a look at the records."""
     sequences = torch.cat([torch.empty(0, dtype=torch.long), *(part.sequences for part in parts)])
     hashes = torch.cat([torch.empty(0, dtype=torch.long), *(part.id_hashes for part in parts)])
     if (sequences[1:] <= sequences[:-1]).any() or (len(sequences) and int(sequences[-1]) >= manifest.next_sequence):
         return False
-    codes = (int(part.stored.main.max()) for part in parts if part.count) if isinstance(codebook, Tensor) else ()
     ordered = np.sort(hashes.numpy())
-    is_distinct = bool((ordered[1:] != ordered[:-1]).all())
-    return is_distinct and (not isinstance(codebook, Tensor) or all(code < len(codebook) for code in codes))
+    return bool((ordered[1:] != ordered[:-1]).all())
 
 
-def _faults(manifest: Manifest, parts: Sequence[Part], codebook: Codebook | None) -> Iterator[Fault]:
-    if _are_plausible(manifest, parts, codebook):
+def _faults(manifest: Manifest, parts: Sequence[Part]) -> Iterator[Fault]:
+    if _are_plausible(manifest, parts):
         return
     known: set[str] = set()
     before = -1
     for part in parts:
-        unknown_codes = isinstance(codebook, Tensor) and part.count > 0 and int(part.stored.main.max()) >= len(codebook)
         last = before
-        for record, start in part:
+        for record, _ in part:
             sequence = record.sequence
             names = record.document_ids
             if sequence <= before:
@@ -84,13 +81,6 @@ def _faults(manifest: Manifest, parts: Sequence[Part], codebook: Codebook | None
                 twice = next(name for index, name in enumerate(names) if name in known or name in names[:index])
                 yield Fault(part, sequence, f"document {twice[:200]!r} comes twice")
                 continue
-            if unknown_codes and isinstance(codebook, Tensor):
-                highest = int(part.stored.main[start : start + record.rows].max())
-                if highest >= len(codebook):
-                    yield Fault(
-                        part, sequence, f"code {highest:,} of document {names[0][:200]!r} is not in the codebook"
-                    )
-                    continue
             known.update(names)
             last = sequence
         before = max(before, last)

@@ -20,17 +20,18 @@ from mac_rag.errors import BankError, DamageError
 from mac_rag.memory.entry_table import RecordList
 from mac_rag.memory.parts import Part, Texts, no_entries
 from mac_rag.memory.records import Record
-from mac_rag.memory.rows import Codebook, RowLayout, Rows
+from mac_rag.memory.rows import RowLayout, Rows
 from mac_rag.memory.storage import record_lines
-from mac_rag.memory.storage.codebook_file import read_codebook
 from mac_rag.memory.storage.consistency import faults
-from mac_rag.memory.storage.folder import check_exists, file_errors
+from mac_rag.memory.storage.folder import check_exists, file_errors, local_folder
 from mac_rag.memory.storage.manifest import MANIFEST, MANIFEST_COPY, Manifest, SegmentInfo, read_manifest
 from mac_rag.memory.storage.newest import older_manifest
+from mac_rag.memory.storage.quantizer_file import read_quantizer
 from mac_rag.memory.storage.record_lines import RecordLine
 from mac_rag.memory.storage.segment import read_segment
 from mac_rag.memory.storage.texts_file import undamaged_texts
 from mac_rag.memory.storage.tokens_file import entry_ids, read_entry
+from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.printable import printable
 from mac_rag.untrusted_files import MalformedError, is_hole, open_file, read_at
 
@@ -40,7 +41,7 @@ class Report:
     """The result of checking or repairing a bank.
 
     Attributes:
-        folder: folder of the bank, or its URL.
+        folder: folder of the bank.
         documents: number of undamaged documents.
         damage: one message for each damaged file.
         lost: ids of the documents that are damaged, or that a repair has dropped.
@@ -50,7 +51,7 @@ class Report:
         quarantine: the folder that holds what a repair has dropped; None if it has dropped nothing.
     """
 
-    folder: Path | str
+    folder: Path
     documents: int
     damage: tuple[str, ...]
     lost: tuple[str, ...]
@@ -82,9 +83,7 @@ class Report:
             lines += [f"  {printable(document_id)}" for document_id in self.textless]
         if self.quarantine is not None:
             lines.append(f"what was dropped lies in {self.quarantine}, with this report")
-        if isinstance(self.folder, str):
-            lines.append("remove what is damaged there, and put the bank there again (mac-rag bank upload)")
-        elif not self.repaired:
+        if not self.repaired:
             lines.append("repair the bank to keep those that are not damaged")
         return "\n".join(lines)
 
@@ -96,13 +95,13 @@ class Findings:
     Attributes:
         manifest: the manifest to restore.
         parts: the undamaged entries, in order.
-        codebook: what codes of rows are looked up in, and the bytes of its file; None for a bank that has none.
+        quantizer: with rows pq, what their codes are looked up in, and the bytes of its file; otherwise None.
         report: what is damaged.
     """
 
     manifest: Manifest
     parts: list[Part]
-    codebook: tuple[Codebook, bytes] | None
+    quantizer: tuple[ProductQuantizer, bytes] | None
     report: Report
 
     @property
@@ -134,10 +133,10 @@ def verify(folder: str | Path) -> Report:
     """Checks every byte of a bank. Others may read it and write to it at the same time.
 
     Raises:
-        BankError: when there is no bank, its format is unknown, or both copies of its manifest or of its codebook are
+        BankError: when there is no bank, its format is unknown, or both copies of its manifest or of its quantizer are
             damaged.
     """
-    folder = Path(folder)
+    folder = local_folder(folder)
     with file_errors(folder, "read"):
         check_exists(folder)
         return examine(folder, older_manifest(folder)).report
@@ -193,11 +192,11 @@ def _manifests(folder: Path) -> tuple[list[Manifest], list[str]]:
 def _findings(folder: Path, manifest: Manifest, damage: Sequence[str]) -> Findings:
     """What is left of a bank that consists of what a manifest says."""
     damage = list(damage)
-    codebook = _codebook(folder, manifest, damage)
+    quantizer = _quantizer(folder, manifest, damage)
     remains = [_remains(folder, info, manifest) for info in manifest.segments]
     parts = [each.part for each in remains]
     lost = [document_id for each in remains for document_id in each.lost]
-    contradictions = faults(manifest, parts, None if codebook is None else codebook[0])
+    contradictions = faults(manifest, parts)
     for fault in contradictions:
         damage.append(f"{folder} contradicts itself: {fault.problem}")
         lost += fault.part[fault.sequence].record.document_ids
@@ -210,17 +209,17 @@ def _findings(folder: Path, manifest: Manifest, damage: Sequence[str]) -> Findin
         unnamed=sum(each.unnamed for each in remains),
         textless=tuple(name for each in remains for name in each.textless if name not in lost),
     )
-    return Findings(manifest, parts, codebook, report)
+    return Findings(manifest, parts, quantizer, report)
 
 
-def _codebook(folder: Path, manifest: Manifest, damage: list[str]) -> tuple[Codebook, bytes] | None:
-    """The codebook and the bytes of its file, or of its copy if it is damaged; appends to `damage`."""
+def _quantizer(folder: Path, manifest: Manifest, damage: list[str]) -> tuple[ProductQuantizer, bytes] | None:
+    """The quantizer and the bytes of its file, or of its copy if it is damaged; appends to `damage`."""
     if manifest.codebook is None:
         return None
     undamaged = []
     for path in (folder / name for name in manifest.codebook_files):
         try:
-            undamaged.append(read_codebook(path, manifest))
+            undamaged.append(read_quantizer(path, manifest))
         except FileNotFoundError:
             damage.append(f"{path} is missing")
         except MalformedError as error:
@@ -279,13 +278,6 @@ def _remains(folder: Path, info: SegmentInfo, manifest: Manifest) -> _Remains:
             if text is None and info.texts is not None
         ],
     )
-
-
-def lost_of_segment(folder: Path, info: SegmentInfo, manifest: Manifest) -> Report:
-    """Examines one segment, whose files lie in a folder; see `verify` for those of a bank."""
-    remains = _remains(folder, info, manifest)
-    damage, lost, textless = (tuple(each) for each in (remains.damage, remains.lost, remains.textless))
-    return Report(folder, remains.part.documents, damage, lost, remains.unnamed, textless)
 
 
 def _unlike(path: Path, digest: str, size: int | None, damage: list[str], opened: ExitStack) -> BinaryIO:

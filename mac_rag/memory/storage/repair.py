@@ -16,12 +16,11 @@ from pathlib import Path
 from mac_rag.atomic_files import copy_file, make_folder, sync_folder, write_file, write_text
 from mac_rag.errors import BankError
 from mac_rag.memory.storage.examination import Report, examine, verify
-from mac_rag.memory.storage.folder import QUARANTINE, check_exists, file_errors
+from mac_rag.memory.storage.folder import QUARANTINE, check_exists, file_errors, local_folder
 from mac_rag.memory.storage.lock import HOLDER, LOCK, WriterLock
 from mac_rag.memory.storage.manifest import write_manifest
 from mac_rag.memory.storage.model_name import copy_model_name
 from mac_rag.memory.storage.newest import older_manifest
-from mac_rag.memory.storage.place import local_folder
 from mac_rag.memory.storage.segment import Segment
 from mac_rag.memory.storage.store import Store
 
@@ -64,9 +63,9 @@ def _repair(folder: Path) -> Report:
         kept = {file for each in segments for file in each.info.files}
         report = replace(findings.report, repaired=True, quarantine=_new_quarantine(folder))
         _quarantine(folder, kept, report)
-        if findings.codebook is not None:
+        if findings.quantizer is not None:
             for name in findings.manifest.codebook_files:
-                write_file(folder / name, [findings.codebook[1]], secure_delete=findings.manifest.secure_delete)
+                write_file(folder / name, [findings.quantizer[1]], secure_delete=findings.manifest.secure_delete)
             sync_folder(folder)
         write_manifest(folder, findings.manifest)
         store = Store(folder, lock, findings.manifest, segments, None)
@@ -79,8 +78,8 @@ def _repair(folder: Path) -> Report:
 
 def _repair_into(folder: Path, new: Path) -> Report:
     findings = examine(folder, older_manifest(folder))
-    codebook = None if findings.codebook is None else findings.codebook[0]
-    Store.create(new, findings.manifest, codebook, findings.parts).close()
+    quantizer = None if findings.quantizer is None else findings.quantizer[0]
+    Store.create(new, findings.manifest, quantizer, findings.parts).close()
     copy_model_name(folder, new, findings.manifest.fingerprint)
     return replace(findings.report, repaired=True)
 

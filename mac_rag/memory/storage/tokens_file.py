@@ -31,7 +31,7 @@ def header(records: Sequence[Record], layout: RowLayout, shape: Sequence[int], p
     Args:
         records: the records of all entries.
         layout: how the bank keeps its rows.
-        shape: `[n, T, D]` of memory tokens, `[n, T]` of codes.
+        shape: `[n, T, D]` of memory tokens.
         places: W.
     """
     entries = [(record.sequence, record.document_ids) for record in records]

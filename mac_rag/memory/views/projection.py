@@ -214,11 +214,6 @@ class ProjectedBank:
         return None if self._overview is None else self._overview.prior_keys
 
     @property
-    def log_counts(self) -> None:
-        """None: each row stands for itself only."""
-        return None
-
-    @property
     def dates(self) -> Tensor | None:
         """When each row counts, int64 `[K]`; None for a network without a recency term, which does not ask.
 
@@ -350,11 +345,6 @@ class SelectedRows:
             return None
         chosen: Tensor = keys.take(self._index.flatten().to(keys.dense.device)).unflatten(0, self._index.shape)
         return chosen
-
-    @property
-    def log_counts(self) -> None:
-        """None: each row stands for itself only."""
-        return None
 
     @property
     def dates(self) -> Tensor | None:
