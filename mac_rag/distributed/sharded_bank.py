@@ -23,7 +23,7 @@ from mac_rag.distributed.transport import Request, ShardSettings, StartShards
 from mac_rag.distributed.watched_shards import WatchedShards
 from mac_rag.errors import BankError, ShardLostError
 from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.new_entries import described_members
+from mac_rag.memory.entries import described_members
 from mac_rag.memory.storage.manifest import Intent
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from mac_rag.distributed.transport import Request
 from mac_rag.distributed.watched_shards import WatchedShards
 from mac_rag.errors import BankError
 from mac_rag.memory.contents import rows_allowed
+from mac_rag.memory.entry_table import Record
 from mac_rag.memory.known_documents import KnownDocuments, Timeline
-from mac_rag.memory.records import Record
 
 
 class ShardedContents:

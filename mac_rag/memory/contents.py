@@ -232,15 +232,14 @@ class Contents:
         rows = self._rows()
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < rows:
             raise IndexError(f"rows {int(index.min())} to {int(index.max())} of a bank with {rows} rows")
-        wanted: list[tuple[Part, Tensor]] = []
+        found: list[Rows] = []
         order, first = [index[:0]], 0
         for part in self._parts:
             here = ((index >= first) & (index < first + part.count)).nonzero()[:, 0]
-            if len(here) or not wanted:
-                wanted.append((part, index[here] - first))
+            if len(here) or not found:
+                found.append(part.rows(index[here] - first))
                 order.append(here)
             first += part.count
-        found = [part.rows(numbers) for part, numbers in wanted]
         taken, place = Rows.cat(found), torch.cat(order)
         if len(found) > 1:  # otherwise they are in the order in which they were asked for
             taken = taken[place.argsort()]

@@ -23,8 +23,7 @@ from mac_rag.errors import BankError, DamageError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.rows import RowLayout
 from mac_rag.memory.storage.backup import backup, restore
-from mac_rag.memory.storage.commit_reader import read_commit
-from mac_rag.memory.storage.consistency import check_consistency
+from mac_rag.memory.storage.commit_reader import check_consistency, read_commit
 from mac_rag.memory.storage.remote import pull, push
 from mac_rag.memory.storage.repair import repair, verify
 from mac_rag.nn.product_quantizer import ProductQuantizer

@@ -13,8 +13,7 @@ from typing import Any
 
 from mac_rag.atomic_files import make_folder, remove_file, sync_folder, write_file
 from mac_rag.errors import BankError, DamageError, FingerprintError
-from mac_rag.memory.storage.commit_reader import read_files
-from mac_rag.memory.storage.consistency import check_consistency
+from mac_rag.memory.storage.commit_reader import check_consistency, read_files
 from mac_rag.memory.storage.folder import (
     CODEBOOK_FILE,
     SEGMENT_FILE,

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from mac_rag.atomic_files import write_file
 from mac_rag.errors import BankError, DamageError
+from mac_rag.memory.entry_table import Record
 from mac_rag.memory.parts import Part, PlacedRecord, Texts
-from mac_rag.memory.records import Record
 from mac_rag.memory.rows import OVERVIEW, RowLayout, Rows
 from mac_rag.memory.storage import record_lines, tokens_file
 from mac_rag.memory.storage.entry_index import EntryIndex, read_index

@@ -25,8 +25,7 @@ from mac_rag.atomic_files import make_folder, remove_file, sync_folder, write_fi
 from mac_rag.errors import BankError, DamageError, FingerprintError
 from mac_rag.memory.parts import Part
 from mac_rag.memory.rows import RowLayout
-from mac_rag.memory.storage.commit_reader import Commit, read_commit
-from mac_rag.memory.storage.consistency import check_consistency
+from mac_rag.memory.storage.commit_reader import Commit, check_consistency, check_newest, quantizer_bytes, read_commit
 from mac_rag.memory.storage.folder import (
     check_exists,
     exists,
@@ -47,8 +46,6 @@ from mac_rag.memory.storage.manifest import (
     restore_manifest,
     write_manifest,
 )
-from mac_rag.memory.storage.newest import check_newest
-from mac_rag.memory.storage.quantizer_file import quantizer_bytes
 from mac_rag.memory.storage.segment import Segment, write_segment
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.shipped_models import describe

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import torch
 
-from mac_rag.memory.records import Record
+from mac_rag.memory.entry_table import Record
 from mac_rag.memory.rows import RowLayout, Rows
 from mac_rag.memory.storage.manifest import SegmentInfo
 from mac_rag.untrusted_files import MalformedError, file_digest, open_file, parse_json

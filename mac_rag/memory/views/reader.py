@@ -12,10 +12,9 @@ from mac_rag.config import AttentionConfig
 from mac_rag.errors import ConfigError
 from mac_rag.lm.devices import DTYPES
 from mac_rag.memory.contents import Contents
-from mac_rag.memory.views.base_reader import Aggregated, BringsReader, Reader, prior_summary
+from mac_rag.memory.views.base_reader import Aggregated, BringsReader, Reader, RecentQuestions, prior_summary
 from mac_rag.memory.views.prior_index import PriorIndex
 from mac_rag.memory.views.projection import ProjectedBank
-from mac_rag.memory.views.question_cache import RecentQuestions
 from mac_rag.nn.attention import BankAttention, streaming_attention
 from mac_rag.nn.bank_view import BankView
 from mac_rag.nn.bank_view import prior_keys as prior_keys_of

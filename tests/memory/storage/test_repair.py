@@ -10,7 +10,7 @@ import pytest
 
 from mac_rag.errors import BankError, DamageError, FingerprintError
 from mac_rag.memory import MemoryBank
-from mac_rag.memory.storage import examination
+from mac_rag.memory.storage import repair as repairing
 from mac_rag.memory.storage.backup import backup, restore
 from mac_rag.memory.storage.manifest import MANIFEST, MANIFEST_COPY, Intent, read_manifest
 from mac_rag.memory.storage.model_name import read_model_name, write_model_name
@@ -255,8 +255,8 @@ def test_the_copy_of_the_manifest_is_never_needed_to_read(folder: Path) -> None:
 def test_a_bank_is_verified_in_one_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(folder / "bank")
     passes = []
-    read = examination.read_segment
-    monkeypatch.setattr(examination, "read_segment", lambda *a, **b: passes.append(1) or read(*a, **b))
+    read = repairing.read_segment
+    monkeypatch.setattr(repairing, "read_segment", lambda *a, **b: passes.append(1) or read(*a, **b))
     assert verify(folder / "bank").clean
     assert len(passes) == len(read_manifest(folder / "bank" / MANIFEST).segments)
 

@@ -13,7 +13,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory import MemoryBank
-from mac_rag.memory.views.question_cache import RecentQuestions
+from mac_rag.memory.views.base_reader import RecentQuestions
 from mac_rag.memory.views.reader import BankReader
 from mac_rag.model import MACModel
 from mac_rag.nn.memory_tokens import MemoryTokens
