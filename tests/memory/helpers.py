@@ -135,8 +135,11 @@ def change(folder: Path, what: str) -> None:
     if what == "create":
         MemoryBank.create(folder, "f00d").close()
         return
-    if what == "save":
-        bank = MemoryBank("f00d")
+    if what == "save":  # with codes, so that a quantizer is written, too; it has 5 among its codewords
+        fingerprint, words = "f00d" * 16, torch.arange(256.0)[:, None].expand(1, 256, WIDTH).contiguous()
+        quantizer = ProductQuantizer(fingerprint, 0, torch.zeros(TOKENS, WIDTH), torch.eye(WIDTH), words)
+        bank = MemoryBank(fingerprint)
+        bank.keep_rows_as(RowLayout(dtype="pq"), quantizer)
         bank.put([Document("a", ""), Document("b", "")], memory(2, 5))
         bank.save(folder)
         return

@@ -179,6 +179,8 @@ def test_damaged_codebooks_are_mended_from_their_copy(tmp_path: Path) -> None:
     with pytest.raises(DamageError, match=r"codebook-.*safetensors is damaged: its checksum differs"):
         MemoryBank.open(tmp_path / "bank")
     assert not verify(tmp_path / "bank").clean
+    assert repair(tmp_path / "bank", tmp_path / "new").lost == ()
+    assert_kept(MemoryBank.open(tmp_path / "new"), expected)
     assert repair(tmp_path / "bank").lost == ()
     assert_kept(MemoryBank.open(tmp_path / "bank"), expected)
     for path in (tmp_path / "bank").glob("codebook*"):
