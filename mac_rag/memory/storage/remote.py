@@ -22,6 +22,7 @@ from mac_rag.memory.storage.folder import (
     is_vacant,
     local_folder,
     remove_unused,
+    remove_vacant,
 )
 from mac_rag.memory.storage.lock import WriterLock
 from mac_rag.memory.storage.manifest import (
@@ -62,12 +63,14 @@ def pull(url: str, folder: str | Path) -> int:
     if not exists(folder) and not is_vacant(folder):
         raise BankError(f"{folder} is not empty and holds no memory bank; choose a new folder")
     with file_errors(folder, "written to"):
+        is_new = not folder.exists()
         make_folder(folder)
         lock = WriterLock(folder)
         try:
             return _pull(remote, folder)
         finally:
             lock.release()
+            remove_vacant(folder, is_new)
 
 
 def _pull(remote: _Remote, folder: Path) -> int:
