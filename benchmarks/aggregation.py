@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
     from benchmarks.aggregation_cases import Case, Measurement
 
-IMPLEMENTATIONS = {
-    "published": "published",
-    "kept": "ours, kept",
-    "streamed": "ours, streamed",
-    "codebook": "ours, codebook",
-}
+IMPLEMENTATIONS = {"published": "published", "kept": "ours, kept", "streamed": "ours, streamed"}
 _MB = 1e6
 
 
@@ -34,10 +29,6 @@ def main(
     streamed: Annotated[
         str, typer.Option(help="Sizes of the banks that are projected anew for each batch, separated by commas.")
     ] = ("1665,10000,100000"),
-    codebook: Annotated[
-        str, typer.Option(help="Sizes of the quantised banks, separated by commas.")
-    ] = "1665,100000,1000000",
-    codes: Annotated[int, typer.Option(min=1, help="Codes of the codebook.")] = 512,
     rounds: Annotated[int, typer.Option(min=1, help="Timings of each; the median counts.")] = 3,
     tokens: Annotated[int, typer.Option(min=1, help="Memory tokens of a document, and of a question (T).")] = 12,
     width: Annotated[int, typer.Option(min=1, help="Width of a memory token (D).")] = 768,
@@ -51,8 +42,8 @@ def main(
 
     The published implementation repeats the bank for each question, and each block computes its normalisation, keys and
     values anew. Ours caches keys and values. Where they would not fit, it streams the bank: it projects the bank chunk
-    by chunk, once for all questions. Both are exact. Attention to a codebook is over its codes, weighted by their
-    counts. The result of every implementation is checked against direct attention.
+    by chunk, once for all questions. Both are exact. The result of every implementation is checked against direct
+    attention.
 
     Networks and banks are random float32 tensors without a document prior. Rows repeat after 1,665 and are generated
     when they are read, so a bank of any size takes no memory. Extra memory is the peak of a process of its own, beyond
@@ -82,7 +73,6 @@ def main(
         Case("kept", documents, questions),
         Case("kept", documents, 1),
         *(Case("streamed", rows, questions) for rows in _numbers(streamed)),
-        *(Case("codebook", rows, questions, codes) for rows in _numbers(codebook)),
     ]
     measurements = {}
     for case in cases:
@@ -119,7 +109,7 @@ def _entry(case: Case, measurement: Measurement) -> dict[str, Any]:
     """A case and its measurement in the JSON file; `way`, the key of its implementation, is that of earlier files."""
     from dataclasses import asdict
 
-    sizes = {"documents": case.documents, "questions": case.questions, "codes": case.codes}
+    sizes = {"documents": case.documents, "questions": case.questions}
     return {"way": case.implementation, **sizes, **asdict(measurement)}
 
 

@@ -12,12 +12,11 @@ from torch import Tensor
 from benchmarks import published
 from benchmarks.generated import GeneratedBank
 from benchmarks.measure import Usage, medians, usage
-from mac_rag.memory.views.codebook import CodebookView
 from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.memory_tokens import MemoryTokens
 
-Implementation = Literal["published", "kept", "streamed", "codebook"]
+Implementation = Literal["published", "kept", "streamed"]
 
 _PERIOD = 1665  # rows of a generated bank that differ from each other; the paper's largest bank
 _UNLIMITED = 1 << 62
@@ -52,9 +51,9 @@ class Sizes:
         generator = torch.Generator().manual_seed(1)
         return MemoryTokens(torch.randn(questions, self.tokens, self.width, generator=generator).to(device))
 
-    def bank(self, documents: int, codes: int) -> GeneratedBank:
-        """A generated bank; 0 codes for a bank without a codebook."""
-        return GeneratedBank(documents, (self.tokens, self.width), period=_PERIOD, codes=codes)
+    def bank(self, documents: int) -> GeneratedBank:
+        """A generated bank."""
+        return GeneratedBank(documents, (self.tokens, self.width), period=_PERIOD)
 
 
 @dataclass(frozen=True)
@@ -65,13 +64,11 @@ class Case:
         implementation: the implementation to measure.
         documents: number of documents in the bank.
         questions: questions of the batch.
-        codes: codes of the bank's codebook; 0 for a bank without one.
     """
 
     implementation: Implementation
     documents: int
     questions: int
-    codes: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ def compared(sizes: Sizes, documents: int, questions: int, rounds: int, device: 
     Raises:
         AssertionError: if their results differ.
     """
-    network, question, bank = sizes.network(device), sizes.question(questions, device), sizes.bank(documents, 0)
+    network, question, bank = sizes.network(device), sizes.question(questions, device), sizes.bank(documents)
     view = ProjectedBank(network, bank, device=device, budget_bytes=_UNLIMITED)
     phi = MemoryTokens(bank.phi.to(device))
     _check(network(question, view)[0], published.attend(network, question, phi))
@@ -113,7 +110,7 @@ def measured(case: Case, sizes: Sizes, device: torch.device, rounds: int) -> Mea
         AssertionError: if its result differs from direct attention.
     """
     network, question = sizes.network(device), sizes.question(case.questions, device)
-    bank = sizes.bank(case.documents, case.codes)
+    bank = sizes.bank(case.documents)
     moved = sizes.blocks * case.documents * sizes.tokens * sizes.width * torch.float32.itemsize
     if case.implementation == "published":
         phi = MemoryTokens(bank.phi.to(device))
@@ -121,13 +118,8 @@ def measured(case: Case, sizes: Sizes, device: torch.device, rounds: int) -> Mea
         _check(result, bank.answer(network, question))
         return _measurement(used, 0, 0, moved)
     began = time.perf_counter()
-    view: ProjectedBank | CodebookView
-    if case.implementation == "codebook":
-        view = CodebookView(network, bank, device=device)
-    else:
-        view = ProjectedBank(
-            network, bank, device=device, budget_bytes=_UNLIMITED if case.implementation == "kept" else 0
-        )
+    budget = _UNLIMITED if case.implementation == "kept" else 0
+    view = ProjectedBank(network, bank, device=device, budget_bytes=budget)
     if device.type == "cuda":
         torch.cuda.synchronize()
     prepared = time.perf_counter() - began

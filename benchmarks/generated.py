@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,8 +11,7 @@ from torch import Tensor
 from mac_rag.data.types import Document
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.nn.aggregation import AggregationNetwork
-from mac_rag.nn.attention import direct_attention
-from mac_rag.nn.bank_view import BankProjection
+from mac_rag.nn.attention import Chunk, direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
 
 # With six, prior keys of a mixture are as near to their nearest neighbour as those of a real paragraph (cosine 0.26).
@@ -65,20 +65,16 @@ class GeneratedBank(MemoryBank):
         rows: number K of rows.
         shape: T and D of a row.
         period: number of distinct rows.
-        codes: number C of codes of a codebook that the tokens are drawn from; 0 for a bank without one.
     """
 
-    def __init__(self, rows: int, shape: tuple[int, int], *, period: int, codes: int = 0) -> None:
+    def __init__(self, rows: int, shape: tuple[int, int], *, period: int) -> None:
         generator = torch.Generator().manual_seed(0)
         tokens, width = shape
-        super().__init__("generated", codebook=torch.randn(codes, width, generator=generator) if codes else None)
+        super().__init__("generated")
         self._count = rows
         self._shape = shape
         period = min(period, rows)
-        if self.codebook is None:
-            self._distinct = torch.randn(period, tokens, width, generator=generator)
-        else:
-            self._distinct = torch.randint(codes, (period, tokens), generator=generator, dtype=torch.int32)
+        self._distinct = torch.randn(period, tokens, width, generator=generator)
         self._keys = torch.arange(rows)
 
     @property
@@ -97,18 +93,22 @@ class GeneratedBank(MemoryBank):
         return self.take(self._keys[start:stop])
 
     def take(self, index: Tensor) -> Tensor:
-        rows = self._distinct[index % len(self._distinct)]
-        return rows if self.codebook is None else self.codebook[rows.long()]
-
-    def codes(self, start: int, stop: int) -> Tensor:
-        return self._distinct[self._keys[start:stop] % len(self._distinct)].long()
+        return self._distinct[index % len(self._distinct)]
 
     @torch.no_grad()
     def answer(self, network: AggregationNetwork, question: MemoryTokens) -> Tensor:
         """phi* `[B, T, D]` by direct attention to the distinct rows, each weighted by the count of its copies."""
         distinct = len(self._distinct)
         counts = self._count // distinct + (torch.arange(distinct) < self._count % distinct).long()
-        rows = network.project(MemoryTokens(self.read(0, distinct).to(question.tokens.device)))
-        counted = BankProjection(rows.keys, rows.values, rows.prior_keys, counts.to(question.tokens).log())
-        phi: Tensor = network(question, counted, attention=direct_attention)[0]
+        rows = network.project(MemoryTokens(self._distinct.to(question.tokens.device)))
+        log_counts = counts.to(question.tokens).log()
+
+        def weighted(
+            query: Tensor, chunks: Iterable[Chunk], *, floor: Tensor | None = None, mass: bool = False
+        ) -> tuple[Tensor, Tensor | None]:
+            [chunk] = chunks
+            bias = log_counts.expand(*query.shape[:2], -1)
+            return direct_attention(query, [replace(chunk, bias=bias)], floor=floor, mass=mass)
+
+        phi: Tensor = network(question, rows, attention=weighted)[0]
         return phi

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mac_rag.data.types import Document
 from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.new_entries import new_entries
+from mac_rag.memory.entries import new_entries
 from mac_rag.memory.rows import Rows
 from mac_rag.memory.views.overview import keep_rows_for
 from mac_rag.nn.aggregation import AggregationNetwork

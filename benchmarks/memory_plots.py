@@ -20,7 +20,7 @@ _Value = Callable[["Measurement"], float]
 def plot(rows: Sequence[Measurement], path: Path) -> list[Path]:
     """Draws one PNG for each group of rows beside the JSON file `path`, and returns their paths."""
     drawn = []
-    for group, draw in {"hierarchical": _hierarchical, "reduction": _reduction, "codebook": _codebook}.items():
+    for group, draw in {"hierarchical": _hierarchical, "reduction": _reduction}.items():
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         FigureCanvasAgg(figure)
         draw(figure.subplots(1, 2), rows)
@@ -43,10 +43,6 @@ def _em(row: Measurement) -> float:
 
 def _peak(row: Measurement) -> float:
     return row.peak_bytes / 1e6
-
-
-def _bank(row: Measurement) -> float:
-    return row.bank_bytes / 1e6
 
 
 def _of(rows: Sequence[Measurement], group: str) -> tuple[list[Measurement], list[Measurement]]:
@@ -76,18 +72,6 @@ def _reduction(axes: Any, rows: Sequence[Measurement]) -> None:
             _line(axis, [row for row in reduced if row.method == method], _parameter, value, method)
         axis.plot([whole.entries], [value(whole)], "k*", markersize=10, label="whole bank")
         _finish(axis, "entries of the bank", label)
-
-
-def _codebook(axes: Any, rows: Sequence[Measurement]) -> None:
-    """F1 and EM by the size of the stored bank: codes and codebook, or the memory tokens."""
-    coded, whole = _of(rows, "codebook")
-    for axis, label, value in ((axes[0], "F1 %", _f1), (axes[1], "EM %", _em)):
-        axis.set_xscale("log")
-        for method in dict.fromkeys(row.method for row in coded):
-            _line(axis, [row for row in coded if row.method == method], _bank, value, f"codebook, {method}")
-        for marker, row in zip("xs", whole):
-            axis.plot([_bank(row)], [value(row)], f"k{marker}", label=row.name)
-        _finish(axis, "bank as stored, MB", label)
 
 
 def _line(axis: Axes, rows: Sequence[Measurement], x: _Value, y: _Value, label: str) -> None:

@@ -1,4 +1,4 @@
-"""Memory and accuracy of hierarchical aggregation, bounded banks and codebooks.
+"""Memory and accuracy of hierarchical aggregation and bounded banks.
 
 python -m benchmarks.memory_vs_accuracy --help
 """
@@ -28,13 +28,7 @@ def main(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Questions that are aggregated at once.")] = 16,
     subgroups: Annotated[str, typer.Option(help="Sizes M of hierarchical aggregation.")] = "4,8,16,32,64,128,256",
-    codes: Annotated[str, typer.Option(help="Sizes of codebooks, as far as there are tokens.")] = "256,1024,4096,16384",
-    preselected: Annotated[
-        int, typer.Option(min=1, help="Documents of a codebook bank that the document prior preselects.")
-    ] = 32,
-    seed: Annotated[
-        int, typer.Option(help="Random seed of the stream, the questions, the reductions and the codebooks.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the stream, the questions and the reductions.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     output: Annotated[
         Path | None,
@@ -44,12 +38,11 @@ def main(
     """Measure answers from memory alone against the memory of the bank and of its aggregation.
 
     Hierarchical aggregation (figure 5 of the paper) is compared with the whole bank in one softmax and with streaming.
-    Reductions (figure 7) keep 75, 50 and 25 % of the stream's documents as entries. Quantised banks answer from all
-    codes without the document prior, and from preselected documents with it.
+    Reductions (figure 7) keep 75, 50 and 25 % of the stream's documents as entries.
 
     Keys and values are not cached: each aggregation projects the rows that it needs. Memory is the peak of all tensors
-    that it allocates for one batch of questions, as PyTorch's allocator records it, beyond the stored bank. The view of
-    a codebook also caches keys and values of its codes. The encoding of questions and the LM are not included.
+    that it allocates for one batch of questions, as PyTorch's allocator records it, beyond the stored bank.
+    The encoding of questions and the LM are not included.
     """
     import json
     import os
@@ -64,10 +57,10 @@ def main(
     # The profiler that counts allocations announces each start and stop on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     path = result_path(output, "memory_vs_accuracy")
-    sizes, codebooks = whole_numbers("--subgroups", subgroups), whole_numbers("--codes", codes)
+    sizes = whole_numbers("--subgroups", subgroups)
 
     from benchmarks.memory_plots import plot
-    from eval.harness.aggregation_methods import codebook_methods, hierarchical_methods, measure, reduction_methods
+    from eval.harness.aggregation_methods import hierarchical_methods, measure, reduction_methods
     from mac_rag.atomic_files import write_text
     from mac_rag.data.newswire.generate import generate
     from mac_rag.engine import MACEngine
@@ -79,12 +72,10 @@ def main(
     bank = MemoryBank(loaded.fingerprint)
     engine = MACEngine(loaded, bank)
     adapt(engine, stream.documents, progress=True)
-    codebooks = [size for size in codebooks if size <= bank.phi.flatten(0, 1).shape[0]]
     rows: list[Measurement] = []
     for methods in (
         hierarchical_methods(loaded, bank, sizes),
         reduction_methods(loaded, bank, stream.documents, seed),
-        codebook_methods(loaded, bank, codebooks, preselected, seed),
     ):
         rows += [measure(loaded, method, stream.questions, batch_size)[0] for method in methods]
     report = provenance("memory_vs_accuracy") | {
@@ -98,7 +89,6 @@ def main(
             "seed": seed,
         },
         "batch_size": batch_size,
-        "preselected": preselected,
         "rows": [asdict(row) for row in rows],
     }
     git = report.pop("git")

@@ -47,7 +47,7 @@ def sampled_difference(model: MACModel, bank: MemoryBank, asked: Sequence[str], 
         others = torch.randint(len(scores), (_HIGHEST,), generator=generator)
         index = torch.cat([highest, others]).unique()
         rows = network.project(MemoryTokens.split(bank.take(index), network.lexical_vectors))
-        chosen = BankProjection(rows.keys, rows.values, keys.take(index), None)
+        chosen = BankProjection(rows.keys, rows.values, keys.take(index))
         expected: Tensor = network(question, chosen, attention=direct_attention)[0]
         found: Tensor = network(question, view)[0]
         differences.append(float((found - expected).norm() / expected.norm()))

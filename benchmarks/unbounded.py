@@ -30,10 +30,6 @@ class UnboundedBank:
         return self.view.prior_keys
 
     @property
-    def log_counts(self) -> Tensor | None:
-        return self.view.log_counts
-
-    @property
     def dates(self) -> Tensor | None:
         return self.view.dates
 

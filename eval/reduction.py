@@ -40,14 +40,12 @@ def main(
     path = result_path(output, "reduction")
     setup = SCALES[scale]["reduction"].override(model=model, documents=documents, questions=questions)
     dataset, source = open_stream(data, "test", setup.documents, setup.questions, seed=seed, scale=scale)
-    from eval.harness.aggregation_methods import AggregationMethod, attending, bank_bytes, projected, reduction_methods
+    from eval.harness.aggregation_methods import AggregationMethod, attending, projected, reduction_methods
     from mac_rag.model import MACModel
 
     def methods(network: MACModel, bank: MemoryBank, stream: QADataset) -> Iterator[AggregationMethod]:
         whole = attending(network, projected(network, bank))
-        yield AggregationMethod(
-            "reduction", "whole bank", "whole bank", None, len(bank.phi), bank_bytes(bank), True, whole
-        )
+        yield AggregationMethod("reduction", "whole bank", "whole bank", None, len(bank.phi), bank.nbytes, whole)
         yield from reduction_methods(network, bank, stream.documents, seed)
 
     measure_methods(

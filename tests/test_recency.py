@@ -16,7 +16,6 @@ from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
 from mac_rag.memory import MemoryBank
-from mac_rag.memory.views.codebook import quantize
 from mac_rag.memory.views.overview import layout_for
 from mac_rag.memory.views.reader import reader_of
 from mac_rag.model import MACModel
@@ -94,15 +93,6 @@ def test_readers_of_all_kinds_agree(recent: MACModel) -> None:
     moments = bank.timeline.row_dates
     found = recent.aggregate(QUESTIONS, recent.project(bank.phi, dates=moments))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-
-
-def test_codes_are_read_as_the_rows_that_they_stand_for(recent: MACModel) -> None:
-    bank = dated_bank(recent, random_rows(recent, 8, 0))
-    coded = quantize(bank, bank.phi.flatten(0, 1))  # each token its own code
-    expected = reader_of(recent, bank, AttentionConfig()).aggregate(QUESTIONS).phi
-    for config in (AttentionConfig(), AttentionConfig(strategy="preselect", preselected=8)):
-        found = reader_of(recent, coded, config).aggregate(QUESTIONS).phi
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shards", [1, 3])

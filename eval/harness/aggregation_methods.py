@@ -1,10 +1,9 @@
-"""Aggregation methods compared by memory and accuracy: full attention, subgroups, bounded banks and codebooks."""
+"""Aggregation methods compared by memory and accuracy: full attention, subgroups and bounded banks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,10 +16,7 @@ from eval.harness.results import Verdict
 from mac_rag.data.types import Document, Question
 from mac_rag.engine import Answer
 from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.quantizer import fit
 from mac_rag.memory.reduction import BoundedBank, ReductionMethod
-from mac_rag.memory.views.codebook import CodebookView, quantize
-from mac_rag.memory.views.prior_index import PriorIndex
 from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.model import MACModel
 from mac_rag.nn.attention import direct_attention
@@ -29,10 +25,9 @@ from mac_rag.nn.hierarchical import hierarchical
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.progress import progress_bar
 
-Group = Literal["hierarchical", "reduction", "codebook"]
+Group = Literal["hierarchical", "reduction"]
 Aggregate = Callable[[MemoryTokens], Tensor]  # B encoded questions -> phi* [B, T, D]
 SHARES = (0.75, 0.5, 0.25)
-WITHOUT_PRIOR = "no prior"
 
 
 @dataclass(frozen=True)
@@ -43,10 +38,9 @@ class AggregationMethod:
         group: the experiment that the method belongs to.
         name: name of its row in the table, unique.
         family: name shared by the methods that differ only in `parameter`.
-        parameter: subgroup size M, entries of the bank, or codes of the codebook; None if the method has none.
+        parameter: subgroup size M, or entries of the bank; None if the method has none.
         entries: number of entries of the bank.
-        bank_bytes: size of the stored memory tokens, or of the codes and their codebook.
-        with_prior: True if the model's document prior is on.
+        bank_bytes: size of the stored memory tokens.
         aggregate: maps encoded questions `[B, T, D]` to phi* `[B, T, D]`.
     """
 
@@ -56,7 +50,6 @@ class AggregationMethod:
     parameter: int | None
     entries: int
     bank_bytes: int
-    with_prior: bool
     aggregate: Aggregate
 
 
@@ -102,10 +95,7 @@ def measure(
     """
     answers: list[Answer] = []
     peak, seconds = 0, 0.0
-    with (
-        progress_bar(method.name, len(questions)) as bar,
-        nullcontext() if method.with_prior or model.aggregation.prior is None else model.without_document_prior(),
-    ):
+    with progress_bar(method.name, len(questions)) as bar:
         for first in range(0, len(questions), batch_size):
             texts = [question.question for question in questions[first : first + batch_size]]
             encoded = model.input_encoder([model.input_encoder.ids(text) for text in texts])
@@ -143,9 +133,7 @@ def hierarchical_methods(model: MACModel, bank: MemoryBank, subgroups: Sequence[
     network, view = model.aggregation, projected(model, bank)
 
     def method(name: str, parameter: int | None, aggregate: Aggregate) -> AggregationMethod:
-        return AggregationMethod(
-            "hierarchical", name, name, parameter, len(view.row_keys), bank_bytes(bank), True, aggregate
-        )
+        return AggregationMethod("hierarchical", name, name, parameter, len(view.row_keys), bank.nbytes, aggregate)
 
     def full(question: MemoryTokens) -> Tensor:
         phi: Tensor = network(question, model.project(bank.phi), attention=direct_attention)[0]
@@ -179,49 +167,8 @@ def reduction_methods(
                 method.replace("-", " "),
                 maximum,
                 maximum,
-                bank_bytes(bounded.bank),
-                True,
+                bounded.bank.nbytes,
                 attending(model, projected(model, bounded.bank)),
-            )
-
-
-def codebook_methods(
-    model: MACModel, bank: MemoryBank, sizes: Sequence[int], preselected: int, seed: int
-) -> Iterator[AggregationMethod]:
-    """Quantised banks beside the original bank: attention to all rows without the prior, to preselected rows with it.
-
-    Args:
-        model: the model that wrote the bank.
-        bank: the bank to quantise.
-        sizes: numbers of codes, one codebook each.
-        preselected: rows that the document prior selects for each question.
-        seed: random seed of the codebooks' fit.
-    """
-    network, whole = model.aggregation, projected(model, bank)
-    rows = len(whole.row_keys)
-
-    def method(
-        name: str, family: str, codes: int | None, stored: MemoryBank, aggregate: Aggregate
-    ) -> AggregationMethod:
-        with_prior = family != WITHOUT_PRIOR
-        return AggregationMethod(
-            "codebook", f"{name}, {family}", family, codes, rows, bank_bytes(stored), with_prior, aggregate
-        )
-
-    with_preselection = f"prior, {preselected} preselected"
-    yield method("not quantised", WITHOUT_PRIOR, None, bank, attending(model, whole))
-    if network.prior is not None:
-        yield method(
-            "not quantised", with_preselection, None, bank, preselecting(model, whole, whole.prior_keys, preselected)
-        )
-    for size in sizes:
-        quantized = quantize(bank, fit(bank.phi, size, seed=seed))
-        view = CodebookView(network, quantized, device=model.device)
-        name = f"{size:,} codes"
-        yield method(name, WITHOUT_PRIOR, size, quantized, attending(model, view))
-        if network.prior is not None:
-            yield method(
-                name, with_preselection, size, quantized, preselecting(model, view, view.row_prior_keys, preselected)
             )
 
 
@@ -235,29 +182,6 @@ def attending(model: MACModel, view: BankView) -> Aggregate:
     return aggregate
 
 
-def preselecting(
-    model: MACModel, view: ProjectedBank | CodebookView, prior_keys: Tensor | None, preselected: int
-) -> Aggregate:
-    """Attention over the `preselected` rows of a view with the highest document prior, for each question."""
-    prior = model.aggregation.prior
-    assert prior is not None
-    assert prior_keys is not None
-    index = PriorIndex()
-    index.refresh(view.row_keys, prior_keys)
-
-    def aggregate(question: MemoryTokens) -> Tensor:
-        rows, _ = index.search(prior.queries(question), prior.log_scale.exp(), preselected)
-        phi: Tensor = model.aggregation(question, view.select(rows))[0]
-        return phi
-
-    return aggregate
-
-
 def projected(model: MACModel, bank: MemoryBank) -> ProjectedBank:
     """A view that caches no keys and values, so that the peak of aggregation includes projecting them."""
     return ProjectedBank(model.aggregation, bank, device=model.device, budget_bytes=0, chunk_rows=64)
-
-
-def bank_bytes(bank: MemoryBank) -> int:
-    """Bytes of the rows as the bank keeps them, and of its codebook."""
-    return bank.nbytes + (0 if bank.codebook is None else bank.codebook.nbytes)

@@ -10,7 +10,7 @@ import typer
 
 from mac_rag.cli.listing import selection
 from mac_rag.cli.models import known_name
-from mac_rag.cli.options import BankOption, FolderOption, ReadBankOption, RetrieverOption, open_retriever
+from mac_rag.cli.options import BankOption, FolderOption, RetrieverOption, open_retriever
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
 from mac_rag.printable import printable
@@ -18,29 +18,26 @@ from mac_rag.printable import printable
 if TYPE_CHECKING:
     from mac_rag.memory.bank import BankEntry, MemoryBank
 
+UrlArgument = Annotated[str, typer.Argument(help="URL of a folder, as s3://BUCKET/PREFIX.", metavar="URL")]
+
 app = typer.Typer(
     no_args_is_help=True, help="Inspect a memory bank, delete from it, check, repair, back up and export it."
 )
 
 
 @app.command()
-def info(bank: ReadBankOption) -> None:
+def info(bank: BankOption) -> None:
     """Show the size of a bank, and which model wrote it."""
-    from mac_rag.memory.storage.place import is_url
-
     with _open(bank) as opened:
         say(f"documents      {len(opened):,}")
         if opened.row_shape is not None:
             rows, (tokens, width) = len(opened.row_keys), opened.row_shape
             say(f"memory tokens  {rows * tokens:,} of width {width} ({tokens} for each of {rows:,} rows)")
-        if opened.codebook is not None:
-            say(f"codebook       {len(opened.codebook):,} codes")
-        if opened.row_shape is not None and opened.codebook is None:
             codes = f", {size} bytes a token" if (size := opened.layout.code_bytes) else ""
             say(f"rows           {opened.layout.dtype or 'fp32'}{codes}")
-        size = _size(bank)
+        size = sum(file.stat().st_size for file in bank.iterdir() if file.is_file())
         each = f", {size / len(opened) / 2**10:,.1f} KiB a document" if len(opened) else ""
-        say(f"{'stored' if is_url(bank) else 'on disk':<15}{size / 2**20:,.1f} MiB{each}")
+        say(f"on disk        {size / 2**20:,.1f} MiB{each}")
         say(f"texts          {'kept' if opened.keep_texts else 'not kept'}")
         say(f"deleted files  {'overwritten and removed' if opened.secure_delete else 'removed'}")
         name = known_name(opened, bank)
@@ -49,7 +46,7 @@ def info(bank: ReadBankOption) -> None:
 
 @app.command("list")
 def list_documents(
-    bank: ReadBankOption,
+    bank: BankOption,
     ids: Annotated[
         list[str] | None,
         typer.Option(
@@ -141,13 +138,11 @@ def compact(bank: BankOption) -> None:
 
 
 @app.command()
-def verify(bank: ReadBankOption) -> None:
+def verify(bank: BankOption) -> None:
     """Check every byte of a bank. If anything is damaged, list it and exit with code 1."""
-    from mac_rag.memory.storage.place import is_url
-    from mac_rag.memory.storage.remote.examination import verify_url
     from mac_rag.memory.storage.repair import verify as check
 
-    report = verify_url(bank) if is_url(bank) else check(bank)
+    report = check(bank)
     say(report, lines=True)
     if not report.clean:
         raise typer.Exit(1)
@@ -176,7 +171,7 @@ def repair(
 
 @app.command()
 def backup(
-    bank: ReadBankOption,
+    bank: BankOption,
     output: Annotated[Path, typer.Option(help="A new or empty folder.", file_okay=False)],
 ) -> None:
     """Copy the last commit of a bank, also while another process writes to it. The copy is a bank like any other."""
@@ -186,27 +181,33 @@ def backup(
 
 
 @app.command()
-def upload(
-    bank: BankOption,
-    to: Annotated[str, typer.Option("--to", help="URL of a folder, as s3://BUCKET/PREFIX.")],
+def pull(
+    url: UrlArgument,
+    folder: Annotated[Path, typer.Argument(help="A new folder, or one with an earlier state of the bank.")],
 ) -> None:
-    """Put the last commit of a bank in an object store, from which any machine reads it; later, only what is new.
+    """Fetch a bank from an object store into a folder; later, only what is new. Readers of the folder go on to it.
 
-    If the command is interrupted, run it again. Other commands read the bank by --bank URL. Readers go on to a new
-    commit when they open the bank or refresh it; the files of the commit before stay for those that have not.
+    If the command is interrupted, run it again.
     """
-    from mac_rag.memory.storage.remote.upload import upload as put
+    from mac_rag.memory.storage.remote import pull as fetch
 
-    done = put(bank, to)
-    say(
-        f"{done.documents:,} documents are at {to}: {done.files:,} new files with {done.bytes / 2**20:,.1f} MiB, "
-        f"{done.removed:,} old ones removed"
-    )
+    say(f"{fetch(url, folder):,} documents are in {folder}")
+
+
+@app.command()
+def push(folder: Annotated[Path, typer.Argument(help="Folder of the memory bank.")], url: UrlArgument) -> None:
+    """Put the last commit of a bank in an object store; later, only what is new.
+
+    If the command is interrupted, run it again. `pull` fetches the bank on another machine.
+    """
+    from mac_rag.memory.storage.remote import push as put
+
+    say(f"{put(folder, url):,} documents are at {url}")
 
 
 @app.command()
 def restore(
-    source: Annotated[str, typer.Argument(help="Folder or URL of the backup.", metavar="BACKUP")],
+    source: Annotated[Path, typer.Argument(help="Folder of the backup.", metavar="BACKUP")],
     bank: BankOption,
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace the documents of a bank that is there, in one commit.")
@@ -220,7 +221,7 @@ def restore(
 
 @app.command()
 def export(
-    bank: ReadBankOption,
+    bank: BankOption,
     output: Annotated[Path, typer.Option(help="A new or empty folder.", file_okay=False)],
 ) -> None:
     """Export a bank to open formats: `documents.jsonl`, and all rows in that order in `memory.safetensors` (`phi`).
@@ -246,17 +247,7 @@ def export(
         say(f"{len(lines)} entries written to {output}, {texts}")
 
 
-def _size(bank: str) -> int:
-    """Bytes of all files of a bank."""
-    from mac_rag.memory.storage.place import is_url
-    from mac_rag.memory.storage.remote.store import stored_bytes
-
-    if is_url(bank):
-        return stored_bytes(bank)
-    return sum(file.stat().st_size for file in Path(bank).iterdir() if file.is_file())
-
-
-def _open(bank: Path | str, *, write: bool = False) -> MemoryBank:
+def _open(bank: Path, *, write: bool = False) -> MemoryBank:
     from mac_rag.memory.bank import MemoryBank
 
     return MemoryBank.open(bank, write=write)

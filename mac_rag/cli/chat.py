@@ -13,9 +13,9 @@ from mac_rag.cli.explanation import SHOWN, show_sources
 from mac_rag.cli.models import load_model
 from mac_rag.cli.options import (
     BankModelOption,
+    BankOption,
     DeviceMapOption,
     FolderOption,
-    ReadBankOption,
     RetrieverOption,
     open_retriever,
     warn_of_disagreement,
@@ -38,7 +38,7 @@ _HELP = (
 
 
 def chat(
-    bank: ReadBankOption,
+    bank: BankOption,
     model: BankModelOption = None,
     retriever: RetrieverOption = "none",
     retriever_folder: FolderOption = None,

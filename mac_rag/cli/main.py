@@ -17,7 +17,6 @@ from mac_rag.cli.options import (
     BankOption,
     DeviceMapOption,
     FolderOption,
-    ReadBankOption,
     RetrieverOption,
     RowsOption,
     open_retriever,
@@ -238,7 +237,7 @@ def _say_what_is_kept(bank: MemoryBank, folder: Path, documents: list[Document])
 @app.command()
 def ask(
     question: Annotated[str, typer.Argument(help="The question.")],
-    bank: ReadBankOption,
+    bank: BankOption,
     model: BankModelOption = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show the documents that the answer came from.")] = False,
     as_json: Annotated[

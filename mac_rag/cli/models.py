@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def load_model(
     name: str | None,
     bank: MemoryBank | None,
-    place: Path | str,
+    place: Path,
     *,
     device: str | None = None,
     device_map: str | None = None,
@@ -29,7 +29,7 @@ def load_model(
     Args:
         name: the model; None for the one that wrote the bank, or for a new bank the default.
         bank: the bank; None for a new one.
-        place: its folder or URL.
+        place: its folder.
         device, device_map: as `MACModel.from_pretrained` takes them.
 
     Raises:
@@ -53,7 +53,7 @@ def load_model(
     return model
 
 
-def model_for(name: str | None, bank: MemoryBank | None, place: Path | str) -> str:
+def model_for(name: str | None, bank: MemoryBank | None, place: Path) -> str:
     """The name of the model to load; see `load_model`."""
     if name is not None or bank is None:
         return name or DEFAULT_MODEL
@@ -68,7 +68,7 @@ def model_for(name: str | None, bank: MemoryBank | None, place: Path | str) -> s
     )
 
 
-def known_name(bank: MemoryBank, place: Path | str) -> str | None:
+def known_name(bank: MemoryBank, place: Path) -> str | None:
     """The name of the model that wrote a bank, for people; None where nobody has kept it."""
     from mac_rag.memory.storage.model_name import read_model_name
 

@@ -41,18 +41,14 @@ DeviceMapOption = Annotated[
 
 
 def _in_a_folder(bank: Path) -> Path:
-    """Refuses a URL where a bank is written."""
-    from mac_rag.memory.storage.place import local_folder
+    """Refuses a URL."""
+    from mac_rag.memory.storage.folder import local_folder
 
     return local_folder(bank)
 
 
 BankOption = Annotated[
     Path, typer.Option("--bank", help="Folder of the memory bank.", file_okay=False, callback=_in_a_folder)
-]
-# A path would make one slash of two.
-ReadBankOption = Annotated[
-    str, typer.Option("--bank", help="Folder of the memory bank, or its URL, as s3://BUCKET/PREFIX.", metavar="PLACE")
 ]
 RowsOption = Annotated[
     Literal["bf16", "int8", "pq", "fp32"] | None,
@@ -97,8 +93,7 @@ def open_to_fill(folder: Path, option: str) -> MemoryBank | None:
         ConfigError: for a folder of other files; names the option.
     """
     from mac_rag.memory.bank import MemoryBank
-    from mac_rag.memory.storage.folder import is_vacant
-    from mac_rag.memory.storage.place import local_folder
+    from mac_rag.memory.storage.folder import is_vacant, local_folder
 
     folder = local_folder(folder)
     if MemoryBank.exists(folder):

@@ -10,10 +10,10 @@ import typer
 from mac_rag import DEFAULT_MODEL
 from mac_rag.cli.models import keep_model_name
 from mac_rag.cli.options import (
+    BankOption,
     DeviceMapOption,
     FolderOption,
     ModelOption,
-    ReadBankOption,
     RetrieverOption,
     RowsOption,
     open_retriever,
@@ -24,7 +24,7 @@ from mac_rag.errors import ConfigError
 
 
 def rebuild(
-    bank: ReadBankOption,
+    bank: BankOption,
     into: Annotated[Path, typer.Option(help="Folder of the new bank.", file_okay=False)],
     model: ModelOption = DEFAULT_MODEL,
     retriever: RetrieverOption = "none",
@@ -58,12 +58,11 @@ def rebuild(
     """
     from mac_rag.engine import MACEngine
     from mac_rag.memory.bank import MemoryBank
-    from mac_rag.memory.storage.place import is_url
     from mac_rag.memory.views.overview import keep_rows_for
     from mac_rag.model import MACModel
     from mac_rag.rebuilding import rebuild as make_anew
 
-    if not is_url(bank) and Path(bank).resolve() in (into.resolve(), *into.resolve().parents):
+    if bank.resolve() in (into.resolve(), *into.resolve().parents):
         raise ConfigError(f"{into} is the old bank's folder, or in it; choose a new folder for --into")
     old = MemoryBank.open(bank)
     begun = open_to_fill(into, "--into")

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from mac_rag.distributed.messages import ShardChange, ShardContents, Version
 from mac_rag.memory.entries import Described
-from mac_rag.memory.entry_table import RecordList
+from mac_rag.memory.entry_table import Record, RecordList
 from mac_rag.memory.known_documents import Timeline
 from mac_rag.memory.parts import Texts
-from mac_rag.memory.records import Record
 
 
 class ShardDirectory:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mac_rag.config import Dtype
-from mac_rag.memory.records import Record
+from mac_rag.memory.entry_table import Record
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 # A state of a shard: which opening of its folder, and the version of the bank since.

@@ -22,7 +22,7 @@ from mac_rag.errors import BankError, ShardLostError
 from mac_rag.lm.devices import DTYPES
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.contents import Snapshot
-from mac_rag.memory.records import Record
+from mac_rag.memory.entry_table import Record
 from mac_rag.memory.views.base_reader import prior_summary
 from mac_rag.memory.views.overview import put_with_overview
 from mac_rag.memory.views.projection import ProjectedBank

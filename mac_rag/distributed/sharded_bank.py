@@ -21,7 +21,7 @@ from mac_rag.distributed.snapshot import ShardedSnapshot
 from mac_rag.distributed.transport import ActorOptions, RayShards, Request, ShardSettings, StartShards, WatchedShards
 from mac_rag.errors import BankError, ShardLostError
 from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.new_entries import described_members
+from mac_rag.memory.entries import described_members
 from mac_rag.memory.storage.manifest import Intent
 
 if TYPE_CHECKING:

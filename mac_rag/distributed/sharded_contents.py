@@ -14,8 +14,8 @@ from mac_rag.distributed.shard_files import check_fingerprint, shard_of
 from mac_rag.distributed.transport import Request, WatchedShards
 from mac_rag.errors import BankError
 from mac_rag.memory.contents import rows_allowed
+from mac_rag.memory.entry_table import Record
 from mac_rag.memory.known_documents import KnownDocuments, Timeline
-from mac_rag.memory.records import Record
 
 
 class ShardedContents:

@@ -7,28 +7,29 @@ reads at once. Several documents can be merged into one entry, which then stands
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
+from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
-from mac_rag.memory.contents import Snapshot
-from mac_rag.memory.editing import EditableContents
-from mac_rag.memory.entries import BankEntry
-from mac_rag.memory.parts import Part, no_entries
-from mac_rag.memory.rows import RowDtype
-from mac_rag.memory.storage.folder import exists
+from mac_rag.memory.contents import Contents, Snapshot, Summarise
+from mac_rag.memory.entries import BankEntry, NewEntry, described_members, new_entries
+from mac_rag.memory.entry_table import Record, RecordList
+from mac_rag.memory.parts import PART_BITS, Part, no_entries
+from mac_rag.memory.rows import RowDtype, RowLayout, Rows
+from mac_rag.memory.storage.folder import exists, local_folder
 from mac_rag.memory.storage.manifest import Intent, Manifest
-from mac_rag.memory.storage.place import is_url, local_folder
-from mac_rag.memory.storage.remote.store import open_store, remote_exists
 from mac_rag.memory.storage.segment import continues
 from mac_rag.memory.storage.store import Store
+from mac_rag.nn.product_quantizer import ProductQuantizer
+from mac_rag.shipped_models import describe
 
 __all__ = ["BankEntry", "MemoryBank", "Snapshot"]
 
 
-class MemoryBank(EditableContents):
+class MemoryBank(Contents):
     """A growing set of documents as memory tokens, in the order of arrival.
 
     The constructor makes a bank in memory; `create` and `open` give a bank on disk. One process can write to a bank on
@@ -38,8 +39,6 @@ class MemoryBank(EditableContents):
 
     Args:
         fingerprint: `MACModel.fingerprint` of the model that writes and reads the bank.
-        codebook: `[C, D]`; each memory token is stored as the index of its nearest code and read as that code. None
-            to store memory tokens as they are.
         keep_texts: True to keep the documents' texts (`BankEntry.texts`), for a later model to adapt to.
         secure_delete: True to overwrite the bank's files with zeros before they are removed. Whoever opens the bank
             reads all of it into memory then, because memory-mapped files would become zeros as well.
@@ -49,10 +48,9 @@ class MemoryBank(EditableContents):
 
     Attributes:
         fingerprint: fingerprint of the model that wrote the bank.
-        codebook: `[C, D]` in float32, or None.
         quantizer: with rows `pq`, the product quantizer that the first put documents came with; otherwise None.
         secure_delete: True if the bank's files are overwritten before they are removed.
-        folder: folder of a bank on disk, or its URL; None for a bank in memory.
+        folder: folder of a bank on disk; None for a bank in memory.
         version: a number that grows with every change.
 
     Examples:
@@ -75,13 +73,18 @@ class MemoryBank(EditableContents):
         self,
         fingerprint: str,
         *,
-        codebook: Tensor | None = None,
         keep_texts: bool = False,
         secure_delete: bool = False,
         rows: RowDtype | None = None,
     ) -> None:
-        super().__init__(fingerprint, codebook, keep_texts, rows)
+        super().__init__(fingerprint)
+        self.keep_texts = keep_texts
         self.secure_delete = secure_delete
+        self.layout = RowLayout(dtype=rows)
+        self._next_sequence = 0
+        self._segments: list[Part] = []  # of the last commit, as copies that may have changed since
+        self._tail = no_entries()  # entries that came since
+        self._snapshot: Snapshot | None = None
         self._store: Store | None = None
         self._uncreated: Path | None = None  # folder in which the first commit creates the bank
         self._committed = self.snapshot()
@@ -92,7 +95,6 @@ class MemoryBank(EditableContents):
         folder: str | Path,
         fingerprint: str,
         *,
-        codebook: Tensor | None = None,
         keep_texts: bool = False,
         secure_delete: bool = False,
         rows: RowDtype | None = None,
@@ -101,12 +103,12 @@ class MemoryBank(EditableContents):
 
         Args:
             folder: folder of the bank; it is made if it does not exist.
-            fingerprint, codebook, keep_texts, secure_delete, rows: see the class.
+            fingerprint, keep_texts, secure_delete, rows: see the class.
 
         Raises:
             BankError: when the folder already holds a bank.
         """
-        bank = cls(fingerprint, codebook=codebook, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows)
+        bank = cls(fingerprint, keep_texts=keep_texts, secure_delete=secure_delete, rows=rows)
         bank._follow(bank._written(local_folder(folder), ()))
         return bank
 
@@ -130,21 +132,20 @@ class MemoryBank(EditableContents):
 
     @classmethod
     def open(cls, folder: str | Path, *, write: bool = False, fingerprint: str | None = None) -> MemoryBank:
-        """Opens a bank at its last commit, on disk or, to read it, in an object store.
+        """Opens a bank at its last commit.
 
         Memory tokens are memory-mapped and read when they are used; those of a bank with `secure_delete` are read now.
-        Of a bank behind a URL, they are fetched when they are used, and kept in the user's cache.
 
         Args:
-            folder: folder of the bank, or a URL that fsspec knows, as s3://BUCKET/PREFIX.
-            write: True to change the bank. Only one process can write to it at a time, and none to one behind a URL.
+            folder: folder of the bank.
+            write: True to change the bank. Only one process can write to it at a time.
             fingerprint: fingerprint of the model that will use the bank; None accepts a bank of any model.
 
         Raises:
-            BankError: when there is no bank, it is damaged, it cannot be reached, or another process writes to it.
+            BankError: when there is no bank, it is damaged, another process writes to it, or for a URL.
             FingerprintError: when another model wrote it.
         """
-        store = Store.open(local_folder(folder), write=True) if write else open_store(folder)
+        store = Store.open(local_folder(folder), write=write)
         bank = cls(store.manifest.fingerprint)
         bank._follow(store)
         try:
@@ -157,12 +158,11 @@ class MemoryBank(EditableContents):
     @staticmethod
     def exists(folder: str | Path) -> bool:
         """True if the folder holds a bank, even one that lost its manifest; a `BankError` where nobody can tell."""
-        return remote_exists(str(folder)) if is_url(folder) else exists(Path(folder))
+        return exists(local_folder(folder))
 
     def _follow(self, store: Store) -> None:
         """Takes over the state of the store."""
-        self._store, self.folder = store, store.place
-        self._look_up_in(store.codebook)
+        self._store, self.folder, self.quantizer = store, store.folder, store.quantizer
         self.keep_texts, self.secure_delete = store.manifest.keep_texts, store.manifest.secure_delete
         self.layout = store.manifest.layout
         self._next_sequence = store.manifest.next_sequence
@@ -184,6 +184,182 @@ class MemoryBank(EditableContents):
     def committed(self) -> Snapshot:
         """The contents after the last commit; for a bank in memory that was never committed, none."""
         return self._committed
+
+    def snapshot(self) -> Snapshot:
+        """The current contents, uncommitted changes included, as they stay whatever happens to the bank."""
+        if self._snapshot is None or self._snapshot.version != self.version:
+            self._snapshot = Snapshot(self, [part.copy() for part in self._parts])
+        return self._snapshot
+
+    def keep_rows_as(self, layout: RowLayout, quantizer: ProductQuantizer | None = None) -> None:
+        """Chooses how rows are kept, in a bank that holds none; any other bank stays as it is.
+
+        A dtype that the bank has already been given stays.
+
+        Args:
+            layout: how rows are kept.
+            quantizer: how they are kept in a bank with dtype pq, which keeps the first one that it is given.
+
+        Raises:
+            BankError: for dtype pq without a quantizer, or with one of another model.
+        """
+        self._check_writable()
+        if len(self):
+            return
+        dtype = self.layout.dtype or layout.dtype
+        if dtype != "pq":
+            self.layout = layout.model_copy(update={"dtype": dtype, "whole_tokens": 0, "code_bytes": 0})
+            return
+        quantizer = self.quantizer or quantizer
+        if quantizer is None:
+            raise BankError(
+                f"{describe(self.fingerprint)} has no codebooks to keep rows as 'pq'; fit them with python -m "
+                "pipelines.fit_rows, or choose other numbers (rows 'int8')"
+            )
+        if quantizer.fingerprint != self.fingerprint:
+            raise BankError(
+                f"the codebooks for rows 'pq' were fitted to the memory tokens of {describe(quantizer.fingerprint)}, "
+                f"not to those of {describe(self.fingerprint)}; fit them again with python -m pipelines.fit_rows"
+            )
+        self.quantizer, self.layout = quantizer, layout.quantized(quantizer)
+
+    def put(
+        self,
+        documents: Sequence[Document],
+        phi: Tensor,
+        rows: Sequence[int] | None = None,
+        *,
+        summarise: Summarise | None = None,
+    ) -> tuple[str, ...]:
+        """Adds documents and replaces those with the same ids. On an error the bank does not change.
+
+        Args:
+            documents: K documents with distinct ids.
+            phi: `[N, T, D]`, the memory tokens of all documents, row after row.
+            rows: number of rows of each document; None for one row each.
+            summarise: makes the summaries, in a bank whose layout has any; None if they are not known.
+
+        Returns:
+            Ids of other documents that were removed, because they were merged with a replaced document.
+
+        Raises:
+            BankError: for an id that occurs twice, metadata that are not JSON, or memory tokens that do not fit the
+                documents or the bank.
+        """
+        self._check_writable()
+        entries = new_entries(documents, rows, len(phi), keep_texts=self.keep_texts)
+        encoded = self._encoded(phi, summarise)
+        names = dict.fromkeys(document.id for document in documents)
+        removed = [name for document_id in names if document_id in self for name in self._tombstone(document_id)]
+        self._append(encoded, entries)
+        return tuple(name for name in removed if name not in names)
+
+    def describe(self, documents: Sequence[Document]) -> None:
+        """Gives documents other metadata, such as another date. Their memory tokens and texts stay as they are.
+
+        So does the time at which they were added, and with what they were merged.
+
+        Args:
+            documents: documents with distinct ids, with the texts that the bank holds them with.
+
+        Raises:
+            BankError: for an id that the bank does not hold or that occurs twice, for another text, and for metadata as
+                `mac_rag.data.provenance.Member.of`; the bank does not change.
+            DamageError: when the memory tokens of a document, or its kept text, are not what was written.
+        """
+        self._check_writable()
+        members = described_members(documents, lambda name: self[name].members)
+        found = {placed.record.sequence: (part, placed) for part, placed in map(self._found, members)}
+        if not found:
+            return
+        rows, entries = [], []
+        for part, placed in found.values():
+            record = placed.record
+            rows.append(part.entry_rows(placed))
+            described = tuple(members.get(one.document_id, one) for one in record.members)
+            entries.append(NewEntry(record.rows, described, part.texts(record)))
+        for part, placed in found.values():
+            part.tombstone(placed.record.sequence)
+        self._append(Rows.cat(rows), entries)
+
+    def merge(self, document_ids: Iterable[str], phi: Tensor) -> None:
+        """Replaces the entries of these documents by one entry that stands for all of their documents.
+
+        Args:
+            document_ids: ids of documents, at least one of each entry to be merged.
+            phi: `[rows, T, D]`, the memory tokens of the new entry.
+
+        Raises:
+            BankError: for an id that the bank does not hold, or memory tokens that do not fit the bank.
+        """
+        self._check_writable()
+        found = {entry.sequence: entry for entry in map(self.__getitem__, document_ids)}
+        merged = [found[sequence] for sequence in sorted(found)]
+        if not merged or not 0 < len(phi) < 1 << PART_BITS:
+            raise BankError(f"{len(merged)} entries and {len(phi)} rows of memory tokens cannot become one entry")
+        members = tuple(member for entry in merged for member in entry.members)
+        texts = tuple(text for entry in merged for text in entry.texts)
+        encoded = self._encoded(phi)
+        for entry in merged:
+            self._tombstone(entry.document_id)
+        self._append(encoded, [NewEntry(len(encoded), members, texts)])
+
+    def delete(self, document_id: str) -> tuple[str, ...]:
+        """Deletes a document with all its rows.
+
+        The share of one document cannot be taken out of merged memory tokens. So the whole entry is deleted, and the
+        document has no influence afterwards.
+
+        Returns:
+            Ids of all deleted documents: this one, and those that it was merged with.
+
+        Raises:
+            BankError: for an id that the bank does not hold.
+        """
+        self._check_writable()
+        deleted = self._tombstone(document_id)
+        self._changed()
+        return deleted
+
+    def restore(self, entries: Iterable[BankEntry]) -> None:
+        """Appends entries of another bank.
+
+        Args:
+            entries: the entries. This bank must hold none of their documents.
+
+        Raises:
+            BankError: when this bank holds one of the documents, or memory tokens do not fit it. Entries that came
+                before it are there, uncommitted.
+        """
+        self._check_writable()
+        for entry in entries:
+            for member in entry.members:
+                if member.document_id in self:
+                    raise BankError(f"this bank holds document {member.document_id!r} already; delete it first")
+            rows = self._encoded(entry.phi)
+            self._append(rows, [NewEntry(len(rows), entry.members, entry.texts)])
+
+    def _append(self, rows: Rows, entries: Sequence[NewEntry]) -> None:
+        records = [Record(self._next_sequence + n, entry.rows, entry.members) for n, entry in enumerate(entries)]
+        texts = {record.sequence: entry.texts for record, entry in zip(records, entries) if self.keep_texts}
+        self._next_sequence += len(records)
+        if self._tail.count:
+            self._tail.append(rows, records, texts)
+        else:
+            self._tail = Part(rows, RecordList(records), texts)
+        self._changed()
+
+    def _tombstone(self, document_id: str) -> tuple[str, ...]:
+        """Marks the entry of a document as deleted; returns the ids of all its documents."""
+        part, (record, _) = self._found(document_id)
+        part.tombstone(record.sequence)
+        return record.document_ids
+
+    def _changed(self) -> None:
+        self.version += 1
+        if self._tail.is_mostly_deleted:
+            self._tail = self._tail.compacted()
+        self._hold([*self._segments, self._tail])
 
     def prepare(self) -> None:
         """Writes to disk what the next commit needs, so that little of it can fail. Nobody sees it before the commit.
@@ -212,8 +388,6 @@ class MemoryBank(EditableContents):
     def compact(self) -> None:
         """Commits, and rewrites every segment that has deleted entries, so that no byte of them remains.
 
-        If entries were ever deleted, a codebook loses the codes that none of the others uses.
-
         Each segment is rewritten in a commit of its own, the smallest first. So a disk that is nearly full needs room
         for one of them only.
 
@@ -224,14 +398,12 @@ class MemoryBank(EditableContents):
         self.commit()
         while outdated := [part for part in self._segments if part.tombstones]:
             self._commit(None, rewrite=min(outdated, key=lambda part: part.count))
-        if self.codebook is not None:
-            self._commit(None, drop_codes=True)
         if self._store is not None and (error := self._store.tidy()) is not None:
             raise BankError(
                 f"{self.folder} is rewritten, but an old file cannot be removed from it: {error}; compact it again"
             )
 
-    def _commit(self, intent: Intent | None, *, rewrite: Part | None = None, drop_codes: bool = False) -> None:
+    def _commit(self, intent: Intent | None, *, rewrite: Part | None = None) -> None:
         if self._uncreated is not None:
             self._store = self._written(self._uncreated, [self._tail], intent)
             self.folder, self._uncreated = self._store.folder, None
@@ -244,10 +416,9 @@ class MemoryBank(EditableContents):
                 layout=self.layout,
                 quantizer=self.quantizer,
                 intent=intent,
-                drop_codes=drop_codes,
             )
         if self._store is not None:
-            self._look_up_in(self._store.codebook)
+            self.quantizer = self._store.quantizer
             self._take_segments(self._store.segments)
         self._settle()
 
@@ -311,7 +482,7 @@ class MemoryBank(EditableContents):
             layout=self.layout,
             intent=intent or Intent(),
         )
-        return Store.create(folder, manifest, self._codebook, parts)
+        return Store.create(folder, manifest, self.quantizer, parts)
 
     def close(self) -> None:
         """Releases the right to write, so that another process can write. The bank can still be read."""
@@ -326,5 +497,4 @@ class MemoryBank(EditableContents):
 
     def _check_writable(self) -> None:
         if self._store is not None and not self._store.writable:
-            local_folder(self._store.place)  # behind a URL, the remedy is another one
             raise BankError(f"{self.folder} is not open for writing; open it with write=True")

@@ -18,8 +18,7 @@ from mac_rag.errors import BankError, FingerprintError
 from mac_rag.memory.entries import BankEntry
 from mac_rag.memory.known_documents import KnownDocuments, Timeline
 from mac_rag.memory.parts import Part, PlacedRecord
-from mac_rag.memory.rows import Codebook, RowLayout, Rows, decoded
-from mac_rag.nn.k_means import nearest_codes
+from mac_rag.memory.rows import RowLayout, Rows
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.shipped_models import describe, shipped_name
 
@@ -32,13 +31,11 @@ class Contents:
 
     Args:
         fingerprint: fingerprint of the model that wrote the bank.
-        codebook: `[C, D]` if the parts hold codes; a product quantizer if they hold its codes; None if they hold memory
-            tokens.
+        quantizer: with rows pq, what their codes are looked up in; otherwise None.
 
     Attributes:
-        codebook: `[C, D]`, or None.
         quantizer: the product quantizer of a bank with dtype pq that has held rows, or None.
-        folder: folder of a bank on disk, or its URL; None for a bank in memory.
+        folder: folder of a bank on disk; None for a bank in memory.
         keep_texts: True if the bank keeps the texts of its documents.
         secure_delete: True if the bank's files are overwritten before they are removed.
         layout: how rows are kept.
@@ -47,29 +44,17 @@ class Contents:
             after the return of a backup. Only within one history does the key of a row say which row it is.
     """
 
-    folder: Path | str | None = None
+    folder: Path | None = None
     keep_texts = False
     secure_delete = False
     version = 0
     history = 0
 
-    codebook: Tensor | None
-    quantizer: ProductQuantizer | None
-
-    def __init__(self, fingerprint: str, codebook: Codebook | None) -> None:
+    def __init__(self, fingerprint: str, quantizer: ProductQuantizer | None = None) -> None:
         self.fingerprint = fingerprint
-        self._look_up_in(codebook)
+        self.quantizer = quantizer
         self.layout = RowLayout()
         self._hold(())
-
-    def _look_up_in(self, codebook: Codebook | None) -> None:
-        self.codebook = codebook if isinstance(codebook, Tensor) else None
-        self.quantizer = codebook if isinstance(codebook, ProductQuantizer) else None
-
-    @property
-    def _codebook(self) -> Codebook | None:
-        """What codes of rows are looked up in."""
-        return self.quantizer if self.codebook is None else self.codebook
 
     def check_model(self, fingerprint: str) -> None:
         """Refuses a model that did not write this bank.
@@ -143,10 +128,10 @@ class Contents:
         return self.keep_texts and len(record.members) == 1 and part.lacks_text(record)
 
     def _entry(self, part: Part, placed: PlacedRecord) -> BankEntry:
-        record, layout, codebook = placed.record, self.layout, self._codebook
+        record, layout, quantizer = placed.record, self.layout, self.quantizer
 
         def phi() -> Tensor:
-            return decoded(part.entry_rows(placed), layout, codebook).clone()
+            return layout.decode(part.entry_rows(placed), quantizer).clone()
 
         return BankEntry(record.members, record.sequence, record.rows, phi, partial(part.texts, record))
 
@@ -208,14 +193,12 @@ class Contents:
         """(T, D) of a row; None for an empty bank."""
         if not self._parts:
             return None
-        shape = self.layout.row_shape(self._parts[0].stored)
-        if self.codebook is not None:
-            return shape[0], self.codebook.shape[1]
-        return shape[0] + self.layout.lexical_vectors, shape[1]
+        tokens, width = self.layout.row_shape(self._parts[0].stored)
+        return tokens + self.layout.lexical_vectors, width
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows as they are kept, without records, texts and codebook."""
+        """Bytes of all rows as they are kept, without records, texts and quantizer."""
         return sum(part.count * part.stored.row_bytes for part in self._parts)
 
     @property
@@ -234,18 +217,7 @@ class Contents:
             BankError: for an empty bank.
             IndexError: for rows that the bank does not have.
         """
-        return decoded(self._consecutive(start, stop), self.layout, self._codebook)
-
-    def codes(self, start: int, stop: int) -> Tensor:
-        """Codes `[stop - start, T]` of consecutive rows, int64.
-
-        Raises:
-            BankError: for an empty bank, or one without a codebook.
-            IndexError: for rows that the bank does not have.
-        """
-        if self.codebook is None:
-            raise BankError("this bank has no codebook, so its memory tokens have no codes")
-        return self._consecutive(start, stop).main.long()
+        return self.layout.decode(self._consecutive(start, stop), self.quantizer)
 
     def take(self, index: Tensor) -> Tensor:
         """Memory tokens `[n, T, D]` of some rows.
@@ -260,21 +232,18 @@ class Contents:
         rows = self._rows()
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < rows:
             raise IndexError(f"rows {int(index.min())} to {int(index.max())} of a bank with {rows} rows")
-        wanted: list[tuple[Part, Tensor]] = []
+        found: list[Rows] = []
         order, first = [index[:0]], 0
         for part in self._parts:
             here = ((index >= first) & (index < first + part.count)).nonzero()[:, 0]
-            if len(here) or not wanted:
-                wanted.append((part, index[here] - first))
+            if len(here) or not found:
+                found.append(part.rows(index[here] - first))
                 order.append(here)
             first += part.count
-        for part, numbers in wanted[1:]:
-            part.expect(numbers)
-        found = [part.rows(numbers) for part, numbers in wanted]
         taken, place = Rows.cat(found), torch.cat(order)
         if len(found) > 1:  # otherwise they are in the order in which they were asked for
             taken = taken[place.argsort()]
-        return decoded(taken, self.layout, self._codebook)
+        return self.layout.decode(taken, self.quantizer)
 
     def overview(self) -> list[tuple[int, Rows]]:
         """What is kept beside the memory tokens of all rows, part by part: the number of rows, and their columns.
@@ -282,8 +251,6 @@ class Contents:
         Raises:
             DamageError: when they are not what was written.
         """
-        for part in self._parts[1:]:
-            part.expect(None)
         return [(part.count, part.overview()) for part in self._parts]
 
     def _consecutive(self, start: int, stop: int) -> Rows:
@@ -299,10 +266,10 @@ class Contents:
         return Rows.cat(pieces[1:] or pieces)
 
     def _encoded(self, phi: Tensor, summarise: Summarise | None = None) -> Rows:
-        """Memory tokens as the bank keeps them; with a codebook, the nearest codes."""
-        row_shape, width = self.row_shape, None if self.codebook is None else self.codebook.shape[1]
+        """Memory tokens as the bank keeps them."""
+        row_shape = self.row_shape
         fits = phi.ndim == 3 and phi.shape[1] > self.layout.lexical_vectors and phi.shape[2] > 0
-        if not fits or row_shape not in (None, phi.shape[1:]) or width not in (None, phi.shape[2]):
+        if not fits or row_shape not in (None, phi.shape[1:]):
             raise BankError(
                 f"memory tokens of shape {list(phi.shape[1:])} do not fit this bank"
                 + (f", whose rows have shape {list(row_shape)}" if row_shape else "")
@@ -314,19 +281,11 @@ class Contents:
                 f"row {row:,} of {len(phi):,} rows of memory tokens has numbers that are not finite; look for them in "
                 "the model's weights, or use dtype fp32 or bf16 in place of fp16"
             )
-        if self.codebook is None:
-            self._check_quantizer(phi)
-            rows = self.layout.encode(phi, self.quantizer)
-            if summarise is not None and self.layout.summary:
-                rows = self.layout.summarised(rows, summarise(self.layout.decode(rows, self.quantizer)))
-            return rows
-        if not self.codebook.any():
-            raise BankError(
-                f"the codebook of {self.folder or 'this bank'} has lost its codes with the last document; make a new "
-                "bank with a new codebook"
-            )
-        nearest, _ = nearest_codes(phi.flatten(0, 1), self.codebook)
-        return Rows({"codes": nearest.to(torch.int32).view(phi.shape[:2])})
+        self._check_quantizer(phi)
+        rows = self.layout.encode(phi, self.quantizer)
+        if summarise is not None and self.layout.summary:
+            rows = self.layout.summarised(rows, summarise(self.layout.decode(rows, self.quantizer)))
+        return rows
 
     def _check_quantizer(self, phi: Tensor) -> None:
         """Refuses rows in a bank with dtype pq that has no codebooks for them."""
@@ -380,7 +339,7 @@ class Snapshot(Contents):
     """
 
     def __init__(self, bank: Contents, parts: Sequence[Part]) -> None:
-        super().__init__(bank.fingerprint, bank._codebook)
+        super().__init__(bank.fingerprint, bank.quantizer)
         self.version, self.history = bank.version, bank.history
         self.folder, self.keep_texts, self.secure_delete = bank.folder, bank.keep_texts, bank.secure_delete
         self.layout = bank.layout

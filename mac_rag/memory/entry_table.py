@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -13,8 +14,27 @@ from torch import Tensor
 
 from mac_rag.data.document_ids import id_hash
 from mac_rag.data.provenance import Member
-from mac_rag.memory.records import Record
 from mac_rag.memory.rows import Growing
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An entry of the bank without its memory tokens.
+
+    Attributes:
+        sequence: the entry's number in the order of arrival; never used for another entry.
+        rows: number of rows of memory tokens.
+        members: the documents that the entry stands for: one, or several that were merged.
+    """
+
+    sequence: int
+    rows: int
+    members: tuple[Member, ...]
+
+    @property
+    def document_ids(self) -> tuple[str, ...]:
+        """Ids of the members."""
+        return tuple(member.document_id for member in self.members)
 
 
 class Dating(NamedTuple):

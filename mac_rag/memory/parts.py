@@ -14,9 +14,8 @@ from typing import NamedTuple, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from mac_rag.memory.entry_table import Dating, EntryTable, RecordList
+from mac_rag.memory.entry_table import Dating, EntryTable, Record, RecordList
 from mac_rag.memory.known_documents import Timeline
-from mac_rag.memory.records import Record
 from mac_rag.memory.rows import Growing, GrowingRows, Rows
 
 # The key of a row is its entry's sequence number and, in these low bits, its number within the entry.
@@ -288,9 +287,6 @@ class Part:
             index = self._positions()[index]
         self._verify(index)
         return self.stored[index]
-
-    def expect(self, index: Tensor | slice | None) -> None:
-        """Is told that rows, or for None the overview, are read next, and after that those of other parts."""
 
     def overview(self) -> Rows:
         """What is kept beside the memory tokens of all live rows: summaries and lexical vectors, verified.

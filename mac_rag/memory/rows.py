@@ -4,7 +4,6 @@ A row stands for one text. It has some of these columns:
 
     summaries       [n, S - P] float32   what the model wants to know of every row at once; zeros where it is not known
     places          [n, W] int32         where the lexical vectors are not zero, ascending
-    codes           [n, T] int32         memory tokens, in a bank with a codebook
     scales          [n, T] float32       the factor of each memory token, with dtype int8
     weights         [n, W]               the numbers at those places; zeros fill short rows up
     prior_keys      [n, P] bf16          the first numbers of the summary
@@ -37,10 +36,8 @@ _PHI: dict[RowDtype | None, torch.dtype] = {
     "int8": torch.int8,
     "pq": torch.bfloat16,
 }
-# What codes of rows are looked up in: a codebook `[C, D]`, or the codebooks of a product quantizer.
-Codebook: TypeAlias = Tensor | ProductQuantizer
 # Columns in the order of their files: each begins where its numbers are aligned, whatever stands before it.
-COLUMNS = ("summaries", "places", "codes", "scales", "weights", "prior_keys", "phi", "product_codes")
+COLUMNS = ("summaries", "places", "scales", "weights", "prior_keys", "phi", "product_codes")
 _RAGGED = ("places", "weights")
 OVERVIEW = ("summaries", *_RAGGED, "prior_keys")  # what is read of every row before the first question
 
@@ -87,10 +84,8 @@ class RowLayout(BaseModel):
         sizes = {"dtype": "pq", "whole_tokens": quantizer.whole, "code_bytes": quantizer.code_bytes}
         return self.model_copy(update=sizes)
 
-    def row_shape(self, rows: Rows) -> tuple[int, ...]:
-        """`(T, D)` of rows with memory tokens, `(T,)` of rows with codes of a codebook."""
-        if "codes" in rows.columns:
-            return tuple(rows.columns["codes"].shape[1:])
+    def row_shape(self, rows: Rows) -> tuple[int, int]:
+        """`(T, D)` of rows."""
         tokens, width = rows.columns["phi"].shape[1:]
         return (tokens + rows.columns["product_codes"].shape[1] if self.dtype == "pq" else tokens), width
 
@@ -98,10 +93,10 @@ class RowLayout(BaseModel):
         """Dtype and shape of each column.
 
         Args:
-            shape: `[n, T, D]` of memory tokens, `[n, T]` of codes.
+            shape: `[n, T, D]` of memory tokens.
             places: W.
         """
-        count, tokens = shape[:2]
+        count, tokens, width = shape
         found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         if self.summary:
             found["summaries"] = torch.float32, (count, self.summary - self.prior_keys)
@@ -109,10 +104,8 @@ class RowLayout(BaseModel):
             found["prior_keys"] = torch.bfloat16, (count, self.prior_keys)
         if self.lexical_vectors:
             found |= {"places": (torch.int32, (count, places)), "weights": (self._weights, (count, places))}
-        if len(shape) == 2:
-            found["codes"] = torch.int32, (count, tokens)
-        elif self.dtype == "pq":
-            found["phi"] = _PHI["pq"], (count, self.whole_tokens, shape[2])
+        if self.dtype == "pq":
+            found["phi"] = _PHI["pq"], (count, self.whole_tokens, width)
             found["product_codes"] = torch.uint8, (count, tokens - self.whole_tokens, self.code_bytes)
         else:
             found["phi"] = _PHI[self.dtype], tuple(shape)
@@ -197,16 +190,6 @@ class RowLayout(BaseModel):
         return torch.cat([phi, lexical.view(len(phi), self.lexical_vectors, phi.shape[2])], 1)
 
 
-def decoded(rows: Rows, layout: RowLayout, codebook: Codebook | None) -> Tensor:
-    """Memory tokens and lexical vectors `[n, T + R, D]` in float32.
-
-    Codes are looked up in the codebook `[C, D]`, those of a product quantizer in its codebooks.
-    """
-    if isinstance(codebook, Tensor):
-        return codebook[rows.main.long()]
-    return layout.decode(rows, codebook)
-
-
 class Rows:
     """n rows of a bank.
 
@@ -227,11 +210,6 @@ class Rows:
     def __getitem__(self, index: Tensor | slice) -> Rows:
         """Some of the rows; views where possible."""
         return Rows({name: column[index] for name, column in self.columns.items()})
-
-    @property
-    def main(self) -> Tensor:
-        """Memory tokens as they are kept `[n, T, D]`, the first `[n, V, D]` with dtype pq, or codes `[n, T]`."""
-        return self.columns["codes" if "codes" in self.columns else "phi"]
 
     @property
     def summaries(self) -> Tensor:
@@ -301,10 +279,7 @@ class Rows:
             width: D.
         """
         for name, column in self.columns.items():
-            if name == "codes":
-                if len(column) and int(column.min()) < 0:
-                    return "a code is negative"
-            elif name == "places":
+            if name == "places":
                 if column.numel() and not 0 <= int(column.min()) <= int(column.max()) < layout.lexical_vectors * width:
                     return "a place is outside of the lexical vectors"
                 if ((column != 0) & (self.columns["weights"] == 0)).any():

@@ -42,7 +42,7 @@ class Attends(Protocol):
 class AttendedBank:
     """A bank as the blocks attend to it for B questions.
 
-    It knows what is added to the logits, which is document prior, log counts of rows, and mask; and which rows can
+    It knows what is added to the logits, which is document prior and mask; and which rows can
     matter with it. With slots in use, each question is S of the queries, one after another.
 
     Args:
@@ -82,7 +82,6 @@ class AttendedBank:
         self.asked = asked
         self.among: Candidates | None = None
         self.first_of_all: FirstRows | None = None
-        self.log_counts = bank.log_counts
         self.slots = network.slots_in_use
         self._seen = mask
         self.mask = mask if mask is None or self.slots is None else mask.repeat_interleave(self.slots.count, 0)
@@ -182,7 +181,7 @@ class AttendedBank:
         """
         if self.queries is None or torch.is_grad_enabled():
             return None
-        if self.log_counts is not None or not is_view(self.bank) or not self.bank.documents:
+        if not is_view(self.bank) or not self.bank.documents:
             return None
         if self.slots is not None and isinstance(self.prior_keys, Tensor) and self.prior_keys.ndim == 3:
             return None  # each question has rows of its own, and they are few
@@ -248,11 +247,6 @@ class AttendedBank:
 
     def _bias(self, block: CrossAttentionBlock, query: Tensor, rows: slice | Tensor) -> Tensor | None:
         bias = None if self.prior is None else block.prior_bias(self._scores[:, rows])
-        if self.log_counts is not None:
-            counts = self.log_counts[..., rows].to(self.dtype)
-            if counts.ndim == 2:
-                counts = counts.repeat_interleave(len(query) // len(counts), 0)[:, None]
-            bias = counts.expand(len(query), block.heads, -1) if bias is None else bias + counts
         if self.mask is not None:
             hidden = ~self.mask[:, None, rows].expand(-1, block.heads, -1)
             bias = torch.zeros_like(hidden, dtype=self.dtype) if bias is None else bias

@@ -26,10 +26,6 @@ class BankRows(Protocol):
         """Keys of the document prior, `[K, d_prior]` or `[G, K, d_prior]`; None without a prior."""
 
     @property
-    def log_counts(self) -> Tensor | None:
-        """Log of how many equal rows each row stands for, `[K]` or `[G, K]`; None for one each."""
-
-    @property
     def dates(self) -> Tensor | None:
         """When each row's document counts, int64 `[K]` or `[G, K]` in microseconds since 1970; None if nobody knows."""
 
@@ -90,15 +86,13 @@ class BankProjection:
 
     Attributes:
         keys, values: `[H, K, T, d]` or `[G, H, K, T, d]` for each block.
-        prior_keys, log_counts: as `BankView` has them.
+        prior_keys, dates: as `BankView` has them.
         chunk_rows: rows of a chunk, which bounds what is computed for each chunk, such as the bias.
-        dates: as `BankView` has them.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     prior_keys: Tensor | None
-    log_counts: Tensor | None = None
     chunk_rows: int = CHUNK_ROWS
     dates: Tensor | None = None
 
@@ -111,17 +105,17 @@ class BankProjection:
         yield from zip(keys, values, strict=True)
 
     def select(self, index: Tensor) -> BankProjection:
-        per_row = (self.prior_keys, self.log_counts, self.dates)
+        per_row = (self.prior_keys, self.dates)
         if self.keys[0].ndim == 4:
             keys, values = (tuple(rows[:, index].transpose(0, 1) for rows in part) for part in (self.keys, self.values))
-            chosen_keys, log_counts, dates = (None if part is None else part[index] for part in per_row)
-            return BankProjection(keys, values, chosen_keys, log_counts, self.chunk_rows, dates)
+            chosen_keys, dates = (None if part is None else part[index] for part in per_row)
+            return BankProjection(keys, values, chosen_keys, self.chunk_rows, dates)
         run = torch.arange(len(index), device=index.device)[:, None] // (len(index) // len(self.keys[0]))
         keys, values = (
             tuple(rows[run, :, index].transpose(1, 2) for rows in part) for part in (self.keys, self.values)
         )
-        chosen_keys, log_counts, dates = (None if part is None else part[run, index] for part in per_row)
-        return BankProjection(keys, values, chosen_keys, log_counts, self.chunk_rows, dates)
+        chosen_keys, dates = (None if part is None else part[run, index] for part in per_row)
+        return BankProjection(keys, values, chosen_keys, self.chunk_rows, dates)
 
 
 def prior_keys(bank: BankRows) -> Tensor | PriorKeys:

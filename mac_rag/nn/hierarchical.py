@@ -86,15 +86,10 @@ def hierarchical(
         phi* `[B, T, D]`.
 
     Raises:
-        ConfigError: for M below 2, with which modulations would never become fewer; and for rows with counts, which the
-            paper's algorithm does not know.
+        ConfigError: for M below 2, with which modulations would never become fewer.
     """
     if subgroup < 2:
         raise ConfigError(f"groups of {subgroup} would never become fewer; choose a subgroup of at least 2")
-    if bank.log_counts is not None:
-        raise ConfigError(
-            "hierarchical aggregation knows no rows with counts; give it the bank's rows, or aggregate all"
-        )
     level = _bank_rows(network, question, bank, asked)
     remaining = bank.documents
     while True:
@@ -181,7 +176,6 @@ class _Modulations:
     """Modulations `[G, k, T, D]` as rows of a bank; attention projects them when it comes to them."""
 
     prior_keys = None
-    log_counts = None
     dates = None
 
     def __init__(self, network: AggregationNetwork, phi: Tensor, budget: int) -> None:

@@ -33,7 +33,10 @@ class MemoryTokens:
             stacked: `[K, T + R, D]`.
             lexical_vectors: R.
         """
-        return cls(*split_rows(stacked, lexical_vectors))
+        if not lexical_vectors:
+            return cls(stacked)
+        tokens = stacked.shape[1] - lexical_vectors
+        return cls(stacked[:, :tokens], stacked[:, tokens:])
 
     def stacked(self) -> Tensor:
         """`[K, T + R, D]`, as a bank keeps its rows."""
@@ -70,17 +73,3 @@ class MemoryTokens:
 
     def detach(self) -> MemoryTokens:
         return MemoryTokens(self.tokens.detach(), None if self.lexical is None else self.lexical.detach())
-
-
-def split_rows(rows: Tensor, lexical_vectors: int, dim: int = 1) -> tuple[Tensor, Tensor | None]:
-    """Cuts rows, or the codes of rows, into what belongs to T tokens and to R lexical vectors (None for R = 0).
-
-    Args:
-        rows: T + R long in dimension `dim`.
-        lexical_vectors: R.
-        dim: where tokens and lexical vectors stand side by side.
-    """
-    if not lexical_vectors:
-        return rows, None
-    tokens = rows.shape[dim] - lexical_vectors
-    return rows.narrow(dim, 0, tokens), rows.narrow(dim, tokens, lexical_vectors)

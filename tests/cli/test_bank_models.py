@@ -115,7 +115,6 @@ def test_a_pipe_or_another_banks_name_is_no_name(tmp_path: Path) -> None:
     (tmp_path / MODEL_NAME).unlink()
     os.mkfifo(tmp_path / MODEL_NAME)
     assert read_model_name(tmp_path, "f") is None
-    assert read_model_name("s3://bucket/bank", "f") is None
 
 
 def test_what_a_killed_writer_left_is_removed(bank: Path) -> None:

@@ -133,10 +133,13 @@ def stop_at(event: int, folder: Path, what: str, said: Connection) -> None:
 def change(folder: Path, what: str) -> None:
     """One of several ways to change a bank."""
     if what == "create":
-        MemoryBank.create(folder, "f00d", codebook=torch.eye(WIDTH)).close()
+        MemoryBank.create(folder, "f00d").close()
         return
-    if what == "save":
-        bank = MemoryBank("f00d")
+    if what == "save":  # with codes, so that a quantizer is written, too; it has 5 among its codewords
+        fingerprint, words = "f00d" * 16, torch.arange(256.0)[:, None].expand(1, 256, WIDTH).contiguous()
+        quantizer = ProductQuantizer(fingerprint, 0, torch.zeros(TOKENS, WIDTH), torch.eye(WIDTH), words)
+        bank = MemoryBank(fingerprint)
+        bank.keep_rows_as(RowLayout(dtype="pq"), quantizer)
         bank.put([Document("a", ""), Document("b", "")], memory(2, 5))
         bank.save(folder)
         return

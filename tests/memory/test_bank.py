@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from mac_rag.data.types import Document
@@ -148,30 +146,6 @@ def test_rows_beyond_the_bank() -> None:
             read()
     assert bank.read(1, 1).shape == (0, TOKENS, WIDTH)
     assert bank.take(torch.tensor([], dtype=torch.long)).shape == (0, TOKENS, WIDTH)
-
-
-@settings(max_examples=30, deadline=None)
-@given(data=st.data(), codes=st.integers(1, 20))
-def test_a_codebook_keeps_the_nearest_codes(data: st.DataObject, codes: int) -> None:
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
-    codebook, phi = torch.randn(codes, WIDTH, generator=generator), torch.randn(9, TOKENS, WIDTH, generator=generator)
-    bank = MemoryBank("f00d", codebook=codebook)
-    bank.put([Document(str(index), "") for index in range(len(phi))], phi)
-    bank.delete("4")
-    kept = [0, 1, 2, 3, 5, 6, 7, 8]
-    distances = (phi.double()[:, :, None] - codebook.double()).norm(dim=-1)
-    chosen = distances.gather(
-        -1, bank.codes(0, 8).new_zeros(9, TOKENS, 1).index_copy(0, torch.tensor(kept), bank.codes(0, 8)[..., None])
-    )[kept]
-    torch.testing.assert_close(chosen[..., 0], distances[kept].min(-1).values)
-    assert torch.equal(bank.phi, codebook[bank.codes(0, 8)])
-    assert torch.equal(bank["7"].phi, bank.read(6, 7))
-    assert torch.equal(bank.take(torch.tensor([6, 0])), bank.phi[[6, 0]])
-    assert bank.row_shape == (TOKENS, WIDTH)
-    with pytest.raises(BankError, match="do not fit"):
-        bank.put([Document("wide", "")], torch.ones(1, TOKENS, WIDTH + 1))
-    with pytest.raises(BankError, match="no codebook"):
-        filled("a").codes(0, 1)
 
 
 def test_a_bank_of_another_model() -> None:

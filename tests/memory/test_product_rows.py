@@ -18,15 +18,13 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from mac_rag.atomic_files import sealed
-from mac_rag.cache import CACHE_VARIABLE
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DamageError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.rows import RowLayout
-from mac_rag.memory.storage.backup import backup
-from mac_rag.memory.storage.commit_reader import read_commit
-from mac_rag.memory.storage.consistency import check_consistency
-from mac_rag.memory.storage.remote.upload import upload
+from mac_rag.memory.storage.backup import backup, restore
+from mac_rag.memory.storage.commit_reader import check_consistency, read_commit
+from mac_rag.memory.storage.remote import pull, push
 from mac_rag.memory.storage.repair import repair, verify
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from tests.faults import faults
@@ -170,8 +168,6 @@ def test_codebooks_come_with_the_first_rows(tmp_path: Path) -> None:
         bank.commit()
     assert_kept(MemoryBank.open(tmp_path / "bank"), expected)
     assert len(list((tmp_path / "bank").glob("codebook*"))) == 2
-    with pytest.raises(BankError, match="keeps codes, so rows 'pq' cannot be"):
-        MemoryBank(MODEL, codebook=torch.eye(D), rows="pq")
 
 
 def test_damaged_codebooks_are_mended_from_their_copy(tmp_path: Path) -> None:
@@ -183,6 +179,8 @@ def test_damaged_codebooks_are_mended_from_their_copy(tmp_path: Path) -> None:
     with pytest.raises(DamageError, match=r"codebook-.*safetensors is damaged: its checksum differs"):
         MemoryBank.open(tmp_path / "bank")
     assert not verify(tmp_path / "bank").clean
+    assert repair(tmp_path / "bank", tmp_path / "new").lost == ()
+    assert_kept(MemoryBank.open(tmp_path / "new"), expected)
     assert repair(tmp_path / "bank").lost == ()
     assert_kept(MemoryBank.open(tmp_path / "bank"), expected)
     for path in (tmp_path / "bank").glob("codebook*"):
@@ -280,15 +278,26 @@ def test_a_commit_of_the_first_codes_that_fails(tmp_path: Path) -> None:
     assert number > 40  # calls
 
 
-def test_a_bank_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+def test_a_bank_in_an_object_store(tmp_path: Path) -> None:
     expected = made(tmp_path / "bank")
     url = f"file://{tmp_path / 'store'}"
-    upload(tmp_path / "bank", url)
-    opened = MemoryBank.open(url)
-    torch.testing.assert_close(opened.take(torch.tensor([4, 1])), expected[[4, 1]], rtol=1e-5, atol=1e-5)
+    push(tmp_path / "bank", url)
+    pull(url, tmp_path / "copy")
+    opened = MemoryBank.open(tmp_path / "copy")
     assert_kept(opened, expected)
     assert opened.quantizer is not None
+    assert verify(tmp_path / "copy").clean
+
+
+def test_a_backup_with_other_codebooks_is_not_put_back(tmp_path: Path) -> None:
+    expected = made(tmp_path / "bank")
+    other = ProductQuantizer(MODEL, 1, QUANTIZER.mean + 1, QUANTIZER.rotation, QUANTIZER.codewords)
+    with MemoryBank.create(tmp_path / "other", MODEL) as bank:
+        put(bank, "a", 1, other)
+        bank.commit()
+    with pytest.raises(BankError, match="have different codebooks; restore it into a new folder"):
+        restore(tmp_path / "other", tmp_path / "bank", replace=True)
+    assert_kept(MemoryBank.open(tmp_path / "bank"), expected)
 
 
 def test_a_bank_that_takes_the_place_of_another_keeps_to_its_codebooks(tmp_path: Path) -> None:

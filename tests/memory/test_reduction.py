@@ -14,8 +14,7 @@ from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory import MemoryBank
-from mac_rag.memory.closest_pair import ClosestPair
-from mac_rag.memory.reduction import BoundedBank, Reduction, ReductionMethod
+from mac_rag.memory.reduction import BoundedBank, ClosestPair, Reduction, ReductionMethod
 
 TOKENS, WIDTH = 2, 3
 METHODS: list[ReductionMethod] = ["random-pruning", "random-averaging", "nearest-averaging"]

@@ -31,8 +31,6 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.loading import load_tokenizer
 from mac_rag.lm.minilm import minilm_encoder
-from mac_rag.memory import MemoryBank
-from mac_rag.memory.views.codebook import CodebookView
 from mac_rag.model import MACModel
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
@@ -208,21 +206,6 @@ def test_no_strategy_attends_to_lexical_vectors(lexical: MACModel, strategy: Any
         expected, _ = lexical.aggregation(asked, bank, attention=direct_attention)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert [answer.text for answer in engine.answer(QUESTIONS)] == lexical.generate(QUESTIONS, modulation=expected)
-
-
-def test_codes_of_lexical_vectors_are_not_attended_to(lexical: MACModel) -> None:
-    phi = lexical.amortize(TEXTS)
-    bank = MemoryBank(lexical.fingerprint, codebook=phi.flatten(0, 1))  # each token has a code of its own
-    bank.put([Document(text, text) for text in TEXTS], phi)
-    view = CodebookView(lexical.aggregation, bank, device="cpu")
-    assert int(view.counts.sum()) == 3 * 4
-    assert view.row_prior_keys is not None
-    exact = lexical.project(phi)
-    torch.testing.assert_close(view.row_prior_keys, exact.prior_keys, atol=1e-5, rtol=1e-5)
-    everything = torch.arange(3).expand(2, -1)
-    with torch.no_grad():
-        found = [lexical.aggregation(encoded_questions(lexical), rows)[0] for rows in (exact, view.select(everything))]
-    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
 def test_a_checkpoint_holds_hashed_bm25(lexical: MACModel, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from mac_rag.nn import attention
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.bank_view import BankProjection
-from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.row_bounds import needed_rows
 from tests.nn.helpers import WIDTH, network, random, random_texts
 
@@ -118,17 +117,14 @@ def test_without_a_prior_there_are_no_scores() -> None:
     documents=st.integers(1, 9),
     questions=st.integers(1, 3),
     prior=st.sampled_from([0, 8]),
-    counted=st.booleans(),
     masked=st.booleans(),
     rows=st.sampled_from([1, 2, 100]),
 )
 def test_the_default_way_of_attending_is_the_direct_one(
-    documents: int, questions: int, prior: int, counted: bool, masked: bool, rows: int
+    documents: int, questions: int, prior: int, masked: bool, rows: int
 ) -> None:
     built, question = network(prior), random_texts(questions)
     bank = built.project(random_texts(documents, seed=1))
-    if counted:
-        bank = BankProjection(bank.keys, bank.values, bank.prior_keys, random(documents, seed=2))
     mask = None
     if masked:
         mask = random(questions, documents, seed=3) > 0
@@ -140,28 +136,11 @@ def test_the_default_way_of_attending_is_the_direct_one(
         torch.testing.assert_close(ours, direct, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("prior", [0, 8])
-def test_a_row_with_a_count_is_so_many_equal_rows(prior: int) -> None:
-    built, question, phi = network(prior), random_texts(2), random_texts(4, seed=1)
-    counts = torch.tensor([1, 3, 2, 5])
-    bank = built.project(phi)
-    counted = BankProjection(bank.keys, bank.values, bank.prior_keys, counts.double().log())
-    found, mass = built(question, counted, mass=True)
-    expected, repeated = built(
-        question, built.project(MemoryTokens(phi.tokens.repeat_interleave(counts, 0))), mass=True
-    )
-    torch.testing.assert_close(found, expected)
-    owners = torch.arange(4).repeat_interleave(counts)
-    torch.testing.assert_close(mass, torch.zeros_like(mass).index_add_(1, owners, repeated))
-
-
 @settings(max_examples=30, deadline=None)
-@given(data=st.data(), prior=st.sampled_from([0, 8]), counted=st.booleans())
-def test_selected_rows_are_a_bank_for_each_question(data: st.DataObject, prior: int, counted: bool) -> None:
+@given(data=st.data(), prior=st.sampled_from([0, 8]))
+def test_selected_rows_are_a_bank_for_each_question(data: st.DataObject, prior: int) -> None:
     built, question, phi = network(prior), random_texts(3), random_texts(6, seed=1)
     bank = built.project(phi)
-    if counted:
-        bank = BankProjection(bank.keys, bank.values, bank.prior_keys, random(6, seed=2))
     chosen = data.draw(st.integers(1, 6))
     index = torch.tensor([data.draw(st.permutations(range(6)))[:chosen] for _ in range(3)])
     found, mass = built(question, bank.select(index), mass=True)

@@ -12,7 +12,6 @@ from mac_rag.errors import ConfigError
 from mac_rag.nn import attention
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.attention import direct_attention
-from mac_rag.nn.bank_view import BankProjection
 from mac_rag.nn.hierarchical import hierarchical
 from mac_rag.nn.memory_tokens import MemoryTokens
 from tests.nn.helpers import network, random_texts
@@ -82,11 +81,3 @@ def test_groups_that_never_become_fewer_are_refused() -> None:
     bank = built.project(random_texts(3, seed=1))
     with pytest.raises(ConfigError, match="at least 2"):
         hierarchical(built, question, bank, 1)
-
-
-def test_rows_with_counts_are_refused() -> None:
-    built, question = network(), random_texts(1)
-    bank = built.project(random_texts(3, seed=1))
-    counted = BankProjection(bank.keys, bank.values, bank.prior_keys, torch.zeros(3))
-    with pytest.raises(ConfigError, match="counts"):
-        hierarchical(built, question, counted, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mac_rag.nn.memory_tokens import MemoryTokens, split_rows
+from mac_rag.nn.memory_tokens import MemoryTokens
 
 
 @pytest.mark.parametrize("lexical_vectors", [0, 2])
@@ -31,11 +31,3 @@ def test_texts_are_chosen_joined_and_written_in_whole(lexical_vectors: int) -> N
     assert torch.equal(room.stacked(), rows[[2, 1, 3, 0]])
     assert memory.to(torch.float64).stacked().dtype == torch.float64
     assert not MemoryTokens.split(rows.clone().requires_grad_(), lexical_vectors).detach().stacked().requires_grad
-
-
-def test_codes_of_rows_are_split_alike() -> None:
-    codes = torch.arange(10).view(2, 5)
-    tokens, lexical = split_rows(codes, 2)
-    assert tokens.tolist() == [[0, 1, 2], [5, 6, 7]]
-    assert lexical is not None
-    assert lexical.tolist() == [[3, 4], [8, 9]]

@@ -25,23 +25,25 @@ from mac_rag.memory.storage.manifest import SegmentInfo
 from mac_rag.memory.storage.repair import repair, verify
 from mac_rag.memory.storage.segment import index_of_records
 from mac_rag.memory.storage.tokens_file import rows_of
+from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.untrusted_files import MalformedError
 from tests.torture.mutations import Mutations, Way, damage_bytes, damage_json, damage_kind, mutate_json, refusal
 
 MANIFESTS = ("manifest.json", "manifest.copy.json")
+MODEL = "f00d" * 16
 TOKENS, WIDTH = 2, 3
 
 
 def make(place: Path) -> list[Path]:
-    """Banks of memory tokens, of codes and of rounded rows, of two segments and with a deleted and a merged entry."""
-    folders = [place / "tokens" / "bank", place / "codes" / "bank", place / "rounded" / "bank"]
+    """Banks of memory tokens, product codes and rounded rows, of two segments, with a deleted and a merged entry."""
+    folders = [place / "tokens" / "bank", place / "pq" / "bank", place / "rounded" / "bank"]
     for folder in folders:
         _make(folder, folder.parent.name)
     return folders
 
 
 class Torture(Mutations):
-    """Banks of memory tokens, of codes and of rounded rows."""
+    """Banks of memory tokens, of product codes and of rounded rows."""
 
     def make(self, place: Path) -> list[Path]:
         return make(place)
@@ -67,8 +69,11 @@ class Torture(Mutations):
 
 
 def _make(folder: Path, kind: str) -> None:
-    codebook = torch.arange(40.0)[:, None].expand(-1, WIDTH) if kind == "codes" else None
-    with MemoryBank.create(folder, "f00d", codebook=codebook) as bank:
+    with MemoryBank.create(folder, MODEL) as bank:
+        if kind == "pq":
+            tokens = torch.randn(300, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+            quantizer = ProductQuantizer.fit(tokens, WIDTH, fingerprint=MODEL, whole=1)
+            bank.keep_rows_as(RowLayout(dtype="pq"), quantizer)
         if kind == "rounded":
             bank.keep_rows_as(RowLayout(dtype="bf16", lexical_vectors=1, summary=2))
         for group in ("abcdefgh", "ij"):
@@ -167,9 +172,10 @@ def write_tokens(folder: Path, manifest: dict[str, Any], segment: dict[str, Any]
 
 
 def _header(folder: Path, rng: random.Random) -> str:
-    """Another header of a tokens file, or of the codebook, with checksums that fit."""
+    """Another header of a tokens file, or of the codebooks, with checksums that fit."""
     manifest, segment = _segment(folder, rng)
-    name = rng.choice([f"{segment['name']}.safetensors", *(["codebook.safetensors"] if manifest["codebook"] else [])])
+    codebooks = sorted(file.name for file in folder.glob("codebook*"))
+    name = rng.choice([f"{segment['name']}.safetensors", *codebooks])
     data = (folder / name).read_bytes()
     length = int.from_bytes(data[:8], "little")
     text = mutate_json(json.loads(data[8 : 8 + length]), rng).encode()
@@ -178,7 +184,7 @@ def _header(folder: Path, rng: random.Random) -> str:
     data = announced.to_bytes(8, "little") + text + data[8 + length :]
     if name.startswith("codebook"):
         manifest["codebook"] = hashlib.sha256(data).hexdigest()
-        for copy in ("codebook.safetensors", "codebook.copy.safetensors"):
+        for copy in codebooks:
             (folder / copy).write_bytes(data)
         write_manifest(folder, sealed(manifest))
     else:

@@ -75,12 +75,9 @@ class EngineChange(Example):
 
     def __init__(self, name: str, place: Path, model: MACModel) -> None:
         self.folder, self.name, self._model = place / "example", name, model
-        codebook = model.amortize([STREAM[0].text]).flatten(0, 1) if name == "adapt, codebook" else None
         self._kind, _, variant = name.partition(", ")
         self._overwrites = variant == "overwriting"
-        settings: dict[str, Any] = {
-            "codebook": codebook, "keep_texts": variant == "texts", "secure_delete": self._overwrites
-        }  # fmt: skip
+        settings: dict[str, Any] = {"keep_texts": variant == "texts", "secure_delete": self._overwrites}
         with MemoryBank.create(self.folder, model.fingerprint, **settings) as bank:
             engine = MACEngine(model, bank)
             engine.adapt(STREAM[:5])
@@ -206,7 +203,7 @@ class SavedVectors(Example):
 
 
 _ENGINE = (
-    "adapt", "adapt, texts", "adapt, codebook", "adapt, bounded", "LlamaIndex", "forget", "forget, overwriting",
+    "adapt", "adapt, texts", "adapt, bounded", "LlamaIndex", "forget", "forget, overwriting",
     "reconcile", "compact", "compact, overwriting",
 )  # fmt: skip
 EXAMPLES: dict[str, Callable[[str, Path, MACModel], Example]] = {

@@ -81,8 +81,7 @@ class Torture(Part):
 
     def _bank(self, name: str, draw: random.Random) -> None:
         model, config = self._model, AttentionConfig.model_validate(READINGS[name])
-        codebook = random_rows(model, 3, 100).flatten(0, 1) if draw.random() < 0.4 else None
-        bank, fresh = (MemoryBank(model.fingerprint, codebook=codebook) for _ in range(2))
+        bank, fresh = (MemoryBank(model.fingerprint) for _ in range(2))
         reader, names = BankReader(model, bank, config), [f"d{number}" for number in range(draw.randint(1, 12))]
         for _ in range(draw.randint(1, 5)):
             new = draw.sample(names, draw.randint(1, len(names)))

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mac_rag.errors import BankError, FingerprintError
-from mac_rag.memory.storage.folder import is_vacant
+from mac_rag.memory.storage.folder import is_vacant, local_folder
 from mac_rag.memory.storage.model_name import copy_model_name
-from mac_rag.memory.storage.place import local_folder
-from mac_rag.memory.storage.remote.store import open_store
 from mac_rag.memory.storage.store import Store
 from mac_rag.shipped_models import describe
 
@@ -20,7 +18,7 @@ def backup(folder: str | Path, into: str | Path) -> int:
     the bank.
 
     Args:
-        folder: folder of the bank, or its URL.
+        folder: folder of the bank.
         into: a new or empty folder.
 
     Returns:
@@ -29,14 +27,14 @@ def backup(folder: str | Path, into: str | Path) -> int:
     Raises:
         BankError: when there is no bank, it is damaged, or `into` holds other files.
     """
-    return _copy(open_store(folder), folder, local_folder(into))
+    return _copy(local_folder(folder), local_folder(into))
 
 
 def restore(source: str | Path, folder: str | Path, *, replace: bool = False) -> int:
     """Puts a backup back.
 
     Args:
-        source: folder or URL of the backup, or of any other bank.
+        source: folder of the backup, or of any other bank.
         folder: folder of the bank: new or empty; with `replace` also a bank of the same model.
         replace: replace all documents of the bank in one commit, to which its readers go on as to any other.
 
@@ -48,9 +46,10 @@ def restore(source: str | Path, folder: str | Path, *, replace: bool = False) ->
             cannot be written.
         FingerprintError: when the bank was written by another model than the backup.
     """
-    saved, folder = open_store(source), local_folder(folder)
+    source, folder = local_folder(source), local_folder(folder)
     if not replace or is_vacant(folder):
-        return _copy(saved, source, folder)
+        return _copy(source, folder)
+    saved = Store.open(source, write=False)
     bank = Store.open(folder, write=True)
     try:
         mine, theirs = bank.manifest, saved.manifest
@@ -75,10 +74,11 @@ def restore(source: str | Path, folder: str | Path, *, replace: bool = False) ->
     return _documents(saved)
 
 
-def _copy(store: Store, source: str | Path, folder: Path) -> int:
+def _copy(source: Path, folder: Path) -> int:
+    store = Store.open(source, write=False)
     if not is_vacant(folder):
         raise BankError(f"{folder} is not empty; choose a new folder")
-    Store.create(folder, store.manifest, store.codebook, store.segments).close()
+    Store.create(folder, store.manifest, store.quantizer, store.segments).close()
     copy_model_name(source, folder, store.manifest.fingerprint)
     return _documents(store)
 

@@ -17,13 +17,30 @@ from mac_rag.memory.storage.model_name import MODEL_NAME
 
 QUARANTINE = "quarantine"  # folder of what a repair has dropped
 SEGMENT_FILE = re.compile(r"segment-[0-9a-f]{16}\.(safetensors|jsonl|texts\.jsonl|index)")
+# One letter in front of the colon is a drive of Windows.
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 CODEBOOK_FILE = re.compile(r"codebook(-[0-9a-f]{16})?(\.copy)?\.safetensors")
-# All names of unfinished and replaced files; beside unused segments and codebooks they are all that is ever deleted.
+# All names of unfinished and replaced files; beside unused segments and quantizers they are all that is ever deleted.
 _UNFINISHED_FILE = re.compile(
     rf"({SEGMENT_FILE.pattern}|manifest[a-z.]*|{CODEBOOK_FILE.pattern}|writer\.json|{re.escape(MODEL_NAME)})"
     rf"({UNFINISHED}|{REPLACED})"
     rf"|{'|'.join(FORMERS)}"
 )
+
+
+def local_folder(place: str | Path) -> Path:
+    """The folder of a bank.
+
+    Raises:
+        BankError: for a URL.
+    """
+    if _URL.match(str(place)):
+        url = re.sub(r":/+", "://", str(place), count=1)  # a path has lost a slash
+        raise BankError(
+            f"{url} is a URL, and a bank is used in a folder: fetch it with mac-rag bank pull {url} FOLDER, and put it "
+            f"back with mac-rag bank push FOLDER {url}"
+        )
+    return Path(place)
 
 
 def exists(folder: Path) -> bool:
@@ -88,7 +105,7 @@ def remove_vacant(folder: Path, is_new: bool) -> None:
 
 
 def remove_unused(folder: Path, used: Collection[str], *, secure_delete: bool) -> OSError | None:
-    """Removes segments, codebooks and unfinished files whose names are not in `used`, as far as the system lets it.
+    """Removes segments, quantizers and unfinished files whose names are not in `used`, as far as the system lets it.
 
     A folder of such a name stays: no bank has made it.
 
@@ -112,7 +129,7 @@ def remove_unused(folder: Path, used: Collection[str], *, secure_delete: bool) -
 
 
 @contextmanager
-def file_errors(folder: Path | str, what: str) -> Iterator[None]:
+def file_errors(folder: Path, what: str) -> Iterator[None]:
     """Turns errors of the file system into errors that name the bank: it "cannot be {what}"."""
     try:
         yield

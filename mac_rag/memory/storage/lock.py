@@ -46,7 +46,7 @@ class WriterLock:
         try:
             self._file = _identity(self._path)
             write_file(self._holder, [json.dumps(note).encode()])
-            sync_folder(folder)  # before any commit: `mac_rag.memory.storage.newest` tells a crash by the note
+            sync_folder(folder)  # before any commit: `mac_rag.memory.storage.commit_reader` tells a crash by the note
         except BaseException:
             self._lock.release()
             raise

@@ -31,7 +31,7 @@ from mac_rag.memory.rows import RowLayout
 from mac_rag.untrusted_files import MalformedError, read_text_bytes
 
 FORMAT = 5
-CODEBOOK = "codebook"  # name of a bank's first codebook, without the suffix
+CODEBOOK = "codebook"  # name of the quantizer's files in a new bank, without the suffix
 MANIFEST = "manifest.json"
 MANIFEST_COPY = "manifest.copy.json"
 _FORMER = ".old"
@@ -60,7 +60,7 @@ class SegmentInfo(_StrictModel):
     Attributes:
         name: name of its files, without the suffix.
         entries: how many entries were written, deleted ones included.
-        shape: shape of its memory tokens `[n, T, D]`, or codes `[n, T]`.
+        shape: shape of its memory tokens `[n, T, D]`.
         places: W, places of lexical vectors that each row has room for.
         offset: byte offset of the first column in the file of its rows.
         tokens: sha256 of `<name>.safetensors`.
@@ -74,7 +74,7 @@ class SegmentInfo(_StrictModel):
     # Validated, because it becomes part of a path.
     name: Annotated[str, Field(pattern="^segment-[0-9a-f]{16}$")]
     entries: _Positive
-    shape: Annotated[tuple[_Positive, ...], Field(min_length=2, max_length=3)]
+    shape: tuple[_Positive, _Positive, _Positive]
     places: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     offset: Annotated[int, Field(ge=16, lt=1 << 40, multiple_of=8)]
     tokens: _Digest
@@ -102,7 +102,7 @@ class SegmentInfo(_StrictModel):
 
     @property
     def tokens_file(self) -> str:
-        """Name of the file with the memory tokens or codes."""
+        """Name of the file with the memory tokens."""
         return f"{self.name}.safetensors"
 
     @property
@@ -156,8 +156,8 @@ class Manifest(_StrictModel):
         fingerprint: fingerprint of the model that wrote the bank.
         generation: a number that grows with every commit.
         next_sequence: sequence number of the next entry; numbers are never used again.
-        codebook: sha256 of the file of the codebook, or of a product quantizer; None for a bank without either.
-        codebook_name: name of the codebook's files, without the suffix.
+        codebook: with rows pq, sha256 of the file of the quantizer; otherwise None.
+        codebook_name: name of the quantizer's files, without the suffix.
         keep_texts: True if the bank keeps the texts of its documents.
         secure_delete: True if the bank's files are overwritten before they are removed.
         layout: how rows are kept.
@@ -183,13 +183,10 @@ class Manifest(_StrictModel):
         if len({segment.shape[1:] for segment in self.segments}) > 1:
             raise ValueError("the rows of its segments differ in shape")
         is_quantized = self.layout.dtype == "pq"
-        dimensions = 3 if self.codebook is None or is_quantized else 2
-        if any(len(segment.shape) != dimensions for segment in self.segments):
-            raise ValueError(f"rows are stored as {'codes' if dimensions == 3 else 'memory tokens'}, but should not be")
         if any((segment.texts is None) == self.keep_texts for segment in self.segments):
             raise ValueError(f"it keeps {'texts' if self.keep_texts else 'no texts'}, and a segment does not agree")
-        if self.codebook is not None and self.layout != RowLayout() and not is_quantized:
-            raise ValueError("it keeps codes in the layout of memory tokens")
+        if self.codebook is not None and not is_quantized:
+            raise ValueError("it has codebooks, and its rows are not kept as pq")
         if is_quantized:
             if self.segments and (self.codebook is None or not self.layout.code_bytes):
                 raise ValueError("it keeps codes of memory tokens, without codebooks")
@@ -211,7 +208,7 @@ class Manifest(_StrictModel):
 
     @property
     def codebook_files(self) -> tuple[str, str]:
-        """Names of the codebook's file and its copy, if the bank has a codebook."""
+        """Names of the quantizer's file and its copy, in a bank with rows pq."""
         return f"{self.codebook_name}.safetensors", f"{self.codebook_name}.copy.safetensors"
 
 

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from mac_rag.atomic_files import sealed, unsealed, write_text
-from mac_rag.memory.storage.place import is_url
 from mac_rag.untrusted_files import MalformedError, read_text_bytes
 
 MODEL_NAME = "model.json"
@@ -18,20 +17,18 @@ _LONGEST = 4096  # characters of a name
 _LARGEST = 64 << 10  # bytes of the file
 
 
-def read_model_name(place: str | Path, fingerprint: str) -> str | None:
+def read_model_name(folder: Path, fingerprint: str) -> str | None:
     """The name of the model that wrote a bank.
 
     Args:
-        place: folder of the bank; behind a URL there is no name.
+        folder: folder of the bank.
         fingerprint: fingerprint of the bank.
 
     Returns:
         The name; None where there is none, it cannot be read, or it is that of another bank's model.
     """
-    if is_url(place):
-        return None
     try:
-        content = unsealed(read_text_bytes(Path(place) / MODEL_NAME, _LARGEST))
+        content = unsealed(read_text_bytes(folder / MODEL_NAME, _LARGEST))
     except (OSError, MalformedError):
         return None
     name = content.get("name")
@@ -40,7 +37,7 @@ def read_model_name(place: str | Path, fingerprint: str) -> str | None:
     return name
 
 
-def copy_model_name(source: str | Path, folder: Path, fingerprint: str) -> None:
+def copy_model_name(source: Path, folder: Path, fingerprint: str) -> None:
     """Gives a copy of a bank the name of its model, where there is one and it can be written; a bank needs none."""
     name = read_model_name(source, fingerprint)
     if name is not None:

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from mac_rag.atomic_files import sealed, unsealed
 from mac_rag.data.provenance import Member
+from mac_rag.memory.entry_table import Record
 from mac_rag.memory.parts import PART_BITS
-from mac_rag.memory.records import Record
 from mac_rag.memory.storage.manifest import SEQUENCES
 from mac_rag.untrusted_files import MalformedError, is_hole, json_end, parse_json, skip_hole
 

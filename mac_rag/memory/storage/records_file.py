@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mac_rag.data.document_ids import id_hash
 from mac_rag.errors import DamageError
-from mac_rag.memory.entry_table import Dating, EntryTable
-from mac_rag.memory.records import Record
+from mac_rag.memory.entry_table import Dating, EntryTable, Record
 from mac_rag.memory.storage import record_lines
 from mac_rag.memory.storage.entry_index import EntryIndex
 from mac_rag.untrusted_files import MalformedError, open_file, read_text_bytes

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from mac_rag.atomic_files import write_file
 from mac_rag.errors import BankError, DamageError
+from mac_rag.memory.entry_table import Record
 from mac_rag.memory.parts import Part, PlacedRecord, Texts
-from mac_rag.memory.records import Record
 from mac_rag.memory.rows import OVERVIEW, RowLayout, Rows
 from mac_rag.memory.storage import record_lines, tokens_file
 from mac_rag.memory.storage.entry_index import EntryIndex, read_index
@@ -236,11 +236,6 @@ class Verified:
         self.all = bool(entries.all())
         self.overview = overview
 
-    def forget(self) -> None:
-        """Nothing is known any more."""
-        self.entries.fill_(False)
-        self.all = self.overview = False
-
 
 def write_segment(
     folder: Path,
@@ -333,24 +328,19 @@ def read_segment(
     layout: RowLayout,
     *,
     secure_delete: bool,
-    rows: Rows | None = None,
-    kind: type[Segment] | None = None,
 ) -> Segment:
-    """Opens a segment. Its records, and unless they are codes its rows, are verified when they are first read.
+    """Opens a segment. Its rows and its records are verified when they are first read.
 
     Args:
         folder: folder of the bank.
         info: what the manifest says about the segment.
         layout: how the bank keeps its rows.
         secure_delete: True if its files will be overwritten before they are removed: it is read now.
-        rows: the rows of all entries, if they are not to be read from the folder; nothing of them was verified.
-        kind: class of the segment; None for `Segment`.
 
     Raises:
         FileNotFoundError: when one of its files is missing, as happens after a writer has replaced the segment.
         DamageError: when one of its files is not what was written, or with `secure_delete` after such a replacement.
     """
-    at_once = rows is None and (secure_delete or len(info.shape) == 2)
     path = folder / info.index_file
     try:
         index = read_index(path, info)
@@ -359,13 +349,12 @@ def read_segment(
         if not torch.isin(torch.tensor(info.tombstones, dtype=torch.long), index.sequences).all():
             raise MalformedError("the manifest says that entries were deleted that it never had")
         path = folder / info.tokens_file
-        if rows is None:
-            rows = (tokens_file.load_rows if at_once else tokens_file.map_rows)(folder, info, layout)
+        rows = (tokens_file.load_rows if secure_delete else tokens_file.map_rows)(folder, info, layout)
         path = folder / info.texts_file
         texts = _texts_file(folder, info, secure_delete)
     except MalformedError as error:
         raise DamageError(f"{path} is damaged: {error}{REMEDY}") from None
-    return (kind or Segment)(folder, info, layout, rows, records, texts, verified=at_once)
+    return Segment(folder, info, layout, rows, records, texts, verified=secure_delete)
 
 
 def index_of_records(path: Path, info: SegmentInfo) -> EntryIndex:

@@ -4,7 +4,7 @@
     segment-<random>.safetensors, .jsonl           entries that never change; see `mac_rag.memory.storage.segment`
     segment-<random>.texts.jsonl                   their texts, in a bank that keeps texts
     segment-<random>.index                         where their records are
-    codebook.safetensors, codebook.copy.safetensors    what the codes of its rows are looked up in
+    codebook.safetensors, codebook.copy.safetensors    with rows pq, what their codes are looked up in
     writer.lock, writer.json                       which process is writing
 
 A commit writes new entries as a segment, syncs it, and then replaces the manifest in one rename. So a killed process
@@ -21,16 +21,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torch import Tensor
-
 from mac_rag.atomic_files import make_folder, remove_file, sync_folder, write_file
 from mac_rag.errors import BankError, DamageError, FingerprintError
 from mac_rag.memory.parts import Part
-from mac_rag.memory.quantizer import used_codes_only
-from mac_rag.memory.rows import Codebook, RowLayout
-from mac_rag.memory.storage.codebook_file import codebook_bytes
-from mac_rag.memory.storage.commit_reader import Commit, read_commit
-from mac_rag.memory.storage.consistency import check_consistency
+from mac_rag.memory.rows import RowLayout
+from mac_rag.memory.storage.commit_reader import Commit, check_consistency, check_newest, quantizer_bytes, read_commit
 from mac_rag.memory.storage.folder import (
     check_exists,
     exists,
@@ -51,7 +46,6 @@ from mac_rag.memory.storage.manifest import (
     restore_manifest,
     write_manifest,
 )
-from mac_rag.memory.storage.newest import check_newest
 from mac_rag.memory.storage.segment import Segment, write_segment
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.shipped_models import describe
@@ -68,7 +62,7 @@ class Store:
         lock: the right to write to it; None to read only.
         manifest: the manifest of the commit.
         segments: the segments that the manifest names.
-        codebook: what codes of rows are looked up in; None for a bank that has none.
+        quantizer: with rows pq, what their codes are looked up in; otherwise None.
 
     Attributes:
         manifest: the manifest of the commit.
@@ -81,25 +75,27 @@ class Store:
         lock: WriterLock | None,
         manifest: Manifest,
         segments: Sequence[Segment],
-        codebook: Codebook | None,
+        quantizer: ProductQuantizer | None,
     ) -> None:
         self.folder = folder
         self.manifest = manifest
         self.segments = tuple(segments)
-        self.codebook = codebook
+        self.quantizer = quantizer
         self._lock = lock
         self._was_writable = lock is not None  # its bank may have changed, so it never follows another writer
         self._written: set[str] = set()  # names of segments that are on the disk for the next commit
         self._failed: Manifest | None = None  # of a commit that failed, if it may be on the disk nevertheless
 
     @classmethod
-    def create(cls, folder: Path, like: Manifest, codebook: Codebook | None, parts: Sequence[Part] = ()) -> Store:
+    def create(
+        cls, folder: Path, like: Manifest, quantizer: ProductQuantizer | None, parts: Sequence[Part] = ()
+    ) -> Store:
         """Makes a new bank and opens it for writing. A crash or an error before the end leaves no bank.
 
         Args:
             folder: folder of the bank; it is made if it does not exist.
             like: a manifest with the fingerprint, the next sequence number, the intent and the settings of the bank.
-            codebook: what codes of rows are looked up in; None for a bank that has none.
+            quantizer: with rows pq, what their codes are looked up in; otherwise None.
             parts: all entries of the bank, in order.
 
         Raises:
@@ -111,7 +107,7 @@ class Store:
             is_new = not folder.exists()
             make_folder(folder)
             try:
-                store = cls(folder, WriterLock(folder), manifest, (), codebook)
+                store = cls(folder, WriterLock(folder), manifest, (), quantizer)
             except BaseException:
                 remove_vacant(folder, is_new)
                 raise
@@ -143,9 +139,9 @@ class Store:
             check_newest(folder)
             lock = WriterLock(folder) if write else None
             try:
-                manifest, segments, codebook = read_commit(folder)
-                store = cls(folder, lock, manifest, segments, codebook)
-                check_consistency(folder, manifest, segments, codebook)
+                manifest, segments, quantizer = read_commit(folder)
+                store = cls(folder, lock, manifest, segments, quantizer)
+                check_consistency(folder, manifest, segments, quantizer)
                 if write:
                     renew_copy(folder, manifest)
                     store.tidy()
@@ -156,11 +152,11 @@ class Store:
         return store
 
     def _begin(self, parts: Sequence[Part]) -> None:
-        """Writes the codebook and the first commit."""
+        """Writes the quantizer and the first commit."""
         try:
             digest = None
-            if self.codebook is not None:
-                digest = self._write_codebook(self.codebook, self.manifest)
+            if self.quantizer is not None:
+                digest = self._write_quantizer(self.quantizer, self.manifest)
             segments = self._segments(parts, self.manifest.layout, None)
             manifest = self._next(segments, self.manifest.next_sequence).model_copy(update={"codebook": digest})
             write_manifest(self.folder, manifest)
@@ -173,15 +169,6 @@ class Store:
             raise
         self.manifest, self.segments = manifest, tuple(segments)
         self.tidy()
-
-    @property
-    def place(self) -> Path | str:
-        """Where the bank lies, for messages: its folder, or its URL."""
-        return self.folder
-
-    def _read(self, known: Commit) -> Commit:
-        """The last commit; what is known already is not read again."""
-        return read_commit(self.folder, known)
 
     @property
     def writable(self) -> bool:
@@ -209,17 +196,18 @@ class Store:
         """
         if self._was_writable:
             return False
-        with file_errors(self.place, "read"):
-            manifest, segments, codebook = self._read(Commit(self.manifest, self.segments, self.codebook))
+        with file_errors(self.folder, "read"):
+            known = Commit(self.manifest, self.segments, self.quantizer)
+            manifest, segments, quantizer = read_commit(self.folder, known)
             if manifest == self.manifest:
                 return False
             if manifest.fingerprint != self.manifest.fingerprint:
                 raise FingerprintError(
-                    f"{self.place} was written by {describe(self.manifest.fingerprint)} and has been replaced by a "
+                    f"{self.folder} was written by {describe(self.manifest.fingerprint)} and has been replaced by a "
                     f"bank of {describe(manifest.fingerprint)}; open it again, with that model"
                 )
-            check_consistency(self.place, manifest, segments, codebook)
-        self.manifest, self.segments, self.codebook = manifest, segments, codebook
+            check_consistency(self.folder, manifest, segments, quantizer)
+        self.manifest, self.segments, self.quantizer = manifest, segments, quantizer
         return True
 
     def write(
@@ -257,7 +245,6 @@ class Store:
         layout: RowLayout | None = None,
         quantizer: ProductQuantizer | None = None,
         intent: Intent | None = None,
-        drop_codes: bool = False,
     ) -> None:
         """Makes these parts the contents of the bank. After an error the last commit stands, and a retry is possible.
 
@@ -268,7 +255,6 @@ class Store:
             layout: how the parts keep their rows; None for as before.
             quantizer: with dtype pq, what their codes are looked up in; None for as before.
             intent: the change that starts after this commit; None to leave the recorded intent as it is.
-            drop_codes: True to drop codes that no entry uses, if entries were ever deleted (see `used_codes_only`).
 
         Raises:
             BankError: when a file cannot be written, or another process has changed the bank.
@@ -276,11 +262,9 @@ class Store:
         layout = layout or self.manifest.layout
         segments = self.write(parts, layout=layout, rewrite=rewrite)
         manifest = self._next(segments, next_sequence).model_copy(update={"layout": layout})
-        codebook = quantizer or self.codebook
-        if isinstance(codebook, Tensor) and drop_codes and sum(len(each.numbers) for each in segments) < next_sequence:
-            codebook = used_codes_only(codebook, segments)
-        if codebook is not None and codebook is not self.codebook:
-            manifest = self._with_codebook(manifest, codebook)
+        quantizer = quantizer or self.quantizer
+        if quantizer is not None and quantizer is not self.quantizer:
+            manifest = self._with_quantizer(manifest, quantizer)
         if intent is not None:
             manifest = manifest.model_copy(update={"intent": intent})
         if manifest != self.manifest:
@@ -295,22 +279,22 @@ class Store:
                 raise
         # Files that are not needed any more go later: nothing may fail between the commit and the news of it.
         self.manifest, self.segments, self._failed = manifest, tuple(segments), None
-        self.codebook = codebook
+        self.quantizer = quantizer
         self._written.clear()
 
-    def _with_codebook(self, manifest: Manifest, codebook: Codebook) -> Manifest:
-        """The manifest with another codebook, whose files are written."""
+    def _with_quantizer(self, manifest: Manifest, quantizer: ProductQuantizer) -> Manifest:
+        """The manifest with another quantizer, whose files are written."""
         named = manifest.model_copy(update={"codebook_name": f"{CODEBOOK}-{secrets.token_hex(8)}"})
         try:
             with file_errors(self.folder, "written to"):
-                return named.model_copy(update={"codebook": self._write_codebook(codebook, named)})
+                return named.model_copy(update={"codebook": self._write_quantizer(quantizer, named)})
         except BaseException:
             self.tidy()
             raise
 
-    def _write_codebook(self, codebook: Codebook, manifest: Manifest) -> str:
-        """Writes a codebook and its copy under the names that a manifest gives them; returns the sha256."""
-        data = codebook_bytes(codebook)
+    def _write_quantizer(self, quantizer: ProductQuantizer, manifest: Manifest) -> str:
+        """Writes a quantizer and its copy under the names that a manifest gives them; returns the sha256."""
+        data = quantizer_bytes(quantizer)
         [digest, _] = [
             write_file(self.folder / name, [data], secure_delete=manifest.secure_delete)
             for name in manifest.codebook_files

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import torch
 
-from mac_rag.memory.records import Record
+from mac_rag.memory.entry_table import Record
 from mac_rag.memory.rows import RowLayout, Rows
 from mac_rag.memory.storage.manifest import SegmentInfo
 from mac_rag.untrusted_files import MalformedError, file_digest, open_file, parse_json
@@ -31,7 +31,7 @@ def header(records: Sequence[Record], layout: RowLayout, shape: Sequence[int], p
     Args:
         records: the records of all entries.
         layout: how the bank keeps its rows.
-        shape: `[n, T, D]` of memory tokens, `[n, T]` of codes.
+        shape: `[n, T, D]` of memory tokens.
         places: W.
     """
     entries = [(record.sequence, record.document_ids) for record in records]

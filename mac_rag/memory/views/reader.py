@@ -12,16 +12,13 @@ from mac_rag.config import AttentionConfig
 from mac_rag.errors import ConfigError
 from mac_rag.lm.devices import DTYPES
 from mac_rag.memory.contents import Contents
-from mac_rag.memory.views.base_reader import Aggregated, BringsReader, Reader, prior_summary
-from mac_rag.memory.views.codebook import CodebookView
+from mac_rag.memory.views.base_reader import Aggregated, BringsReader, Reader, RecentQuestions, prior_summary
 from mac_rag.memory.views.prior_index import PriorIndex
 from mac_rag.memory.views.projection import ProjectedBank
-from mac_rag.memory.views.question_cache import RecentQuestions
 from mac_rag.nn.bank_view import BankView
 from mac_rag.nn.bank_view import prior_keys as prior_keys_of
 from mac_rag.nn.hierarchical import hierarchical
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.prior_keys import PriorKeys
 
 if TYPE_CHECKING:
     from mac_rag.memory.interface import BankContents
@@ -53,18 +50,16 @@ class BankReader(Reader):
             )
         super().__init__(model, bank, config)
         self._rows: ProjectedBank | None = None
-        self._codes: CodebookView | None = None
         self._priors = PriorIndex(exact_rows=config.exact_rows)
 
     def follow(self, bank: BankContents) -> None:
         assert isinstance(bank, Contents)
         if bank.history != self.bank.history:
-            self._rows, self._codes, self._recent = None, None, RecentQuestions()
+            self._rows, self._recent = None, RecentQuestions()
             self._priors = PriorIndex(exact_rows=self.config.exact_rows)
         self.bank = bank
-        for view in (self._rows, self._codes):
-            if view is not None:
-                view.bank = bank
+        if self._rows is not None:
+            self._rows.bank = bank
 
     @torch.no_grad()
     def _aggregate(
@@ -81,8 +76,6 @@ class BankReader(Reader):
                 all_rows = found.new_zeros(len(questions), len(self.bank.row_keys))
                 found = all_rows.scatter_(1, index.to(found.device), found)
             return Aggregated(phi, discarded, mass=found)
-        if self._by_codes and visible is None and not mass:  # codes do not tell rows apart
-            return Aggregated(network(question, self._coded(), look=look)[0], nothing)
         if self.config.strategy == "hierarchical":
             view: BankView = self._projected()
             if visible is not None:  # the groups are formed as if there were no other rows
@@ -95,20 +88,15 @@ class BankReader(Reader):
     def _prior_summary(self, questions: Sequence[str], visible: Tensor | None) -> tuple[Tensor, int]:
         prior = self.model.aggregation.prior
         assert prior is not None
-        keys: Tensor | PriorKeys | None
-        if self.bank.codebook is None:
-            keys = prior_keys_of(self._projected())
-        else:
-            keys = self._coded().row_prior_keys
-            assert keys is not None
+        keys = prior_keys_of(self._projected())
         scores = prior.score(prior.queries(self._encoded(questions, {})), keys)
         return prior_summary(scores, visible), len(keys) if visible is None else int(visible.sum())
 
     def _preselect(self, question: MemoryTokens, visible: Tensor | None) -> tuple[BankView, Tensor, Tensor]:
         """The rows with the highest prior: a view, their numbers `[B, N]`, and the discarded prior `[B]`."""
         prior = self.model.aggregation.prior
-        view = self._projected() if self.bank.codebook is None else self._coded()
-        prior_keys = view.prior_keys if isinstance(view, ProjectedBank) else view.row_prior_keys
+        view = self._projected()
+        prior_keys = view.prior_keys
         assert prior is not None
         assert prior_keys is not None
         queries, scale, n = prior.queries(question), prior.log_scale.exp(), self.config.preselected
@@ -134,25 +122,6 @@ class BankReader(Reader):
             )
         self._rows.refresh()
         return self._rows
-
-    @property
-    def _by_codes(self) -> bool:
-        """True if attention over codes equals attention over rows: exact attention without a document prior."""
-        network = self.model.aggregation
-        exact = self.config.strategy == "streaming"
-        return self.bank.codebook is not None and exact and (network.prior is None or not network.use_prior)
-
-    def _coded(self) -> CodebookView:
-        # A codebook that has lost codes is another one: new rows may get the numbers of those.
-        if self._codes is None or self._codes.codebook is not self.bank.codebook:
-            self._codes = CodebookView(
-                self.model.aggregation,
-                self.bank,
-                device=self.model.device,
-                dtype=DTYPES[self.config.cache_dtype],
-            )
-        self._codes.refresh()
-        return self._codes
 
 
 def reader_of(model: MACModel, bank: BankContents, config: AttentionConfig) -> Reader:

@@ -16,7 +16,7 @@ from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, DamageError
 from mac_rag.memory import MemoryBank, entry_table
-from mac_rag.memory.records import Record
+from mac_rag.memory.entry_table import Record
 from mac_rag.memory.rows import RowLayout
 from mac_rag.memory.storage import record_lines, records_file
 from mac_rag.memory.storage.entry_index import EntryIndex, read_index

@@ -18,10 +18,14 @@ from mac_rag.memory import MemoryBank
 from mac_rag.memory.rows import RowLayout
 from mac_rag.memory.storage.repair import repair, verify
 from mac_rag.memory.storage.store import Store
+from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.printable import printable
-from tests.memory.helpers import WIDTH, fast_folder, memory
+from tests.memory.helpers import TOKENS, WIDTH, fast_folder, memory
 
-COPIES = ("manifest.copy.json", "codebook.copy.safetensors")
+MODEL = "f00d" * 16
+QUANTIZER = ProductQuantizer.fit(
+    torch.randn(300, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)), WIDTH, fingerprint=MODEL, whole=1
+)
 
 
 @dataclass(frozen=True)
@@ -39,19 +43,18 @@ class Example:
 
 
 LAYOUTS = {
-    "codes": RowLayout(),
     "fp32": RowLayout(),
     "bf16": RowLayout(dtype="bf16", lexical_vectors=1, summary=2),
     "int8": RowLayout(dtype="int8", lexical_vectors=1),
+    "pq": RowLayout().quantized(QUANTIZER),
 }
 
 
 @cache
 def example(kind: str) -> Example:
-    codebook = torch.arange(40.0)[:, None].expand(-1, WIDTH) if kind == "codes" else None
     with fast_folder() as folder:
-        with MemoryBank.create(folder, "f00d", codebook=codebook) as bank:
-            bank.keep_rows_as(LAYOUTS[kind])
+        with MemoryBank.create(folder, MODEL) as bank:
+            bank.keep_rows_as(LAYOUTS[kind], QUANTIZER if kind == "pq" else None)
             for names in (["a", "b", "ü/..\\\n", "gone", "d", "e", "f", "g"], ["h", "i"]):
                 for number, name in enumerate(names):
                     metadata = {"sequence": 1, "brace": "}\n{", "name": name}
@@ -115,7 +118,7 @@ def test_damage_to_one_file(data: st.DataObject, kind: str, how: str) -> None:
 def check(folder: Path, whole: Example, name: str, lost: list[str]) -> None:
     """The damage is noticed and named; repairing it costs these documents and nothing else."""
     path = str(folder / name)
-    if name in COPIES:
+    if ".copy." in name:
         assert values(MemoryBank.open(folder)) == whole.documents
     elif name.startswith("segment") and (opened := opened_or_refused(folder, path)) is not None:
         check_reading(opened, whole, path, lost)
@@ -166,7 +169,7 @@ def check_reading(bank: MemoryBank, whole: Example, path: str, lost: list[str]) 
 
 
 def test_a_whole_bank_needs_no_repair(folder: Path) -> None:
-    for name, data in example("codes").files.items():
+    for name, data in example("pq").files.items():
         (folder / name).write_bytes(data)
     before = sorted(file.name for file in folder.iterdir())
     assert repair(folder).clean
@@ -174,14 +177,15 @@ def test_a_whole_bank_needs_no_repair(folder: Path) -> None:
     assert [name for name in sorted(file.name for file in folder.iterdir()) if "writer" not in name] == before
 
 
-@pytest.mark.parametrize("names", [("manifest.json", "manifest.copy.json"), ("codebook.safetensors", COPIES[1])])
-def test_both_copies_damaged(folder: Path, names: tuple[str, str]) -> None:
-    for name, data in example("codes").files.items():
-        (folder / name).write_bytes(data if name not in names else data[:-3])
+@pytest.mark.parametrize("kind", ["manifest", "codebook"])
+def test_both_copies_damaged(folder: Path, kind: str) -> None:
+    copy, whole = sorted((name for name in example("pq").files if name.startswith(kind)), key=lambda name: -len(name))
+    for name, data in example("pq").files.items():
+        (folder / name).write_bytes(data if name not in (copy, whole) else data[:-3])
     for use in (verify, repair):
-        with pytest.raises(BankError, match=rf"{names[0]}.*{names[1]}.*backup"):
+        with pytest.raises(BankError, match=rf"{whole}.*{copy}.*backup"):
             use(folder)
-    assert (folder / names[0]).read_bytes() == example("codes").files[names[0]][:-3]
+    assert (folder / whole).read_bytes() == example("pq").files[whole][:-3]
 
 
 def test_both_files_of_a_segment_lost(folder: Path) -> None:

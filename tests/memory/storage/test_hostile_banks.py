@@ -35,11 +35,6 @@ def bank(tmp_path: Path) -> Path:
     return banks.make(tmp_path)[0]
 
 
-@pytest.fixture
-def codes(tmp_path: Path) -> Path:
-    return banks.make(tmp_path)[1]
-
-
 def refused(folder: Path, message: str) -> None:
     """It is refused in little memory, by whoever opens it or reads its records."""
     for write in (False, True):
@@ -84,7 +79,7 @@ def largest(manifest: dict[str, Any]) -> dict[str, Any]:
         (lambda m: m.update(next_sequence=1), "contradicts itself: sequence number 1 is not below 1"),
         (lambda m: m.update(next_sequence=1 << 80), "manifest.json is damaged: next_sequence"),
         (lambda m: m.update(generation=-1), "manifest.json is damaged: generation"),
-        (lambda m: m.update(codebook="0" * 64), "memory tokens, but should not be|codes, but should not be"),
+        (lambda m: m.update(codebook="0" * 64), "it has codebooks, and its rows are not kept as pq"),
         (lambda m: m.update(intent={"puts": [[]]}), "manifest.json is damaged: intent"),
         (lambda m: m.update(format=[9] * 100), r"has format \[9, 9.{,60}, and this version"),
     ],
@@ -159,14 +154,6 @@ def test_numbers_that_are_not_finite(bank: Path, number: float) -> None:
     assert verify(bank).clean
 
 
-@pytest.mark.parametrize(("code", "message"), [(40, "code 40 of document 'b'"), (-1, "a code is negative")])
-def test_codes_that_the_codebook_does_not_have(codes: Path, code: int, message: str) -> None:
-    write_number(codes, struct.pack("<i", code))
-    refused(codes, message)
-    assert list(repair(codes).lost) == ["b"]
-    assert verify(codes).clean
-
-
 def write_number(folder: Path, number: bytes) -> None:
     """Writes a number into the first row of document b, with checksums that fit."""
     manifest = manifest_of(folder)
@@ -190,17 +177,16 @@ def test_files_that_are_something_else(bank: Path, suffix: str, kind: str) -> No
 def test_numbers_that_are_not_finite_enter_no_bank(value: float) -> None:
     phi = torch.zeros(3, 2, 3)
     phi[1, 0, 2] = value
-    for codebook in (None, torch.eye(3)):
-        bank = MemoryBank("f00d", codebook=codebook)
-        with pytest.raises(BankError, match="row 1 of 3 rows of memory tokens"):
-            bank.put([Document(name, name) for name in "abc"], phi)
-        bank.put([Document(name, name) for name in "abc"], torch.zeros(3, 2, 3))
-        with pytest.raises(BankError, match="not finite"):
-            bank.merge(["a", "b"], phi[1:2])
-        entry = BankEntry((Member.of(Document("a", "a")),), 0, 3, lambda: phi, lambda: (None,))
-        with pytest.raises(BankError, match="not finite"):
-            MemoryBank("f00d", codebook=codebook).restore([entry])
-        assert bank.document_ids == ["a", "b", "c"]
+    bank = MemoryBank("f00d")
+    with pytest.raises(BankError, match="row 1 of 3 rows of memory tokens"):
+        bank.put([Document(name, name) for name in "abc"], phi)
+    bank.put([Document(name, name) for name in "abc"], torch.zeros(3, 2, 3))
+    with pytest.raises(BankError, match="not finite"):
+        bank.merge(["a", "b"], phi[1:2])
+    entry = BankEntry((Member.of(Document("a", "a")),), 0, 3, lambda: phi, lambda: (None,))
+    with pytest.raises(BankError, match="not finite"):
+        MemoryBank("f00d").restore([entry])
+    assert bank.document_ids == ["a", "b", "c"]
 
 
 def test_metadata_is_refused_where_it_could_not_be_read_again(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, FingerprintError
@@ -129,7 +128,7 @@ def test_a_reader_refuses_the_bank_of_another_model(folder: Path) -> None:
         put(bank, "a", 1)
     reader = MemoryBank.open(place)
     shutil.rmtree(place)
-    with MemoryBank.create(place, "beef", codebook=torch.eye(3)) as bank:
+    with MemoryBank.create(place, "beef") as bank:
         put(bank, "b", 1)
     with pytest.raises(FingerprintError, match="model f00d and has been replaced by a bank of model beef"):
         reader.refresh()

@@ -43,17 +43,15 @@ class Banks(RuleBasedStateMachine):
     """One writer and one reader of the same folder, and the list of entries that each of them should see."""
 
     @initialize(
-        has_codebook=st.booleans(),
         keep_texts=st.booleans(),
         large=st.sampled_from([store._LARGE, 100]),
         on_disk=st.integers(0, 4),
     )
-    def start(self, has_codebook: bool, keep_texts: bool, large: int, on_disk: int) -> None:
+    def start(self, keep_texts: bool, large: int, on_disk: int) -> None:
         self.large, store._LARGE = store._LARGE, large
         self.open = ExitStack()
         self.folder = self.open.enter_context(fast_folder())
         self.generator = torch.Generator().manual_seed(0)
-        self.codebook = torch.randn(50, WIDTH, generator=self.generator) if has_codebook else None
         self.on_disk, self.keep_texts = on_disk > 0, keep_texts
         self.entries: list[Entry] = []
         self.committed: list[Entry] = []
@@ -62,10 +60,10 @@ class Banks(RuleBasedStateMachine):
         self.number = 0
         self.snapshots: list[tuple[Snapshot, list[Entry]]] = []
         if self.on_disk:
-            self.bank = MemoryBank.create(self.folder, "f00d", codebook=self.codebook, keep_texts=keep_texts)
+            self.bank = MemoryBank.create(self.folder, "f00d", keep_texts=keep_texts)
             self.reader, self.seen = MemoryBank.open(self.folder), list(self.committed)
         else:
-            self.bank = MemoryBank("f00d", codebook=self.codebook, keep_texts=keep_texts)
+            self.bank = MemoryBank("f00d", keep_texts=keep_texts)
 
     def teardown(self) -> None:
         if hasattr(self, "bank"):
@@ -74,9 +72,7 @@ class Banks(RuleBasedStateMachine):
             store._LARGE = self.large
 
     def phi(self, rows: int) -> Tensor:
-        if self.codebook is None:
-            return torch.randn(rows, TOKENS, WIDTH, generator=self.generator)
-        return self.codebook[torch.randint(0, len(self.codebook), (rows, TOKENS), generator=self.generator)]
+        return torch.randn(rows, TOKENS, WIDTH, generator=self.generator)
 
     def holding(self, document_id: str) -> list[Entry]:
         return [entry for entry in self.entries if document_id in entry.ids]
@@ -139,7 +135,6 @@ class Banks(RuleBasedStateMachine):
             names = {file.name for file in self.folder.iterdir()}
             segments = len(names & {f"{segment.name}.jsonl" for segment in self.bank._store.segments})  # type: ignore[union-attr]
             others = {"manifest.json", "manifest.copy.json", "writer.lock", "writer.json"}
-            others |= {"codebook.safetensors", "codebook.copy.safetensors"} if self.codebook is not None else set()
             if compact:
                 assert len(names) == (4 if self.keep_texts else 3) * segments + len(others), names
                 written = b"".join(file.read_bytes() for file in self.folder.glob("segment-*.texts.jsonl"))
@@ -239,8 +234,6 @@ class Banks(RuleBasedStateMachine):
         assert torch.equal(bank.read(low, high), phi[low:high])
         index = torch.randint(0, len(phi), (5,), generator=self.generator)
         assert torch.equal(bank.take(index), phi[index])
-        if self.codebook is not None:
-            assert torch.equal(self.codebook[bank.codes(low, high)], phi[low:high])
 
 
 TestBanks = Banks.TestCase

@@ -26,7 +26,6 @@ QUESTIONS = ["Who opened the bridge?", "When did the museum close?"]
 @settings(max_examples=12, deadline=None)
 @given(
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=10),
-    coded=st.booleans(),
     use_prior=st.booleans(),
     read_before=st.booleans(),
     seed=st.integers(0, 9),
@@ -36,7 +35,6 @@ def test_a_bank_is_read_as_one_that_never_held_the_others(
     loaded_tiny_model: MACModel,
     reading: str,
     counts: list[int],
-    coded: bool,
     use_prior: bool,
     read_before: bool,
     seed: int,
@@ -45,12 +43,11 @@ def test_a_bank_is_read_as_one_that_never_held_the_others(
     model = loaded_tiny_model
     config = AttentionConfig.model_validate(READINGS[reading])
     phi = random_rows(model, sum(counts), seed)
-    codebook = random_rows(model, 3, 100).flatten(0, 1) if coded else None
     documents = [Document(f"d{number}", "") for number in range(len(counts))]
     ids = st.sampled_from([document.id for document in documents])
     merged = data.draw(st.sampled_from([(), tuple(data.draw(st.sets(ids, max_size=3)))]))
     deleted, allowed = data.draw(st.sets(ids, max_size=3)), data.draw(st.sets(ids, min_size=1))
-    bank, fresh = (MemoryBank(model.fingerprint, codebook=codebook) for _ in range(2))
+    bank, fresh = (MemoryBank(model.fingerprint) for _ in range(2))
     bank.put(documents, phi, counts)
     reader = BankReader(model, bank, config)
     if read_before:  # so that what is cached of the bank is older than its changes

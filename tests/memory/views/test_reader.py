@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -14,10 +13,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory import MemoryBank
-from mac_rag.memory.quantizer import fit
-from mac_rag.memory.rows import Rows
-from mac_rag.memory.views.codebook import quantize
-from mac_rag.memory.views.question_cache import RecentQuestions
+from mac_rag.memory.views.base_reader import RecentQuestions
 from mac_rag.memory.views.reader import BankReader
 from mac_rag.model import MACModel
 from mac_rag.nn.memory_tokens import MemoryTokens
@@ -134,45 +130,6 @@ def test_preselection_follows_the_bank_and_tells_what_it_left_out(tiny_model: MA
     kept = scores.softmax(1).gather(1, best).sum(1)
     torch.testing.assert_close(found.discarded, 1 - kept, atol=1e-5, rtol=1e-4)
     assert reader.attention_mass(QUESTIONS).gt(0).sum(1).tolist() == [2, 2, 2]
-
-
-def test_a_codebook_that_has_lost_codes_is_read_anew(tiny_model: MACModel, tmp_path: Path) -> None:
-    bank = bank_of(tiny_model, NEWS.documents)
-    quantize(bank, fit(bank.phi, 8)).save(tmp_path / "bank")
-    tiny_model.aggregation.use_prior = False
-    try:
-        with MemoryBank.open(tmp_path / "bank", write=True) as quantized:
-            reader = BankReader(tiny_model, quantized, exact("streaming"))
-            reader.aggregate(QUESTIONS)
-            for document in NEWS.documents[1:]:
-                quantized.delete(document.id)
-            quantized.compact()
-            assert quantized.codebook is not None
-            equal = (quantized.codebook == quantized.codebook[-1]).all(1)
-            assert equal.sum() > 1
-            # A new row may get the number of any of the codes that are equal now.
-            codes = torch.arange(8, dtype=torch.int32)[equal][-1].expand(1, 2 * quantized.codes(0, 1).shape[1])
-            quantized._encoded = lambda phi, _=None: Rows({"codes": codes[:, : phi.shape[1]]})  # type: ignore[method-assign]
-            quantized.put([Document("new", "")], quantized.read(0, 1))
-            found = reader.aggregate(QUESTIONS).phi
-            expected = tiny_model.aggregate(QUESTIONS, quantized.phi)
-    finally:
-        tiny_model.aggregation.use_prior = True
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("strategy", ["streaming", "preselect"])
-@pytest.mark.parametrize("prior", [True, False])
-def test_a_codebook_bank_is_read_as_what_it_holds(tiny_model: MACModel, strategy: Strategy, prior: bool) -> None:
-    bank = bank_of(tiny_model, NEWS.documents)
-    quantized = quantize(bank, fit(bank.phi, 8))
-    tiny_model.aggregation.use_prior = prior
-    try:
-        found = BankReader(tiny_model, quantized, exact(strategy)).aggregate(QUESTIONS).phi
-        expected = tiny_model.aggregate(QUESTIONS, quantized.phi)
-    finally:
-        tiny_model.aggregation.use_prior = True
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_no_attention_to_documents_under_algorithm_3(tiny_model: MACModel) -> None:

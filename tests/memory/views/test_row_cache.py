@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mac_rag.memory.views.row_cache import RowCache
+from mac_rag.memory.views.projection import RowCache
 
 
 def computed(row_keys: Tensor) -> tuple[Tensor, Tensor]:
