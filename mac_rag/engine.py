@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.adapting import GROUP, Adapter
-from mac_rag.answering import Call, Settings, answer_calls, contexts_of
+from mac_rag.asking import Call, Settings, answer_calls, contexts_of
 from mac_rag.config import AttentionConfig, BoundConfig
 from mac_rag.data.dates import AsOf, moment_of_question
 from mac_rag.data.types import AdaptReport, Answer, Document

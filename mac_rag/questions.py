@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from mac_rag.answering import Memory, Retrieval, group_of
+from mac_rag.asking import Memory, Retrieval, group_of
 from mac_rag.batching_queue import BatchingQueue, isolating_errors
 from mac_rag.config import AttentionConfig
 from mac_rag.consistent_retrieval import ConsistentRetrieval

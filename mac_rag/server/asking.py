@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mac_rag.answering import conversation_prompt
+from mac_rag.asking import conversation_prompt
 from mac_rag.engine import MACEngine
 from mac_rag.lm.chat import Message
 from mac_rag.lm.prompt import FittedPrompt
