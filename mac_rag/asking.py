@@ -7,26 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
 from mac_rag.batching_queue import isolating_errors
 from mac_rag.confidence import check_threshold, doubted, evidence_of
 from mac_rag.data.characters import check_text
-from mac_rag.data.types import Answer, Source
+from mac_rag.data.provenance import content_hash
+from mac_rag.data.types import Answer, Document, Source
 from mac_rag.errors import ConfigError
 from mac_rag.lm.chat import Message
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import Sampling
 from mac_rag.memory.interface import BankContents
+from mac_rag.memory.shared import SharedBank
 from mac_rag.memory.views.base_reader import Aggregated
 from mac_rag.model import MACModel
 from mac_rag.progress import progress_bar
+from mac_rag.retrieval.base import Hit, Retriever
 from mac_rag.sources import find_sources, texts_read
-
-if TYPE_CHECKING:
-    from mac_rag.retrieval.base import Hit
+from mac_rag.sync import is_held
 
 Contexts: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]  # of one question: texts, and ids of retrieved documents
 
@@ -277,3 +278,46 @@ def _answered(batch: Sequence[_Prepared], settings: Settings, model: MACModel, m
     return doubted(
         model, prompts, answers, memory.evidence(model, prompts, texts, phi, settings.allowed), settings.min_confidence
     )
+
+
+class ConsistentRetrieval:
+    """A retriever as a question sees it that sees one snapshot of the bank.
+
+    A change reaches the retriever before it is committed to the bank. If only some documents are allowed, they may have
+    been chosen by the metadata that the snapshot holds. So new versions of documents, for which the choice may not
+    hold, are left out while they are being written.
+
+    Args:
+        retriever: the retriever.
+        bank: the bank that changes along with it.
+        snapshot: what the question sees of the bank.
+        changes: `bank.changes` before the snapshot was taken.
+    """
+
+    def __init__(self, retriever: Retriever, bank: SharedBank, snapshot: BankContents, changes: int) -> None:
+        self._retriever = retriever
+        self._bank = bank
+        self._snapshot = snapshot
+        self._changes = changes
+
+    def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
+        """See `Retriever.retrieve`."""
+        hits = self._retriever.retrieve(questions, k, allowed=allowed)
+        was_changed = self._changes % 2 or self._bank.changes != self._changes
+        if allowed is None or not was_changed or not self._tells():
+            return hits
+        return [[hit for hit in row if not self._is_new(hit)] for row in hits]
+
+    def _tells(self) -> bool:
+        """True if the retriever tells what it holds, so that its documents are those of the bank."""
+        try:
+            self._retriever.content_hashes([])
+        except ConfigError:
+            return False
+        return True
+
+    def _is_new(self, hit: Hit) -> bool:
+        name = hit.document_id
+        return name in self._snapshot and not is_held(
+            self._snapshot, name, content_hash(Document(name, hit.text, hit.metadata))
+        )

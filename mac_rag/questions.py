@@ -9,10 +9,9 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from mac_rag.asking import Memory, Retrieval, group_of
+from mac_rag.asking import ConsistentRetrieval, Memory, Retrieval, group_of
 from mac_rag.batching_queue import BatchingQueue, isolating_errors
 from mac_rag.config import AttentionConfig
-from mac_rag.consistent_retrieval import ConsistentRetrieval
 from mac_rag.data.characters import check_text
 from mac_rag.data.dates import AsOf, moment_of_question
 from mac_rag.data.types import Source
