@@ -213,7 +213,7 @@ class BankQuestions:
         use_memory: bool = True,
         allowed: Container[str] | None = None,
     ) -> Tensor:
-        """What is known of answers, from which confidence is computed: see `mac_rag.confidence.evidence_of`.
+        """What is known of answers, from which confidence is computed: see `mac_rag.asking.evidence_of`.
 
         Args:
             prompts: B prompts, as `MACModel.fit_to_window` makes them.
