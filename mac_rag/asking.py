@@ -1,13 +1,13 @@
-"""Answers calls in batches: documents are retrieved, prompts fitted, the bank aggregated, answers generated.
+"""From questions to answers, in batches: retrieval, prompts, aggregation, generation, confidence.
 
 Several calls of `MACEngine.answer` may share a batch. What is wrong with one of them is an error for that one only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.lm.sampling import Sampling
 from mac_rag.memory.interface import BankContents
 from mac_rag.memory.shared import SharedBank
-from mac_rag.memory.views.base_reader import Aggregated
+from mac_rag.memory.views.base_reader import Aggregated, Reader
 from mac_rag.model import MACModel
 from mac_rag.model.calibration import Logistic, Mode
 from mac_rag.progress import progress_bar
@@ -32,45 +32,6 @@ from mac_rag.sources import find_sources, support_of, texts_read
 from mac_rag.sync import is_held
 
 Contexts: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]  # of one question: texts, and ids of retrieved documents
-
-
-@dataclass(frozen=True)
-class Memory:
-    """A bank as the answers of a batch see it.
-
-    Attributes:
-        contents: the bank, or a snapshot of it.
-        aggregate: from prompts and the allowed documents to phi* of each, and with True to the attention mass.
-        prior_evidence: see `mac_rag.memory.views.base_reader.Reader.prior_evidence`.
-        by_document: from the mass of rows and the allowed documents to that of documents; see
-            `mac_rag.memory.views.base_reader.Reader.by_document`.
-    """
-
-    contents: BankContents
-    aggregate: Callable[[Sequence[FittedPrompt], Container[str] | None, bool], Aggregated]
-    prior_evidence: Callable[[Sequence[str], Container[str] | None], Tensor | None]
-    by_document: Callable[[Tensor, Container[str] | None], tuple[list[str], Tensor]]
-
-    def evidence(
-        self,
-        model: MACModel,
-        prompts: Sequence[FittedPrompt],
-        answers: Sequence[str],
-        phi: Tensor | None,
-        allowed: Container[str] | None,
-    ) -> Tensor:
-        """`mac_rag.asking.evidence_of` answers, `[B, len(EVIDENCE)]`; phi is None for answers without memory."""
-        if phi is None:
-            return evidence_of(model, prompts, answers, None, None)
-        questions = [prompt.question for prompt in prompts]
-        return evidence_of(model, prompts, answers, phi, self.prior_evidence(questions, allowed))
-
-
-class Retrieval(Protocol):
-    """What answers need of a retriever; see `mac_rag.retrieval.Retriever`."""
-
-    def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
-        """Returns at most `k` hits for each question, best first."""
 
 
 @dataclass(frozen=True)
@@ -157,16 +118,15 @@ class _Prepared:
 
 
 def answer_calls(
-    calls: Sequence[Call], settings: Settings, model: MACModel, retriever: Retrieval | None, memory: Memory
+    calls: Sequence[Call], settings: Settings, reader: Reader, retriever: ConsistentRetrieval | None
 ) -> list[list[Answer] | Exception]:
     """Answers the questions of all calls.
 
     Args:
         calls: the calls.
         settings: their common settings.
-        model: the model.
+        reader: reads the bank with the model that answers.
         retriever: retrieves documents for questions without contexts; None for none.
-        memory: the bank.
 
     Returns:
         For each call its answers, or the exception that its questions or its retrieval raised.
@@ -180,7 +140,7 @@ def answer_calls(
     retrieved = isolating_errors(lambda some: _contexts_of_calls(some, settings, asked), calls)
     for number, (call, contexts) in enumerate(zip(calls, retrieved, strict=True)):
         try:
-            ready += _prepared(number, call, contexts, settings, model)
+            ready += _prepared(number, call, contexts, settings, reader.model)
         except Exception as error:
             results[number] = error
     ready.sort(key=lambda one: len(one.prompt.question) + sum(map(len, one.prompt.contexts)))
@@ -188,7 +148,7 @@ def answer_calls(
     with progress_bar("answer", len(ready), disable=not settings.progress) as bar:
         for first in range(0, len(ready), settings.batch_size):
             batch = ready[first : first + settings.batch_size]
-            for one, answer in zip(batch, _answered(batch, settings, model, memory), strict=True):
+            for one, answer in zip(batch, _answered(batch, settings, reader), strict=True):
                 answers[one.call, one.place] = answer
             bar.advance(len(batch))
     for number, place in sorted(answers):
@@ -201,7 +161,7 @@ def answer_calls(
 def contexts_of(
     questions: Sequence[str | FittedPrompt],
     contexts: Sequence[Sequence[str]] | None,
-    retriever: Retrieval | None,
+    retriever: ConsistentRetrieval | None,
     k: int,
     allowed: Container[str] | None,
 ) -> list[Contexts]:
@@ -223,7 +183,9 @@ def contexts_of(
     return [(tuple(hit.text for hit in row), tuple(hit.document_id for hit in row)) for row in rows]
 
 
-def _contexts_of_calls(calls: Sequence[Call], settings: Settings, retriever: Retrieval | None) -> list[list[Contexts]]:
+def _contexts_of_calls(
+    calls: Sequence[Call], settings: Settings, retriever: ConsistentRetrieval | None
+) -> list[list[Contexts]]:
     """`contexts_of` each call; the retriever is asked once for all."""
     asking = [question for call in calls if call.contexts is None for question in call.questions]
     found = iter(contexts_of(asking, None, retriever, settings.k, settings.allowed))
@@ -249,11 +211,13 @@ def _prepared(
     ]  # fmt: skip
 
 
-def _answered(batch: Sequence[_Prepared], settings: Settings, model: MACModel, memory: Memory) -> list[Answer]:
+def _answered(batch: Sequence[_Prepared], settings: Settings, reader: Reader) -> list[Answer]:
     """The answers to questions that the LM reads at a time."""
     prompts = [one.prompt for one in batch]
-    aggregated = memory.aggregate(prompts, settings.allowed, settings.sources > 0) if settings.use_memory else None
-    texts = model.generate(
+    aggregated = None
+    if settings.use_memory:
+        aggregated = aggregate_prompts(reader, prompts, settings.allowed, mass=settings.sources > 0)
+    texts = reader.model.generate(
         prompts,
         modulation=None if aggregated is None else aggregated.phi,
         max_new_tokens=settings.max_new_tokens,
@@ -267,9 +231,9 @@ def _answered(batch: Sequence[_Prepared], settings: Settings, model: MACModel, m
     if settings.sources:
         questions = [prompt.question for prompt in prompts]
         mass = None if aggregated is None else aggregated.mass
-        masses = None if mass is None else memory.by_document(mass, settings.allowed)
+        masses = None if mass is None else reader.by_document(mass, settings.allowed)
         read = [texts_read(one.document_ids, one.texts, one.prompt.contexts) for one in batch]
-        sources = find_sources(questions, texts, read, masses, memory.contents, settings.sources)
+        sources = find_sources(questions, texts, read, masses, reader.bank, settings.sources)
     answers = [
         Answer(text, one.prompt.contexts, one.document_ids, one.prompt.truncated, share, unread, found)
         for one, text, share, found in zip(batch, texts, discarded, sources, strict=True)
@@ -277,9 +241,29 @@ def _answered(batch: Sequence[_Prepared], settings: Settings, model: MACModel, m
     if settings.min_confidence is None:
         return answers
     phi = None if aggregated is None else aggregated.phi
-    return doubted(
-        model, prompts, answers, memory.evidence(model, prompts, texts, phi, settings.allowed), settings.min_confidence
-    )
+    evidence = evidence_from(reader, prompts, texts, phi, settings.allowed)
+    return doubted(reader.model, prompts, answers, evidence, settings.min_confidence)
+
+
+def aggregate_prompts(
+    reader: Reader, prompts: Sequence[FittedPrompt], allowed: Container[str] | None, *, mass: bool = False
+) -> Aggregated:
+    """phi* of each prompt's question, with `mass` the attention mass as well; see `Reader.aggregate`."""
+    ids = [prompt.question_ids for prompt in prompts]
+    return reader.aggregate([prompt.question for prompt in prompts], allowed, ids=ids, mass=mass)
+
+
+def evidence_from(
+    reader: Reader,
+    prompts: Sequence[FittedPrompt],
+    answers: Sequence[str],
+    phi: Tensor | None,
+    allowed: Container[str] | None,
+) -> Tensor:
+    """`evidence_of` answers with what the bank's prior says, `[B, len(EVIDENCE)]`; phi is None without memory."""
+    questions = [prompt.question for prompt in prompts]
+    prior = None if phi is None else reader.prior_evidence(questions, allowed)
+    return evidence_of(reader.model, prompts, answers, phi, prior)
 
 
 class ConsistentRetrieval:
