@@ -19,8 +19,8 @@ from mac_rag.data.provenance import content_hash
 from mac_rag.data.types import Answer, Document, Source
 from mac_rag.errors import ConfigError
 from mac_rag.lm.chat import Message
+from mac_rag.lm.decoding import Sampling
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.lm.sampling import Sampling
 from mac_rag.memory.interface import BankContents
 from mac_rag.memory.shared import SharedBank
 from mac_rag.memory.views.base_reader import Aggregated, Reader

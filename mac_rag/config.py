@@ -265,7 +265,7 @@ class ModulationConfig(Config):
 
 
 class ExtractiveConfig(Config):
-    """Extractive decoding: answers behind documents are spans of these (see `mac_rag.lm.extractive`).
+    """Extractive decoding: answers behind documents are spans of these (see `mac_rag.lm.decoding`).
 
     For an LM that has learned to answer in the words of what it reads. Not part of the paper.
 
@@ -366,7 +366,7 @@ class MACConfig(Config):
         context_window: tokens that documents, question and answer may have together; None for all positions of the LM.
             An LM may have more positions than it has learned to use.
         memory_weight: lambda, the weight of the LM with memory against the LM alone, for questions behind retrieved
-            documents (see `mac_rag.lm.max_rule`). 1 is the paper's `LM(d + x; phi*)` and costs half as much. No
+            documents (see `mac_rag.lm.decoding`). 1 is the paper's `LM(d + x; phi*)` and costs half as much. No
             training changes it, so choose it on validation data.
         languages: languages that the model has learned to read, as ISO 639 codes such as `en`; None where nobody says.
             Documents that are surely in another one are warned of.

@@ -35,8 +35,8 @@ from mac_rag.data.characters import check_text
 from mac_rag.data.dates import AsOf, moment_of_question
 from mac_rag.data.types import AdaptReport, Answer, Document, Source
 from mac_rag.errors import ConfigError, MACError
+from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.interface import Bank, BankContents
 from mac_rag.memory.known_documents import KnownDocuments
@@ -83,7 +83,7 @@ class MACEngine:
         attention: how questions attend to the bank; None for exact attention to all of it.
         bound: largest size of the bank, and how to reduce it; None lets it grow.
         memory_weight: lambda, the weight of the LM with memory against the LM alone, behind documents (see
-            `mac_rag.lm.max_rule`); None for the model's configured weight.
+            `mac_rag.lm.decoding`); None for the model's configured weight.
 
     Attributes:
         on_batch: called with the number of questions of each batch before it is answered, for statistics; None for

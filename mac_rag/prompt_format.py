@@ -24,7 +24,7 @@ class PromptFormat:
         document, question, answer: the templates; a chat has only the document's.
         abstention: the answer that the LM has learned for questions whose answer does not stand in front of them, such
             as "I don't know"; None if it has learned none. It abstains where it holds that more probable than all
-            answers together (see `mac_rag.lm.abstention`).
+            answers together (see `mac_rag.lm.decoding`).
         parallel_documents: True if the LM has learned to read several documents in parallel: each one with the
             question, none sees another, and the question once more behind them (see `mac_rag.lm.parallel_documents`).
             Only for an LM whose attention takes segments.

@@ -8,7 +8,7 @@ from typing import Any
 
 from mac_rag.errors import MACError
 from mac_rag.integrations.framework import Framework
-from mac_rag.lm.sampling import Sampling
+from mac_rag.lm.decoding import Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,17 +15,24 @@ from transformers import DynamicCache
 
 from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
 from mac_rag.errors import ConfigError, ModelLoadError
-from mac_rag.lm.abstention import AbstainByMajority, abstention_beginning
 from mac_rag.lm.architectures import architecture_of
 from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.chat import prompt_encoder
+from mac_rag.lm.decoding import (
+    GREEDY,
+    AbstainByMajority,
+    ExtractiveDecoding,
+    MaxRuleEnsemble,
+    Sampling,
+    SpanSource,
+    TokenChoice,
+    abstention_beginning,
+    numeral_tokens,
+)
 from mac_rag.lm.device_map import DeviceMap, device_of
-from mac_rag.lm.extractive import ExtractiveDecoding, SpanSource, numeral_tokens
 from mac_rag.lm.growing_cache import growing
 from mac_rag.lm.loading import list_of_layers, load_causal_lm
-from mac_rag.lm.max_rule import MaxRuleEnsemble
 from mac_rag.lm.parallel_documents import positions_of, slot_segments
-from mac_rag.lm.sampling import GREEDY, Sampling, TokenChoice
 from mac_rag.nn.cpu_linear import use_onednn
 from mac_rag.nn.modulation import LMShape, Modulation, attached, linear_names
 

@@ -17,9 +17,8 @@ from mac_rag.errors import ConfigError, DocumentError, PromptError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.chat import ChatPromptEncoder, Message
-from mac_rag.lm.extractive import SpanSource
+from mac_rag.lm.decoding import GREEDY, Sampling, SpanSource
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.memory_slots import Look, heard_slots
 from mac_rag.nn.modulation import Modulation, ModulationNetwork
@@ -146,7 +145,7 @@ class GenerationMixin:
             modulation: phi* `[B, T, D]`; None for the frozen LM alone.
             max_new_tokens: None for the configured length.
             num_beams: beams of beam search; 1 for none.
-            memory_weight: lambda behind documents (see `mac_rag.lm.max_rule`); None for the configured weight.
+            memory_weight: lambda behind documents (see `mac_rag.lm.decoding`); None for the configured weight.
             sampling: how tokens are chosen, and what ends an answer early.
 
         Raises:
@@ -178,7 +177,7 @@ class GenerationMixin:
         Args:
             prompts: B questions behind at least one document each.
             modulation: phi* `[B, T, D]`.
-            weights: values of lambda (see `mac_rag.lm.max_rule`), from 0 (the frozen LM alone) to 1.
+            weights: values of lambda (see `mac_rag.lm.decoding`), from 0 (the frozen LM alone) to 1.
 
         Returns:
             B answers for each weight.

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from mac_rag.errors import MACError
 from mac_rag.lm.chat import Message
-from mac_rag.lm.sampling import Sampling
+from mac_rag.lm.decoding import Sampling
 from mac_rag.server.access import Reader
 from mac_rag.server.api_errors import APIError, error_of, no_such_model, unexpected
 from mac_rag.server.asking import Question, Reply

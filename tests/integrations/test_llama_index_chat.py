@@ -29,8 +29,8 @@ from llama_index.core.tools import QueryEngineTool
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, MACError, PromptError
 from mac_rag.integrations.llama_index import MACLLM, MACSynthesizer
+from mac_rag.lm.decoding import Sampling
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.lm.sampling import Sampling
 from mac_rag.model import MACModel
 from mac_rag.prompt_format import PromptFormat
 from tests.integrations.helpers import FACTS, HashEmbedding

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mac_rag.config import BaseLMConfig
-from mac_rag.lm.abstention import AbstainByMajority, abstention_beginning
 from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.decoding import AbstainByMajority, abstention_beginning
 from mac_rag.prompt_format import PromptFormat
 
 ABSTENTION = "unknown to the town"

@@ -12,7 +12,7 @@ from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.chat import Message
-from mac_rag.lm.sampling import Sampling
+from mac_rag.lm.decoding import Sampling
 from mac_rag.model import MACModel
 from mac_rag.model.objective import Batch, LossWeights, mac_loss
 from mac_rag.prompt_format import PromptFormat

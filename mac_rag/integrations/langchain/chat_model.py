@@ -32,7 +32,7 @@ from mac_rag.integrations.once import first_time
 from mac_rag.integrations.options import read_options
 from mac_rag.integrations.threads import in_thread
 from mac_rag.lm.chat import Message
-from mac_rag.lm.sampling import Sampling
+from mac_rag.lm.decoding import Sampling
 from mac_rag.sources import source_record, texts_read
 
 logger = logging.getLogger(__name__)

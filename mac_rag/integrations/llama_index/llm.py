@@ -40,8 +40,8 @@ from mac_rag.integrations.llama_index.slots import Request
 from mac_rag.integrations.llama_index.spans import NodeReader, listen
 from mac_rag.integrations.options import Options, read_options
 from mac_rag.integrations.threads import in_thread
+from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.model import MACModel
 
 # LlamaIndex subtracts from the window its own prompt templates, the chat history and 500 tokens for refined answers,

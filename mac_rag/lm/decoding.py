@@ -1,16 +1,191 @@
-"""Extractive decoding: an answer is a span of the texts in front of its question, or one of a few fixed answers."""
+"""How the next token of an answer is chosen: sampled, by the max rule, with a majority for abstaining, copied from texts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from string import ascii_letters
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from mac_rag.errors import ConfigError
+from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.lm.text_tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an answer is decoded; the default is greedy.
+
+    Examples:
+        >>> from mac_rag import MACModel
+        >>> model, warm = MACModel.from_pretrained("mac-tiny"), Sampling(temperature=0.8, top_p=0.9, seed=7)
+        >>> model.generate(["Who?"], sampling=warm) == model.generate(["Who?"], sampling=warm)
+        True
+
+    Attributes:
+        temperature: divides the logits; 0 takes the most probable token.
+        top_p: draws from the most probable tokens whose probabilities sum to at least this.
+        seed: random seed of each answer. Equal seeds give equal answers to equal prompts, whatever else is in a batch,
+            up to rounding of the logits. None draws other answers each time, from torch's default generator.
+        stop: strings that end an answer, which does not contain them.
+
+    Raises:
+        ConfigError: for a value outside of its range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature is {self.temperature}; give a number of at least 0 (0 is greedy)")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; give a number above 0 and at most 1")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ConfigError(f"stop is {self.stop!r}; give a tuple of strings that are not empty")
+
+    def until_stop(self, text: str) -> tuple[str, bool]:
+        """The text before the first stop string, and True if there is one."""
+        places = [place for place in (text.find(string) for string in self.stop) if place >= 0]
+        return (text[: min(places)], True) if places else (text, False)
+
+    def settled(self, text: str) -> str:
+        """The part of an unfinished text that no stop string can take away: without an end that begins one."""
+        begun = (
+            length
+            for string in self.stop
+            for length in range(min(len(string) - 1, len(text)), 0, -1)
+            if text.endswith(string[:length])
+        )
+        return text[: len(text) - max(begun, default=0)]
+
+
+GREEDY = Sampling()
+
+
+class TokenChoice:
+    """Chooses the next token of each of B rows.
+
+    Each row draws from a generator of its own, so that rows do not depend on each other.
+
+    Args:
+        sampling: how to choose.
+        rows: B.
+    """
+
+    def __init__(self, sampling: Sampling, rows: int) -> None:
+        self._sampling = sampling
+        self._generators: list[torch.Generator] = []
+        if sampling.temperature > 0:
+            drawn = torch.randint(2**62, (rows,)).tolist() if sampling.seed is None else [sampling.seed] * rows
+            self._generators = [torch.Generator().manual_seed(seed) for seed in drawn]
+
+    def of(self, rows: Tensor) -> TokenChoice:
+        """The choice for some of the rows, by their numbers; each goes on with its own generator."""
+        chosen = TokenChoice(self._sampling, 0)
+        chosen._generators = [self._generators[row] for row in rows.tolist()] if self._generators else []
+        return chosen
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Tokens `[N]` from logits `[N, vocabulary]`: N is B, or 2B where the second half equals the first."""
+        if not self._generators:
+            return logits.argmax(-1)
+        rows = len(self._generators)
+        probabilities = (logits[:rows].float() / self._sampling.temperature).softmax(-1)
+        descending, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
+        mass = descending.double().cumsum(-1)
+        kept = mass - descending < self._sampling.top_p  # always the most probable token
+        total = (descending * kept).double().sum(-1, keepdim=True)
+        uniform = torch.cat([torch.rand(1, dtype=torch.double, generator=part) for part in self._generators])
+        place = (mass < uniform.to(mass.device)[:, None] * total).sum(-1, keepdim=True)
+        last_kept = kept.sum(-1, keepdim=True) - 1
+        return tokens.gather(-1, torch.minimum(place, last_kept))[:, 0].repeat(len(logits) // rows)
+
+
+class MaxRuleEnsemble(LogitsProcessor):
+    """Combines two next-token distributions: `max(lambda p(. | d, x; phi*), (1 - lambda) p(. | d, x))`.
+
+    This is the max rule of Kittler et al. (1998, "On Combining Classifiers"): for each token the more confident of two
+    models counts. Where the retrieved text holds the answer, that is often the LM alone; where it does not, the LM with
+    memory. Neither has to know which of the two it is.
+
+    Args:
+        weights: lambda of each of B questions, from 0 (the LM alone) to 1 (the LM with memory).
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights = torch.tensor(weights, dtype=torch.float32)
+
+    def of(self, questions: Tensor) -> MaxRuleEnsemble:
+        """The ensemble of some of the B questions, by their numbers."""
+        return MaxRuleEnsemble(self._weights[questions.cpu()].tolist())
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Log-probabilities `[2 N, vocabulary]`, equal in both halves. They sum to 1, which beam search needs.
+
+        Args:
+            input_ids: not used.
+            scores: logits `[2 N, vocabulary]`: N rows with memory, then the same rows without; N is B times the beams.
+        """
+        with_memory, without = scores.float().log_softmax(-1).chunk(2)
+        weights = self._weights.repeat_interleave(len(with_memory) // len(self._weights)).to(scores.device)[:, None]
+        highest = torch.maximum(with_memory + weights.log(), without + (1 - weights).log())
+        return highest.log_softmax(-1).repeat(2, 1)
+
+
+_MAJORITY = 0.5
+
+
+def abstention_beginning(prompts: PromptEncoder) -> list[int] | None:
+    """The tokens of the abstention up to the first that tells it from answers; None without an abstention.
+
+    Answers of other letters may begin with the same token, as that of a space.
+    """
+    text = prompts.format.abstention
+    if text is None:
+        return None
+    ids = prompts.answer(text)
+    others = [prompts.answer(letter) for letter in ascii_letters if letter.lower() != text.lstrip()[:1].lower()]
+    count = 1
+    while count < len(ids) and any(other[:count] == ids[:count] for other in others):
+        count += 1
+    return ids[:count]
+
+
+class AbstainByMajority(LogitsProcessor):
+    """Keeps answers from beginning as the abstention does, unless that has half of the probability.
+
+    All abstentions begin alike, and answers in many ways. So the most probable token can be the abstention's though the
+    LM holds it more probable that it knows an answer.
+
+    Args:
+        beginning: the tokens that the abstention begins with; the last of them tells it from answers.
+        prompt_length: padded length of the prompts; answers begin behind them.
+    """
+
+    def __init__(self, beginning: Sequence[int], prompt_length: int) -> None:
+        *self._common, self._token = beginning
+        self._prompt_length = prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Logits `[B, vocabulary]` behind `input_ids` `[B, L]`."""
+        said = input_ids[:, self._prompt_length :]
+        if said.shape[1] != len(self._common):
+            return scores
+        elsewhere = (said != said.new_tensor(self._common)).any(1)
+        stays = elsewhere | (scores.float().softmax(-1)[:, self._token] >= _MAJORITY)
+        # Finite, since the abstention remains where nothing else may be said.
+        lowest = torch.finfo(scores.dtype).min
+        scores = scores.clone()
+        scores[:, self._token] = torch.where(stays, scores[:, self._token], lowest)
+        return scores
+
 
 _NO_TOKEN = -1
 
