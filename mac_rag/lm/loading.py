@@ -24,8 +24,7 @@ from transformers.utils import logging
 from mac_rag.config import BaseLMConfig, Dtype, EncoderConfig, Quantization
 from mac_rag.errors import MACError, ModelLoadError, QuantizationError
 from mac_rag.lm.architectures import check_modulation
-from mac_rag.lm.device_map import DeviceMap
-from mac_rag.lm.devices import DTYPES, warn_of_slow_numbers
+from mac_rag.lm.devices import DTYPES, DeviceMap, warn_of_slow_numbers
 from mac_rag.lm.fetched import local_place
 from mac_rag.lm.gguf_files import load_gguf
 from mac_rag.lm.hub_revisions import pinned

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mac_rag.config import CUTOFFS
-from mac_rag.lm.device_map import require_weights
+from mac_rag.lm.devices import require_weights
 from mac_rag.model.checkpoint import Parts
 
 # Fields of `MACConfig`'s parts that say where weights and tokenizer come from; both are digested themselves.

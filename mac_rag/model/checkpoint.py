@@ -31,7 +31,7 @@ from mac_rag.config import EncoderConfig, MACConfig, SentenceEncoderConfig
 from mac_rag.errors import ConfigError, MACError, ModelLoadError
 from mac_rag.lm.allocation import AllocationLimit
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.device_map import DeviceMap, require_weights
+from mac_rag.lm.devices import DeviceMap, require_weights
 from mac_rag.lm.hub_revisions import is_commit, warn_unpinned
 from mac_rag.lm.int8_storage import from_int8, to_int8
 from mac_rag.lm.loading import INT8_LM, empty_backbone, load_backbone, load_tokenizer, loaded, quiet

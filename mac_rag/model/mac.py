@@ -16,8 +16,7 @@ from mac_rag.data.dates import LAST, named_in
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.lm.attention_sink import sink_keys_values
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.device_map import DeviceMap, require_weights
-from mac_rag.lm.devices import default_device
+from mac_rag.lm.devices import DeviceMap, default_device, require_weights
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.model import checkpoint
 from mac_rag.model.answer_digest import answer_digest
