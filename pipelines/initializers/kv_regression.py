@@ -24,7 +24,7 @@ from torch.nn import functional
 from mac_rag.config import MACConfig
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
-from mac_rag.lm.key_rotation import key_rotation
+from mac_rag.lm.attention_sink import key_rotation
 from mac_rag.model import MACModel
 from mac_rag.nn.amortization import EncoderPooling
 from mac_rag.nn.cross_attention import CrossAttentionBlock
