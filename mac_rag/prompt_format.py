@@ -26,7 +26,7 @@ class PromptFormat:
             as "I don't know"; None if it has learned none. It abstains where it holds that more probable than all
             answers together (see `mac_rag.lm.decoding`).
         parallel_documents: True if the LM has learned to read several documents in parallel: each one with the
-            question, none sees another, and the question once more behind them (see `mac_rag.lm.parallel_documents`).
+            question, none sees another, and the question once more behind them (see `mac_rag.lm.prompt`).
             Only for an LM whose attention takes segments.
         chat: True to write prompts with the tokenizer's chat template.
         system: the system message of a chat; None for what the chat template writes by itself.

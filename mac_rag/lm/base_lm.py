@@ -32,7 +32,7 @@ from mac_rag.lm.decoding import (
 )
 from mac_rag.lm.devices import DeviceMap, device_of
 from mac_rag.lm.loading import list_of_layers, load_causal_lm
-from mac_rag.lm.parallel_documents import positions_of, slot_segments
+from mac_rag.lm.prompt import positions_of, slot_segments
 from mac_rag.nn.cpu_linear import use_onednn
 from mac_rag.nn.modulation import LMShape, Modulation, attached, linear_names
 
