@@ -1,4 +1,4 @@
-"""The attention sink of an LM: what it computes of the tokens with which its texts begin."""
+"""The attention sink of an LM, what it computes of the tokens with which its texts begin, and how it turns keys."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def first_tokens(lm: BaseLM) -> Sequence[int]:
 
 # How an LM turns its keys by their positions: read from the LM's own rotary embedding, and checked on its own keys.
 #
-# A token that stands alone attends to itself, wherever it stands. So each layer's key of it is the same vector, turned to
-# the token's position. The LM computes such keys at some positions, and its rotary embedding is watched meanwhile. Each
-# layer then has the rotation that explains its keys; a layer that has none is an error, never a guess.
+# A token that stands alone attends to itself, wherever it stands. So each layer's key of it is the same vector, turned
+# to the token's position. The LM computes such keys at some positions, and its rotary embedding is watched meanwhile.
+# Each layer then has the rotation that explains its keys; a layer that has none is an error, never a guess.
 
 
 # Cosines and sines at positions `[N]`, as the LM's rotary embedding returns them: `[N, columns]` each.

@@ -1,4 +1,4 @@
-"""How the next token of an answer is chosen: sampled, by the max rule, with a majority for abstaining, copied from texts."""
+"""How the next token of an answer is chosen: sampling, max rule, abstention, and spans copied from texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device and the dtype of models: one choice of device, one table of dtypes."""
+"""The device and the dtype of models: one choice of device, one table of dtypes, and LMs larger than one GPU."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def fastest_dtype(device: torch.device) -> Dtype:
 
 # An LM larger than one GPU: its layers lie on several devices, or wait in main memory or on disk until they run.
 #
-# accelerate does this with hooks that move what a module needs to the device where it runs. What this package brings into
-# an LM, such as a prefix, must go to these devices, too.
+# accelerate does this with hooks that move what a module needs to the device where it runs. What this package brings
+# into an LM, such as a prefix, must go to these devices, too.
 
 
 @dataclass(frozen=True)

@@ -220,10 +220,10 @@ class PromptEncoder:
 # Documents that are read in parallel: each one with the question, and none sees another.
 #
 # Several documents in a row are a longer text than a small LM has been trained on, and it mixes up what they say. Here
-# each document stands in a prompt of its own, `d_i + x`, at the positions that it would have alone. Last comes `x`, which
-# sees all of them, and the answer, as in Fusion-in-Decoder (Izacard and Grave, 2021, "Leveraging Passage Retrieval with
-# Generative Models for Open Domain Question Answering") and Parallel Context Windows (Ratner et al., 2023). So any number
-# of documents takes the positions of the longest one.
+# each document stands in a prompt of its own, `d_i + x`, at the positions that it would have alone. Last comes `x`,
+# which sees all of them, and the answer, as in Fusion-in-Decoder (Izacard and Grave, 2021, "Leveraging Passage
+# Retrieval with Generative Models for Open Domain Question Answering") and Parallel Context Windows (Ratner et al.,
+# 2023). So any number of documents takes the positions of the longest one.
 
 
 # The segment of a memory's first slot where its tokens stand in front of a prompt; those of the other slots follow.
