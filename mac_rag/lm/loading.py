@@ -29,10 +29,9 @@ from mac_rag.lm.fetched import local_place
 from mac_rag.lm.gguf_files import load_gguf
 from mac_rag.lm.hub_revisions import pinned
 from mac_rag.lm.int8_storage import from_int8
-from mac_rag.lm.minilm import NoRandomWeights
+from mac_rag.lm.minilm import PACKAGED, NoRandomWeights
 from mac_rag.lm.model_folders import check_folder
 from mac_rag.lm.model_sizes import check_size
-from mac_rag.lm.packaged import PACKAGED
 
 INT8_LM = "model.int8.safetensors"  # in place of transformers' own file; see `mac_rag.lm.int8_storage`
 _ENCODER_ALONE = ("encoder-only", "encoder-pooling")

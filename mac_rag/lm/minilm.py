@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,30 @@ class NoRandomWeights(TorchFunctionMode):
         if getattr(function, "__name__", "") in _RANDOM:  # of torch.nn.init or of a tensor
             return kwargs["tensor"] if kwargs and "tensor" in kwargs else args[0]
         return function(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """How to load one of them.
+
+    Attributes:
+        lm: makes a causal LM of its weights.
+        backbone: makes a text encoder's backbone of its weights.
+        tokenizer: makes their tokenizer.
+        writes: False if the LM has its weights from an encoder and has not learned to write.
+    """
+
+    lm: Callable[[], Any]
+    backbone: Callable[[], Any]
+    tokenizer: Callable[[], Any]
+    writes: bool
+
+
+PACKAGED = {
+    "minilm": PackagedModel(
+        lm=partial(minilm_lm, POSITIONS),
+        backbone=partial(minilm_encoder, POSITIONS),
+        tokenizer=minilm_tokenizer,
+        writes=False,
+    )
+}

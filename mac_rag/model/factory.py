@@ -13,7 +13,7 @@ from mac_rag.lm.fetched import FETCHABLE, exact_revision
 from mac_rag.lm.first_layers import keep_first_layers, load_first_layers
 from mac_rag.lm.hub_revisions import pinned
 from mac_rag.lm.loading import check_vocabulary, load_backbone, load_tokenizer
-from mac_rag.lm.packaged import PACKAGED
+from mac_rag.lm.minilm import PACKAGED
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.dtypes import HALF_PRECISION, SharedEmbedding

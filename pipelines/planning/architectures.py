@@ -13,7 +13,7 @@ from mac_rag.errors import ConfigError
 from mac_rag.lm.fetched import FETCHABLE, fetched_revisions, local_place
 from mac_rag.lm.hub_revisions import pinned
 from mac_rag.lm.loading import loaded, resolve
-from mac_rag.lm.packaged import PACKAGED
+from mac_rag.lm.minilm import PACKAGED
 from mac_rag.untrusted_files import read_json
 
 _TABLE = Path(__file__).with_name("architectures.json")

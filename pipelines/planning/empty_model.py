@@ -18,7 +18,7 @@ from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.devices import DTYPES
 from mac_rag.lm.first_layers import describe_first_layers
 from mac_rag.lm.loading import empty_backbone
-from mac_rag.lm.packaged import PACKAGED
+from mac_rag.lm.minilm import PACKAGED
 from mac_rag.model import MACModel
 from mac_rag.model.factory import make_encoder, make_hashed_bm25, make_sentence_encoder
 from mac_rag.model.stored_names import SENTENCE_ENCODER_FOLDER
