@@ -16,8 +16,7 @@ from mac_rag.errors import ModelLoadError
 from mac_rag.lm.architectures import check_modulation
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.devices import DTYPES
-from mac_rag.lm.first_layers import describe_first_layers
-from mac_rag.lm.loading import empty_backbone
+from mac_rag.lm.loading import describe_first_layers, empty_backbone
 from mac_rag.lm.minilm import PACKAGED
 from mac_rag.model import MACModel
 from mac_rag.model.factory import make_encoder, make_hashed_bm25, make_sentence_encoder
