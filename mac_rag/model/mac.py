@@ -32,13 +32,13 @@ from mac_rag.model.calibration import Calibration, read_calibration
 from mac_rag.model.factory import (
     make_hashed_bm25,
     make_modulation_network,
+    named_years,
     pretrained_encoder,
     pretrained_sentence_encoder,
     with_exact_revisions,
 )
 from mac_rag.model.stored_names import BESIDE_BANKS, FROZEN, fingerprint_fields, stored_name
 from mac_rag.model.text_encoder import TextEncoder
-from mac_rag.model.years import named_years
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.bank_view import BankProjection, BankView
 from mac_rag.nn.cpu_linear import use_onednn
