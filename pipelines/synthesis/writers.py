@@ -18,7 +18,7 @@ from mac_rag.lm.devices import default_device, fastest_dtype
 from mac_rag.lm.loading import load_tokenizer
 from mac_rag.lm.text_tokenizer import TextTokenizer, text_tokenizer
 from mac_rag.model.checkpoint import SHIPPED
-from mac_rag.model.splitting import split
+from mac_rag.model.text_encoder import split
 from pipelines.synthesis.candidates import KINDS, SPAN_KINDS, Candidate
 from pipelines.synthesis.prompts import Conversation, asking, most_tokens, reading
 
