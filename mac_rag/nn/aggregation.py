@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mac_rag.nn.attended_bank import AttendedBank
-from mac_rag.nn.attention import BankAttention, streaming_attention
+from mac_rag.nn.attention import BankAttention, longest_keys, streaming_attention
 from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, BankView, prior_keys
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.document_prior import DocumentPrior
@@ -19,7 +19,6 @@ from mac_rag.nn.memory_slots import FirstRows, Look, MemorySlots, RankedSlots
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.nn.recency import Candidates, RankedFirst, RecencyTerm
-from mac_rag.nn.row_bounds import longest_keys
 
 # Number of a block, whether the attention mass is wanted, and the block's queries `[B, H, S, d]` -> what they attend to
 # and the mass, as `BankAttention` returns them.
