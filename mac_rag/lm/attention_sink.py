@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from mac_rag.config import ModulationConfig
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.nn.attention_sink import AttentionSink, KeyRotation
+from mac_rag.nn.modulation import AttentionSink, KeyRotation
 
 
 def make_attention_sink(lm: BaseLM, slots: int, window: int | None) -> AttentionSink:
