@@ -19,8 +19,7 @@ from mac_rag.memory.entries import BankEntry
 from mac_rag.memory.known_documents import KnownDocuments, Timeline
 from mac_rag.memory.parts import Part, PlacedRecord
 from mac_rag.memory.rows import Codebook, RowLayout, Rows, decoded
-from mac_rag.nn.k_means import nearest_codes
-from mac_rag.nn.product_quantizer import ProductQuantizer
+from mac_rag.nn.product_quantizer import ProductQuantizer, nearest_codes
 from mac_rag.shipped_models import describe, version_of
 
 # Makes summaries `[n, S]` of rows `[n, T, D]` as they are kept.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mac_rag.errors import BankError
 from mac_rag.memory.parts import Part
-from mac_rag.nn.k_means import k_means
+from mac_rag.nn.product_quantizer import k_means
 
 
 def used_codes_only(codebook: Tensor, parts: Iterable[Part]) -> Tensor:
