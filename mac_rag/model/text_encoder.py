@@ -132,9 +132,9 @@ class TextEncoder(nn.Module):
     ) -> list[list[int]]:
         """Token ids of a text, as rows that the network reads one by one: a single row for a text within the limit.
 
-        A longer text is cut at sentence ends, or else between words, or else within a word; see
-        `mac_rag.model.text_encoder`. Nothing is lost: the rows hold every character of the text in order, but for spaces
-        at the cuts. A text within the limit is tokenized once, a longer one about twice.
+        A longer text is cut at sentence ends, or else between words, or else within a word; see `split`. Nothing is
+        lost: the rows hold every character of the text in order, but for spaces at the cuts. A text within the limit is
+        tokenized once, a longer one about twice.
 
         Args:
             text: the document.

@@ -13,10 +13,10 @@ from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.attention import BankAttention, longest_keys, streaming_attention
 from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, BankView, prior_keys
 from mac_rag.nn.cross_attention import CrossAttentionBlock
-from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.hops import Hops
 from mac_rag.nn.memory_slots import FirstRows, Look, MemorySlots, RankedSlots
 from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.prior import DocumentPrior
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.nn.recency import Candidates, RankedFirst, RecencyTerm
 

@@ -22,7 +22,7 @@ from mac_rag.nn.bank_view import BankView
 from mac_rag.nn.bank_view import prior_keys as prior_keys_of
 from mac_rag.nn.hierarchical import hierarchical
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.prior_keys import PriorKeys
+from mac_rag.nn.prior import PriorKeys
 from mac_rag.nn.sharded import ShardedAttention
 
 if TYPE_CHECKING:
