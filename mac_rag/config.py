@@ -123,7 +123,7 @@ class SentenceEncoderConfig(Config):
 
 
 class YearsConfig(Config):
-    """How much a document counts that names a year shortly before the question's (see `mac_rag.nn.named_years`).
+    """How much a document counts that names a year shortly before the question's (see `mac_rag.nn.lexical`).
 
     Not part of the paper. `python -m pipelines.fit_recency` fits both numbers.
 
@@ -138,7 +138,7 @@ class YearsConfig(Config):
 
 
 class HashedBM25Config(Config):
-    """Lexical vectors of a text, whose products are BM25's scores (see `mac_rag.nn.hashed_bm25`).
+    """Lexical vectors of a text, whose products are BM25's scores (see `mac_rag.nn.lexical`).
 
     The document prior adds these products to its cosine. The vectors are stored with the memory tokens, and nothing
     attends to them. Not part of the paper.

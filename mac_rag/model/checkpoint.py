@@ -39,7 +39,7 @@ from mac_rag.lm.model_sizes import AllocationLimit, allowed_numbers, stored_numb
 from mac_rag.model.factory import make_encoder, make_hashed_bm25, make_sentence_encoder
 from mac_rag.model.stored_names import SENTENCE_ENCODER_FOLDER
 from mac_rag.model.text_encoder import TextEncoder
-from mac_rag.nn.hashed_bm25 import HashedBM25
+from mac_rag.nn.lexical import HashedBM25
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.shipped_models import FINGERPRINTS, versions
 from mac_rag.untrusted_files import MalformedError, open_file, read_file, read_json

@@ -17,9 +17,8 @@ from mac_rag.lm.minilm import PACKAGED
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.dtypes import HALF_PRECISION, SharedEmbedding
-from mac_rag.nn.hashed_bm25 import HashedBM25
+from mac_rag.nn.lexical import HashedBM25, NamedYears, Years
 from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning
-from mac_rag.nn.named_years import NamedYears, Years
 from mac_rag.nn.prompt_tuning import PromptTuning
 
 

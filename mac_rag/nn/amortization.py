@@ -15,9 +15,8 @@ from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
 
 from mac_rag.nn.dtypes import widest_dtype
-from mac_rag.nn.hashed_bm25 import HashedBM25
+from mac_rag.nn.lexical import HashedBM25, NamedYears
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.named_years import NamedYears
 from mac_rag.nn.residual_linear import ResidualLinear
 from mac_rag.nn.unpadded_bert import Reading, last_states
 

@@ -16,7 +16,7 @@ from mac_rag.lm.batching import pad_rows
 from mac_rag.model import MACModel
 from mac_rag.model.factory import named_years
 from mac_rag.model.text_encoder import TextEncoder
-from mac_rag.nn.named_years import NamedYears
+from mac_rag.nn.lexical import NamedYears
 from mac_rag.nn.prior import DocumentPrior
 from pipelines.tasks.extended_model import with_years
 from pipelines.tasks.fitting import fitted
