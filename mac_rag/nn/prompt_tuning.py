@@ -17,8 +17,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, cat, nn, zeros
 
+from mac_rag.nn.amortization import ResidualLinear
 from mac_rag.nn.modulation import Change, HookedModulation, LMShape, Modulation, ModulationNetwork
-from mac_rag.nn.residual_linear import ResidualLinear
 
 
 class PromptModulation(Modulation):
