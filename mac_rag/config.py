@@ -231,7 +231,7 @@ class ModulationConfig(Config):
         ('q_proj', 'v_proj')
 
     Attributes:
-        kind: `prefix` (P-tuning v2), `lora`, `film`, or `prompt` (prompt tuning, see `mac_rag.nn.prompt_tuning`); the
+        kind: `prefix` (P-tuning v2), `lora`, `film`, or `prompt` (prompt tuning, see `mac_rag.nn.modulation`); the
             last one only for an LM whose attention takes segments.
         slots: prefix positions for each token of phi*; only for `prefix`.
         attention_sink: the prefix begins with the LM's own keys and values of its first tokens, and where the LM turns

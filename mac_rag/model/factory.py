@@ -18,8 +18,7 @@ from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.dtypes import HALF_PRECISION, SharedEmbedding
 from mac_rag.nn.lexical import HashedBM25, NamedYears, Years
-from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning
-from mac_rag.nn.prompt_tuning import PromptTuning
+from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning, PromptTuning
 
 
 def with_exact_revisions(config: MACConfig) -> MACConfig:

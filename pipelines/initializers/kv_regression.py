@@ -29,9 +29,8 @@ from mac_rag.model import MACModel
 from mac_rag.nn.amortization import EncoderPooling
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.modulation import ModulationNetwork, PrefixModulation, PrefixTuning
+from mac_rag.nn.modulation import ModulationNetwork, PrefixModulation, PrefixTuning, PromptTuning
 from mac_rag.nn.prior import DocumentPrior
-from mac_rag.nn.prompt_tuning import PromptTuning
 from pipelines.initializers.progress import init_progress
 from pipelines.initializers.ridge import Ridge
 from pipelines.initializers.slot_marks import fit_slot_marks
