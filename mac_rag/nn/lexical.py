@@ -1,4 +1,4 @@
-"""Hashed BM25: a few lexical vectors of each text whose products are BM25's scores. They find rare names."""
+"""Lexical vectors: a few vectors of each text whose products are BM25's scores, and one of the years that it names."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _hashes(count: int) -> Tensor:
 # A vector of the years that a text names: by it a question finds what was last known at its time.
 #
 # "Which team did he play for in 2003?" is answered by "In 2001 he moved to Porto", in which no number of the question
-# stands. So behind the lexical vectors of `mac_rag.nn.lexical`, a document has one more, with a place for each year,
+# stands. So behind the lexical vectors of hashed BM25, a document has one more, with a place for each year,
 # and so has a question:
 #
 #     c(d)_y = exp(-(y - last(d, y)) / decay)     a(x)_y = weight if y is the first year that x names, else 0

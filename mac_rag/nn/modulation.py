@@ -2,7 +2,7 @@
 
 A *modulation network* maps phi* to a `Modulation`, which the base LM applies: as keys and values in front of every
 layer (P-tuning v2), through forward hooks on the LM's own modules (LoRA, FiLM), or as tokens in front of the prompt
-(`mac_rag.nn.modulation`). All work in a batched forward pass and in generation alike, and a batch gives what its
+(prompt tuning). All work in a batched forward pass and in generation alike, and a batch gives what its
 rows give one by one.
 """
 

@@ -1,4 +1,4 @@
-"""The document prior: a learned score of a document for a question."""
+"""The document prior, a learned score of a document for a question; and its keys of a whole bank, in little memory."""
 
 from __future__ import annotations
 
