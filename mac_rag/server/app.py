@@ -21,10 +21,10 @@ from starlette.types import ASGIApp
 
 from mac_rag.errors import MACError
 from mac_rag.server import banks, completions
-from mac_rag.server.access import Admin
 from mac_rag.server.api_errors import APIError, error_of, unexpected
 from mac_rag.server.gate import Gate
 from mac_rag.server.mcp_tools import make_tools
+from mac_rag.server.requests import Admin
 from mac_rag.server.service import Service
 from mac_rag.server.workers import ClientGoneError
 

@@ -12,11 +12,19 @@ from starlette.datastructures import UploadFile
 
 from mac_rag.data.provenance import Member
 from mac_rag.data.types import Document
-from mac_rag.server.access import Admin, Reader, Writer
 from mac_rag.server.api_errors import APIError
 from mac_rag.server.jobs import Job
 from mac_rag.server.keys import Principal
-from mac_rag.server.requests import DocumentIds, NewBank, NewDocuments, SearchRequest, StrictRoute
+from mac_rag.server.requests import (
+    Admin,
+    DocumentIds,
+    NewBank,
+    NewDocuments,
+    Reader,
+    SearchRequest,
+    StrictRoute,
+    Writer,
+)
 from mac_rag.server.served_bank import ServedBank
 from mac_rag.server.service import Service
 from mac_rag.server.uploads import Uploads

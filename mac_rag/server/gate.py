@@ -21,7 +21,7 @@ from mac_rag.server.keys import ANYONE, Principal
 from mac_rag.server.rate_limit import RateLimit
 from mac_rag.server.service import Service
 
-_access = logging.getLogger("mac_rag.server.access")
+_access = logging.getLogger("mac_rag.server.requests")
 _log = logging.getLogger(__name__)
 
 # What needs no key: it says nothing of any bank.
