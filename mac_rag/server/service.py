@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import shutil
 import threading
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mac_rag.atomic_files import make_folder
+from mac_rag.atomic_files import make_folder, private
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model import MACModel
 from mac_rag.server.api_errors import APIError, no_such_bank
 from mac_rag.server.asking import Asking
-from mac_rag.server.audit import AuditLog
 from mac_rag.server.catalog import BankCatalog
 from mac_rag.server.jobs import Job, Jobs
 from mac_rag.server.keys import KeyStore, Principal
@@ -157,3 +159,33 @@ class Service:
         if job.added or job.updated:
             details = {"job": job.id, "added": job.added, "updated": job.updated, "state": job.state}
             self.audit.note(job.owner, "documents.put", job.bank, **details)
+
+
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
+
+class AuditLog:
+    """Appends one line of JSON for each change, after it is on the disk.
+
+    Args:
+        path: the file; it is made with the mode 0600, and followed if it is moved away.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+
+    def note(self, who: str, action: str, bank: str, **details: Any) -> None:
+        """Notes a change.
+
+        Args:
+            who: name of the key.
+            action: what was done, as `bank.create`.
+            bank: name of the bank.
+            details: numbers, and ids of documents.
+        """
+        moment = datetime.now(UTC).isoformat(timespec="milliseconds")
+        record = {"time": moment, "key": who, "action": action, "bank": bank, **details}
+        line = json.dumps(record).encode() + b"\n"
+        with self._lock, open(self._path, "ab", opener=lambda path, flags: private(path, flags | _NO_FOLLOW)) as file:
+            file.write(line)
