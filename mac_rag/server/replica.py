@@ -14,7 +14,7 @@ from mac_rag.server.api_errors import no_such_bank
 from mac_rag.server.asking import Asking, Question, Reply
 from mac_rag.server.catalog import open_bank
 from mac_rag.server.metrics import Metrics
-from mac_rag.server.replicated import Sent
+from mac_rag.server.replicas import Sent
 from mac_rag.server.served_bank import ServedBank
 from mac_rag.server.workers import Workers
 

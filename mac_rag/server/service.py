@@ -23,7 +23,7 @@ from mac_rag.server.jobs import Job, Jobs
 from mac_rag.server.keys import KeyStore, Principal
 from mac_rag.server.limits import Limits
 from mac_rag.server.metrics import Metrics
-from mac_rag.server.replicated import ReplicatedAsking
+from mac_rag.server.replicas import ReplicatedAsking
 from mac_rag.server.served_bank import ServedBank
 from mac_rag.server.workers import Workers
 
