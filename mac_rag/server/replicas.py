@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Protocol
+from typing import Any
 
 from mac_rag.distributed.cluster import connected_ray
 from mac_rag.engine import MACEngine
@@ -152,14 +152,6 @@ class Sent:
     number: int
 
 
-class Answerers(Protocol):
-    """Processes that answer; see `mac_rag.server.replicas.Replicas`."""
-
-    def answer(self, sent: Sent, cancelled: Callable[[], bool] | None) -> list[Reply]: ...
-
-    def stream(self, sent: Sent) -> Iterator[str | Reply]: ...
-
-
 class ReplicatedAsking(Asking):
     """Asks replicas.
 
@@ -169,13 +161,13 @@ class ReplicatedAsking(Asking):
     Args:
         alone: an engine of the model with an empty bank.
         metrics: what parts take.
-        answerers: the replicas.
+        replicas: the replicas.
         banks: the banks that are served.
     """
 
-    def __init__(self, alone: MACEngine, metrics: Metrics, answerers: Answerers, banks: Banks) -> None:
+    def __init__(self, alone: MACEngine, metrics: Metrics, replicas: Replicas, banks: Banks) -> None:
         super().__init__(alone, metrics)
-        self._answerers = answerers
+        self._replicas = replicas
         self._banks = banks
         self._numbers = count()
 
@@ -188,7 +180,7 @@ class ReplicatedAsking(Asking):
         """
         sent = self._sent(questions)
         with self._metrics.part("answer"):
-            return self._answerers.answer(sent, cancelled)
+            return self._replicas.answer(sent, cancelled)
 
     def stream(self, question: Question) -> Iterator[str | Reply]:
         """As `Asking.stream`.
@@ -199,7 +191,7 @@ class ReplicatedAsking(Asking):
         """
         sent = self._sent([question])
         with self._metrics.part("stream"):
-            yield from self._answerers.stream(sent)
+            yield from self._replicas.stream(sent)
 
     def _sent(self, questions: Sequence[Question]) -> Sent:
         ready = tuple(replace(question, bank=None, hits=tuple(self._retrieved(question))) for question in questions)

@@ -15,8 +15,6 @@ import uvicorn
 from mac_rag.server.app import make_app
 from mac_rag.server.service import Service
 
-_log = logging.getLogger(__name__)
-
 # How long requests under way may take when the server ends; a question has its own bound.
 _GRACE = 90
 
