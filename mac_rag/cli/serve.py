@@ -102,7 +102,7 @@ def serve(
         )
     limits = Limits(pending=pending, question_seconds=seconds, requests_per_minute=requests_per_minute)
     service = _service(data, model, model_name, limits, device_map, (replicas or _REPLICAS) if ray else None)
-    from mac_rag.server.running import run
+    from mac_rag.server.app import run
 
     run(service, host=host, port=port, anyone=not has_keys, any_host=not _is_loopback(host))
 
