@@ -18,8 +18,7 @@ from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from mac_rag.server.keys import KeyStore
-    from mac_rag.server.limits import Limits
-    from mac_rag.server.service import Service
+    from mac_rag.server.service import Limits, Service
 
 # Of the environment variables that serve takes: MAC_RAG_SERVE_PORT and so on.
 ENVIRONMENT = "MAC_RAG_SERVE"
@@ -91,8 +90,7 @@ def serve(
     if device_map is not None and ray:
         raise ConfigError(f"--device-map {device_map} is for one process; leave it out, or --ray")
     from mac_rag.server.keys import KeyStore
-    from mac_rag.server.limits import Limits
-    from mac_rag.server.service import KEYS
+    from mac_rag.server.service import KEYS, Limits
 
     has_keys = bool(KeyStore(data / KEYS))
     if not has_keys and not no_keys and not _is_loopback(host):

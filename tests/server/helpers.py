@@ -14,8 +14,7 @@ import httpx
 
 from mac_rag.model import MACModel
 from mac_rag.server.app import Server
-from mac_rag.server.limits import Limits
-from mac_rag.server.service import Service
+from mac_rag.server.service import Limits, Service
 
 LIMITS = Limits(requests_per_minute=0)
 
