@@ -1,4 +1,4 @@
-"""The server as an ASGI application."""
+"""The server as an ASGI application, which runs until it is told to end."""
 
 from __future__ import annotations
 
