@@ -24,8 +24,7 @@ from mac_rag.cli.options import (
     open_to_fill,
     warn_of_disagreement,
 )
-from mac_rag.cli.run import run_app
-from mac_rag.cli.startup import rare_garbage_collection
+from mac_rag.cli.run import rare_garbage_collection, run_app
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError, MACError
 
