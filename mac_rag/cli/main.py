@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mac_rag.cli import bank, chat, fetch, rebuild, serve, try_out
-from mac_rag.cli.explanation import SHOWN, answer_record, show_sources
 from mac_rag.cli.models import keep_model_name, load_model, model_for
 from mac_rag.cli.options import (
     BankModelOption,
@@ -25,7 +24,7 @@ from mac_rag.cli.options import (
     warn_of_disagreement,
 )
 from mac_rag.cli.run import rare_garbage_collection, run_app
-from mac_rag.cli.terminal import say
+from mac_rag.cli.terminal import SHOWN, answer_record, say, show_sources
 from mac_rag.errors import ConfigError, MACError
 
 if TYPE_CHECKING:
