@@ -1,4 +1,8 @@
-"""`mac-rag serve`, `mac-rag mcp` and `mac-rag key`: banks for programs in any language, and the keys to them."""
+"""`mac-rag serve`, `mac-rag mcp` and `mac-rag key`: banks for programs in any language, and the keys to them.
+
+Options come from one YAML file and from environment variables, too. The command line counts before the environment, the
+environment before the file, and the file before the defaults.
+"""
 
 from __future__ import annotations
 
