@@ -11,7 +11,7 @@ from llama_index.core.llms import LLM
 from llama_index.core.prompts import BasePromptTemplate
 
 from mac_rag.integrations.conversations import Said
-from mac_rag.integrations.llama_index.slots import Request
+from mac_rag.integrations.llama_index.instructions import Request
 from mac_rag.lm.prompt import FittedPrompt
 
 _ROLES = {
@@ -23,7 +23,7 @@ _ROLES = {
     MessageRole.MODEL: "assistant",
 }
 _QUESTION_SLOTS = ("query_str", "question", "query")  # as LlamaIndex's components name them
-_CONTEXT_SLOTS = ("context_msg", "context_str")
+_CONTEXTS = ("context_msg", "context_str")
 
 
 def said(messages: Sequence[ChatMessage]) -> list[Said]:
@@ -48,7 +48,7 @@ def read_template(llm: LLM, prompt: BasePromptTemplate, prompt_args: Mapping[str
     if _is_slots(llm, prompt) or any(isinstance(value, FittedPrompt) for value in values.values()):
         return None
     questions = [values[name] for name in _QUESTION_SLOTS if isinstance(values.get(name), str)]
-    context = next((values[name] for name in _CONTEXT_SLOTS if name in values), ())
+    context = next((values[name] for name in _CONTEXTS if name in values), ())
     texts = [context] if isinstance(context, str) else [str(text) for text in context]
     messages = llm._get_messages(prompt, **prompt_args)
     return Request(next(iter(questions), ""), tuple(text for text in texts if text.strip()), messages=tuple(messages))

@@ -44,7 +44,7 @@ from mac_rag.integrations.details import name_of
 from mac_rag.integrations.llama_index.conversation import read_template, said
 from mac_rag.integrations.llama_index.events import reported
 from mac_rag.integrations.llama_index.filters import FilteringComponent
-from mac_rag.integrations.llama_index.instructions import FRAMEWORK, check_template
+from mac_rag.integrations.llama_index.instructions import FRAMEWORK, Request, check_template, read_slots
 from mac_rag.integrations.llama_index.responses import (
     accumulate,
     chat_response,
@@ -53,7 +53,6 @@ from mac_rag.integrations.llama_index.responses import (
     raw_of,
     single,
 )
-from mac_rag.integrations.llama_index.slots import Request, read_slots
 from mac_rag.integrations.llama_index.spans import NodeReader, listen
 from mac_rag.integrations.options import Options, read_options
 from mac_rag.integrations.threads import in_thread
