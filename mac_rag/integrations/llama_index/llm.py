@@ -41,10 +41,16 @@ from mac_rag.engine import Answer, MACEngine
 from mac_rag.errors import BankError, ConfigError, InstructionError
 from mac_rag.integrations.conversations import check_question, last_question, read_conversation
 from mac_rag.integrations.details import name_of
-from mac_rag.integrations.llama_index.conversation import read_template, said
 from mac_rag.integrations.llama_index.events import reported
 from mac_rag.integrations.llama_index.filters import FilteringComponent
-from mac_rag.integrations.llama_index.instructions import FRAMEWORK, Request, check_template, read_slots
+from mac_rag.integrations.llama_index.instructions import (
+    FRAMEWORK,
+    Request,
+    check_template,
+    read_slots,
+    read_template,
+    said,
+)
 from mac_rag.integrations.llama_index.responses import (
     accumulate,
     chat_response,
