@@ -41,7 +41,6 @@ from mac_rag.engine import Answer, MACEngine
 from mac_rag.errors import BankError, ConfigError, InstructionError
 from mac_rag.integrations.conversations import check_question, last_question, read_conversation
 from mac_rag.integrations.details import name_of
-from mac_rag.integrations.llama_index.events import reported
 from mac_rag.integrations.llama_index.filters import FilteringComponent
 from mac_rag.integrations.llama_index.instructions import (
     FRAMEWORK,
@@ -51,6 +50,7 @@ from mac_rag.integrations.llama_index.instructions import (
     read_template,
     said,
 )
+from mac_rag.integrations.llama_index.instrumentation import NodeReader, listen, reported
 from mac_rag.integrations.llama_index.responses import (
     accumulate,
     chat_response,
@@ -59,7 +59,6 @@ from mac_rag.integrations.llama_index.responses import (
     raw_of,
     single,
 )
-from mac_rag.integrations.llama_index.spans import NodeReader, listen
 from mac_rag.integrations.options import Options, read_options
 from mac_rag.integrations.threads import in_thread
 from mac_rag.lm.decoding import GREEDY, Sampling

@@ -14,7 +14,7 @@ from mac_rag.errors import BankError
 from mac_rag.integrations.bank_state import bank_state
 from mac_rag.integrations.llama_index.component import EngineComponent
 from mac_rag.integrations.llama_index.contents import Source, documents_in
-from mac_rag.integrations.llama_index.spans import listen, running_docstore
+from mac_rag.integrations.llama_index.instrumentation import listen, running_docstore
 from mac_rag.integrations.threads import in_thread
 from mac_rag.retrieval.llama_index import FiledBy, document_id
 
