@@ -41,7 +41,7 @@ from mac_rag.engine import Answer, MACEngine
 from mac_rag.errors import BankError, ConfigError, InstructionError
 from mac_rag.integrations.conversations import check_question, last_question, read_conversation
 from mac_rag.integrations.details import name_of
-from mac_rag.integrations.llama_index.filters import FilteringComponent
+from mac_rag.integrations.llama_index.component import FilteringComponent
 from mac_rag.integrations.llama_index.instructions import (
     FRAMEWORK,
     Request,
