@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -40,7 +42,7 @@ from mac_rag import DEFAULT_MODEL
 from mac_rag.engine import Answer, MACEngine
 from mac_rag.errors import BankError, ConfigError, InstructionError
 from mac_rag.integrations.conversations import check_question, last_question, read_conversation
-from mac_rag.integrations.details import name_of
+from mac_rag.integrations.details import details_of, name_of
 from mac_rag.integrations.llama_index.component import FilteringComponent
 from mac_rag.integrations.llama_index.instructions import (
     FRAMEWORK,
@@ -51,14 +53,6 @@ from mac_rag.integrations.llama_index.instructions import (
     said,
 )
 from mac_rag.integrations.llama_index.instrumentation import NodeReader, listen, reported
-from mac_rag.integrations.llama_index.responses import (
-    accumulate,
-    chat_response,
-    completion_response,
-    note,
-    raw_of,
-    single,
-)
 from mac_rag.integrations.options import Options, read_options
 from mac_rag.integrations.threads import in_thread
 from mac_rag.lm.decoding import GREEDY, Sampling
@@ -547,3 +541,53 @@ def refuse_structure() -> NoReturn:
         "MACLLM answers in plain text and supports neither structured output nor tools; "
         "give those steps another LLM (llm=...), or MACLLM a checkpoint whose prompt format is chat"
     )
+
+
+# LlamaIndex hands the text of a prediction on and nothing else. Who sets a list here finds the answers in it.
+_noted: ContextVar[list[Answer] | None] = ContextVar("answers", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[list[Answer]]:
+    """A context in which every answer of a `MACLLM` is put into a list, also one from another thread."""
+    answers: list[Answer] = []
+    token = _noted.set(answers)
+    try:
+        yield answers
+    finally:
+        _noted.reset(token)
+
+
+def note(answer: Answer) -> None:
+    """Puts an answer into the list of the innermost `noting`, if there is one."""
+    answers = _noted.get()
+    if answers is not None:
+        answers.append(answer)
+
+
+def accumulate(pieces: Iterator[str]) -> Iterator[tuple[str, str]]:
+    """Yields the text so far and its newest piece."""
+    text = ""
+    for piece in pieces:
+        text += piece
+        yield text, piece
+
+
+async def single(text: str) -> TokenAsyncGen:
+    """Yields one text."""
+    yield text
+
+
+def completion_response(answer: Answer) -> CompletionResponse:
+    """An answer as a completion."""
+    return CompletionResponse(text=answer.text, raw=raw_of(answer))
+
+
+def chat_response(text: str, delta: str | None = None, raw: dict[str, Any] | None = None) -> ChatResponse:
+    """An answer as a message of the assistant."""
+    return ChatResponse(message=ChatMessage(role=MessageRole.ASSISTANT, content=text), delta=delta, raw=raw)
+
+
+def raw_of(answer: Answer) -> dict[str, Any] | None:
+    """What else is known of an answer, for `raw` of LlamaIndex's responses; None for nothing."""
+    return details_of(answer) or None
