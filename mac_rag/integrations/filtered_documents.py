@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, Generic, TypeVar
+from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 from mac_rag.data.dates import AsOf, moment_of_question
 from mac_rag.engine import MACEngine
-from mac_rag.memory.interface import BankContents, Entry
+from mac_rag.memory.interface import Bank, BankContents, Entry
 from mac_rag.memory.known_documents import KnownDocuments
 
 _Filters = TypeVar("_Filters")
@@ -80,3 +82,12 @@ def remembers(engine: MACEngine, allowed: PassingDocuments[Any] | None, as_of: A
     if moment is None and not snapshot.supersedes:
         return bool(len(snapshot) if allowed is None else len(allowed))
     return bool(KnownDocuments(snapshot, moment, allowed).rows_of(snapshot).any())
+
+
+# Names of banks that are unique beyond this process.
+_names: WeakKeyDictionary[Bank, str] = WeakKeyDictionary()
+
+
+def bank_state(bank: Bank) -> str:
+    """Name and version of a bank: equal for equal contents of one object, and unique beyond this process."""
+    return f"{_names.setdefault(bank, uuid4().hex)}/{bank.version}"

@@ -20,10 +20,9 @@ from mac_rag.asking import conversation_prompt
 from mac_rag.data.types import Answer, Source
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, MACError, PromptError
-from mac_rag.integrations.bank_state import bank_state
 from mac_rag.integrations.conversations import last_question, read_conversation
 from mac_rag.integrations.details import SOURCES, TRUNCATED, details_of, name_of
-from mac_rag.integrations.filtered_documents import remembers
+from mac_rag.integrations.filtered_documents import bank_state, remembers
 from mac_rag.integrations.langchain.arguments import check_names
 from mac_rag.integrations.langchain.calls import Call, Read, Settings
 from mac_rag.integrations.langchain.filters import WhereMetadata, where
