@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from mac_rag.errors import InstructionError, MACError
-from mac_rag.integrations.framework import Framework
-from mac_rag.integrations.once import first_time
+from mac_rag.integrations.framework import Framework, first_time
 from mac_rag.lm.chat import Message
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ from llama_index.core.prompts.utils import get_template_vars
 
 from mac_rag.errors import InstructionError, MACError
 from mac_rag.integrations.conversations import Said, refuse, refuse_system_message, warn_of_history
-from mac_rag.integrations.framework import Framework
-from mac_rag.integrations.once import first_time
+from mac_rag.integrations.framework import Framework, first_time
 from mac_rag.lm.prompt import FittedPrompt
 
 logger = logging.getLogger(__name__)

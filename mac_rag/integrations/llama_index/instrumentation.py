@@ -22,7 +22,7 @@ from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.span.base import BaseSpan
 from llama_index_instrumentation.span_handlers import BaseSpanHandler
 
-from mac_rag.integrations.once import first_time
+from mac_rag.integrations.framework import first_time
 from mac_rag.lm.prompt import FittedPrompt
 
 _nodes: ContextVar[list[NodeWithScore] | None] = ContextVar("mac_nodes", default=None)
