@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mac_rag.errors import MACError
+from mac_rag.lm.decoding import Sampling
 
 
 @dataclass(frozen=True)
@@ -48,3 +53,46 @@ def forget_warnings() -> None:
     """Lets every warning be given once more."""
     with _lock:
         _given.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How one call is answered.
+
+    Attributes:
+        sampling: how tokens are chosen, and what ends the answer.
+        max_new_tokens: longest answer; None for the model's configured length.
+    """
+
+    sampling: Sampling
+    max_new_tokens: int | None
+
+
+def read_options(
+    options: Mapping[str, Any], sampling: Sampling, max_new_tokens: int | None, framework: Framework
+) -> Options:
+    """The options of a call: `temperature`, `top_p`, `seed`, `stop` (a string or several) and `max_tokens`.
+
+    Args:
+        options: the keyword arguments of the call; None stands for what the LLM does otherwise.
+        sampling, max_new_tokens: what the LLM does otherwise.
+        framework: the LLM, for errors.
+
+    Raises:
+        ConfigError: for a value outside of its range.
+        MACError: for any other option, or a `max_tokens` below 1; names it.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    max_tokens = given.pop("max_tokens", max_new_tokens)
+    refused = {name: value for name, value in given.items() if name not in ("temperature", "top_p", "seed", "stop")}
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        refused["max_tokens"] = max_tokens
+    if refused:
+        named = ", ".join(f"{name}={value!r}" for name, value in sorted(refused.items()))
+        raise MACError(
+            f"{framework.llm} does not support {named}: its options are {framework.options}; it calls no tools by "
+            "itself"
+        )
+    if "stop" in given:
+        given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
+    return Options(replace(sampling, **given), max_tokens)

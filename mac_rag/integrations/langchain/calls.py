@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from mac_rag.integrations.framework import Options
 from mac_rag.integrations.langchain.filters import WhereMetadata
-from mac_rag.integrations.options import Options
 from mac_rag.lm.chat import Message
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.memory.metadata_filters import Filters

@@ -23,12 +23,11 @@ from mac_rag.errors import BankError, MACError, PromptError
 from mac_rag.integrations.conversations import last_question, read_conversation
 from mac_rag.integrations.details import SOURCES, TRUNCATED, details_of, name_of
 from mac_rag.integrations.filtered_documents import bank_state, remembers
-from mac_rag.integrations.framework import first_time
+from mac_rag.integrations.framework import first_time, read_options
 from mac_rag.integrations.langchain.arguments import check_names
 from mac_rag.integrations.langchain.calls import Call, Read, Settings
 from mac_rag.integrations.langchain.filters import WhereMetadata, where
 from mac_rag.integrations.langchain.messages import FRAMEWORK, answer_message, last_chunk, said, usage_of
-from mac_rag.integrations.options import read_options
 from mac_rag.integrations.threads import in_thread
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling

@@ -43,6 +43,7 @@ from mac_rag.engine import Answer, MACEngine
 from mac_rag.errors import BankError, ConfigError, InstructionError
 from mac_rag.integrations.conversations import check_question, last_question, read_conversation
 from mac_rag.integrations.details import details_of, name_of
+from mac_rag.integrations.framework import Options, read_options
 from mac_rag.integrations.llama_index.component import FilteringComponent
 from mac_rag.integrations.llama_index.instructions import (
     FRAMEWORK,
@@ -53,7 +54,6 @@ from mac_rag.integrations.llama_index.instructions import (
     said,
 )
 from mac_rag.integrations.llama_index.instrumentation import NodeReader, listen, reported
-from mac_rag.integrations.options import Options, read_options
 from mac_rag.integrations.threads import in_thread
 from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
