@@ -12,7 +12,7 @@ from langchain_core.documents import Document as LangChainDocument
 from mac_rag.data.types import Document, Source
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DocumentError
-from mac_rag.integrations.details import ATTENTION
+from mac_rag.integrations.framework import ATTENTION
 
 Documents: TypeAlias = Iterable[LangChainDocument]
 

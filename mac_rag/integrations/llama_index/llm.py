@@ -42,8 +42,7 @@ from mac_rag import DEFAULT_MODEL
 from mac_rag.engine import Answer, MACEngine
 from mac_rag.errors import BankError, ConfigError, InstructionError
 from mac_rag.integrations.conversations import check_question, last_question, read_conversation
-from mac_rag.integrations.details import details_of, name_of
-from mac_rag.integrations.framework import Options, read_options
+from mac_rag.integrations.framework import Options, details_of, name_of, read_options
 from mac_rag.integrations.llama_index.component import FilteringComponent
 from mac_rag.integrations.llama_index.instructions import (
     FRAMEWORK,

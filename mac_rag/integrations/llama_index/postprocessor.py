@@ -20,8 +20,7 @@ from llama_index_instrumentation import get_dispatcher
 
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, MACError
-from mac_rag.integrations.details import ATTENTION
-from mac_rag.integrations.framework import first_time
+from mac_rag.integrations.framework import ATTENTION, first_time
 from mac_rag.integrations.llama_index.component import FilteringComponent
 from mac_rag.integrations.llama_index.lookup import nodes_of
 from mac_rag.integrations.llama_index.writer import LOST
