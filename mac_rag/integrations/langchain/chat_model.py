@@ -20,9 +20,17 @@ from mac_rag.asking import conversation_prompt
 from mac_rag.data.types import Answer, Source
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, MACError, PromptError
-from mac_rag.integrations.conversations import last_question, read_conversation
 from mac_rag.integrations.filtered_documents import bank_state, remembers
-from mac_rag.integrations.framework import SOURCES, TRUNCATED, details_of, first_time, name_of, read_options
+from mac_rag.integrations.framework import (
+    SOURCES,
+    TRUNCATED,
+    details_of,
+    first_time,
+    last_question,
+    name_of,
+    read_conversation,
+    read_options,
+)
 from mac_rag.integrations.langchain.arguments import check_names
 from mac_rag.integrations.langchain.calls import Call, Read, Settings
 from mac_rag.integrations.langchain.filters import WhereMetadata, where

@@ -8,8 +8,7 @@ from typing import Any
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ChatMessage
 from langchain_core.messages.ai import UsageMetadata
 
-from mac_rag.integrations.conversations import Said
-from mac_rag.integrations.framework import Framework
+from mac_rag.integrations.framework import Framework, Said
 
 FRAMEWORK = Framework(
     llm="ChatMAC",

@@ -1,7 +1,7 @@
 """Which requests of LlamaIndex's components a checkpoint can serve that reads question and context only.
 
 What a component asks for shows in the slots, the declared type and the wording of its prompt template; see
-`mac_rag.integrations.conversations` for why other requests are refused.
+`mac_rag.integrations.framework` for why other requests are refused.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from llama_index.core.prompts.base import ChatPromptTemplate, SelectorPromptTemp
 from llama_index.core.prompts.utils import get_template_vars
 
 from mac_rag.errors import InstructionError, MACError
-from mac_rag.integrations.conversations import Said, refuse, refuse_system_message, warn_of_history
-from mac_rag.integrations.framework import Framework, first_time
+from mac_rag.integrations.framework import Framework, Said, first_time, refuse, refuse_system_message, warn_of_history
 from mac_rag.lm.prompt import FittedPrompt
 
 logger = logging.getLogger(__name__)

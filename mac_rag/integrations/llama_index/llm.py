@@ -41,8 +41,15 @@ from llama_index_instrumentation import get_dispatcher
 from mac_rag import DEFAULT_MODEL
 from mac_rag.engine import Answer, MACEngine
 from mac_rag.errors import BankError, ConfigError, InstructionError
-from mac_rag.integrations.conversations import check_question, last_question, read_conversation
-from mac_rag.integrations.framework import Options, details_of, name_of, read_options
+from mac_rag.integrations.framework import (
+    Options,
+    check_question,
+    details_of,
+    last_question,
+    name_of,
+    read_conversation,
+    read_options,
+)
 from mac_rag.integrations.llama_index.component import FilteringComponent
 from mac_rag.integrations.llama_index.instructions import (
     FRAMEWORK,
