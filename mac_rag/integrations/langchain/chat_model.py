@@ -26,6 +26,7 @@ from mac_rag.integrations.framework import (
     TRUNCATED,
     details_of,
     first_time,
+    in_thread,
     last_question,
     name_of,
     read_conversation,
@@ -35,7 +36,6 @@ from mac_rag.integrations.langchain.arguments import check_names
 from mac_rag.integrations.langchain.calls import Call, Read, Settings
 from mac_rag.integrations.langchain.filters import WhereMetadata, where
 from mac_rag.integrations.langchain.messages import FRAMEWORK, answer_message, last_chunk, said, usage_of
-from mac_rag.integrations.threads import in_thread
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
 from mac_rag.sources import source_record, texts_read

@@ -45,6 +45,7 @@ from mac_rag.integrations.framework import (
     Options,
     check_question,
     details_of,
+    in_thread,
     last_question,
     name_of,
     read_conversation,
@@ -60,7 +61,6 @@ from mac_rag.integrations.llama_index.instructions import (
     said,
 )
 from mac_rag.integrations.llama_index.instrumentation import NodeReader, listen, reported
-from mac_rag.integrations.threads import in_thread
 from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import MACModel

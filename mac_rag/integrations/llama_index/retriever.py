@@ -17,8 +17,8 @@ from llama_index.core.storage.docstore import BaseDocumentStore
 from mac_rag.data.dates import AsOf
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
+from mac_rag.integrations.framework import in_thread
 from mac_rag.integrations.llama_index.lookup import document_node, source_nodes
-from mac_rag.integrations.threads import in_thread
 from mac_rag.retrieval.base import Retriever, check_k
 from mac_rag.retrieval.llama_index import FiledBy
 

@@ -18,10 +18,9 @@ from llama_index.core.vector_stores.types import (
 
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
-from mac_rag.integrations.framework import first_time
+from mac_rag.integrations.framework import first_time, in_thread
 from mac_rag.integrations.llama_index.component import EngineComponent
 from mac_rag.integrations.llama_index.writer import LOST
-from mac_rag.integrations.threads import in_thread
 from mac_rag.retrieval.llama_index import FiledBy
 
 logger = logging.getLogger(__name__)
