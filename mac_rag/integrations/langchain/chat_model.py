@@ -10,7 +10,8 @@ from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput, ModelProfile
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ChatMessage
+from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import RunnableConfig
 from pydantic import Field, PrivateAttr, model_validator
@@ -24,7 +25,9 @@ from mac_rag.integrations.filtered_documents import bank_state, remembers
 from mac_rag.integrations.framework import (
     SOURCES,
     TRUNCATED,
+    Framework,
     Options,
+    Said,
     details_of,
     first_time,
     in_thread,
@@ -35,7 +38,6 @@ from mac_rag.integrations.framework import (
 )
 from mac_rag.integrations.langchain.arguments import check_names
 from mac_rag.integrations.langchain.filters import WhereMetadata, where
-from mac_rag.integrations.langchain.messages import FRAMEWORK, answer_message, last_chunk, said, usage_of
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
 from mac_rag.lm.prompt import FittedPrompt
@@ -430,3 +432,61 @@ def _with_room(config: RunnableConfig) -> RunnableConfig:
     if config.get("max_concurrency") is not None:
         return config
     return {**config, "max_concurrency": _CONCURRENCY}
+
+
+FRAMEWORK = Framework(
+    llm="ChatMAC",
+    options=(
+        "contexts, max_tokens (at least 1), temperature, top_p, seed and stop, and use_memory, filters, as_of, k, "
+        "memory_weight, sources and min_confidence"
+    ),
+    other_llm="Give this step of the chain another chat model",
+    behind_prompt="; to ask about texts, hand them over: llm.invoke(question, contexts=[...]), or by a "
+    "create_documents_chain",
+    behind_system="; or leave the system message out",
+    behind_tools="",
+)
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "human": "user",
+    "user": "user",
+    "ai": "assistant",
+    "assistant": "assistant",
+}
+
+
+def said(messages: Sequence[BaseMessage]) -> list[Said]:
+    """The messages as texts."""
+    return [Said(_role(message), str(message.text), _others(message)) for message in messages]
+
+
+def _role(message: BaseMessage) -> str:
+    name = message.role if isinstance(message, ChatMessage) else message.type.removesuffix("MessageChunk").lower()
+    return _ROLES.get(name, name)
+
+
+def _others(message: BaseMessage) -> tuple[str, ...]:
+    """What a message holds beside text."""
+    blocks = message.content if isinstance(message.content, list) else []
+    kinds = [str(block.get("type")) for block in blocks if isinstance(block, dict) and block.get("type") != "text"]
+    if isinstance(message, AIMessage) and message.tool_calls:
+        kinds.append("calls of tools")
+    return tuple(kinds)
+
+
+def answer_message(text: str, usage: UsageMetadata, metadata: dict[str, Any]) -> AIMessage:
+    """A whole answer."""
+    return AIMessage(content=text, usage_metadata=usage, response_metadata=metadata)
+
+
+def last_chunk(text: str, usage: UsageMetadata, metadata: dict[str, Any]) -> AIMessageChunk:
+    """The end of an answer that comes piece by piece."""
+    return AIMessageChunk(content=text, usage_metadata=usage, response_metadata=metadata, chunk_position="last")
+
+
+def usage_of(prompt_tokens: int, answer_tokens: int) -> UsageMetadata:
+    """Numbers of the LM's tokens."""
+    total = prompt_tokens + answer_tokens
+    return UsageMetadata(input_tokens=prompt_tokens, output_tokens=answer_tokens, total_tokens=total)
