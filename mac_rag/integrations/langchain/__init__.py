@@ -20,8 +20,7 @@ except ModuleNotFoundError as error:
 
 from mac_rag.integrations.langchain.chain import create_documents_chain
 from mac_rag.integrations.langchain.chat_model import ChatMAC
-from mac_rag.integrations.langchain.documents import to_documents
-from mac_rag.integrations.langchain.filters import WhereMetadata
+from mac_rag.integrations.langchain.documents import WhereMetadata, to_documents
 from mac_rag.integrations.langchain.retriever import MACRetriever
 
 __all__ = ["ChatMAC", "MACRetriever", "WhereMetadata", "create_documents_chain", "to_documents"]
