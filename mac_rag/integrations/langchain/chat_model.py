@@ -36,8 +36,7 @@ from mac_rag.integrations.framework import (
     read_conversation,
     read_options,
 )
-from mac_rag.integrations.langchain.arguments import check_names
-from mac_rag.integrations.langchain.documents import WhereMetadata, where
+from mac_rag.integrations.langchain.documents import WhereMetadata, check_names, where
 from mac_rag.lm.chat import Message
 from mac_rag.lm.decoding import Sampling
 from mac_rag.lm.prompt import FittedPrompt

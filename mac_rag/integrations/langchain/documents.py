@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from typing import Any, TypeAlias
 
 from langchain_core.documents import Document as LangChainDocument
+from pydantic import BaseModel
 
 from mac_rag.data.types import Document, Source
 from mac_rag.engine import MACEngine
@@ -143,3 +144,17 @@ def where(engine: MACEngine, filters: Filters | None, last: WhereMetadata | None
 
 def _key(filters: Filters) -> str:
     return repr(sorted(filters.items()))
+
+
+def check_names(cls: type[BaseModel], given: dict[str, Any], without_effect: Collection[str] = ()) -> dict[str, Any]:
+    """The arguments of a constructor without those that have no effect.
+
+    Raises:
+        ConfigError: for an argument that the class does not have, which LangChain would ignore.
+    """
+    known = {name for field, info in cls.model_fields.items() for name in (field, info.alias) if name}
+    if unknown := sorted(set(given) - known - set(without_effect)):
+        raise ConfigError(
+            f"{cls.__name__} has no argument {', '.join(unknown)}; it has {', '.join(sorted(cls.model_fields))}"
+        )
+    return {name: value for name, value in given.items() if name not in without_effect}

@@ -15,8 +15,7 @@ from mac_rag.data.dates import AsOf
 from mac_rag.engine import MACEngine
 from mac_rag.integrations.filtered_documents import remembers
 from mac_rag.integrations.framework import in_thread
-from mac_rag.integrations.langchain.arguments import check_names
-from mac_rag.integrations.langchain.documents import WhereMetadata, check_texts, from_source, where
+from mac_rag.integrations.langchain.documents import WhereMetadata, check_names, check_texts, from_source, where
 from mac_rag.retrieval.base import check_k
 
 
