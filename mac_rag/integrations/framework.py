@@ -1,4 +1,4 @@
-"""What of a framework's own shows in our messages: the name of its LLM, and how it is asked there."""
+"""What LlamaIndex and LangChain both need: the LLM's name in messages, conversations, options, details, threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents of LangChain as documents for a memory bank, and back."""
+"""Documents of LangChain as documents for a memory bank, and back; and conditions on their metadata."""
 
 from __future__ import annotations
 

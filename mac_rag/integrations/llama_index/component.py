@@ -1,4 +1,4 @@
-"""The base of MAC's LlamaIndex components: they hold an engine."""
+"""The base of MAC's LlamaIndex components, which hold an engine, and metadata filters for the memory bank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests of LlamaIndex's components a checkpoint can serve that reads question and context only.
+"""What LlamaIndex's prompt templates and conversations ask for, and which of it a checkpoint can serve.
 
 What a component asks for shows in the slots, the declared type and the wording of its prompt template; see
 `mac_rag.integrations.framework` for why other requests are refused.

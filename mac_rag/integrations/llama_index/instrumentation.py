@@ -1,4 +1,4 @@
-"""What MAC learns from LlamaIndex's spans: the nodes of a synthesis, and the docstore of an ingestion pipeline.
+"""MAC in LlamaIndex's instrumentation: nodes and docstores that it learns from spans, and events that it fires.
 
 LlamaIndex hands an LLM one text in which every node stands behind its metadata, and a transformation its nodes and
 nothing about the pipeline. Its instrumentation knows more: a span begins with the arguments of the call.
