@@ -15,7 +15,7 @@ from mac_rag.cli.models import known_name
 from mac_rag.cli.options import BankOption, FolderOption, ReadBankOption, RetrieverOption, open_retriever
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
-from mac_rag.printable import printable
+from mac_rag.untrusted_files import printable
 
 if TYPE_CHECKING:
     from mac_rag.data.provenance import Member

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mac_rag.printable import printable
+from mac_rag.untrusted_files import printable
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -31,8 +31,7 @@ from mac_rag.memory.storage.record_lines import RecordLine
 from mac_rag.memory.storage.segment import read_segment
 from mac_rag.memory.storage.texts_file import undamaged_texts
 from mac_rag.memory.storage.tokens_file import entry_ids, read_entry
-from mac_rag.printable import printable
-from mac_rag.untrusted_files import MalformedError, is_hole, open_file, read_at
+from mac_rag.untrusted_files import MalformedError, is_hole, open_file, printable, read_at
 
 
 @dataclass(frozen=True)

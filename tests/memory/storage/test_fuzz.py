@@ -18,7 +18,7 @@ from mac_rag.memory import MemoryBank
 from mac_rag.memory.rows import RowLayout
 from mac_rag.memory.storage.repair import repair, verify
 from mac_rag.memory.storage.store import Store
-from mac_rag.printable import printable
+from mac_rag.untrusted_files import printable
 from tests.memory.helpers import WIDTH, fast_folder, memory
 
 COPIES = ("manifest.copy.json", "codebook.copy.safetensors")
