@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from mac_rag.config import BaseLMConfig, EncoderConfig, MACConfig
+from mac_rag.config import BaseLMConfig, EncoderConfig, MACConfig, PromptFormat
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.architectures import check_modulation
 from mac_rag.lm.base_lm import BaseLM
@@ -22,7 +22,6 @@ from mac_rag.model import MACModel
 from mac_rag.model.factory import make_encoder, make_hashed_bm25, make_sentence_encoder
 from mac_rag.model.stored_names import SENTENCE_ENCODER_FOLDER
 from mac_rag.model.text_encoder import TextEncoder
-from mac_rag.prompt_format import PromptFormat
 from pipelines.planning.architectures import architecture, lm_architecture
 
 _FEW = 3  # tokens of a tokenizer that nothing depends on

@@ -26,12 +26,12 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.selectors import LLMSingleSelector
 from llama_index.core.tools import QueryEngineTool
 
+from mac_rag.config import PromptFormat
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, MACError, PromptError
 from mac_rag.integrations.llama_index import MACLLM, MACSynthesizer
 from mac_rag.lm.decoding import Sampling
 from mac_rag.model import MACModel
-from mac_rag.prompt_format import PromptFormat
 from tests.integrations.helpers import FACTS, HashEmbedding
 from tests.integrations.scripted import Script, scripted
 
