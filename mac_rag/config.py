@@ -232,7 +232,7 @@ class AggregationConfig(Config):
         prior_sharpness: factor on the document prior in attention, except in training. The larger the bank, the more
             the prior should weigh, and training batches are small.
         recency: True for a document prior in which, of documents on the same subject, the newest that a question can
-            mean counts more (see `mac_rag.nn.recency`). It is a handful of learned numbers.
+            mean counts more (see `mac_rag.nn.prior`). It is a handful of learned numbers.
         slots: S, slots of T tokens in phi*. The first one is as it is without slots; each further one leaves out a
             document more of those that the prior ranks first. The LM reads S T tokens.
         hops: True for slots that follow one another: each looks for what the question still needs, given what the slot

@@ -63,7 +63,7 @@ class ShardQuestion:
         use_prior: False leaves the document prior out.
         use_recency: False leaves the recency term out of it.
         use_hops: False for slots that rank by the questions alone.
-        asked: `[B]`, see `mac_rag.nn.recency.RecencyTerm.penalties`; None without the term.
+        asked: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
         visible: which of the shard's rows may be seen, as packed bits; None for all.
         without: what slots before this one rank first, as arrays of `FirstRows` that know the shard's rows.
         cache_dtype, cache_bytes: see `AttentionConfig`.

@@ -20,7 +20,7 @@ from mac_rag.errors import ConfigError, ShardLostError
 from mac_rag.memory.views.base_reader import Aggregated, Reader
 from mac_rag.nn.attention import Partial
 from mac_rag.nn.memory_slots import FirstRows
-from mac_rag.nn.recency import Candidates
+from mac_rag.nn.prior import Candidates
 
 if TYPE_CHECKING:
     from mac_rag.config import AttentionConfig
@@ -197,7 +197,7 @@ def _asked(
         question: the encoded questions.
         seen: the shards to ask, and which of their rows, bool `[k]`; None for all.
         name: a name that no other questions have.
-        asked: `[B]`, see `mac_rag.nn.recency.RecencyTerm.penalties`; None without the term.
+        asked: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
         use_prior: False leaves the document prior out.
         queries, without: as `_ShardsAttention` takes them.
     """
@@ -229,7 +229,7 @@ class _ShardsAttention:
         reader: the reader.
         question: the encoded questions.
         seen: the shards to ask, and which of their rows, bool `[k]`; None for all.
-        asked: `[B]`, see `mac_rag.nn.recency.RecencyTerm.penalties`; None without the term.
+        asked: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
         queries: `[B, d_prior]`, the prior's queries of a slot that follows others; None for the question's own.
         without: what each slot before ranks first, as each shard knows it.
 

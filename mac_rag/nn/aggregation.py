@@ -16,9 +16,8 @@ from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.hops import Hops
 from mac_rag.nn.memory_slots import FirstRows, Look, MemorySlots, RankedSlots
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.prior import DocumentPrior
+from mac_rag.nn.prior import Candidates, DocumentPrior, RankedFirst, RecencyTerm
 from mac_rag.nn.product_quantizer import ProductQuantizer
-from mac_rag.nn.recency import Candidates, RankedFirst, RecencyTerm
 
 # Number of a block, whether the attention mass is wanted, and the block's queries `[B, H, S, d]` -> what they attend to
 # and the mass, as `BankAttention` returns them.
@@ -56,7 +55,7 @@ class AggregationNetwork(nn.Module):
         lexical_vectors: R, lexical vectors of each text, which the document prior alone reads; 0 for none.
         lexical_weight: weight of their product in the document prior.
         recency: True for a document prior in which newer documents on the same subject count more
-            (`mac_rag.nn.recency`).
+            (`mac_rag.nn.prior`).
         slots: S, phi* has S times T tokens (`mac_rag.nn.memory_slots`).
         hops: True for slots of which each follows what the one before it has read (`mac_rag.nn.hops`).
         slot_cutoff, reading_cutoff: see `mac_rag.nn.memory_slots.MemorySlots`.

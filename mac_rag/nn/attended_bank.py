@@ -14,8 +14,7 @@ from mac_rag.nn.attention import Chunk, needed_of_all
 from mac_rag.nn.bank_view import BankRows, BoundedView, is_bounded, is_view, prior_keys
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.memory_slots import FirstRows, MemorySlots, without_first
-from mac_rag.nn.prior import DocumentPrior, PriorKeys
-from mac_rag.nn.recency import Candidates, RankedFirst, RecencyTerm
+from mac_rag.nn.prior import Candidates, DocumentPrior, PriorKeys, RankedFirst, RecencyTerm
 
 # Rows that can matter to a batch of questions, of which keys and values are gathered at a time.
 _GATHERED = 256

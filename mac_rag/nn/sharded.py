@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 
 from mac_rag.nn.attention import Chunk, Partial, partial_attention
 from mac_rag.nn.memory_slots import FirstRows
-from mac_rag.nn.recency import Candidates
+from mac_rag.nn.prior import Candidates
 
 
 class ShardedAttention:
