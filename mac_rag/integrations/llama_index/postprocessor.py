@@ -22,7 +22,7 @@ from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, MACError
 from mac_rag.integrations.framework import ATTENTION, first_time, in_thread
 from mac_rag.integrations.llama_index.component import FilteringComponent
-from mac_rag.integrations.llama_index.lookup import nodes_of
+from mac_rag.integrations.llama_index.retriever import nodes_of
 from mac_rag.integrations.llama_index.writer import LOST
 from mac_rag.retrieval.hybrid import RANK_OFFSET
 from mac_rag.retrieval.llama_index import FiledBy, document_id

@@ -25,7 +25,7 @@ from mac_rag.data.types import Answer, Source
 from mac_rag.errors import ConfigError
 from mac_rag.integrations.framework import SOURCES, TRUNCATED, in_thread
 from mac_rag.integrations.llama_index.llm import MACLLM, noting, raw_of
-from mac_rag.integrations.llama_index.lookup import source_nodes
+from mac_rag.integrations.llama_index.retriever import source_nodes
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.retrieval.llama_index import FiledBy
 from mac_rag.sources import source_record
