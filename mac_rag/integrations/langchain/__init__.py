@@ -19,7 +19,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 from mac_rag.integrations.langchain.chat_model import ChatMAC, create_documents_chain
-from mac_rag.integrations.langchain.documents import WhereMetadata, to_documents
-from mac_rag.integrations.langchain.retriever import MACRetriever
+from mac_rag.integrations.langchain.documents import MACRetriever, WhereMetadata, to_documents
 
 __all__ = ["ChatMAC", "MACRetriever", "WhereMetadata", "create_documents_chain", "to_documents"]
