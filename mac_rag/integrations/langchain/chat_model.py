@@ -21,13 +21,13 @@ from mac_rag.asking import conversation_prompt
 from mac_rag.data.types import Answer, Source
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, MACError, PromptError
-from mac_rag.integrations.filtered_documents import bank_state, remembers
 from mac_rag.integrations.framework import (
     SOURCES,
     TRUNCATED,
     Framework,
     Options,
     Said,
+    bank_state,
     details_of,
     first_time,
     in_thread,
@@ -35,6 +35,7 @@ from mac_rag.integrations.framework import (
     name_of,
     read_conversation,
     read_options,
+    remembers,
 )
 from mac_rag.integrations.langchain.documents import WhereMetadata, check_names, where
 from mac_rag.lm.chat import Message

@@ -19,8 +19,7 @@ from mac_rag.data.dates import AsOf
 from mac_rag.data.types import Document, Source
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DocumentError
-from mac_rag.integrations.filtered_documents import PassingDocuments, remembers
-from mac_rag.integrations.framework import ATTENTION, in_thread
+from mac_rag.integrations.framework import ATTENTION, PassingDocuments, in_thread, remembers
 from mac_rag.memory.metadata_filters import Filters, fits
 from mac_rag.retrieval.base import check_k
 

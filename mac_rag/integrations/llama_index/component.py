@@ -14,7 +14,7 @@ from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, MACError
-from mac_rag.integrations.filtered_documents import PassingDocuments, remembers
+from mac_rag.integrations.framework import PassingDocuments, remembers
 
 
 class EngineComponent(BaseComponent):

@@ -16,8 +16,7 @@ from pydantic import computed_field
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.integrations.filtered_documents import bank_state
-from mac_rag.integrations.framework import in_thread
+from mac_rag.integrations.framework import bank_state, in_thread
 from mac_rag.integrations.llama_index.component import EngineComponent
 from mac_rag.integrations.llama_index.instrumentation import listen, running_docstore
 from mac_rag.retrieval.llama_index import FiledBy, document_id
