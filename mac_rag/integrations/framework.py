@@ -28,6 +28,8 @@ from mac_rag.memory.known_documents import KnownDocuments
 from mac_rag.model import MACModel
 from mac_rag.sources import source_record
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Framework:
@@ -71,6 +73,24 @@ def forget_warnings() -> None:
     """Lets every warning be given once more."""
     with _lock:
         _given.clear()
+
+
+def warn_of_empty_bank(what: str, bank: BankContents) -> None:
+    """Warns once for each bank that it is empty beside documents.
+
+    Args:
+        what: what happens because of it; it begins the sentence.
+        bank: the bank.
+    """
+    place = "in this process's memory" if bank.folder is None else f"{bank.folder}"
+    if first_time(f"empty bank {place}"):
+        logger.warning(
+            "%s: the memory bank %s is empty: it is not filled yet, or lost; open the bank that was filled, or fill "
+            "this one from an index, docstore or vector store: MemoryWriter.from_index(index, engine) (this is said "
+            "once)",
+            what,
+            place,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +165,6 @@ def name_of(model: MACModel) -> str:
 # A checkpoint that reads question and context only follows no instructions. Asked to choose, judge, extract or rewrite,
 # it would answer some question from memory, and the framework would take that for a choice, a verdict or a new
 # question. So such requests are refused.
-
-
-logger = logging.getLogger(__name__)
-
 _LABEL = re.compile(r"\s*[^\s:][^\n:]{0,40}:(?:\s|$)")
 
 

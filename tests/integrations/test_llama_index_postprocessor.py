@@ -302,18 +302,6 @@ def test_nodes_that_the_bank_lacks_altogether_are_reported_once(
     assert caplog.text.count("holds none of the 2 nodes") == 1
 
 
-def test_the_old_name_of_the_fusion_weight_still_works(remembering: RecordingEngine) -> None:
-    with pytest.warns(FutureWarning, match="fusion_weight"):
-        rank = MACNodePostprocessor(remembering, memory_weight=0.25)
-    assert rank.fusion_weight == 0.25
-    stored = rank.to_dict()
-    assert MACNodePostprocessor.from_dict(stored, engine=remembering).fusion_weight == 0.25
-    stored["memory_weight"] = stored.pop("fusion_weight")  # as the release before wrote it
-    with pytest.warns(FutureWarning, match="fusion_weight"):
-        again = MACNodePostprocessor.from_dict(stored, engine=remembering)
-    assert again.fusion_weight == 0.25
-
-
 def test_ranking_by_a_foreign_bank_is_refused(remembering: RecordingEngine, other_model: MACModel) -> None:
     remembering.bank = MemoryBank(other_model.fingerprint)
     remembering.bank.put([MACDocument("bridge", FACTS["bridge"])], other_model.amortize([FACTS["bridge"]]))

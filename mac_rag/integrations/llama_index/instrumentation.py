@@ -25,6 +25,10 @@ from llama_index_instrumentation.span_handlers import BaseSpanHandler
 from mac_rag.integrations.framework import first_time
 from mac_rag.lm.prompt import FittedPrompt
 
+dispatcher = get_dispatcher(__name__)
+
+logger = logging.getLogger(__name__)
+
 _nodes: ContextVar[list[NodeWithScore] | None] = ContextVar("mac_nodes", default=None)
 _docstore: ContextVar[BaseDocumentStore | None] = ContextVar("mac_docstore", default=None)
 
@@ -101,10 +105,6 @@ def listen() -> None:
 def running_docstore() -> BaseDocumentStore | None:
     """The docstore of the ingestion pipeline that is running in this context; None if there is none."""
     return _docstore.get()
-
-
-dispatcher = get_dispatcher(__name__)
-logger = logging.getLogger(__name__)
 
 
 class DocumentsTruncatedEvent(BaseEvent):

@@ -50,6 +50,7 @@ from mac_rag.integrations.framework import (
     name_of,
     read_conversation,
     read_options,
+    warn_of_empty_bank,
 )
 from mac_rag.integrations.llama_index.component import FilteringComponent
 from mac_rag.integrations.llama_index.instructions import (
@@ -486,11 +487,16 @@ class MACLLM(CustomLLM, FilteringComponent, NodeReader):
         dispatcher.event(LLMPredictStartEvent(template=prompt, template_args=dict(prompt_args)))
         self._log_template_data(prompt, **prompt_args)
         if self.reads_instructions:
-            return read_template(self, prompt, prompt_args) or read_slots(prompt, prompt_args)
-        if self.output_parser is not None:
-            refuse_structure()
-        check_template(prompt, self)
-        return read_slots(prompt, prompt_args)
+            request = read_template(self, prompt, prompt_args) or read_slots(prompt, prompt_args)
+        else:
+            if self.output_parser is not None:
+                refuse_structure()
+            check_template(prompt, self)
+            request = read_slots(prompt, prompt_args)
+        texts = request.contexts.contexts if isinstance(request.contexts, FittedPrompt) else request.contexts
+        if texts and self.use_memory is None and not len(self.engine.snapshot):
+            warn_of_empty_bank("MACLLM answers from the retrieved texts alone", self.engine.snapshot)
+        return request
 
     # -- structured output and tools, which are for checkpoints that follow instructions --
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Literal
@@ -20,10 +19,9 @@ from llama_index_instrumentation import get_dispatcher
 
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, MACError
-from mac_rag.integrations.framework import ATTENTION, first_time, in_thread
+from mac_rag.integrations.framework import ATTENTION, first_time, in_thread, warn_of_empty_bank
 from mac_rag.integrations.llama_index.component import FilteringComponent
 from mac_rag.integrations.llama_index.retriever import nodes_of
-from mac_rag.integrations.llama_index.writer import LOST
 from mac_rag.retrieval.hybrid import RANK_OFFSET
 from mac_rag.retrieval.llama_index import FiledBy, document_id
 
@@ -79,7 +77,6 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         as_of: the moment of the question, as `MACEngine.answer` takes it: later documents of the bank have no influence
             through it, and count as not held.
         callback_manager: LlamaIndex's callback manager.
-        memory_weight: the old name of `fusion_weight`, accepted with a `FutureWarning`.
 
     Raises:
         ConfigError: for `expand` without a source, or a source without `expand`.
@@ -105,16 +102,7 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         filters: MetadataFilters | None = None,
         as_of: str | datetime | None = None,
         callback_manager: CallbackManager | None = None,
-        memory_weight: float | None = None,
     ) -> None:
-        if memory_weight is not None:
-            warnings.warn(
-                "MACNodePostprocessor's memory_weight is now called fusion_weight; the old name goes with the next "
-                "release",
-                FutureWarning,
-                stacklevel=2,
-            )
-            fusion_weight = memory_weight
         super().__init__(
             mode=mode,
             top_n=top_n,
@@ -154,8 +142,7 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         bank = self.engine.snapshot
         bank.check_model(self.engine.model.fingerprint)
         if not len(bank):
-            if first_time("empty bank"):
-                logger.warning("MACNodePostprocessor passes nodes on as they are: %s", LOST)
+            warn_of_empty_bank("MACNodePostprocessor passes nodes on as they are", bank)
             return nodes[: self.top_n]
         is_foreign = nodes and not any(document_id(scored.node, self.filed_by) in bank for scored in nodes)
         if is_foreign and first_time("foreign nodes"):

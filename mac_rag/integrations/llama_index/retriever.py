@@ -22,10 +22,12 @@ from mac_rag.data.provenance import Member
 from mac_rag.data.types import Source
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
-from mac_rag.integrations.framework import in_thread
+from mac_rag.integrations.framework import in_thread, warn_of_empty_bank
 from mac_rag.memory.interface import BankContents
 from mac_rag.retrieval.base import Retriever, check_k
 from mac_rag.retrieval.llama_index import FiledBy
+
+logger = logging.getLogger(__name__)
 
 
 class MACRetriever(BaseRetriever):
@@ -109,14 +111,12 @@ class MACRetriever(BaseRetriever):
         return await in_thread(self._retrieve, query_bundle)
 
     def _remembered(self, engine: MACEngine, question: str) -> list[NodeWithScore]:
-        """The documents with the most attention; none from an empty bank."""
+        """The documents with the most attention; none from an empty bank, of which a warning says once that it is."""
         if not len(engine.snapshot):
+            warn_of_empty_bank("MACRetriever finds nothing", engine.snapshot)
             return []
         found = engine.sources(question, most=self.similarity_top_k, allowed=self.allowed, as_of=self.as_of)
         return [scored for document in found for scored in source_nodes(document, self._source, self._filed_by)]
-
-
-logger = logging.getLogger(__name__)
 
 
 def nodes_of(document_id: str, source: BaseIndex[Any] | BaseDocumentStore, filed_by: FiledBy) -> list[BaseNode]:

@@ -21,11 +21,7 @@ from mac_rag.integrations.llama_index.component import EngineComponent
 from mac_rag.integrations.llama_index.instrumentation import listen, running_docstore
 from mac_rag.retrieval.llama_index import FiledBy, document_id
 
-# What is said of an empty bank beside documents; it ends a sentence.
-LOST = (
-    "the memory bank is empty: it is not filled yet, or lost; MemoryWriter.from_index(index, engine) fills it from an "
-    "index, docstore or vector store (this is said once)"
-)
+logger = logging.getLogger(__name__)
 
 
 class MemoryWriter(EngineComponent, TransformComponent):
@@ -170,8 +166,6 @@ class MemoryWriter(EngineComponent, TransformComponent):
                 "pipeline again"
             )
 
-
-logger = logging.getLogger(__name__)
 
 Source: TypeAlias = Any  # BaseIndex, BaseDocumentStore, BasePydanticVectorStore, or a Collection of chromadb
 
