@@ -13,7 +13,15 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from mac_rag.atomic_files import make_folder, remove_file, sealed, sync_folder, unsealed, write_text
+from mac_rag.atomic_files import (
+    make_folder,
+    make_writable_folder,
+    remove_file,
+    sealed,
+    sync_folder,
+    unsealed,
+    write_text,
+)
 from mac_rag.data.types import Document
 from mac_rag.distributed.shard_files import SHARDS
 from mac_rag.engine import MACEngine
@@ -72,7 +80,7 @@ class BankCatalog:
         self._lock = threading.Lock()
         self._banks: dict[str, ServedBank] = {}
         self.unavailable: set[str] = set()
-        make_folder(self._banks_folder)
+        make_writable_folder(self._banks_folder)
         for place in sorted(self._banks_folder.iterdir()):
             if place.name.startswith("."):
                 _remove_all(place)
@@ -82,7 +90,7 @@ class BankCatalog:
     def _open_at_start(self, name: str) -> None:
         try:
             self._banks[name] = self._open(name)
-        except MACError as error:
+        except (MACError, OSError) as error:
             _log.error("bank %s is not served: %s", name, error)
             self.unavailable.add(name)
 

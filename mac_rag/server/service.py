@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mac_rag.atomic_files import make_folder, private
+from mac_rag.atomic_files import make_writable_folder, private
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model import MACModel
@@ -84,7 +84,8 @@ class Service:
         replicas: processes that answer questions; None to answer in this one. New banks are in as many shards.
 
     Raises:
-        ConfigError: for a name that holds a colon, which stands before the name of a bank.
+        ConfigError: for a name that holds a colon, which stands before the name of a bank; for a folder that cannot be
+            written.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Service:
     ) -> None:
         if ":" in model_name or not model_name:
             raise ConfigError(f"{model_name!r} cannot name a model here; give one without a colon by --model-name")
-        make_folder(folder)
+        make_writable_folder(folder)
         self.limits = limits or Limits()
         self.model = model
         self.model_name = model_name
