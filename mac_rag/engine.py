@@ -184,7 +184,8 @@ class MACEngine:
             progress: shows a progress bar.
 
         Returns:
-            How many documents were added, updated and left as they were, and what the bank forgot.
+            The numbers of documents that were added, updated, left unchanged and written to the retriever, the number
+            of rows of memory tokens, and the ids of documents that the bank forgot.
 
         Raises:
             DocumentError: for an empty document, one that is no text, one with half of a surrogate pair or NUL, or

@@ -72,15 +72,14 @@ class MemoryTokens:
         return MemoryTokens(self.tokens.detach(), None if self.lexical is None else self.lexical.detach())
 
 
-def split_rows(rows: Tensor, lexical_vectors: int, dim: int = 1) -> tuple[Tensor, Tensor | None]:
+def split_rows(rows: Tensor, lexical_vectors: int) -> tuple[Tensor, Tensor | None]:
     """Cuts rows, or the codes of rows, into what belongs to T tokens and to R lexical vectors (None for R = 0).
 
     Args:
-        rows: T + R long in dimension `dim`.
+        rows: `[K, T + R, ...]`.
         lexical_vectors: R.
-        dim: where tokens and lexical vectors stand side by side.
     """
     if not lexical_vectors:
         return rows, None
-    tokens = rows.shape[dim] - lexical_vectors
-    return rows.narrow(dim, 0, tokens), rows.narrow(dim, tokens, lexical_vectors)
+    tokens = rows.shape[1] - lexical_vectors
+    return rows[:, :tokens], rows[:, tokens:]
