@@ -14,9 +14,9 @@ from mac_rag.memory.entries import new_entries
 from mac_rag.memory.rows import Rows
 from mac_rag.memory.views.overview import keep_rows_for
 from mac_rag.nn.aggregation import AggregationNetwork
+from mac_rag.nn.attention import longest_keys
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.row_bounds import longest_keys
 from mac_rag.progress import progress_bar
 
 # As in `benchmarks.generated`: six sources of a mixture, so that prior keys are as far apart as those of paragraphs.

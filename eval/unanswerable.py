@@ -46,7 +46,7 @@ def main(
     from eval.harness.protocol import judge, samples
     from eval.harness.results import Row, result_path
     from eval.harness.selective import auroc
-    from mac_rag.confidence import calibration_of
+    from mac_rag.asking import calibration_of
     from mac_rag.engine import Answer, MACEngine
     from mac_rag.model import MACModel
     from mac_rag.model.calibration import EVIDENCE

@@ -14,8 +14,10 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
+from mac_rag.errors import ConfigError
 from mac_rag.untrusted_files import MalformedError, parse_json
 
 # What an unfinished file is called; it gets its name when all of it is on the disk.
@@ -127,6 +129,23 @@ def make_folder(path: Path) -> None:
     if not path.parent.exists():
         make_folder(path.parent)
     path.mkdir(mode=0o700, exist_ok=True)
+
+
+def make_writable_folder(path: Path) -> None:
+    """As `make_folder`, and checks that files can be made there.
+
+    Raises:
+        ConfigError: for a folder that cannot be made or written.
+    """
+    try:
+        make_folder(path)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}; give another folder, or make this one writable for the user "
+            "of this process"
+        ) from None
 
 
 def copy_file(source: Path, path: Path, *, secure_delete: bool = False) -> None:

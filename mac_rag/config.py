@@ -2,13 +2,67 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mac_rag.prompt_format import PromptFormat as PromptFormat
 from mac_rag.strict_config import Config as Config
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """Templates of the text around a document, a question and an answer.
+
+    Document, question and answer are tokenized one by one and joined as ids. So a boundary never changes a token, and
+    `d + x` starts with exactly the ids of `d`.
+
+    Examples:
+        >>> prompt = PromptFormat(document="Context: {document}\\n\\n", question="Q: {question}\\nA:")
+        >>> prompt.question.format(question="Who?")
+        'Q: Who?\\nA:'
+
+    With `chat`, the tokenizer's own chat template writes the system message, the user's turn, which holds documents and
+    question, and the start of the assistant's turn. The LM must be an instruct LM.
+
+    Attributes:
+        document, question, answer: the templates; a chat has only the document's.
+        abstention: the answer that the LM has learned for questions whose answer does not stand in front of them, such
+            as "I don't know"; None if it has learned none. It abstains where it holds that more probable than all
+            answers together (see `mac_rag.lm.decoding`).
+        parallel_documents: True if the LM has learned to read several documents in parallel: each one with the
+            question, none sees another, and the question once more behind them (see `mac_rag.lm.prompt`).
+            Only for an LM whose attention takes segments.
+        chat: True to write prompts with the tokenizer's chat template.
+        system: the system message of a chat; None for what the chat template writes by itself.
+    """
+
+    document: str = "{document}\n"
+    question: str = "Question: {question}\nAnswer:"
+    answer: str = " {answer}"
+    abstention: str | None = None
+    parallel_documents: bool = False
+    chat: bool = False
+    system: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("question", "answer"):
+            given, default = getattr(self, name), getattr(PromptFormat, name)
+            if self.chat and given != default:
+                raise ValueError(
+                    f"the {name} template is {given!r}, but in a chat the tokenizer's template stands around the "
+                    f"{name}; leave it out, or say in `system` how to answer"
+                )
+        if self.chat and self.parallel_documents:
+            raise ValueError("parallel_documents is true, but a conversation is one text; set chat: false")
+        if self.system is not None and not self.chat:
+            raise ValueError(f"system is {self.system!r}, but only a chat has a system message; set chat: true")
+        for name in ("document", "question", "answer"):
+            template = getattr(self, name)
+            if template.count("{" + name + "}") != 1:
+                raise ValueError(f"the {name} template must hold {{{name}}} exactly once, got {template!r}")
+
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Quantization = Literal["none", "int8", "nf4"]
@@ -121,7 +175,7 @@ class SentenceEncoderConfig(Config):
 
 
 class YearsConfig(Config):
-    """How much a document counts that names a year shortly before the question's (see `mac_rag.nn.named_years`).
+    """How much a document counts that names a year shortly before the question's (see `mac_rag.nn.lexical`).
 
     Not part of the paper. `python -m pipelines.fit_recency` fits both numbers.
 
@@ -136,7 +190,7 @@ class YearsConfig(Config):
 
 
 class HashedBM25Config(Config):
-    """Lexical vectors of a text, whose products are BM25's scores (see `mac_rag.nn.hashed_bm25`).
+    """Lexical vectors of a text, whose products are BM25's scores (see `mac_rag.nn.lexical`).
 
     The document prior adds these products to its cosine. The vectors are stored with the memory tokens, and nothing
     attends to them. Not part of the paper.
@@ -176,7 +230,7 @@ class AggregationConfig(Config):
         prior_sharpness: factor on the document prior in attention, except in training. The larger the bank, the more
             the prior should weigh, and training batches are small.
         recency: True for a document prior in which, of documents on the same subject, the newest that a question can
-            mean counts more (see `mac_rag.nn.recency`). It is a handful of learned numbers.
+            mean counts more (see `mac_rag.nn.prior`). It is a handful of learned numbers.
         slots: S, slots of T tokens in phi*. The first one is as it is without slots; each further one leaves out a
             document more of those that the prior ranks first. The LM reads S T tokens.
         slot_cutoff: in nats; a slot whose document the prior holds that much less probable than the first slot's is
@@ -223,7 +277,7 @@ class ModulationConfig(Config):
         ('q_proj', 'v_proj')
 
     Attributes:
-        kind: `prefix` (P-tuning v2), `lora`, `film`, or `prompt` (prompt tuning, see `mac_rag.nn.prompt_tuning`); the
+        kind: `prefix` (P-tuning v2), `lora`, `film`, or `prompt` (prompt tuning, see `mac_rag.nn.modulation`); the
             last one only for an LM whose attention takes segments.
         slots: prefix positions for each token of phi*; only for `prefix`.
         attention_sink: the prefix begins with the LM's own keys and values of its first tokens, and where the LM turns
@@ -257,7 +311,7 @@ class ModulationConfig(Config):
 
 
 class ExtractiveConfig(Config):
-    """Extractive decoding: answers behind documents are spans of these (see `mac_rag.lm.extractive`).
+    """Extractive decoding: answers behind documents are spans of these (see `mac_rag.lm.decoding`).
 
     For an LM that has learned to answer in the words of what it reads. Not part of the paper.
 
@@ -348,7 +402,7 @@ class MACConfig(Config):
         context_window: tokens that documents, question and answer may have together; None for all positions of the LM.
             An LM may have more positions than it has learned to use.
         memory_weight: lambda, the weight of the LM with memory against the LM alone, for questions behind retrieved
-            documents (see `mac_rag.lm.max_rule`). 1 is the paper's `LM(d + x; phi*)` and costs half as much. No
+            documents (see `mac_rag.lm.decoding`). 1 is the paper's `LM(d + x; phi*)` and costs half as much. No
             training changes it, so choose it on validation data.
         languages: languages that the model has learned to read, as ISO 639 codes such as `en`; None where nobody says.
             Documents that are surely in another one are warned of.

@@ -8,38 +8,61 @@ meanwhile, questions are answered from its last commit.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.adapting import GROUP, Adapter
-from mac_rag.answering import Call, Settings, answer_calls, contexts_of
+from mac_rag.asking import (
+    Call,
+    ConsistentRetrieval,
+    Settings,
+    aggregate_prompts,
+    answer_calls,
+    contexts_of,
+    evidence_from,
+    group_of,
+)
+from mac_rag.batching_queue import BatchingQueue, isolating_errors
 from mac_rag.config import AttentionConfig, BoundConfig
+from mac_rag.data.characters import check_text
 from mac_rag.data.dates import AsOf, moment_of_question
-from mac_rag.data.types import AdaptReport, Answer, Document
+from mac_rag.data.types import AdaptReport, Answer, Document, Source
 from mac_rag.errors import ConfigError, MACError
+from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.memory.bank import MemoryBank
-from mac_rag.memory.interface import Bank
+from mac_rag.memory.interface import Bank, BankContents
+from mac_rag.memory.known_documents import KnownDocuments
+from mac_rag.memory.shared import SharedBank
+from mac_rag.memory.views.reader import reader_of
 from mac_rag.model import MACModel
-from mac_rag.questions import BankQuestions
+from mac_rag.sources import find_sources
 from mac_rag.sync import Reconciliation, SyncedBank
 
 if TYPE_CHECKING:
-    from mac_rag.retrieval.base import Retriever
+    from mac_rag.retrieval.base import Hit, Retriever
 
 __all__ = ["AdaptReport", "Answer", "MACEngine"]
 
+# Questions of several threads whose attention is computed together.
+_ATTENTION_BATCH = 32
+# One queue for all engines of a model: a question's modulation is attached to the LM while it is answered.
+_queues: WeakKeyDictionary[MACModel, BatchingQueue] = WeakKeyDictionary()
+_queues_lock = threading.Lock()
 _log = logging.getLogger(__name__)
 
 # Seconds of a turn in which a stream goes on while others wait: with one token a turn, each would wait for a batch.
 _STREAM_TURN = 0.25
 
 
-class MACEngine(BankQuestions):
+class MACEngine:
     """Adapts to documents and answers questions.
 
     Examples:
@@ -60,7 +83,7 @@ class MACEngine(BankQuestions):
         attention: how questions attend to the bank; None for exact attention to all of it.
         bound: largest size of the bank, and how to reduce it; None lets it grow.
         memory_weight: lambda, the weight of the LM with memory against the LM alone, behind documents (see
-            `mac_rag.lm.max_rule`); None for the model's configured weight.
+            `mac_rag.lm.decoding`); None for the model's configured weight.
 
     Attributes:
         on_batch: called with the number of questions of each batch before it is answered, for statistics; None for
@@ -84,7 +107,16 @@ class MACEngine(BankQuestions):
     ) -> None:
         loaded = MACModel.from_pretrained(model) if isinstance(model, str) else model
         bank = MemoryBank(loaded.fingerprint) if bank is None else bank
-        super().__init__(loaded, bank, retriever, k, attention or AttentionConfig())
+        self.model = loaded
+        self.retriever = retriever
+        self.k = k
+        self.attention = attention or AttentionConfig()
+        self._shared = SharedBank(bank)
+        self.bank.check_model(loaded.fingerprint)
+        self._queue = _queue_of(loaded)
+        self._seen = self._shared.latest()  # by the question whose turn it is
+        self._reader = reader_of(loaded, self._seen, self.attention)
+        self._last_known: KnownDocuments | None = None  # of the last question without `allowed`
         if bound is not None and not isinstance(self.bank, MemoryBank):
             raise ConfigError("a bank in shards cannot be bounded, because it merges no entries; leave out `bound`")
         self.memory_weight = memory_weight
@@ -93,6 +125,24 @@ class MACEngine(BankQuestions):
         if self.bank.writable:
             with self._shared.changing():
                 self._finish()
+
+    @property
+    def bank(self) -> Bank:
+        """The bank. Change it through the engine, or while no other thread uses the engine."""
+        return self._shared.bank
+
+    @bank.setter
+    def bank(self, bank: Bank) -> None:
+        self._shared.bank = bank
+
+    @property
+    def snapshot(self) -> BankContents:
+        """The contents of the bank that questions are answered from.
+
+        These are its contents now, or, while the engine changes it, those of the last commit. During a question it is
+        what that question sees.
+        """
+        return self._seen if self._queue.is_mine else self._shared.latest()
 
     def refresh(self) -> bool:
         """Moves a bank that is open for reading to the writer's last commit, between questions.
@@ -132,6 +182,10 @@ class MACEngine(BankQuestions):
             on_bad: takes a document that cannot be adapted, and its error; it is left out, and all others are adapted.
                 Of several with the same id, the first is good. None to raise the error.
             progress: shows a progress bar.
+
+        Returns:
+            The numbers of documents that were added, updated, left unchanged and written to the retriever, the number
+            of rows of memory tokens, and the ids of documents that the bank forgot.
 
         Raises:
             DocumentError: for an empty document, one that is no text, one with half of a surrogate pair or NUL, or
@@ -313,7 +367,7 @@ class MACEngine(BankQuestions):
             self.on_batch(sum(len(call.questions) for call in calls))
         retriever = self._begin()
         settings = replace(settings, allowed=self._known(settings.allowed, settings.as_of))
-        return answer_calls(calls, settings, self.model, retriever, self._memory)
+        return answer_calls(calls, settings, self._reader, retriever)
 
     def stream(
         self,
@@ -346,7 +400,7 @@ class MACEngine(BankQuestions):
                 [question], None if contexts is None else [contexts], retriever, self.k if k is None else k, allowed
             )
             prompt = self.model.fit_to_window(question, texts, overflow=overflow, max_new_tokens=max_new_tokens)
-            phi = self._aggregated([prompt], allowed).phi if use_memory else None
+            phi = aggregate_prompts(self._reader, [prompt], allowed).phi if use_memory else None
             pieces = self.model.stream(
                 prompt,
                 modulation=phi,
@@ -375,3 +429,183 @@ class MACEngine(BankQuestions):
         while some[-1] is not None and self._queue.is_crowded and time.perf_counter() < end:
             some.append(next(pieces, None))
         return some
+
+    def wait_for_crowds(self, seconds: float) -> None:
+        """Lets a batch wait for further questions as long as they come within so many seconds of each other.
+
+        It holds for all engines of the model, and only while several questions come together: one that comes alone is
+        answered at once.
+        """
+        self._queue.patience = seconds
+
+    @property
+    def recent_questions(self) -> tuple[int, int]:
+        """How often phi* of a question was found among those of recent questions, and how often it was not."""
+        return self._reader.recent_questions
+
+    def retrieve(
+        self,
+        questions: Sequence[str],
+        *,
+        k: int | None = None,
+        allowed: Container[str] | None = None,
+        as_of: AsOf = None,
+    ) -> list[list[Hit]]:
+        """The documents that `answer` puts in front of each question, the best first; none without a retriever.
+
+        Arguments are as `answer` takes them.
+
+        Raises:
+            DataError: for an `as_of` that is no date.
+            DocumentError: for an empty question.
+            FingerprintError: when another model wrote the bank.
+        """
+        moment = moment_of_question(as_of)
+        for question in questions:
+            check_text(question)
+        with self._queue.turn():
+            found = self._begin()
+            if found is None:
+                return [[] for _ in questions]
+            return found.retrieve(questions, self.k if k is None else k, allowed=self._known(allowed, moment))
+
+    def aggregate(
+        self, questions: Sequence[str], allowed: Container[str] | None = None, *, as_of: AsOf = None
+    ) -> Tensor:
+        """phi* `[B, T, D]` of each question (equation 1); `allowed` and `as_of` as `answer` takes them.
+
+        Raises:
+            BankError: for an empty bank, or none of its documents allowed.
+            DataError: for an `as_of` that is no date.
+            DocumentError: for an empty question, or one beyond the limit.
+            FingerprintError: when another model wrote the bank.
+        """
+        moment = moment_of_question(as_of)
+        with self._queue.turn():
+            self._begin()
+            return self._reader.aggregate(questions, self._known(allowed, moment)).phi
+
+    def document_attention(
+        self, questions: Sequence[str], allowed: Container[str] | None = None, *, as_of: AsOf = None
+    ) -> tuple[list[str], Tensor]:
+        """The share of each question's attention that goes to each document that may have influence.
+
+        Documents that were merged share the attention to their one entry equally. `allowed` and `as_of` are as `answer`
+        takes them.
+
+        Returns:
+            The document ids, and the attention mass `[B, documents]`; each row sums to 1.
+
+        Raises:
+            BankError: for an empty bank, or none of its documents allowed.
+            ConfigError: for an `attention` that does not tell single documents apart.
+            DataError: for an `as_of` that is no date.
+        """
+        moment = moment_of_question(as_of)
+        return self._queue.submit(
+            lambda calls: isolating_errors(lambda some: self._attention(some, allowed, moment), calls),
+            questions,
+            group=(id(self), "attention", group_of(allowed), moment),
+            size=len(questions),
+            limit=_ATTENTION_BATCH,
+        )
+
+    def sources(
+        self,
+        question: str,
+        answer: str | None = None,
+        *,
+        most: int = 5,
+        texts: Mapping[str, str] | None = None,
+        use_memory: bool = True,
+        allowed: Container[str] | None = None,
+        as_of: AsOf = None,
+    ) -> tuple[Source, ...]:
+        """The documents that an answer rests on, the first one most; see `mac_rag.sources`.
+
+        `answer` of the engine does this for many questions at once. This is for answers that came piece by piece.
+
+        Args:
+            question: the question.
+            answer: the answer; None where it is not known, and then no sentence is named.
+            most: largest number of sources.
+            texts: by id, the documents in front of the question as the LM read them, the best first.
+            use_memory: False for an answer without the bank.
+            allowed, as_of: as `answer` takes them.
+
+        Raises:
+            BankError: with `use_memory`, for an empty bank, or none of its documents allowed.
+            ConfigError: for an `attention` that does not tell single documents apart.
+            DataError: for an `as_of` that is no date.
+        """
+        moment = moment_of_question(as_of)
+        with self._queue.turn():
+            self._begin()
+            masses = self._reader.document_mass([question], self._known(allowed, moment)) if use_memory else None
+            return find_sources([question], [answer], [texts or {}], masses, self._seen, most)[0]
+
+    def evidence(
+        self,
+        prompts: Sequence[FittedPrompt],
+        answers: Sequence[str],
+        *,
+        use_memory: bool = True,
+        allowed: Container[str] | None = None,
+    ) -> Tensor:
+        """What is known of answers, from which confidence is computed: see `mac_rag.asking.evidence_of`.
+
+        Args:
+            prompts: B prompts, as `MACModel.fit_to_window` makes them.
+            answers: the answers to them.
+            use_memory, allowed: as `answer` had them.
+
+        Returns:
+            `[B, len(mac_rag.model.calibration.EVIDENCE)]`, on the CPU.
+
+        Raises:
+            BankError: with `use_memory`, for an empty bank, or none of its documents allowed.
+            ConfigError: for the strategy sharded.
+        """
+        with self._queue.turn():
+            self._begin()
+            known = self._known(allowed, None)
+            phi = aggregate_prompts(self._reader, prompts, known).phi if use_memory else None
+            return evidence_from(self._reader, prompts, answers, phi, known)
+
+    def _attention(
+        self, calls: Sequence[Sequence[str]], allowed: Container[str] | None, as_of: int | None
+    ) -> list[tuple[list[str], Tensor]]:
+        self._begin()
+        allowed = self._known(allowed, as_of)
+        ids, mass = self._reader.document_mass([question for questions in calls for question in questions], allowed)
+        return [(list(ids), rows) for rows in mass.split([len(questions) for questions in calls])]
+
+    def _known(self, allowed: Container[str] | None, as_of: int | None) -> Container[str] | None:
+        """The documents that may influence the question whose turn it is: those of `allowed` that count by then."""
+        seen = self._seen
+        if as_of is None and not seen.supersedes:
+            return allowed
+        if allowed is not None:
+            return KnownDocuments(seen, as_of, allowed)
+        last = self._last_known
+        if last is None or last.as_of != as_of:
+            last = self._last_known = KnownDocuments(seen, as_of)
+        return last
+
+    def _begin(self) -> ConsistentRetrieval | None:
+        """Begins a question: chooses the snapshot that it sees, and returns the retriever as it sees it."""
+        changes = self._shared.changes
+        self._seen = self._shared.latest()
+        self._seen.check_model(self.model.fingerprint)
+        if self._last_known is not None and self._last_known.bank is not self._seen:
+            self._last_known = None
+        self._reader.follow(self._seen)
+        if self.retriever is None:
+            return None
+        return ConsistentRetrieval(self.retriever, self._shared, self._seen, changes)
+
+
+def _queue_of(model: MACModel) -> BatchingQueue:
+    """The queue in which all engines of a model take turns."""
+    with _queues_lock:
+        return _queues.setdefault(model, BatchingQueue())

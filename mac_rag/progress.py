@@ -7,7 +7,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from mac_rag.printable import printable
+from mac_rag.untrusted_files import printable
 
 
 class ProgressBar:

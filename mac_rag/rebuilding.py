@@ -11,10 +11,10 @@ from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError
 from mac_rag.memory.contents import Contents
-from mac_rag.printable import printable
 from mac_rag.progress import progress_bar
 from mac_rag.retrieval.base import Retriever
 from mac_rag.sync import held_documents, is_held
+from mac_rag.untrusted_files import printable
 
 # Documents adapted and committed at a time. An interrupted rebuild goes on at a multiple of it, with the same batches.
 _GROUP = 512

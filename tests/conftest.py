@@ -85,8 +85,8 @@ def chat_checkpoint(model_folder: Callable[[str], Path], tmp_path_factory: pytes
     """Folder of a tiny MAC checkpoint around an instruct LM; its prompt format is `chat`."""
     import torch
 
+    from mac_rag.config import PromptFormat
     from mac_rag.model import MACModel
-    from mac_rag.prompt_format import PromptFormat
     from tests.helpers import mac_config
 
     config = mac_config(model_folder("instruct"), prompt=PromptFormat(chat=True))

@@ -15,7 +15,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, DocumentError
-from mac_rag.lm.sampling import Sampling
+from mac_rag.lm.decoding import Sampling
 from mac_rag.model import MACModel
 from mac_rag.retrieval.base import Hit
 from mac_rag.retrieval.bm25 import BM25Retriever

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from mac_rag.atomic_files import copy_file, make_folder, overwrite, write_file, write_folder
+from mac_rag.atomic_files import (
+    copy_file,
+    make_folder,
+    make_writable_folder,
+    overwrite,
+    write_file,
+    write_folder,
+)
+from mac_rag.errors import ConfigError
 
 
 def test_a_folder_takes_the_place_of_the_older_one_when_it_is_complete(tmp_path: Path) -> None:
@@ -78,3 +86,20 @@ def test_no_other_file_is_overwritten_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="link"):
         overwrite(tmp_path / "link")
     assert (tmp_path / "file").read_bytes() == b"kept"
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_with_the_folder(tmp_path: Path) -> None:
+    make_writable_folder(tmp_path / "new" / "folder")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"{tmp_path / 'file'}.* cannot be written: .*; give another folder"):
+        make_writable_folder(tmp_path / "file" / "folder")
+    with pytest.raises(ConfigError, match=rf"{tmp_path / 'file'} cannot be written: .*; give another folder"):
+        make_writable_folder(tmp_path / "file")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_folder_is_an_error_with_the_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match=f"{tmp_path} cannot be written: Permission denied"):
+        make_writable_folder(tmp_path)

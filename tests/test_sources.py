@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mac_rag.cli.explanation import answer_record
+from mac_rag.cli.terminal import answer_record
 from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Answer, Document, Source
 from mac_rag.engine import MACEngine

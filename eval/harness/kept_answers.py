@@ -87,7 +87,7 @@ class KeptAnswers:
 
         Args:
             prompt: the question, its documents and its moment, of which answers without memory do not depend.
-            weight: memory weight lambda (see `mac_rag.lm.max_rule`); None for an answer without memory.
+            weight: memory weight lambda (see `mac_rag.lm.decoding`); None for an answer without memory.
         """
         return self._answers.get(self._key(prompt, weight))
 

@@ -75,7 +75,7 @@ def run_protocol(
         dataset: the stream.
         retrievers: empty retrievers by the name that their rows get.
         ks: numbers of documents to retrieve.
-        memory_weights: values of lambda (see `mac_rag.lm.max_rule`), each for a row with retriever and memory. Empty
+        memory_weights: values of lambda (see `mac_rag.lm.decoding`), each for a row with retriever and memory. Empty
             for one such row with the engine's memory weight.
         kept: answers of this model and stream so far; new answers are added. None: answers are kept for this call only.
         batch_size: questions of one generation.

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mac_rag.lm.batching import pad_rows
-from mac_rag.lm.extractive import ExtractiveDecoding, numeral_tokens
-from mac_rag.lm.max_rule import MaxRuleEnsemble
+from mac_rag.lm.decoding import ExtractiveDecoding, MaxRuleEnsemble, numeral_tokens
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import MACModel
 

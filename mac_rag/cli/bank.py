@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mac_rag.cli.listing import selection
 from mac_rag.cli.models import known_name
 from mac_rag.cli.options import BankOption, FolderOption, RetrieverOption, open_retriever
 from mac_rag.cli.terminal import say
 from mac_rag.errors import ConfigError
-from mac_rag.printable import printable
+from mac_rag.untrusted_files import printable
 
 if TYPE_CHECKING:
+    from mac_rag.data.provenance import Member
     from mac_rag.memory.bank import BankEntry, MemoryBank
 
 UrlArgument = Annotated[str, typer.Argument(help="URL of a folder, as s3://BUCKET/PREFIX.", metavar="URL")]
@@ -271,3 +274,39 @@ def _record(entry: BankEntry, *, with_texts: bool = False) -> dict[str, object]:
             for member, text in zip(entry.members, entry.texts if with_texts else (None,) * len(entry.members))
         ],
     }
+
+
+def selection(ids: Sequence[str], where: Sequence[str]) -> Callable[[BankEntry], bool]:
+    """What tells whether an entry is shown: one of its documents must match an id and all conditions.
+
+    Args:
+        ids: ids, in which `*` stands for any characters; none for all ids.
+        where: conditions `KEY=VALUE` on metadata; a value is compared as a text, or as JSON writes it. In a list, one
+            item has to match.
+
+    Raises:
+        typer.BadParameter: for a condition without `=`.
+    """
+    patterns = [re.compile(".*".join(map(re.escape, text.split("*"))), re.DOTALL) for text in ids]
+    wanted = [_condition(text) for text in where]
+
+    def is_shown(member: Member) -> bool:
+        return (not patterns or any(pattern.fullmatch(member.document_id) for pattern in patterns)) and all(
+            _is(member.metadata, key, value) for key, value in wanted
+        )
+
+    return lambda entry: any(map(is_shown, entry.members))
+
+
+def _condition(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise typer.BadParameter(f"{text!r} is not of the form KEY=VALUE", param_hint="--where")
+    return key, value
+
+
+def _is(metadata: Mapping[str, Any], key: str, value: str) -> bool:
+    if key not in metadata:
+        return False
+    found = metadata[key]
+    return any(item == value or json.dumps(item) == value for item in (found if isinstance(found, list) else [found]))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mac_rag.cli.explanation import SHOWN, show_sources
 from mac_rag.cli.models import load_model
 from mac_rag.cli.options import (
     BankModelOption,
@@ -20,7 +19,7 @@ from mac_rag.cli.options import (
     open_retriever,
     warn_of_disagreement,
 )
-from mac_rag.cli.terminal import say
+from mac_rag.cli.terminal import SHOWN, say, show_sources
 from mac_rag.errors import MACError, PromptError
 
 if TYPE_CHECKING:

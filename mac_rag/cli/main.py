@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -9,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mac_rag.cli import bank, chat, fetch, rebuild, serve, try_out
-from mac_rag.cli.explanation import SHOWN, answer_record, show_sources
-from mac_rag.cli.left_out import LeftOut
 from mac_rag.cli.models import keep_model_name, load_model, model_for
 from mac_rag.cli.options import (
     BankModelOption,
@@ -23,10 +22,9 @@ from mac_rag.cli.options import (
     open_to_fill,
     warn_of_disagreement,
 )
-from mac_rag.cli.run import run_app
-from mac_rag.cli.startup import rare_garbage_collection
-from mac_rag.cli.terminal import say
-from mac_rag.errors import ConfigError
+from mac_rag.cli.run import rare_garbage_collection, run_app
+from mac_rag.cli.terminal import SHOWN, answer_record, say, show_sources
+from mac_rag.errors import ConfigError, MACError
 
 if TYPE_CHECKING:
     from mac_rag.data.types import Document
@@ -309,3 +307,44 @@ def reconcile(
             f"{len(changes.added)} added, {len(changes.updated)} updated, {len(changes.deleted)} deleted; "
             f"bank and {retriever} hold {len(opened)} documents"
         )
+
+
+class LeftOut:
+    """Collects the errors of what is left out."""
+
+    def __init__(self) -> None:
+        self._reasons: list[str] = []
+        self._places: dict[int, str] = {}  # file and row of each document, by its identity
+        self._documents: list[Document] = []  # which keeps the identities
+        self._bad_documents = 0
+
+    def read(self, files: Iterable[Path]) -> list[Document]:
+        """The documents of the files, without what is bad."""
+        from mac_rag.data.readers import read_good_documents
+
+        for place, document in read_good_documents(files, self.add):
+            self._documents.append(document)
+            self._places[id(document)] = place
+        return self._documents
+
+    def add(self, error: MACError) -> None:
+        """Leaves out what an error says; it names file and row."""
+        self._reasons.append(str(error))
+
+    def add_document(self, document: Document, error: MACError) -> None:
+        """Leaves out a document that was read, and cannot be adapted."""
+        self._bad_documents += 1
+        self._reasons.append(f"{self._places[id(document)]}: {error}")
+
+    def show(self) -> None:
+        """Lists it on standard error, at the end of the command.
+
+        Raises:
+            typer.Exit: with code 1, if nothing was good.
+        """
+        for reason in self._reasons:
+            say(f"left out: {reason}", err=True, fg="yellow")
+        if self._reasons:
+            say(f"{len(self._reasons)} left out", err=True, fg="yellow")
+            if len(self._documents) == self._bad_documents:
+                raise typer.Exit(1)

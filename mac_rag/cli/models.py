@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mac_rag import DEFAULT_MODEL
-from mac_rag.cli.startup import settle
+from mac_rag.cli.run import settle
 from mac_rag.errors import ConfigError, FingerprintError
 from mac_rag.shipped_models import FINGERPRINTS, describe, shipped_name
 

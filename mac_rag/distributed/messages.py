@@ -62,7 +62,7 @@ class ShardQuestion:
         prior_queries: `[B, d_prior]`; None without a document prior.
         use_prior: False leaves the document prior out.
         use_recency: False leaves the recency term out of it.
-        asked: `[B]`, see `mac_rag.nn.recency.RecencyTerm.penalties`; None without the term.
+        asked: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
         visible: which of the shard's rows may be seen, as packed bits; None for all.
         cache_dtype, cache_bytes: see `AttentionConfig`.
     """

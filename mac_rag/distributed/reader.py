@@ -20,7 +20,7 @@ from mac_rag.errors import ConfigError, ShardLostError
 from mac_rag.memory.views.base_reader import Aggregated, Reader
 from mac_rag.nn.attention import Partial
 from mac_rag.nn.memory_slots import FirstRows
-from mac_rag.nn.recency import Candidates
+from mac_rag.nn.prior import Candidates
 
 if TYPE_CHECKING:
     from mac_rag.config import AttentionConfig
@@ -184,7 +184,7 @@ def _asked(
         question: the encoded questions.
         seen: the shards to ask, and which of their rows, bool `[k]`; None for all.
         name: a name that no other questions have.
-        asked: `[B]`, see `mac_rag.nn.recency.RecencyTerm.penalties`; None without the term.
+        asked: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
         use_prior: False leaves the document prior out.
     """
     prior = reader.model.aggregation.prior if use_prior else None
@@ -212,7 +212,7 @@ class _ShardsAttention:
         reader: the reader.
         question: the encoded questions.
         seen: the shards to ask, and which of their rows, bool `[k]`; None for all.
-        asked: `[B]`, see `mac_rag.nn.recency.RecencyTerm.penalties`; None without the term.
+        asked: `[B]`, see `mac_rag.nn.prior.RecencyTerm.penalties`; None without the term.
     """
 
     def __init__(

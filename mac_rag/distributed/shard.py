@@ -31,7 +31,7 @@ from mac_rag.nn.attended_bank import AttendedBank
 from mac_rag.nn.attention import Partial, partial_attention
 from mac_rag.nn.bank_view import prior_keys
 from mac_rag.nn.memory_slots import FirstRows
-from mac_rag.nn.recency import Candidates
+from mac_rag.nn.prior import Candidates
 
 # Questions that engines may be asking at the same time.
 _QUESTIONS = 8

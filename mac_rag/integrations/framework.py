@@ -1,8 +1,34 @@
-"""What of a framework's own shows in our messages: the name of its LLM, and how it is asked there."""
+"""What LlamaIndex and LangChain both need: the LLM's name in messages, conversations, options, details, threads."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import contextvars
+import logging
+import os
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+from mac_rag.data.dates import AsOf, moment_of_question
+from mac_rag.data.types import Answer
+from mac_rag.engine import MACEngine
+from mac_rag.errors import InstructionError, MACError
+from mac_rag.lm.chat import Message
+from mac_rag.lm.decoding import Sampling
+from mac_rag.memory.interface import Bank, BankContents, Entry
+from mac_rag.memory.known_documents import KnownDocuments
+from mac_rag.model import MACModel
+from mac_rag.sources import source_record
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -24,3 +50,334 @@ class Framework:
     behind_prompt: str
     behind_system: str
     behind_tools: str
+
+
+_lock = threading.Lock()
+_given: set[str] = set()
+
+
+def first_time(topic: str) -> bool:
+    """True at the first call of this process with this topic.
+
+    Examples:
+        >>> first_time("an example"), first_time("an example")
+        (True, False)
+    """
+    with _lock:
+        is_first = topic not in _given
+        _given.add(topic)
+        return is_first
+
+
+def forget_warnings() -> None:
+    """Lets every warning be given once more."""
+    with _lock:
+        _given.clear()
+
+
+def warn_of_empty_bank(what: str, bank: BankContents) -> None:
+    """Warns once for each bank that it is empty beside documents.
+
+    Args:
+        what: what happens because of it; it begins the sentence.
+        bank: the bank.
+    """
+    place = "in this process's memory" if bank.folder is None else f"{bank.folder}"
+    if first_time(f"empty bank {place}"):
+        logger.warning(
+            "%s: the memory bank %s is empty: it is not filled yet, or lost; open the bank that was filled, or fill "
+            "this one from an index, docstore or vector store: MemoryWriter.from_index(index, engine) (this is said "
+            "once)",
+            what,
+            place,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How one call is answered.
+
+    Attributes:
+        sampling: how tokens are chosen, and what ends the answer.
+        max_new_tokens: longest answer; None for the model's configured length.
+    """
+
+    sampling: Sampling
+    max_new_tokens: int | None
+
+
+def read_options(
+    options: Mapping[str, Any], sampling: Sampling, max_new_tokens: int | None, framework: Framework
+) -> Options:
+    """The options of a call: `temperature`, `top_p`, `seed`, `stop` (a string or several) and `max_tokens`.
+
+    Args:
+        options: the keyword arguments of the call; None stands for what the LLM does otherwise.
+        sampling, max_new_tokens: what the LLM does otherwise.
+        framework: the LLM, for errors.
+
+    Raises:
+        ConfigError: for a value outside of its range.
+        MACError: for any other option, or a `max_tokens` below 1; names it.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    max_tokens = given.pop("max_tokens", max_new_tokens)
+    refused = {name: value for name, value in given.items() if name not in ("temperature", "top_p", "seed", "stop")}
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        refused["max_tokens"] = max_tokens
+    if refused:
+        named = ", ".join(f"{name}={value!r}" for name, value in sorted(refused.items()))
+        raise MACError(
+            f"{framework.llm} does not support {named}: its options are {framework.options}; it calls no tools by "
+            "itself"
+        )
+    if "stop" in given:
+        given["stop"] = (given["stop"],) if isinstance(given["stop"], str) else tuple(given["stop"])
+    return Options(replace(sampling, **given), max_tokens)
+
+
+SOURCES = "mac_sources"  # the documents that an answer rests on
+CONFIDENCE = "mac_confidence"  # the probability that the LM's answer is right
+TRUNCATED = "mac_truncated"  # True if documents were cut or left out to fit the LM's window
+ATTENTION = "mac_attention"  # of a document: the share of the question's attention on it
+GUESS = "mac_guess"  # the LM's answer where the response says "I don't know"
+
+
+def details_of(answer: Answer) -> dict[str, Any]:
+    """Confidence, guess and sources of an answer, as far as they were asked for; JSON takes all of them."""
+    details: dict[str, Any] = {}
+    if answer.confidence is not None:
+        details[CONFIDENCE] = answer.confidence
+    if answer.guess is not None:
+        details[GUESS] = answer.guess
+    if answer.sources:
+        details[SOURCES] = [source_record(source, answer.said) for source in answer.sources]
+    return details
+
+
+def name_of(model: MACModel) -> str:
+    """A name for a model that is an object."""
+    return f"{model.config.base_lm.name} with MAC {model.fingerprint[:12]}"
+
+
+# What a framework's messages say: a conversation for a checkpoint that follows instructions, else one question.
+#
+# A checkpoint that reads question and context only follows no instructions. Asked to choose, judge, extract or rewrite,
+# it would answer some question from memory, and the framework would take that for a choice, a verdict or a new
+# question. So such requests are refused.
+_LABEL = re.compile(r"\s*[^\s:][^\n:]{0,40}:(?:\s|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A message of a framework.
+
+    Attributes:
+        role: `system`, `user`, `assistant`, or the framework's name of any other role, such as a tool.
+        text: its text.
+        others: kinds of content in it that are no text, such as images.
+    """
+
+    role: str
+    text: str
+    others: tuple[str, ...] = ()
+
+
+def read_conversation(said: Sequence[Said], framework: Framework) -> tuple[Message, ...]:
+    """The messages as a checkpoint that follows instructions reads them.
+
+    Raises:
+        MACError: for results of tools, and for anything but text.
+    """
+    messages = []
+    for one in said:
+        if one.role not in ("system", "user", "assistant"):
+            raise MACError(
+                f"{framework.llm} reads messages of the system, the user and the assistant, not of the role "
+                f"{one.role!r}; it calls no functions{framework.behind_tools}"
+            )
+        if one.others:
+            raise MACError(
+                f"{framework.llm} reads text only, but a message of the {one.role} holds {', '.join(one.others)}"
+            )
+        messages.append(Message(one.role, one.text))  # type: ignore[arg-type]
+    return tuple(messages)
+
+
+def last_question(said: Sequence[Said], framework: Framework) -> str:
+    """The last user message, which is the question; warns once if there is an earlier conversation.
+
+    Raises:
+        InstructionError: for system messages, calls of tools, or a prompt in place of a question.
+        MACError: when there is no user message, or it holds more than text.
+    """
+    for one in said:
+        if one.role == "system" and one.text.strip():
+            refuse_system_message(one.text, framework)
+        if one.role not in ("system", "user", "assistant"):
+            refuse("the chat holds the result of a tool", framework)
+    users = [one for one in said if one.role == "user"]
+    if not users:
+        raise MACError(f"{framework.llm} answers the last user message, and there is none among the messages")
+    if users[-1].others:
+        raise MACError(
+            f"{framework.llm} reads text only, but the last user message holds: {', '.join(users[-1].others)}"
+        )
+    check_question(users[-1].text, framework)
+    if len(said) > 1:
+        warn_of_history()
+    return users[-1].text
+
+
+def check_question(text: str, framework: Framework) -> None:
+    """Checks that a text handed over as a whole is a question, and not a prompt to complete.
+
+    A prompt has several paragraphs, lines that begin with a label ("Query: ..."), or an open label at its end
+    ("Answer:"). A question has none of these, though it may have several lines.
+
+    Raises:
+        InstructionError: for a prompt.
+    """
+    body = text.strip()
+    lines = body.splitlines()
+    if body.endswith(":") or "" in (line.strip() for line in lines) or any(_LABEL.match(line) for line in lines[1:]):
+        refuse(f"it is a prompt to complete, not a question ({_beginning(body)!r})", framework, framework.behind_prompt)
+
+
+def refuse(reason: str, framework: Framework, remedy: str = "") -> NoReturn:
+    """Raises the error for a request that only an LM which follows instructions can serve.
+
+    Args:
+        reason: what the request asks for; it ends the sentence "MACLLM cannot serve this request: ...".
+        framework: the LLM.
+        remedy: a remedy of this request beside the general one.
+    """
+    raise InstructionError(
+        f"{framework.llm} cannot serve this request: {reason}. The checkpoint reads a question and its context, and "
+        f"follows no instructions. {framework.other_llm}, one that follows instructions, or give "
+        f"{framework.llm} a checkpoint whose prompt format is chat{remedy}"
+    )
+
+
+def refuse_system_message(text: str, framework: Framework) -> NoReturn:
+    """Raises the error for a system message."""
+    refuse(f"the chat has a system message or system prompt ({_beginning(text)!r})", framework, framework.behind_system)
+
+
+def warn_of_history() -> None:
+    """Warns once that earlier messages are not read."""
+    if first_time("history"):
+        logger.warning(
+            "the checkpoint does not read the earlier messages of a chat: each question has to be complete by itself "
+            "(this is said once)"
+        )
+
+
+def _beginning(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else line[:57] + "..."
+
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+# Two full batches of the engine: one that it answers, and one that waits. asyncio's own threads, six on two cores,
+# would be the largest batch.
+_THREADS = 64
+
+
+async def in_thread(
+    function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+) -> _Result:
+    """As `asyncio.to_thread`, in one of many threads."""
+    call = partial(contextvars.copy_context().run, function, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_pool(), call)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="mac_rag")
+
+
+if hasattr(os, "register_at_fork"):  # a forked process has the pool, but none of its threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+_Filters = TypeVar("_Filters")
+
+
+class PassingDocuments(Container[str], ABC, Generic[_Filters]):
+    """The ids of the documents in an engine's bank that pass; it follows changes of the bank.
+
+    A document that the bank does not hold never passes.
+
+    Args:
+        engine: the engine of the bank.
+        filters: what tells; objects with equal filters are equal.
+    """
+
+    def __init__(self, engine: MACEngine, filters: _Filters) -> None:
+        self._engine = engine
+        self.filters = filters
+        self._passing: tuple[BankContents, frozenset[str]] | None = None
+
+    @property
+    def key(self) -> object:
+        """Equal for filters that let the same documents pass."""
+        return self.filters
+
+    @abstractmethod
+    def passes(self, document_id: str, metadata: Mapping[str, Any]) -> bool:
+        """True if a document passes."""
+
+    def __contains__(self, document_id: object) -> bool:
+        return document_id in self._current()
+
+    def __len__(self) -> int:
+        return len(self._current())
+
+    # Requests that are filtered alike are answered in one batch, though each has an object of its own.
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PassingDocuments):
+            return NotImplemented
+        return type(self) is type(other) and self._engine is other._engine and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(id(self._engine))
+
+    def _current(self) -> frozenset[str]:
+        snapshot = self._engine.snapshot
+        passing = self._passing
+        if passing is None or passing[0] is not snapshot:
+            names = (name for entry in snapshot for name in self._passing_members(entry))
+            self._passing = passing = (snapshot, frozenset(names))
+        return passing[1]
+
+    def _passing_members(self, entry: Entry) -> Iterator[str]:
+        return (member.document_id for member in entry.members if self.passes(member.document_id, member.metadata))
+
+
+def remembers(engine: MACEngine, allowed: PassingDocuments[Any] | None, as_of: AsOf) -> bool:
+    """True if a bank holds a document that may have influence.
+
+    Args:
+        engine: the engine of the bank.
+        allowed: documents that may; None for all.
+        as_of: the moment of the question, as `MACEngine.answer` takes it.
+
+    Raises:
+        DataError: for an `as_of` that is no date.
+    """
+    snapshot, moment = engine.snapshot, moment_of_question(as_of)
+    if moment is None and not snapshot.supersedes:
+        return bool(len(snapshot) if allowed is None else len(allowed))
+    return bool(KnownDocuments(snapshot, moment, allowed).rows_of(snapshot).any())
+
+
+# Names of banks that are unique beyond this process.
+_names: WeakKeyDictionary[Bank, str] = WeakKeyDictionary()
+
+
+def bank_state(bank: Bank) -> str:
+    """Name and version of a bank: equal for equal contents of one object, and unique beyond this process."""
+    return f"{_names.setdefault(bank, uuid4().hex)}/{bank.version}"

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
 
+from mac_rag.config import PromptFormat
 from mac_rag.errors import ModelLoadError
-from mac_rag.prompt_format import PromptFormat
 
 
 def _kv_heads(config: Any) -> int:

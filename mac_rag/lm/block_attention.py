@@ -23,8 +23,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from mac_rag.errors import DocumentError, ModelLoadError
+from mac_rag.lm.attention_sink import key_rotation
 from mac_rag.lm.batching import pad_rows
-from mac_rag.lm.key_rotation import key_rotation
 from mac_rag.nn.codec import KVCodec
 from mac_rag.nn.dtypes import additive
 

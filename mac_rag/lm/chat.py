@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError
 
+from mac_rag.config import PromptFormat
 from mac_rag.errors import ModelLoadError, PromptError
 from mac_rag.lm.prompt import Exchange, FittedPrompt, PromptEncoder
 from mac_rag.lm.text_tokenizer import text_tokenizer
-from mac_rag.prompt_format import PromptFormat
 
 
 @dataclass(frozen=True)

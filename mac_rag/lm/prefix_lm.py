@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from mac_rag.lm.architectures import Architecture, register
-from mac_rag.lm.parallel_documents import MEMORY
+from mac_rag.lm.prompt import MEMORY
 from mac_rag.nn.dtypes import additive
 
 

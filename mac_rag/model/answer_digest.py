@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mac_rag.lm.device_map import require_weights
+from mac_rag.lm.devices import require_weights
 from mac_rag.model.checkpoint import Parts
 
 # Fields of `MACConfig`'s parts that say where weights and tokenizer come from; both are digested themselves.

@@ -27,7 +27,7 @@ _LARGEST = 1 << 16
 _PENALTY = 1.0  # of half of the squared weights of standardised numbers, so that they stay finite whatever the labels
 _STEPS = 100
 
-# What is known of an answer; see `mac_rag.confidence.evidence_of`.
+# What is known of an answer; see `mac_rag.asking.evidence_of`.
 Evidence: TypeAlias = Literal[
     "prior",
     "prior_odds",

@@ -29,17 +29,16 @@ from transformers import AutoConfig
 
 from mac_rag.config import EncoderConfig, MACConfig, SentenceEncoderConfig
 from mac_rag.errors import ConfigError, MACError, ModelLoadError
-from mac_rag.lm.allocation import AllocationLimit
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.device_map import DeviceMap, require_weights
+from mac_rag.lm.devices import DeviceMap, require_weights
 from mac_rag.lm.hub_revisions import is_commit, warn_unpinned
 from mac_rag.lm.int8_storage import from_int8, to_int8
 from mac_rag.lm.loading import INT8_LM, empty_backbone, load_backbone, load_tokenizer, loaded, quiet
 from mac_rag.lm.lora_tuning import merged
-from mac_rag.lm.model_sizes import allowed_numbers, stored_numbers
+from mac_rag.lm.model_sizes import AllocationLimit, allowed_numbers, stored_numbers
 from mac_rag.model.factory import make_encoder, make_hashed_bm25, make_sentence_encoder
 from mac_rag.model.text_encoder import TextEncoder
-from mac_rag.nn.hashed_bm25 import HashedBM25
+from mac_rag.nn.lexical import HashedBM25
 from mac_rag.nn.product_quantizer import ProductQuantizer
 from mac_rag.shipped_models import FINGERPRINTS
 from mac_rag.untrusted_files import MalformedError, open_file, read_file, read_json

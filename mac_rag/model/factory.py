@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
-from mac_rag.config import EncoderConfig, MACConfig, SentenceEncoderConfig
-from mac_rag.errors import ModelLoadError
+from mac_rag.config import EncoderConfig, MACConfig, SentenceEncoderConfig, YearsConfig
+from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.attention_sink import make_attention_sink
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.fetched import FETCHABLE, exact_revision
-from mac_rag.lm.first_layers import keep_first_layers, load_first_layers
 from mac_rag.lm.hub_revisions import pinned
-from mac_rag.lm.loading import check_vocabulary, load_backbone, load_tokenizer
-from mac_rag.lm.packaged import PACKAGED
+from mac_rag.lm.loading import check_vocabulary, keep_first_layers, load_backbone, load_first_layers, load_tokenizer
+from mac_rag.lm.minilm import PACKAGED
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.amortization import DESIGNS
 from mac_rag.nn.dtypes import HALF_PRECISION, SharedEmbedding
-from mac_rag.nn.hashed_bm25 import HashedBM25
-from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning
-from mac_rag.nn.prompt_tuning import PromptTuning
+from mac_rag.nn.lexical import HashedBM25, NamedYears, Years
+from mac_rag.nn.modulation import FiLM, LoRA, ModulationNetwork, PrefixTuning, PromptTuning
 
 
 def with_exact_revisions(config: MACConfig) -> MACConfig:
@@ -188,3 +187,42 @@ def make_modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNet
     return PrefixTuning(
         shape, config.modulation_tokens, base_lm.width, slots=part.slots, bottleneck=part.bottleneck, sink=sink
     )
+
+
+_FIRST, _END = 1000, 2100  # years before and from this one on are numbers like any other
+_DIGIT = re.compile(r"(?:##)?\d")
+
+
+def named_years(config: YearsConfig, tokenizer: Any, width: int) -> NamedYears:
+    """The vectors of the years that texts name.
+
+    The calendar ends with 2099 and is as long as a vector is wide, but begins in 1000 at the earliest.
+
+    Args:
+        config: how much a year counts.
+        tokenizer: of questions and documents. Years that it divides into several tokens are left out.
+        width: D.
+
+    Raises:
+        ConfigError: when no year is a token.
+    """
+    calendar = range(max(_FIRST, _END - width), _END)
+    tokens: dict[int, int] = {}
+    unknown = tokenizer.unk_token_id
+    for before in ("", " "):
+        rows = tokenizer([f"{before}{year}" for year in calendar], add_special_tokens=False)["input_ids"]
+        tokens |= {
+            row[0]: year for year, row in zip(calendar, rows, strict=True) if len(row) == 1 and row[0] != unknown
+        }
+    if not tokens:
+        raise ConfigError(
+            f"hashed_bm25.years needs years that are one token, but the vocabulary has none from {calendar.start} to "
+            f"{calendar.stop - 1}; leave it out"
+        )
+    vocabulary = tokenizer.get_vocab()
+    digits = {name: token for name, token in vocabulary.items() if _DIGIT.match(name)}
+    # BERT's vocabulary marks what continues a word, others mark what begins one.
+    pieces = any(name.startswith("##") for name in vocabulary)
+    continuing = [token for name, token in digits.items() if not pieces or name.startswith("##")]
+    years = Years(tokens, continuing, len(tokenizer), calendar, config.weight, config.decay)
+    return NamedYears(years, width)

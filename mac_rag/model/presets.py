@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig
+from mac_rag.config import AggregationConfig, BaseLMConfig, EncoderConfig, MACConfig, ModulationConfig, PromptFormat
 from mac_rag.errors import ConfigError
 from mac_rag.lm.loading import load_architecture, load_tokenizer
-from mac_rag.prompt_format import PromptFormat
 
 # T * D, numbers in the memory of a document: with it, SmolLM2-135M has a memory token for two words of a paragraph, and
 # an LM as wide as LLaMA-2-7B has the paper's 24 tokens.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import regex
 import torch
 from torch import nn
 
 from mac_rag.data.characters import check_text, shown
 from mac_rag.errors import DocumentError
 from mac_rag.lm.batching import length_buckets, pad_rows, similar_lengths
-from mac_rag.lm.text_tokenizer import text_tokenizer
-from mac_rag.model.splitting import Chunk, split
+from mac_rag.lm.text_tokenizer import TextTokenizer, text_tokenizer
 from mac_rag.nn.amortization import AmortizationNetwork
 from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.unpadded_bert import Reading, forget, last_states, last_states_without_gradients
@@ -130,9 +132,9 @@ class TextEncoder(nn.Module):
     ) -> list[list[int]]:
         """Token ids of a text, as rows that the network reads one by one: a single row for a text within the limit.
 
-        A longer text is cut at sentence ends, or else between words, or else within a word; see
-        `mac_rag.model.splitting`. Nothing is lost: the rows hold every character of the text in order, but for spaces
-        at the cuts. A text within the limit is tokenized once, a longer one about twice.
+        A longer text is cut at sentence ends, or else between words, or else within a word; see `split`. Nothing is
+        lost: the rows hold every character of the text in order, but for spaces at the cuts. A text within the limit is
+        tokenized once, a longer one about twice.
 
         Args:
             text: the document.
@@ -163,3 +165,217 @@ class TextEncoder(nn.Module):
     def _chunks(self, text: str) -> Iterator[Chunk]:
         check_text(text)
         return split(text.strip(), self._texts, self.max_tokens)
+
+
+# Splits a text into chunks that a network reads at once, in time that grows with the length of the text.
+#
+# A tokenizer reads a window of the text at a time. Tokens depend on their neighbours only within a word: WordPiece and
+# byte-level BPE cut a text into words first, and the vocabularies of SentencePiece (BPE and Unigram) have no token that
+# goes on behind a space. So a window has the tokens of the whole text between its first and its last space, and these
+# alone are used. Within a text without spaces, the tokens next to a window's edges may be others than in the whole.
+# Then a chunk ends at another of many good places, and not at a wrong one: each chunk is tokenized by itself and
+# measured.
+
+
+_SENTENCE_ENDS = (". ", "! ", "? ", "\n")
+_SENTENCE_ENDS_WITHOUT_SPACE = "。！？"
+_AT_ONCE = 16  # windows that are tokenized at once, and chunks
+_CONTEXT = 256  # characters that a window has before the place that it is read for, and that are not used behind it
+_NOT_SPACE = re.compile(r"\S")
+_CHARACTER = regex.compile(r"\X")  # what a reader takes for one character, such as a letter with its accents
+
+
+class Chunk(NamedTuple):
+    """A part of a text.
+
+    Attributes:
+        text: the part, without spaces around it.
+        ids: its token ids.
+        end: index in the text behind the chunk and the spaces that follow it.
+    """
+
+    text: str
+    ids: list[int]
+    end: int
+
+
+def split(text: str, tokenizer: TextTokenizer, limit: int, *, window: int = 32) -> Iterator[Chunk]:
+    """Yields the chunks of a text: the text itself if it is within the limit, otherwise as much as fits into each.
+
+    A chunk ends behind a sentence, if one ends in its second half, or else between words. A word that is longer than
+    the limit is cut between two tokens, and never within a character.
+
+    Args:
+        text: a text without spaces around it.
+        tokenizer: tokenizes it.
+        limit: largest number of tokens of a chunk, those included that the tokenizer puts around a text.
+        window: characters that the tokenizer reads at a time, for each token of a chunk; English has four or five to a
+            token. It is more where a chunk needs more.
+
+    Raises:
+        DocumentError: for a character beyond the limit.
+    """
+    tokens = _Tokens(text, tokenizer, window * limit)
+    if tokens.are_within(limit):
+        yield Chunk(text, tokens.ids, len(text))
+        return
+    whole = limit - tokens.special
+    budget, start, together = whole, 0, _AT_ONCE
+    while start < len(text):
+        places = _places(text, start, tokens, budget, whole, together)
+        if not places:
+            raise DocumentError(
+                f"a single character takes more than the {limit} tokens that are read at once; remove it "
+                f"({shown(text[start : start + 1])} at index {start})"
+            )
+        parts = [text[first:stop].strip() for first, stop in places]
+        together = min(2 * together, _AT_ONCE)
+        for (_, stop), part, ids in zip(places, parts, tokenizer.batch(parts, special=True), strict=True):
+            if len(ids) > limit:
+                # A chunk may take more tokens alone than in its place in the text: then it has to be shorter, and those
+                # behind it begin elsewhere. Where this happens, it happens often.
+                budget -= len(ids) - limit
+                together = 1
+                break
+            start, budget = _next_start(text, stop), whole
+            yield Chunk(part, ids, start)
+
+
+def _places(text: str, start: int, tokens: _Tokens, first: int, others: int, at_most: int) -> list[tuple[int, int]]:
+    """Where the next chunks begin and end, by their tokens in the text.
+
+    Args:
+        text: the text.
+        start: index of the first chunk's first character.
+        tokens: the text's tokens. For the first chunk they are read, for others only used.
+        first: largest number of tokens of the first chunk. Without room for a single character there are no chunks.
+        others: the same of those behind it.
+        at_most: largest number of chunks.
+    """
+    places: list[tuple[int, int]] = []
+    budget = first
+    while start < len(text) and len(places) < at_most:
+        if places and not tokens.holds(start, budget + 1):
+            break
+        stop = _cut(text, start, tokens.ends_behind(start, budget + 1), budget)
+        if stop == start:
+            break
+        places.append((start, stop))
+        start, budget = _next_start(text, stop), others
+    return places
+
+
+def _next_start(text: str, stop: int) -> int:
+    """Where the chunk begins that follows one which ends at `stop`."""
+    following = _NOT_SPACE.search(text, stop)
+    return len(text) if following is None else following.start()
+
+
+class _Tokens:
+    """Where the tokens of a text end, read in windows.
+
+    Attributes:
+        ids: the token ids of the text, if one window holds all of it.
+        special: number of tokens that the tokenizer puts around a text.
+    """
+
+    def __init__(self, text: str, tokenizer: TextTokenizer, window: int) -> None:
+        self.ids: list[int] = []
+        self.special = 0
+        self._text = text
+        self._tokenizer = tokenizer
+        self._window = window
+        self._ends: list[int] = []
+        self._read(0, window)
+
+    def are_within(self, limit: int) -> bool:
+        """True if the whole text has at most so many tokens; `ids` are then set."""
+        self.ends_behind(0, limit - self.special + 1)
+        return 0 < len(self.ids) <= limit
+
+    def ends_behind(self, start: int, count: int) -> Sequence[int]:
+        """Where the first `count` tokens behind `start` end, in characters; fewer only at the end of the text."""
+        size = 2 * self._window if start == self._start else self._window
+        while not self.holds(start, count):
+            self._read(start, size)
+            size *= 2
+        first = bisect_right(self._ends, start)
+        return self._ends[first : first + max(0, count)]
+
+    def holds(self, start: int, count: int) -> bool:
+        """True if `ends_behind` needs to read nothing; `start` may not be before that of an earlier call."""
+        return self._at_end or len(self._ends) - bisect_right(self._ends, start) >= count
+
+    def _read(self, start: int, size: int) -> None:
+        """Tokenizes windows of the text: the first from a little before `start`, and each behind the one before it."""
+        text, read = self._text, start
+        parts: list[str] = []
+        bounds: list[tuple[int, int]] = []  # where each window begins, and up to where its tokens are used
+        while not parts or (len(parts) < _AT_ONCE and read < len(text)):
+            begin = _space_before(text, read - _CONTEXT // 8, read - _CONTEXT)
+            begin = max(0, read - _CONTEXT) if begin is None else begin
+            stop = min(begin + size, len(text))
+            used = len(text) if stop == len(text) else _space_before(text, stop - 1, stop - size // 2)
+            used = stop - _CONTEXT if used is None else used
+            parts.append(text[begin:stop])
+            bounds.append((begin, used))
+            if used <= read:  # the window is too small; the next reading is of larger ones
+                break
+            read = used
+        # Tokens around a text end at 0. They are counted at the beginning of the text.
+        tokenized = self._tokenizer.batch_with_spans(parts, special=True)
+        if not start:
+            self.special = sum(not end for _, end in tokenized[0][1])
+        self._start, self._at_end = start, bounds[-1][1] == len(text)
+        self.ids = tokenized[0][0] if parts == [text] else []
+        self._ends = []
+        behind = 0
+        for (begin, used), (_, spans) in zip(bounds, tokenized, strict=True):
+            self._ends += [begin + end for _, end in spans if end and behind < begin + end <= used]
+            behind = used
+
+
+def _space_before(text: str, last: int, first: int) -> int | None:
+    """Where the last run of spaces in `text[first:last]` begins; None if none does."""
+    for index in range(last - 1, max(0, first), -1):
+        if text[index].isspace() and not text[index - 1].isspace():
+            return index
+    return None
+
+
+def _cut(text: str, start: int, ends: Sequence[int], budget: int) -> int:
+    """Where a chunk of at most `budget` tokens ends that begins at `start`; `start` itself if there is no such place.
+
+    Args:
+        text: the text.
+        start: index of the chunk's first character.
+        ends: where the first tokens end from there on: one more than `budget`, if there are so many.
+        budget: largest number of tokens.
+    """
+    if len(ends) <= budget:
+        return len(text)
+    window = text[start : ends[budget - 1]] if budget > 0 else ""
+    cut = max(window.rfind(mark) + 1 for mark in _SENTENCE_ENDS)
+    if cut < len(window) // 2:  # no sentence ends in the second half: cut between words
+        cut = window.rfind(" ")
+    return start + cut if cut > 0 else _cut_without_spaces(text, start, ends[: max(0, budget)])
+
+
+def _cut_without_spaces(text: str, start: int, ends: Sequence[int]) -> int:
+    """As `_cut`, for a text that has no space before the last of some ends of tokens."""
+    last = ends[-1] if ends else start
+    space = _space_before(text, last, start)
+    if space is not None:  # a tab, or any other kind of space
+        return space
+    window = text[start:last]
+    cut = max(window.rfind(mark) + 1 for mark in _SENTENCE_ENDS_WITHOUT_SPACE)
+    if cut >= len(window) // 2 > 0:
+        return start + cut
+    if window.isascii() and "\r" not in window and text[last : last + 1].isascii():
+        return last  # each is a character, and each token ends behind one
+    characters = [match.end() for match in _CHARACTER.finditer(text, start, last + 1) if match.end() <= last]
+    between = set(characters)
+    at_token = next((end for end in reversed(ends) if end in between), None)
+    if at_token is not None:
+        return at_token
+    return characters[-1] if characters else last  # a character of very many accents is cut between two of them

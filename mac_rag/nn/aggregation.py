@@ -10,15 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from mac_rag.nn.attended_bank import AttendedBank
-from mac_rag.nn.attention import BankAttention, streaming_attention
+from mac_rag.nn.attention import BankAttention, longest_keys, streaming_attention
 from mac_rag.nn.bank_view import CHUNK_ROWS, BankProjection, BankRows, prior_keys
 from mac_rag.nn.cross_attention import CrossAttentionBlock
-from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.memory_slots import FirstRows, Look, MemorySlots, RankedSlots
 from mac_rag.nn.memory_tokens import MemoryTokens
+from mac_rag.nn.prior import DocumentPrior, RankedFirst, RecencyTerm
 from mac_rag.nn.product_quantizer import ProductQuantizer
-from mac_rag.nn.recency import RankedFirst, RecencyTerm
-from mac_rag.nn.row_bounds import longest_keys
 
 # Number of a block, whether the attention mass is wanted, and the block's queries `[B, H, S, d]` -> what they attend to
 # and the mass, as `BankAttention` returns them.
@@ -42,7 +40,7 @@ class AggregationNetwork(nn.Module):
         lexical_vectors: R, lexical vectors of each text, which the document prior alone reads; 0 for none.
         lexical_weight: weight of their product in the document prior.
         recency: True for a document prior in which newer documents on the same subject count more
-            (`mac_rag.nn.recency`).
+            (`mac_rag.nn.prior`).
         slots: S, phi* has S times T tokens (`mac_rag.nn.memory_slots`).
         slot_cutoff, reading_cutoff: see `mac_rag.nn.memory_slots.MemorySlots`.
         readout: True for phi* of the kind of memory tokens: the last block leaves out the residual of its attention.

@@ -15,11 +15,30 @@ from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
 
 from mac_rag.nn.dtypes import widest_dtype
-from mac_rag.nn.hashed_bm25 import HashedBM25
+from mac_rag.nn.lexical import HashedBM25, NamedYears
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.named_years import NamedYears
-from mac_rag.nn.residual_linear import ResidualLinear
 from mac_rag.nn.unpadded_bert import Reading, last_states
+
+
+class ResidualLinear(nn.Module):
+    """`x + W x`, where W starts at zero: a map that starts as the identity.
+
+    W is kept apart from the identity, beside whose ones its small weights would be lost when they are rounded.
+
+    Args:
+        width: width of x.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.added = nn.Linear(width, width, bias=False)
+        nn.init.zeros_(self.added.weight)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """`[..., width] -> [..., width]`."""
+        added: Tensor = self.added(states)
+        return states + added
+
 
 # How a pooling encoder starts: the standard deviation of a memory token's attention, in stretches; and the scale of its
 # MLPs, beside their skip connection.

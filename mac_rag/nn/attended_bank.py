@@ -10,14 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from mac_rag.nn.attention import Chunk
+from mac_rag.nn.attention import Chunk, needed_of_all
 from mac_rag.nn.bank_view import BankRows, BoundedView, is_bounded, is_view, prior_keys
 from mac_rag.nn.cross_attention import CrossAttentionBlock
-from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.memory_slots import FirstRows, MemorySlots
-from mac_rag.nn.prior_keys import PriorKeys
-from mac_rag.nn.recency import Candidates, RankedFirst, RecencyTerm
-from mac_rag.nn.row_bounds import needed_of_all
+from mac_rag.nn.prior import Candidates, DocumentPrior, PriorKeys, RankedFirst, RecencyTerm
 
 # Rows that can matter to a batch of questions, of which keys and values are gathered at a time.
 _GATHERED = 256

@@ -9,7 +9,7 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from mac_rag.nn.prior_keys import PriorKeys
+from mac_rag.nn.prior import PriorKeys
 
 CHUNK_ROWS = 8192
 

@@ -2,7 +2,7 @@
 
 A *modulation network* maps phi* to a `Modulation`, which the base LM applies: as keys and values in front of every
 layer (P-tuning v2), through forward hooks on the LM's own modules (LoRA, FiLM), or as tokens in front of the prompt
-(`mac_rag.nn.prompt_tuning`). All work in a batched forward pass and in generation alike, and a batch gives what its
+(prompt tuning). All work in a batched forward pass and in generation alike, and a batch gives what its
 rows give one by one.
 """
 
@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, cat, nn, zeros
 from transformers import DynamicCache
+from transformers.masking_utils import create_masks_for_generate
 
-from mac_rag.nn.attention_sink import AttentionSink
-from mac_rag.nn.visible_prefix import visible_prefix
+from mac_rag.nn.amortization import ResidualLinear
 
 
 @dataclass(frozen=True)
@@ -355,3 +355,222 @@ def linear_names(lm: nn.Module, targets: Sequence[str]) -> dict[str, tuple[int, 
         elif hasattr(module, "nf") and hasattr(module, "nx"):  # transformers' Conv1D
             sizes[name] = (module.nx, module.nf)
     return sizes
+
+
+# Layers that attend to a window of the text only: there, too, a prefix of keys and values stays visible.
+#
+# A sliding window counts the distance from a token to the prefix, and behind a prompt longer than the window the prefix
+# would be gone. So the LM gets masks that say: the window, or the prefix.
+
+
+_LIMITED = {"sliding_attention", "chunked_attention"}
+
+
+def has_limited_layers(config: Any) -> bool:
+    """True if some layers of an LM attend to a part of the text only.
+
+    Args:
+        config: the LM's transformers configuration.
+    """
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return not _LIMITED.isdisjoint(kinds)
+    return bool(getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None))
+
+
+@contextmanager
+def visible_prefix(lm: Any, length: int) -> Iterator[None]:
+    """Keeps the first `length` positions of the cache visible in every layer while the context lasts.
+
+    Args:
+        lm: a transformers causal LM. Its calls take an attention mask `[B, P + L]`.
+        length: P.
+    """
+    if not has_limited_layers(lm.config):
+        yield
+        return
+    dtype = lm.get_input_embeddings().weight.dtype
+
+    def in_prefix(_batch: Tensor, _head: Tensor, _query: Tensor, key: Tensor) -> Tensor:
+        return key < length
+
+    def hook(body: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        ids = named["input_ids"]
+        masks = create_masks_for_generate(
+            config=body.config,
+            inputs_embeds=torch.empty(*ids.shape, 0, dtype=dtype, device=ids.device),  # for its sizes only
+            attention_mask=named.get("attention_mask"),  # generation leaves out a mask that is all ones
+            past_key_values=named["past_key_values"],
+            or_mask_function=in_prefix,
+        )
+        return arguments, {**named, "attention_mask": masks}
+
+    handle = lm.base_model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# The front of a prefix: an attention sink, and generated keys turned to their places behind it.
+#
+# LMs put much of their attention on the first tokens of a text, whatever these are (Xiao et al., 2024, "Efficient
+# Streaming Language Models with Attention Sinks"). A prefix that takes this place from them does harm; so the LM's own
+# keys and values of its first tokens stand in front of the generated ones. Rotary LMs turn each key by its position, so
+# a map from memory tokens gives keys before rotation, which say nothing of where they will stand.
+
+
+class KeyRotation(nn.Module):
+    """Turns the keys of all layers to N positions, and back (rotary position embedding; Su et al., 2021).
+
+    Component i of a key becomes `cos_i key_i + sin_i key_partner(i)`. Pairs of halves and of neighbours, rotations of a
+    part of the width, scales, and layers without positions are all of this form: what stays as it is has a cosine of 1
+    and a sine of 0.
+
+    Examples:
+        >>> quarter_turn = KeyRotation(torch.zeros(1, 1, 2), torch.tensor([[[-1.0, 1.0]]]), torch.tensor([[1, 0]]))
+        >>> quarter_turn(torch.tensor([[[[3.0, 4.0]]]]))  # one layer, one head, one position
+        tensor([[[[-4.,  3.]]]])
+
+    Args:
+        cos, sin: `[layers, N, head_width]`; the sine with its sign.
+        partner: `[layers, head_width]`, for each component the other one of its pair.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    partner: Tensor
+
+    def __init__(self, cos: Tensor, sin: Tensor, partner: Tensor) -> None:
+        super().__init__()
+        for name, buffer in (("cos", cos), ("sin", sin), ("partner", partner)):
+            self.register_buffer(name, buffer, persistent=False)  # the LM's, and so in no checkpoint of ours
+
+    def forward(self, keys: Tensor) -> Tensor:
+        """Keys before rotation to keys at the first L of the N positions, `[..., layers, heads, L, head_width]`."""
+        cos, sin = self._at(keys)
+        return keys * cos + self._partners(keys) * sin
+
+    def inverse(self, keys: Tensor) -> Tensor:
+        """Keys at the first L of the N positions to keys before rotation, of the same shape."""
+        cos, sin = self._at(keys)
+        return (keys * cos - self._partners(keys) * sin) / (cos.square() + sin.square())
+
+    def _at(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        length = keys.shape[-2]
+        return self.cos[:, None, :length], self.sin[:, None, :length]
+
+    def _partners(self, keys: Tensor) -> Tensor:
+        return keys.gather(-1, self.partner[:, None, None].expand_as(keys))
+
+
+class AttentionSink(nn.Module):
+    """Puts an LM's own keys and values of its first tokens in front of generated ones.
+
+    Args:
+        keys_values: `[layers, 2, kv_heads, S, head_width]`, of the LM's first S tokens.
+        rotation: turns keys to the P positions behind the sink, from S on.
+    """
+
+    keys_values: Tensor
+
+    def __init__(self, keys_values: Tensor, rotation: KeyRotation) -> None:
+        super().__init__()
+        self.register_buffer("keys_values", keys_values, persistent=False)
+        self.rotation = rotation
+
+    @property
+    def length(self) -> int:
+        """S."""
+        return self.keys_values.shape[3]
+
+    def forward(self, generated: Tensor) -> Tensor:
+        """Keys before rotation, and values, to a whole prefix.
+
+        Args:
+            generated: `[B, layers, 2, kv_heads, P, head_width]`.
+
+        Returns:
+            `[B, layers, 2, kv_heads, S + P, head_width]`.
+        """
+        keys, values = generated.unbind(2)
+        keys = self.rotation(keys)
+        behind = torch.stack([keys, values.to(keys.dtype)], 2)
+        sink = self.keys_values.to(behind.dtype).expand(len(behind), *self.keys_values.shape)
+        return torch.cat([sink, behind], 4)
+
+
+# Prompt tuning: the tokens of phi* stand in front of the prompt as if the LM had read them.
+#
+# P-tuning v2 gives the LM keys and values, which stay as they are whatever is asked. Here each token of phi* is a token
+# of the LM (Lester et al., 2021, "The Power of Scale for Parameter-Efficient Prompt Tuning"), which its layers change
+# as they change the tokens of a text. In an LM whose attention takes segments it sees the question, so the LM reads a
+# memory as it reads a text.
+#
+# phi* has been through an amortization network already. So behind the LM's first layers, where a document needs no
+# question (Cao et al., 2020, "DeFormer"), the states of its tokens are given once more, as amortization made them;
+# below, their embeddings are what the question can look at.
+
+
+class PromptModulation(Modulation):
+    """P tokens in front of each prompt, whose states phi* gives.
+
+    The LM runs over P tokens more, whichever they are: in the outputs of some of its modules they are replaced.
+
+    Args:
+        states: name of a module of the LM -> what it puts out for the P tokens, `[B, P, width]`.
+        slots: S, of P / S tokens each; those of one slot do not see another.
+        half: True for the first half of the LM's rows only.
+    """
+
+    def __init__(self, states: Mapping[str, Tensor], slots: int, half: bool = False) -> None:
+        self._states = states
+        self._half = half
+        self.prefix_length = next(iter(states.values())).shape[1]
+        self.slots = slots
+
+    def beside_none(self) -> PromptModulation:
+        return PromptModulation(self._states, self.slots, half=True)
+
+    def shown_rows(self, rows: int) -> int:
+        return rows // 2 if self._half else rows
+
+    @contextmanager
+    def attached(self, lm: nn.Module) -> Iterator[None]:
+        changes = {name: Change(_replaced, (states,)) for name, states in self._states.items()}
+        with HookedModulation(changes, self._half).attached(lm):
+            yield
+
+    def behind_cache(self, rows: Tensor) -> PromptModulation:
+        kept = {name: states[rows.to(states.device)] for name, states in self._states.items()}
+        return PromptModulation(kept, self.slots, self._half)
+
+
+def _replaced(_: Tensor, output: Tensor, states: Tensor) -> Tensor:
+    """A module's output with `states` in place of its first tokens; a single token is an answer's, behind a cache."""
+    if output.shape[1] == 1:
+        return output
+    return cat([states.to(output), output[:, states.shape[1] :]], 1)
+
+
+class PromptTuning(ModulationNetwork):
+    """Prompt tuning from phi*: each token gives an embedding, and a state behind some layers.
+
+    Args:
+        shape: the LM's sizes.
+        tokens: T, tokens of a slot of phi*.
+        entry_layer: number of the LM's layers behind which phi* gives states.
+    """
+
+    def __init__(self, shape: LMShape, tokens: int, *, entry_layer: int) -> None:
+        super().__init__()
+        self.prefix_length = tokens
+        self.entry_layer = entry_layer
+        self._names = shape.embeddings, shape.blocks[entry_layer - 1]
+        self.to_embeddings = nn.Linear(shape.width, shape.width)
+        self.to_states = ResidualLinear(shape.width)
+        self.shift = nn.Parameter(zeros(shape.width))
+
+    def forward(self, phi: Tensor) -> PromptModulation:
+        states = dict(zip(self._names, (self.to_embeddings(phi), self.to_states(phi) + self.shift), strict=True))
+        return PromptModulation(states, phi.shape[1] // self.prefix_length)

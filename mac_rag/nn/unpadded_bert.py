@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import BertGenerationEncoder, BertModel
 
-from mac_rag.nn.cpu_linear import CPULinear
-from mac_rag.nn.packed_linear import PackedLinear
+from mac_rag.nn.cpu_linear import CPULinear, PackedLinear
 
 # How a network computes the states `[K, L, width]` of a backbone for texts: from the backbone, and token ids and mask.
 Reading: TypeAlias = Callable[[Any, Tensor, Tensor], Tensor]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mac_rag.errors import ConfigError
-from mac_rag.importing import import_object
 from mac_rag.retrieval import snapshot
 from mac_rag.retrieval.base import Retriever
 from mac_rag.retrieval.bm25 import BM25Retriever
@@ -134,3 +134,25 @@ def _imported(spec: str) -> Retriever:
     raise ConfigError(
         f"{spec!r} is {type(source).__name__}, neither a mac_rag Retriever nor a LlamaIndex retriever or index"
     )
+
+
+def import_object(spec: str) -> Any:
+    """The object that `module:attr` names: an importable module, and a name in it, with dots for names in names.
+
+    Examples:
+        >>> import_object("json:decoder.JSONDecoder").__name__
+        'JSONDecoder'
+
+    Raises:
+        ConfigError: for a name of another form, and for what cannot be imported.
+    """
+    module, colon, attribute = spec.partition(":")
+    if not (colon and module and attribute):
+        raise ConfigError(f"{spec!r} is not of the form module:attr")
+    try:
+        value: Any = importlib.import_module(module)
+        for name in attribute.split("."):
+            value = getattr(value, name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"cannot import {spec!r}: {error}") from error
+    return value

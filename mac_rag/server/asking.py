@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mac_rag.answering import conversation_prompt
+from mac_rag.asking import conversation_prompt
 from mac_rag.engine import MACEngine
 from mac_rag.lm.chat import Message
+from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.retrieval.base import Hit
 from mac_rag.server.served_bank import ServedBank
 from mac_rag.sources import texts_read

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path, PurePosixPath
+from secrets import token_hex
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import UploadFile
 
+from mac_rag.atomic_files import make_folder, private
 from mac_rag.data.provenance import Member
+from mac_rag.data.readers import read_good_documents
 from mac_rag.data.types import Document
-from mac_rag.server.access import Admin, Reader, Writer
+from mac_rag.errors import DataError
 from mac_rag.server.api_errors import APIError
-from mac_rag.server.jobs import Job
+from mac_rag.server.jobs import Job, LeftOut
 from mac_rag.server.keys import Principal
-from mac_rag.server.requests import DocumentIds, NewBank, NewDocuments, SearchRequest, StrictRoute
+from mac_rag.server.requests import (
+    Admin,
+    DocumentIds,
+    NewBank,
+    NewDocuments,
+    Reader,
+    SearchRequest,
+    StrictRoute,
+    Writer,
+)
 from mac_rag.server.served_bank import ServedBank
 from mac_rag.server.service import Service
-from mac_rag.server.uploads import Uploads
 
 _PIECE = 1 << 20
 _MOST_FILES = 100
@@ -240,3 +254,66 @@ def _job(service: Service, job_id: str, who: Principal) -> Job:
     if job is None or not who.sees(job.bank):
         raise APIError(404, "there is no such job that this key may see", code="job_not_found")
     return job
+
+
+# Endings that `mac_rag.data.readers` looks at; a file with another ending is a text.
+_ENDINGS = (".jsonl", ".json", ".csv", ".parquet", ".html", ".htm", ".xhtml", ".pdf", ".docx")
+_ROWS = (".jsonl", ".csv", ".parquet")
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One file.
+
+    Attributes:
+        name: what the client calls it.
+        path: where it lies, under a name of the server's.
+    """
+
+    name: str
+    path: Path
+
+
+class Uploads:
+    """A folder for the files of one request.
+
+    Args:
+        root: the server's folder of uploads.
+        characters: longest document.
+    """
+
+    def __init__(self, root: Path, characters: int) -> None:
+        self._characters = characters
+        make_folder(root)
+        self._folder = root / token_hex(12)
+        make_folder(self._folder)
+        self._files: list[Upload] = []
+
+    def add(self, name: str, data: Iterator[bytes]) -> None:
+        """Keeps a file."""
+        shown = PurePosixPath(name.replace("\\", "/")).name or "unnamed"
+        ending = PurePosixPath(shown).suffix.lower()
+        path = self._folder / f"{len(self._files)}{ending if ending in _ENDINGS else '.txt'}"
+        with open(path, "xb", opener=private) as file:
+            for piece in data:
+                file.write(piece)
+        self._files.append(Upload(shown, path))
+
+    def read(self, left_out: LeftOut) -> Iterator[Document]:
+        """The documents of all files. What cannot be read is noted under the client's name of the file."""
+        for upload in self._files:
+
+            def refuse(error: DataError, upload: Upload = upload) -> None:
+                left_out.add(upload.name, str(error).replace(str(upload.path), upload.name))
+
+            for _, document in read_good_documents([upload.path], refuse):
+                if upload.path.suffix not in _ROWS:
+                    document = Document(upload.name, document.text, document.metadata)
+                if len(document.text) > self._characters:
+                    left_out.add(document.id, f"it has more than {self._characters:,} characters; split it")
+                else:
+                    yield document
+
+    def remove(self) -> None:
+        """Removes the files."""
+        shutil.rmtree(self._folder, ignore_errors=True)

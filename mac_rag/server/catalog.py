@@ -7,12 +7,22 @@ import logging
 import re
 import shutil
 import threading
+from collections.abc import Collection, Container, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from mac_rag.atomic_files import make_folder, remove_file, sealed, sync_folder, unsealed, write_text
+from mac_rag.atomic_files import (
+    make_folder,
+    make_writable_folder,
+    remove_file,
+    sealed,
+    sync_folder,
+    unsealed,
+    write_text,
+)
+from mac_rag.data.types import Document
 from mac_rag.distributed.shard_files import SHARDS
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, MACError
@@ -20,9 +30,10 @@ from mac_rag.memory.bank import MemoryBank
 from mac_rag.memory.interface import Bank
 from mac_rag.memory.storage.backup import backup
 from mac_rag.model import MACModel
+from mac_rag.retrieval.base import Hit, Retriever
+from mac_rag.retrieval.registry import make_retriever
 from mac_rag.server.api_errors import APIError, no_such_bank
 from mac_rag.server.served_bank import ServedBank
-from mac_rag.server.stored_retriever import RETRIEVERS, StoredRetriever
 from mac_rag.untrusted_files import MalformedError, read_file
 
 _log = logging.getLogger(__name__)
@@ -69,7 +80,7 @@ class BankCatalog:
         self._lock = threading.Lock()
         self._banks: dict[str, ServedBank] = {}
         self.unavailable: set[str] = set()
-        make_folder(self._banks_folder)
+        make_writable_folder(self._banks_folder)
         for place in sorted(self._banks_folder.iterdir()):
             if place.name.startswith("."):
                 _remove_all(place)
@@ -79,7 +90,7 @@ class BankCatalog:
     def _open_at_start(self, name: str) -> None:
         try:
             self._banks[name] = self._open(name)
-        except MACError as error:
+        except (MACError, OSError) as error:
             _log.error("bank %s is not served: %s", name, error)
             self.unavailable.add(name)
 
@@ -249,3 +260,57 @@ def _remove_all(place: Path, *, secure_delete: bool = False) -> None:
             if file.is_file() and not file.is_symlink():
                 remove_file(file, secure_delete=True)
     shutil.rmtree(place, ignore_errors=True)
+
+
+# What a bank of the server can have; each is kept in a folder.
+RETRIEVERS = ("none", "bm25", "minilm", "hybrid")
+
+
+class StoredRetriever(Retriever):
+    """A retriever that is saved with every change, before the call returns.
+
+    So the protocol of `mac_rag.sync` holds across processes: what a bank's commit says of the retriever is on the disk.
+
+    Args:
+        spec: its name; one of `RETRIEVERS` but `none`.
+        folder: where it is kept; one that was saved there is loaded.
+    """
+
+    def __init__(self, spec: str, folder: Path) -> None:
+        retriever = make_retriever(spec, folder=folder)
+        assert retriever is not None, spec
+        self._retriever = retriever
+        self._folder = folder
+
+    def add(self, documents: Sequence[Document]) -> None:
+        self._retriever.add(documents)
+        self._retriever.save(self._folder)
+
+    def put(self, documents: Sequence[Document]) -> None:
+        self._retriever.put(documents)
+        self._retriever.save(self._folder)
+
+    def delete(self, document_id: str) -> None:
+        self._retriever.delete(document_id)
+        self._retriever.save(self._folder)
+
+    def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
+        return self._retriever.retrieve(questions, k, allowed=allowed)
+
+    def __len__(self) -> int:
+        return len(self._retriever)
+
+    def __contains__(self, document_id: object) -> bool:
+        return document_id in self._retriever
+
+    def held(self, document_ids: Iterable[str]) -> list[str]:
+        return self._retriever.held(document_ids)
+
+    def content_hashes(self, document_ids: Collection[str] | None = None) -> dict[str, str]:
+        return self._retriever.content_hashes(document_ids)
+
+    def documents(self, document_ids: Collection[str]) -> list[Document]:
+        return self._retriever.documents(document_ids)
+
+    def save(self, folder: Path) -> None:
+        self._retriever.save(folder)

@@ -19,12 +19,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from mac_rag.errors import MACError
 from mac_rag.lm.chat import Message
-from mac_rag.lm.sampling import Sampling
-from mac_rag.server.access import Reader
+from mac_rag.lm.decoding import Sampling
 from mac_rag.server.api_errors import APIError, error_of, no_such_model, unexpected
 from mac_rag.server.asking import Question, Reply
 from mac_rag.server.keys import Principal
-from mac_rag.server.requests import Asked, ChatRequest, CompletionRequest, EmbeddingRequest, StrictRoute
+from mac_rag.server.requests import Asked, ChatRequest, CompletionRequest, EmbeddingRequest, Reader, StrictRoute
 from mac_rag.server.served_bank import ServedBank
 from mac_rag.server.service import EMBEDDING_MODEL, Service
 from mac_rag.sources import source_record

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -18,10 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mac_rag.server.api_errors import APIError, unexpected
 from mac_rag.server.keys import ANYONE, Principal
-from mac_rag.server.rate_limit import RateLimit
 from mac_rag.server.service import Service
 
-_access = logging.getLogger("mac_rag.server.access")
+_access = logging.getLogger("mac_rag.server.requests")
 _log = logging.getLogger(__name__)
 
 # What needs no key: it says nothing of any bank.
@@ -191,3 +191,48 @@ def _only(scope: Scope, name: bytes) -> str | None:
 
 async def _refuse(error: APIError, scope: Scope, receive: Receive, send: Send) -> None:
     await JSONResponse(error.body, error.status, headers=dict(error.headers))(scope, receive, send)
+
+
+class RateLimit:
+    """A token bucket for each name: full at first, refilled steadily.
+
+    Examples:
+        >>> limit = RateLimit(2, clock=lambda: 0.0)
+        >>> limit.take("reader"), limit.take("reader")
+        (None, None)
+        >>> limit.take("reader")
+        Traceback (most recent call last):
+        ...
+        mac_rag.server.api_errors.APIError: more than 2 requests a minute; try again in 30 s
+
+    Args:
+        per_minute: requests a minute; 0 for any number.
+        clock: seconds.
+    """
+
+    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_minute = per_minute
+        self._clock = clock
+        self._left: dict[str, tuple[float, float]] = {}  # tokens, and when they were counted
+
+    def take(self, name: str) -> None:
+        """Counts a request.
+
+        Raises:
+            APIError: 429 when there were too many; says when to try again.
+        """
+        if not self._per_minute:
+            return
+        now = self._clock()
+        left, counted = self._left.get(name, (float(self._per_minute), now))
+        left = min(float(self._per_minute), left + (now - counted) * self._per_minute / 60)
+        if left < 1:
+            self._left[name] = (left, now)
+            seconds = math.ceil((1 - left) * 60 / self._per_minute)
+            raise APIError(
+                429,
+                f"more than {self._per_minute} requests a minute; try again in {seconds} s",
+                code="rate_limit_exceeded",
+                retry_after=seconds,
+            )
+        self._left[name] = (left - 1, now)

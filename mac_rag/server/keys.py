@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from filelock import FileLock
 
-from mac_rag.atomic_files import make_folder, sealed, unsealed, write_text
+from mac_rag.atomic_files import make_writable_folder, sealed, unsealed, write_text
 from mac_rag.errors import ConfigError
 from mac_rag.untrusted_files import MalformedError, read_file
 
@@ -82,7 +82,8 @@ class KeyStore:
         """Makes a key. It is returned once, and kept nowhere.
 
         Raises:
-            ConfigError: for a name that is taken or no name, an unknown scope, and for no banks.
+            ConfigError: for a name that is taken or no name, an unknown scope, and for no banks; and as
+                `make_writable_folder`.
         """
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is no name of a key; take letters, digits, . _ @ and -, at most 64 of them")
@@ -92,7 +93,7 @@ class KeyStore:
         if wrong or not banks:
             raise ConfigError(f"{wrong or 'nothing'} names no banks; give names, in which * stands for any characters")
         token = f"mac_{secrets.token_urlsafe(32)}"
-        make_folder(self._path.parent)
+        make_writable_folder(self._path.parent)
         with FileLock(f"{self._path}.lock", mode=0o600):
             records = self._records()
             if any(record["name"] == name for record in records):
@@ -106,8 +107,9 @@ class KeyStore:
         """Ends a key. A running server refuses it from its next request on.
 
         Raises:
-            ConfigError: for an unknown name.
+            ConfigError: for an unknown name; and as `make_writable_folder`.
         """
+        make_writable_folder(self._path.parent)
         with FileLock(f"{self._path}.lock", mode=0o600):
             records = self._records()
             left = [record for record in records if record["name"] != name]

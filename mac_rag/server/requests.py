@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from fastapi import Request, Response
+from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
+from mac_rag.server.api_errors import APIError
+from mac_rag.server.keys import Principal, Scope
 from mac_rag.untrusted_files import METADATA_DEPTH, ROW_CONTAINERS, MalformedError, parse_json
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -175,3 +177,25 @@ class SearchRequest(Body):
     k: Annotated[int, Field(ge=1, le=100)] = 5
     filters: dict[str, Any] | None = None
     as_of: str | None = Field(None, max_length=100)
+
+
+# What a route asks of whoever uses it: `Reader`, `Writer` or `Admin` in its signature.
+
+
+def needs(scope: Scope) -> Callable[[Request], Principal]:
+    """A dependency that gives whoever makes the request, and refuses a key without this scope."""
+
+    def principal(request: Request) -> Principal:
+        who: Principal | None = request.state.principal
+        if who is None:
+            raise APIError(401, "give a key: Authorization: Bearer KEY", code="invalid_api_key")
+        if not who.may(scope):
+            raise APIError(403, f"this needs a key with the scope {scope}, and this one has {who.scope}")
+        return who
+
+    return principal
+
+
+Reader: TypeAlias = Annotated[Principal, Depends(needs("read"))]
+Writer: TypeAlias = Annotated[Principal, Depends(needs("write"))]
+Admin: TypeAlias = Annotated[Principal, Depends(needs("admin"))]

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import shutil
 import threading
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mac_rag.atomic_files import make_folder
+from mac_rag.atomic_files import make_writable_folder, private
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model import MACModel
 from mac_rag.server.api_errors import APIError, no_such_bank
 from mac_rag.server.asking import Asking
-from mac_rag.server.audit import AuditLog
 from mac_rag.server.catalog import BankCatalog
 from mac_rag.server.jobs import Job, Jobs
 from mac_rag.server.keys import KeyStore, Principal
-from mac_rag.server.limits import Limits
 from mac_rag.server.metrics import Metrics
-from mac_rag.server.replicated import ReplicatedAsking
+from mac_rag.server.replicas import ReplicatedAsking
 from mac_rag.server.served_bank import ServedBank
 from mac_rag.server.workers import Workers
 
@@ -34,6 +36,39 @@ _log = logging.getLogger(__name__)
 KEYS = "keys.json"
 # Seconds between questions that arrive in one crowd: their clients read an answer and ask again.
 BETWEEN_QUESTIONS = 0.02
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of requests. Whatever is beyond one of them is refused before anything is computed.
+
+    Attributes:
+        body_bytes: largest body of a request.
+        body_seconds: the longest time that a client takes to send a body.
+        question_characters: longest question, conversation or search.
+        document_characters: longest document.
+        documents: most documents in the body of one request; uploaded files may hold more.
+        answer_tokens: longest answer.
+        pending: questions that wait or are answered at a time; one more is refused with 429.
+        writes: changes of banks that wait or run at a time.
+        jobs: jobs that wait or run at a time.
+        question_seconds: the longest time that a question waits and is answered.
+        requests_per_minute: of one key; 0 for any number.
+    """
+
+    body_bytes: int = 64 << 20
+    body_seconds: float = 120.0
+    question_characters: int = 20_000
+    document_characters: int = 4_000_000
+    documents: int = 1_000
+    answer_tokens: int = 512
+    pending: int = 64
+    writes: int = 16
+    jobs: int = 16
+    question_seconds: float = 60.0
+    requests_per_minute: int = 1_200
+
+
 # The name under which `/v1/embeddings` serves the sentence encoder.
 EMBEDDING_MODEL = "all-MiniLM-L6-v2"
 
@@ -49,7 +84,8 @@ class Service:
         replicas: processes that answer questions; None to answer in this one. New banks are in as many shards.
 
     Raises:
-        ConfigError: for a name that holds a colon, which stands before the name of a bank.
+        ConfigError: for a name that holds a colon, which stands before the name of a bank; for a folder that cannot be
+            written.
     """
 
     def __init__(
@@ -62,7 +98,7 @@ class Service:
     ) -> None:
         if ":" in model_name or not model_name:
             raise ConfigError(f"{model_name!r} cannot name a model here; give one without a colon by --model-name")
-        make_folder(folder)
+        make_writable_folder(folder)
         self.limits = limits or Limits()
         self.model = model
         self.model_name = model_name
@@ -157,3 +193,33 @@ class Service:
         if job.added or job.updated:
             details = {"job": job.id, "added": job.added, "updated": job.updated, "state": job.state}
             self.audit.note(job.owner, "documents.put", job.bank, **details)
+
+
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
+
+class AuditLog:
+    """Appends one line of JSON for each change, after it is on the disk.
+
+    Args:
+        path: the file; it is made with the mode 0600, and followed if it is moved away.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+
+    def note(self, who: str, action: str, bank: str, **details: Any) -> None:
+        """Notes a change.
+
+        Args:
+            who: name of the key.
+            action: what was done, as `bank.create`.
+            bank: name of the bank.
+            details: numbers, and ids of documents.
+        """
+        moment = datetime.now(UTC).isoformat(timespec="milliseconds")
+        record = {"time": moment, "key": who, "action": action, "bank": bank, **details}
+        line = json.dumps(record).encode() + b"\n"
+        with self._lock, open(self._path, "ab", opener=lambda path, flags: private(path, flags | _NO_FOLLOW)) as file:
+            file.write(line)

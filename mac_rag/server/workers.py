@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mac_rag.server.api_errors import APIError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
 
 _T = TypeVar("_T")
 
 
 class ClientGoneError(Exception):
     """The client has closed its connection, so nobody reads an answer."""
-
-
-class Connection(Protocol):
-    """What is asked of a request here; a `starlette.requests.Request` is one."""
-
-    @property
-    def receive(self) -> Callable[[], Awaitable[MutableMapping[str, Any]]]: ...
 
 
 class Workers:
@@ -43,7 +39,7 @@ class Workers:
         self.pending = 0
 
     async def run(
-        self, work: Callable[[Callable[[], bool]], _T], connection: Connection | None = None, *, units: int = 1
+        self, work: Callable[[Callable[[], bool]], _T], connection: Request | None = None, *, units: int = 1
     ) -> _T:
         """Runs work in a thread.
 
@@ -154,7 +150,7 @@ class Workers:
         return APIError(504, f"it took more than {self._seconds:g} s; ask again, or ask for less", code="timeout")
 
 
-async def _watch(connection: Connection) -> None:
+async def _watch(connection: Request) -> None:
     """Returns when the client has gone. Its request has been read, so nothing else is received."""
     while (await connection.receive())["type"] != "http.disconnect":
         pass

@@ -12,7 +12,7 @@ from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import DataError, DocumentError
 from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.model import MACModel
-from mac_rag.model.splitting import split
+from mac_rag.model.text_encoder import split
 from mac_rag.progress import progress_bar
 
 

@@ -31,15 +31,14 @@ from torch.nn import functional
 from mac_rag.config import MACConfig
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
-from mac_rag.lm.key_rotation import key_rotation
+from mac_rag.lm.attention_sink import key_rotation
 from mac_rag.model import MACModel
 from mac_rag.nn.amortization import EncoderPooling
 from mac_rag.nn.cross_attention import CrossAttentionBlock
-from mac_rag.nn.document_prior import DocumentPrior
 from mac_rag.nn.memory_slots import RankedSlots
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.modulation import ModulationNetwork, PrefixModulation, PrefixTuning
-from mac_rag.nn.prompt_tuning import PromptTuning
+from mac_rag.nn.modulation import ModulationNetwork, PrefixModulation, PrefixTuning, PromptTuning
+from mac_rag.nn.prior import DocumentPrior
 from mac_rag.progress import ProgressBar, progress_bar
 
 _READ = 256  # texts to which the maps are fitted

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mac_rag.config import BaseLMConfig, PromptFormat
 from mac_rag.errors import ConfigError, WorkerError
-from mac_rag.importing import import_object
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.batching import length_buckets
 from mac_rag.lm.chat import ChatPromptEncoder, Message
+from mac_rag.lm.decoding import Sampling
 from mac_rag.lm.devices import default_device, fastest_dtype
 from mac_rag.lm.loading import load_tokenizer
-from mac_rag.lm.sampling import Sampling
 from mac_rag.lm.text_tokenizer import TextTokenizer, text_tokenizer
 from mac_rag.model.checkpoint import SHIPPED
-from mac_rag.model.splitting import split
+from mac_rag.model.text_encoder import split
+from mac_rag.retrieval.registry import import_object
 from pipelines.synthesis.candidates import KINDS, SPAN_KINDS, Candidate
 from pipelines.synthesis.prompts import Conversation, asking, most_tokens, reading
 

@@ -18,7 +18,7 @@ from mac_rag.errors import ConfigError
 from mac_rag.lm.devices import STORED_DTYPES
 from mac_rag.model import MACModel
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.recency import Candidates, RankedFirst
+from mac_rag.nn.prior import Candidates, RankedFirst
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.extended_model import with_aggregation
@@ -30,7 +30,7 @@ _TOGETHER = 256  # questions that are encoded, or compared with all documents, a
 
 
 class FitRecencyConfig(Config):
-    """A stage that fits the recency term: `a`, `alpha`, `beta` and `gamma` of `mac_rag.nn.recency`.
+    """A stage that fits the recency term: `a`, `alpha`, `beta` and `gamma` of `mac_rag.nn.prior`.
 
     For a model with hashed BM25 it first fits how much the years count that texts name, which are part of the prior
     that recency is a term of (`pipelines.tasks.fit_years`).

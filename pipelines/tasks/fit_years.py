@@ -14,10 +14,10 @@ from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import pad_rows
 from mac_rag.model import MACModel
+from mac_rag.model.factory import named_years
 from mac_rag.model.text_encoder import TextEncoder
-from mac_rag.model.years import named_years
-from mac_rag.nn.document_prior import DocumentPrior
-from mac_rag.nn.named_years import NamedYears
+from mac_rag.nn.lexical import NamedYears
+from mac_rag.nn.prior import DocumentPrior
 from pipelines.tasks.extended_model import with_years
 from pipelines.tasks.fitting import fitted
 

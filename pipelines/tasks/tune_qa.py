@@ -23,7 +23,7 @@ from mac_rag.lm.batching import length_buckets, pad_rows
 from mac_rag.lm.chat import prompt_encoder
 from mac_rag.lm.loading import load_causal_lm, quiet
 from mac_rag.lm.lora_tuning import make_trainable, merged
-from mac_rag.lm.packaged import PACKAGED
+from mac_rag.lm.minilm import PACKAGED
 from mac_rag.lm.prefix_lm import repeated_positions
 from mac_rag.model.presets import preset_values
 from pipelines.corpora.long_documents import within_sequences

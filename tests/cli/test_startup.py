@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mac_rag.cli import main, startup
+from mac_rag.cli import main, run
 from mac_rag.cli.models import load_model
 
 
@@ -27,7 +27,7 @@ def test_garbage_is_collected_rarely_until_the_model_is_there(
     monkeypatch.setattr(main, "run_app", command)
     try:
         main.main()
-        assert seen == [(startup._OBJECTS, *usual[1:]), usual]
+        assert seen == [(run._OBJECTS, *usual[1:]), usual]
         assert gc.get_threshold() == usual
     finally:
         gc.unfreeze()

@@ -17,7 +17,7 @@ from mac_rag.cli.main import app
 from mac_rag.cli.run import run_app
 from mac_rag.cli.terminal import cell, say, show_table
 from mac_rag.memory import MemoryBank
-from mac_rag.printable import printable
+from mac_rag.untrusted_files import printable
 
 ROOT = Path(__file__).parents[2]
 NASTY = "a\x1b[2J\x07\r\n\t\x7f\x85\x9b\u2028\u202e\u2066\udc80[red]é👩‍👩‍👧"

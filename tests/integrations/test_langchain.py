@@ -35,7 +35,7 @@ from mac_rag.integrations.langchain import (
     to_documents,
 )
 from mac_rag.lm.chat import Message
-from mac_rag.lm.sampling import Sampling
+from mac_rag.lm.decoding import Sampling
 from mac_rag.model.calibration import Calibration, Logistic
 from mac_rag.retrieval import BM25Retriever
 from tests.helpers import wait_until

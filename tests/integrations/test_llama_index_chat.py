@@ -26,13 +26,12 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.selectors import LLMSingleSelector
 from llama_index.core.tools import QueryEngineTool
 
+from mac_rag.config import PromptFormat
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError, ConfigError, MACError, PromptError
 from mac_rag.integrations.llama_index import MACLLM, MACSynthesizer
-from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.lm.sampling import Sampling
+from mac_rag.lm.decoding import Sampling
 from mac_rag.model import MACModel
-from mac_rag.prompt_format import PromptFormat
 from tests.integrations.helpers import FACTS, HashEmbedding
 from tests.integrations.scripted import Script, scripted
 
@@ -84,13 +83,13 @@ def test_the_memory_is_asked_the_question_in_the_slots_or_else_the_last_message(
 ) -> None:
     llm, _ = make_llm()
     asked: list[str] = []
-    aggregated = llm.engine._aggregated
+    aggregate = llm.engine._reader.aggregate
 
-    def asking(prompts: Sequence[FittedPrompt], *arguments: Any) -> Any:
-        asked.extend(prompt.question for prompt in prompts)
-        return aggregated(prompts, *arguments)
+    def asking(questions: Sequence[str], *arguments: Any, **options: Any) -> Any:
+        asked.extend(questions)
+        return aggregate(questions, *arguments, **options)
 
-    monkeypatch.setattr(llm.engine, "_aggregated", asking)
+    monkeypatch.setattr(llm.engine._reader, "aggregate", asking)
     llm.predict(PromptTemplate("Answer {query_str} from {context_str} now."), query_str=QUESTION, context_str="Text.")
     llm.predict(PromptTemplate("Say something about {topic}."), topic="bridges")
     llm.complete("Write a poem.")

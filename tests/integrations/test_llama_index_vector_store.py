@@ -15,8 +15,9 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
+from mac_rag import MACEngine, MemoryBank
 from mac_rag.errors import ConfigError
-from mac_rag.integrations.llama_index import MACVectorStore, MemoryWriter
+from mac_rag.integrations.llama_index import MACLLM, MACRetriever, MACVectorStore, MemoryWriter
 from tests.integrations.helpers import FACTS, HashEmbedding, RecordingEngine
 
 
@@ -140,3 +141,28 @@ def test_persisting_writes_what_the_store_itself_would(engine: RecordingEngine, 
     again = load_index_from_storage(context, embed_model=HashEmbedding())
     again.delete_ref_doc("museum")
     assert found(again) == remembered(engine) == {"bridge", "river"}  # type: ignore[arg-type]
+
+
+def test_a_reopened_index_beside_an_empty_bank_warns_of_the_bank(
+    engine: RecordingEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    index = VectorStoreIndex.from_documents(
+        facts(), transformations=[MemoryWriter(engine), SentenceSplitter()], embed_model=HashEmbedding()
+    )
+    index.storage_context.persist(str(tmp_path / "index"))
+    again = load_index_from_storage(
+        StorageContext.from_defaults(persist_dir=str(tmp_path / "index")), embed_model=HashEmbedding()
+    )
+    model = engine.model
+    with MemoryBank.create(tmp_path / "bank", model.fingerprint) as bank:
+        llm = MACLLM(engine=MACEngine(model, bank))
+        again.as_query_engine(llm=llm).query("Who opened the bridge?")
+        again.as_query_engine(llm=llm).query("Who opened the bridge?")
+        [warning] = [record.getMessage() for record in caplog.records if "memory bank" in record.getMessage()]
+        assert str(tmp_path / "bank") in warning
+        assert "MemoryWriter.from_index(index, engine)" in warning
+        caplog.clear()
+    again.as_query_engine(llm=MACLLM(engine=MACEngine(model), use_memory=False)).query("Who opened the bridge?")
+    assert not caplog.records
+    assert MACRetriever(MACEngine(model), source=again).retrieve("Who opened the bridge?") == []
+    assert "the memory bank in this process's memory is empty" in caplog.text

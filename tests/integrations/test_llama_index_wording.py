@@ -18,7 +18,7 @@ from llama_index.core.prompts import BasePromptTemplate, ChatPromptTemplate, Pro
 from llama_index.core.retrievers import QueryFusionRetriever
 
 from mac_rag.errors import InstructionError
-from mac_rag.integrations.conversations import check_question
+from mac_rag.integrations.framework import check_question
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor
 from mac_rag.integrations.llama_index.instructions import FRAMEWORK, check_template
 from tests.integrations.helpers import FACTS, QUESTION, RecordingEngine

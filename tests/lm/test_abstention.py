@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mac_rag.config import BaseLMConfig
-from mac_rag.lm.abstention import AbstainByMajority, abstention_beginning
+from mac_rag.config import BaseLMConfig, PromptFormat
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.prompt_format import PromptFormat
+from mac_rag.lm.decoding import AbstainByMajority, abstention_beginning
 
 ABSTENTION = "unknown to the town"
 QUESTIONS = ["Who opened the museum?", "When did Ada Voss leave the town of Orsena?"]

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from mac_rag.errors import ModelLoadError
-from mac_rag.lm.attention_sink import first_tokens, make_attention_sink
-from mac_rag.lm.key_rotation import key_rotation
+from mac_rag.lm.attention_sink import first_tokens, key_rotation, make_attention_sink
 from mac_rag.nn.modulation import PrefixModulation, PrefixTuning
 from tests.lm.conftest import InTable
 from tests.lm.helpers import ARCHITECTURES, DTYPES, ROTATIONS, SCALINGS, TOKENS, Cell, check, prompts

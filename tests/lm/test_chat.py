@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mac_rag.config import MACConfig
+from mac_rag.config import MACConfig, PromptFormat
 from mac_rag.errors import ConfigError, ModelLoadError, PromptError
 from mac_rag.lm.chat import ChatPromptEncoder, ChatTemplate, Message, prompt_encoder
 from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.lm.text_tokenizer import TextTokenizer
-from mac_rag.prompt_format import PromptFormat
 from tests.lm.chat_templates import FAMILIES, TAKE_SYSTEM, byte_level, chat_tokenizers
 
 TOKENIZERS = chat_tokenizers()

@@ -19,7 +19,7 @@ from mac_rag import Document, MACEngine, MACModel
 from mac_rag.config import BaseLMConfig, ModulationConfig, PromptFormat
 from mac_rag.errors import ConfigError, MACError, ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.device_map import DeviceMap, device_of
+from mac_rag.lm.devices import DeviceMap, device_of
 from mac_rag.lm.loading import load_causal_lm
 from tests.helpers import mac_config, save_tokenizer
 from tests.lm.helpers import ARCHITECTURES, KINDS

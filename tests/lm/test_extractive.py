@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mac_rag.config import ExtractiveConfig
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.extractive import ExtractiveDecoding, SpanSource, numeral_tokens
+from mac_rag.lm.decoding import ExtractiveDecoding, SpanSource, numeral_tokens
 from mac_rag.lm.text_tokenizer import TextTokenizer
 from mac_rag.model import MACModel
 from mac_rag.nn.modulation import Modulation

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from mac_rag.lm.growing_cache import GrowingLayer, growing
+from mac_rag.lm.base_lm import GrowingLayer, growing
 
 
 def states(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

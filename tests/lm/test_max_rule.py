@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.max_rule import MaxRuleEnsemble
+from mac_rag.lm.decoding import MaxRuleEnsemble
 from mac_rag.model import MACModel
 from mac_rag.nn.modulation import Modulation
 from tests.nn.helpers import EACH, PROMPTS, modulated_lm

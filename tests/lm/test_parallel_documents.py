@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from mac_rag.config import BaseLMConfig, PromptFormat
 from mac_rag.errors import DocumentError, ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
-from mac_rag.lm.parallel_documents import positions_of, segments_of
-from mac_rag.lm.prompt import PromptEncoder
+from mac_rag.lm.prompt import PromptEncoder, positions_of, segments_of
 from mac_rag.model import MACModel
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from tests.helpers import VOCABULARY, mac_config

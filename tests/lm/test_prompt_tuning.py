@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from mac_rag.config import AggregationConfig, EncoderConfig, ModulationConfig, PromptFormat
 from mac_rag.errors import ModelLoadError
-from mac_rag.lm.abstention import abstention_beginning
+from mac_rag.lm.decoding import abstention_beginning
 from mac_rag.model import MACModel
 from pipelines.objective import Batch, LossWeights, mac_loss
 from tests.helpers import mac_config

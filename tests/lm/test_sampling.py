@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mac_rag.config import BaseLMConfig
+from mac_rag.config import BaseLMConfig, PromptFormat
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.base_lm import BaseLM
+from mac_rag.lm.decoding import Sampling, TokenChoice
 from mac_rag.lm.loading import load_causal_lm
-from mac_rag.lm.sampling import Sampling, TokenChoice
 from mac_rag.model import MACModel
-from mac_rag.prompt_format import PromptFormat
 from tests.helpers import mac_config
 
 CPU = torch.device("cpu")

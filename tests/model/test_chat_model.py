@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from mac_rag.config import PromptFormat
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.lm.chat import Message
-from mac_rag.lm.sampling import Sampling
+from mac_rag.lm.decoding import Sampling
 from mac_rag.model import MACModel
-from mac_rag.prompt_format import PromptFormat
 from pipelines.objective import Batch, LossWeights, mac_loss
 from tests.helpers import mac_config
 

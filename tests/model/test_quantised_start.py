@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from mac_rag.config import BaseLMConfig, MACConfig, ModulationConfig
 from mac_rag.errors import ModelLoadError
-from mac_rag.lm.first_layers import load_first_layers
+from mac_rag.lm.loading import load_first_layers
 from mac_rag.model import MACModel
 from tests.helpers import mac_config
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import DocumentError
 from mac_rag.lm.text_tokenizer import TextTokenizer
-from mac_rag.model.splitting import split
+from mac_rag.model.text_encoder import split
 
 # -- tokenizers of every kind, learned from newswire --
 

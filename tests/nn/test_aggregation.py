@@ -12,9 +12,8 @@ from torch import Tensor
 
 from mac_rag.nn import attention
 from mac_rag.nn.aggregation import AggregationNetwork
-from mac_rag.nn.attention import direct_attention
+from mac_rag.nn.attention import direct_attention, needed_rows
 from mac_rag.nn.bank_view import BankProjection
-from mac_rag.nn.row_bounds import needed_rows
 from tests.nn.helpers import WIDTH, network, random, random_texts
 
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mac_rag.nn.attention_sink import AttentionSink, KeyRotation
-from mac_rag.nn.modulation import LMShape, PrefixTuning
+from mac_rag.nn.modulation import AttentionSink, KeyRotation, LMShape, PrefixTuning
 
 LAYERS, HEADS, WIDTH = 2, 3, 10
 

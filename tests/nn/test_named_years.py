@@ -21,9 +21,9 @@ from mac_rag.errors import ConfigError
 from mac_rag.memory import MemoryBank
 from mac_rag.memory.views.reader import reader_of
 from mac_rag.model import MACModel
+from mac_rag.model.factory import named_years
 from mac_rag.model.mac import fingerprint_fields
-from mac_rag.model.years import named_years
-from mac_rag.nn.named_years import NamedYears, Years
+from mac_rag.nn.lexical import NamedYears, Years
 from pipelines.tasks.fit_recency import prior_keys_of
 from pipelines.tasks.fit_years import fit_years, with_fitted_years
 from tests.helpers import copy_of

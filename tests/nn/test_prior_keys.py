@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mac_rag.nn.prior_keys import PriorKeys
+from mac_rag.nn.prior import PriorKeys
 
 
 def lexical(rows: int, width: int, seed: int) -> Tensor:

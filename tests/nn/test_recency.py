@@ -17,7 +17,7 @@ from mac_rag.nn.attention import direct_attention, recomputing_attention
 from mac_rag.nn.bank_view import BankProjection
 from mac_rag.nn.hierarchical import hierarchical
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.recency import CANDIDATES, Candidates, RankedFirst, RecencyTerm
+from mac_rag.nn.prior import CANDIDATES, Candidates, RankedFirst, RecencyTerm
 from tests.nn.helpers import network, random, random_texts
 
 DAY = 86_400_000_000
@@ -52,7 +52,7 @@ def plain_loop(
     asked: list[int | None],
     visible: Tensor | None = None,
 ) -> list[list[float]]:
-    """The term as `mac_rag.nn.recency` defines it, pair by pair, with Python's numbers."""
+    """The term as `mac_rag.nn.prior` defines it, pair by pair, with Python's numbers."""
     term, prior = built.recency, built.prior
     assert term is not None
     assert prior is not None

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mac_rag.nn.row_bounds import longest_keys, needed_of_all
+from mac_rag.nn.attention import longest_keys, needed_of_all
 
 ROUNDING = torch.finfo(torch.float32).eps
 

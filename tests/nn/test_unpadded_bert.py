@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertGenerationConfig, BertGenerationEncoder, BertModel
 
 from mac_rag.lm.prefix_lm import PrefixLMBody, PrefixLMConfig
-from mac_rag.nn.packed_linear import PackedLinear
+from mac_rag.nn.cpu_linear import PackedLinear
 from mac_rag.nn.unpadded_bert import UnpaddedBert, forget, last_states, last_states_without_gradients, unpadded
 
 SIZES: dict[str, Any] = {

@@ -13,9 +13,8 @@ from typing import Any
 import httpx
 
 from mac_rag.model import MACModel
-from mac_rag.server.limits import Limits
-from mac_rag.server.running import Server
-from mac_rag.server.service import Service
+from mac_rag.server.app import Server
+from mac_rag.server.service import Limits, Service
 
 LIMITS = Limits(requests_per_minute=0)
 

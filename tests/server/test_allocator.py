@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mac_rag.server.allocator import returned_memory
+from mac_rag.server.app import returned_memory
 from tests.helpers import wait_until
 
 PIECES, SIZE = 16_000, 4_096  # 62 MiB

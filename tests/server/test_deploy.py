@@ -35,7 +35,7 @@ def test_the_unit_starts_the_server_with_that_file_where_it_may_write() -> None:
     data = yaml.safe_load((DEPLOY / "server.yaml").read_text())["data"]
     assert data == f"/var/lib/{unit['StateDirectory']}"
     assert (unit["ProtectSystem"], unit["StateDirectoryMode"], unit["UMask"]) == ("strict", "0700", "0077")
-    assert int(unit["TimeoutStopSec"]) > 90  # of mac_rag.server.running
+    assert int(unit["TimeoutStopSec"]) > 90  # of mac_rag.server.app
 
 
 def test_the_containers_variables_are_options() -> None:

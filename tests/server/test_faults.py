@@ -19,8 +19,11 @@ import httpx
 import pytest
 
 from mac_rag.engine import MACEngine
+from mac_rag.errors import ConfigError
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
+from mac_rag.server.keys import KeyStore
+from mac_rag.server.service import Service
 from tests.helpers import wait_until
 from tests.server.conftest import BRIDGE, PRESS, QUESTION
 from tests.server.helpers import Running, serving
@@ -248,3 +251,20 @@ def test_a_kill_loses_nothing_acknowledged(tmp_path: Path) -> None:
         assert {hit["id"] for hit in hits} <= found
     process.terminate()
     assert process.wait(60) in (0, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize("wrong", [".", "banks"])
+def test_a_data_folder_that_cannot_be_written_is_named(mac_tiny: MACModel, tmp_path: Path, wrong: str) -> None:
+    folder = tmp_path / "data"
+    (folder / wrong).parent.mkdir(exist_ok=True)
+    (folder / wrong).touch()
+    with pytest.raises(ConfigError, match=rf"{folder / wrong} cannot be written: .*; give another folder"):
+        Service(folder, mac_tiny, "tiny")
+
+
+def test_a_key_for_a_folder_that_cannot_be_written_names_it(tmp_path: Path) -> None:
+    (tmp_path / "data").touch()
+    store = KeyStore(tmp_path / "data" / "keys.json")
+    for change in (lambda: store.add("reader", "read", ["*"]), lambda: store.remove("reader")):
+        with pytest.raises(ConfigError, match=rf"{tmp_path / 'data'} cannot be written: .*; give another folder"):
+            change()

@@ -21,8 +21,7 @@ from mac_rag.server.api_errors import APIError
 from mac_rag.server.asking import Asking, Question, Reply
 from mac_rag.server.catalog import BankCatalog
 from mac_rag.server.metrics import Metrics
-from mac_rag.server.replica import Replica
-from mac_rag.server.replicated import ReplicatedAsking, Sent
+from mac_rag.server.replicas import Replica, ReplicatedAsking, Sent
 from tests.server.conftest import BRIDGE, PRESS, QUESTION
 from tests.server.test_faults import start
 

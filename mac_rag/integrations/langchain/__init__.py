@@ -18,10 +18,7 @@ except ModuleNotFoundError as error:
         "get it with: pip install 'mac-rag[langchain]'"
     ) from error
 
-from mac_rag.integrations.langchain.chain import create_documents_chain
-from mac_rag.integrations.langchain.chat_model import ChatMAC
-from mac_rag.integrations.langchain.documents import to_documents
-from mac_rag.integrations.langchain.filters import WhereMetadata
-from mac_rag.integrations.langchain.retriever import MACRetriever
+from mac_rag.integrations.langchain.chat_model import ChatMAC, create_documents_chain
+from mac_rag.integrations.langchain.documents import MACRetriever, WhereMetadata, to_documents
 
 __all__ = ["ChatMAC", "MACRetriever", "WhereMetadata", "create_documents_chain", "to_documents"]

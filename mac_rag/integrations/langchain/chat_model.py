@@ -4,36 +4,105 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput, ModelProfile
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ChatMessage
+from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
 from pydantic import Field, PrivateAttr, model_validator
 
 from mac_rag import DEFAULT_MODEL
-from mac_rag.answering import conversation_prompt
+from mac_rag.asking import conversation_prompt
 from mac_rag.data.types import Answer, Source
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, MACError, PromptError
-from mac_rag.integrations.bank_state import bank_state
-from mac_rag.integrations.conversations import last_question, read_conversation
-from mac_rag.integrations.details import SOURCES, TRUNCATED, details_of, name_of
-from mac_rag.integrations.filtered_documents import remembers
-from mac_rag.integrations.langchain.arguments import check_names
-from mac_rag.integrations.langchain.calls import Call, Read, Settings
-from mac_rag.integrations.langchain.filters import WhereMetadata, where
-from mac_rag.integrations.langchain.messages import FRAMEWORK, answer_message, last_chunk, said, usage_of
-from mac_rag.integrations.once import first_time
-from mac_rag.integrations.options import read_options
-from mac_rag.integrations.threads import in_thread
+from mac_rag.integrations.framework import (
+    SOURCES,
+    TRUNCATED,
+    Framework,
+    Options,
+    Said,
+    bank_state,
+    details_of,
+    first_time,
+    in_thread,
+    last_question,
+    name_of,
+    read_conversation,
+    read_options,
+    remembers,
+)
+from mac_rag.integrations.langchain.documents import WhereMetadata, check_names, where
 from mac_rag.lm.chat import Message
-from mac_rag.lm.sampling import Sampling
+from mac_rag.lm.decoding import Sampling
+from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.memory.metadata_filters import Filters
 from mac_rag.sources import source_record, texts_read
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Fields of a `ChatMAC` that a call may set."""
+
+    use_memory: bool | None
+    filters: Filters | None
+    as_of: str | datetime | None
+    k: int | None
+    memory_weight: float | None
+    sources: int
+    min_confidence: float | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One question of one call, and how it is answered.
+
+    Attributes:
+        question: the question, or the last message.
+        before: the conversation before it; empty where the checkpoint reads none.
+        contexts: texts to answer from; None for those of the engine's retriever.
+        memory: True to answer with the bank.
+        allowed: documents that may have influence; None for all.
+    """
+
+    question: str
+    before: tuple[Message, ...]
+    contexts: tuple[str, ...] | None
+    memory: bool
+    allowed: WhereMetadata | None
+    settings: Settings
+    options: Options
+
+    @property
+    def influence(self) -> dict[str, Any]:
+        """What decides which documents have influence, as all methods of the engine take it."""
+        return {"allowed": self.allowed, "as_of": self.settings.as_of}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `MACEngine.answer` and `stream` have in common."""
+        return {
+            **self.influence,
+            "use_memory": self.memory,
+            "memory_weight": self.settings.memory_weight,
+            "max_new_tokens": self.options.max_new_tokens,
+            "sampling": self.options.sampling,
+        }
+
+
+@dataclass(frozen=True)
+class Read:
+    """A prompt with the documents that were retrieved for it: their ids, and their whole texts."""
+
+    prompt: FittedPrompt
+    ids: tuple[str, ...]
+    texts: tuple[str, ...]
+
 
 logger = logging.getLogger(__name__)
 
@@ -363,3 +432,99 @@ def _with_room(config: RunnableConfig) -> RunnableConfig:
     if config.get("max_concurrency") is not None:
         return config
     return {**config, "max_concurrency": _CONCURRENCY}
+
+
+FRAMEWORK = Framework(
+    llm="ChatMAC",
+    options=(
+        "contexts, max_tokens (at least 1), temperature, top_p, seed and stop, and use_memory, filters, as_of, k, "
+        "memory_weight, sources and min_confidence"
+    ),
+    other_llm="Give this step of the chain another chat model",
+    behind_prompt="; to ask about texts, hand them over: llm.invoke(question, contexts=[...]), or by a "
+    "create_documents_chain",
+    behind_system="; or leave the system message out",
+    behind_tools="",
+)
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "human": "user",
+    "user": "user",
+    "ai": "assistant",
+    "assistant": "assistant",
+}
+
+
+def said(messages: Sequence[BaseMessage]) -> list[Said]:
+    """The messages as texts."""
+    return [Said(_role(message), str(message.text), _others(message)) for message in messages]
+
+
+def _role(message: BaseMessage) -> str:
+    name = message.role if isinstance(message, ChatMessage) else message.type.removesuffix("MessageChunk").lower()
+    return _ROLES.get(name, name)
+
+
+def _others(message: BaseMessage) -> tuple[str, ...]:
+    """What a message holds beside text."""
+    blocks = message.content if isinstance(message.content, list) else []
+    kinds = [str(block.get("type")) for block in blocks if isinstance(block, dict) and block.get("type") != "text"]
+    if isinstance(message, AIMessage) and message.tool_calls:
+        kinds.append("calls of tools")
+    return tuple(kinds)
+
+
+def answer_message(text: str, usage: UsageMetadata, metadata: dict[str, Any]) -> AIMessage:
+    """A whole answer."""
+    return AIMessage(content=text, usage_metadata=usage, response_metadata=metadata)
+
+
+def last_chunk(text: str, usage: UsageMetadata, metadata: dict[str, Any]) -> AIMessageChunk:
+    """The end of an answer that comes piece by piece."""
+    return AIMessageChunk(content=text, usage_metadata=usage, response_metadata=metadata, chunk_position="last")
+
+
+def usage_of(prompt_tokens: int, answer_tokens: int) -> UsageMetadata:
+    """Numbers of the LM's tokens."""
+    total = prompt_tokens + answer_tokens
+    return UsageMetadata(input_tokens=prompt_tokens, output_tokens=answer_tokens, total_tokens=total)
+
+
+def create_documents_chain(
+    llm: ChatMAC, *, question_key: str = "input", documents_key: str = "context"
+) -> Runnable[dict[str, Any], AIMessage]:
+    """What answers a question from documents: LangChain's `create_stuff_documents_chain`, without a prompt.
+
+    A checkpoint that reads question and context has no use for the wording of a prompt. Here each document stays a
+    document of its own, in the form of the training, and where the LM's window is short, the last ones are left out,
+    never the question. It goes with `create_retrieval_chain`, which expects these keys.
+
+    Examples:
+        >>> from langchain_core.documents import Document
+        >>> chain = create_documents_chain(ChatMAC(model="mac-tiny"))
+        >>> text = "Edgar Flara will join the board of Rainga Press. The company employs 180 people."
+        >>> chain.invoke({"input": "How many workers does Rainga Press have?", "context": [Document(text)]}).content
+        '180'
+
+    Args:
+        llm: the chat model.
+        question_key: the key of the question, a text.
+        documents_key: the key of the documents, the best first.
+
+    Returns:
+        A runnable from a dictionary to a message; it streams, and batches, as the chat model does.
+    """
+
+    def ask(values: Mapping[str, Any]) -> Runnable[Any, AIMessage]:
+        question, documents = values.get(question_key), values.get(documents_key)
+        if not isinstance(question, str) or documents is None:
+            raise MACError(
+                f"a documents chain reads a question from {question_key!r} and documents from {documents_key!r}, and "
+                f"the keys here are: {', '.join(map(str, values)) or 'none'}"
+            )
+        bound = llm.bind(contexts=[document.page_content for document in documents])
+        return RunnableLambda(lambda _: question) | bound
+
+    return RunnableLambda(ask, name="mac_documents_chain")

@@ -1,18 +1,27 @@
-"""Documents of LangChain as documents for a memory bank, and back."""
+"""Documents of LangChain as documents for a memory bank, and back; and conditions on their metadata."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
-from typing import TypeAlias
+from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
+from datetime import datetime
+from functools import partial
+from typing import Any, TypeAlias
 
+from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document as LangChainDocument
+from langchain_core.retrievers import BaseRetriever
+from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
+from mac_rag.data.dates import AsOf
 from mac_rag.data.types import Document, Source
 from mac_rag.engine import MACEngine
 from mac_rag.errors import BankError, ConfigError, DocumentError
-from mac_rag.integrations.details import ATTENTION
+from mac_rag.integrations.framework import ATTENTION, PassingDocuments, in_thread, remembers
+from mac_rag.memory.metadata_filters import Filters, fits
+from mac_rag.retrieval.base import check_k
 
 Documents: TypeAlias = Iterable[LangChainDocument]
 
@@ -90,3 +99,137 @@ def from_source(source: Source, engine: MACEngine) -> LangChainDocument:
             "with a bank that keeps texts, or reconcile bank and retriever"
         )
     return LangChainDocument(text, id=source.document_id, metadata={**source.metadata, ATTENTION: source.share})
+
+
+class WhereMetadata(PassingDocuments[Filters]):
+    """The ids of the documents in an engine's bank whose metadata fit, for the engine's `allowed`.
+
+    It follows changes of the bank. A document that the bank does not hold never passes.
+
+    Examples:
+        >>> from mac_rag import Document
+        >>> engine = MACEngine("mac-tiny")
+        >>> texts = {1995: "A storm has hit Haibburn.", 2000: "A storm has hit Wunville."}
+        >>> report = engine.adapt([Document(f"storm-{year}", text, {"year": year}) for year, text in texts.items()])
+        >>> recent = WhereMetadata(engine, {"year": [2000, 2001]})
+        >>> "storm-2000" in recent, "storm-1995" in recent
+        (True, False)
+
+    Args:
+        engine: the engine of the bank.
+        filters: the values that metadata must have by their keys, or lists of which they must have one.
+    """
+
+    def __init__(self, engine: MACEngine, filters: Filters) -> None:
+        super().__init__(engine, deepcopy(dict(filters)))  # the caller's may change
+        self._key = _key(filters)
+
+    @property
+    def key(self) -> str:
+        """Equal for equal filters; 1 and True are not equal."""
+        return self._key
+
+    def passes(self, document_id: str, metadata: Mapping[str, Any]) -> bool:
+        """True if the metadata fit; see `mac_rag.memory.metadata_filters.fits`."""
+        return fits(metadata, self.filters)
+
+
+def where(engine: MACEngine, filters: Filters | None, last: WhereMetadata | None) -> WhereMetadata | None:
+    """The documents that filters let pass; None for all.
+
+    Args:
+        engine: the engine of the bank.
+        filters: the filters.
+        last: those of the call before, which know what passes if the filters are the same.
+    """
+    if not filters:
+        return None
+    return last if last is not None and last.key == _key(filters) else WhereMetadata(engine, filters)
+
+
+def _key(filters: Filters) -> str:
+    return repr(sorted(filters.items()))
+
+
+def check_names(cls: type[BaseModel], given: dict[str, Any], without_effect: Collection[str] = ()) -> dict[str, Any]:
+    """The arguments of a constructor without those that have no effect.
+
+    Raises:
+        ConfigError: for an argument that the class does not have, which LangChain would ignore.
+    """
+    known = {name for field, info in cls.model_fields.items() for name in (field, info.alias) if name}
+    if unknown := sorted(set(given) - known - set(without_effect)):
+        raise ConfigError(
+            f"{cls.__name__} has no argument {', '.join(unknown)}; it has {', '.join(sorted(cls.model_fields))}"
+        )
+    return {name: value for name, value in given.items() if name not in without_effect}
+
+
+class MACRetriever(BaseRetriever):
+    """The documents of an engine's bank, ranked by the attention that a question pays to each.
+
+    A document has the id and metadata that the engine has adapted to, and in its metadata `mac_attention`, its share of
+    the question's attention; the shares of all documents sum to 1. Its text is the one that the bank keeps, or else
+    that of the engine's retriever. Where nothing passes the filters, or the bank is empty, there are none. The async
+    methods do not block the event loop.
+
+    `k`, `filters` and `as_of` are also arguments of a call: `retriever.invoke(question, k=1)`.
+
+    Examples:
+        >>> from langchain_core.documents import Document
+        >>> from mac_rag import MACModel, MemoryBank
+        >>> from mac_rag.integrations.langchain import to_documents
+        >>> model = MACModel.from_pretrained("mac-tiny")
+        >>> engine = MACEngine(model, MemoryBank(model.fingerprint, keep_texts=True))
+        >>> documents = [Document("A storm has hit Wunville.", id="storm"), Document("Rainga prints.", id="press")]
+        >>> report = engine.adapt(to_documents(documents))
+        >>> [document.id for document in MACRetriever(engine=engine, k=1).invoke("Where did the storm hit?")]
+        ['storm']
+
+    Args:
+        engine: the engine.
+        k: number of documents per question.
+        filters: values that the metadata of a document must have by their keys, or lists of which it must have one.
+        as_of: the moment of the question: later documents are not found, and have no influence.
+
+    Raises:
+        ConfigError: for an engine whose bank keeps no texts, without a retriever; for an unknown argument.
+    """
+
+    engine: MACEngine = Field(exclude=True, repr=False)
+    k: int = Field(default=5, ge=1)
+    filters: dict[str, Any] | None = None
+    as_of: str | datetime | None = None
+
+    _filtered: WhereMetadata | None = PrivateAttr(default=None)  # of the last call
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check(cls, given: dict[str, Any]) -> dict[str, Any]:
+        given = check_names(cls, given)
+        if isinstance(engine := given.get("engine"), MACEngine):
+            check_texts(engine)
+        return given
+
+    def _get_relevant_documents(
+        self,
+        query: str,
+        *,
+        run_manager: CallbackManagerForRetrieverRun | None,
+        k: int | None = None,
+        filters: dict[str, Any] | None = None,
+        as_of: AsOf = None,
+    ) -> list[LangChainDocument]:
+        engine, k = self.engine, self.k if k is None else k
+        check_k(k)
+        self._filtered = allowed = where(engine, self.filters if filters is None else filters, self._filtered)
+        moment = self.as_of if as_of is None else as_of
+        if not remembers(engine, allowed, moment):
+            return []
+        found = engine.sources(query, most=k, allowed=allowed, as_of=moment)
+        return [from_source(source, engine) for source in found]
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **options: Any
+    ) -> list[LangChainDocument]:
+        return await in_thread(partial(self._get_relevant_documents, query, run_manager=None, **options))

@@ -19,8 +19,8 @@ except ModuleNotFoundError as error:
         "get it with: pip install 'mac-rag[llama-index]'"
     ) from error
 
-from mac_rag.integrations.llama_index.events import DocumentsTruncatedEvent
-from mac_rag.integrations.llama_index.filters import FilteredDocuments
+from mac_rag.integrations.llama_index.component import FilteredDocuments
+from mac_rag.integrations.llama_index.instrumentation import DocumentsTruncatedEvent
 from mac_rag.integrations.llama_index.llm import MACLLM
 from mac_rag.integrations.llama_index.memory_block import MACMemoryBlock
 from mac_rag.integrations.llama_index.postprocessor import MACNodePostprocessor

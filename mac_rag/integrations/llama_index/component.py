@@ -1,15 +1,20 @@
-"""The base of MAC's LlamaIndex components: they hold an engine."""
+"""The base of MAC's LlamaIndex components, which hold an engine, and metadata filters for the memory bank."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any, Self
 
-from llama_index.core.bridge.pydantic import PrivateAttr
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseComponent
+from llama_index.core.vector_stores.types import FilterCondition, MetadataFilters
+from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
 from mac_rag.engine import MACEngine
-from mac_rag.errors import MACError
+from mac_rag.errors import ConfigError, MACError
+from mac_rag.integrations.framework import PassingDocuments, remembers
 
 
 class EngineComponent(BaseComponent):
@@ -41,3 +46,87 @@ class EngineComponent(BaseComponent):
             f"{type(self).__name__} holds the networks and the memory bank of this process and cannot be pickled; "
             "run the pipeline without num_workers, or build a component in each process"
         )
+
+
+class FilteredDocuments(PassingDocuments[MetadataFilters]):
+    """The ids of the documents in an engine's bank that pass metadata filters, for the engine's `allowed`.
+
+    It follows changes of the bank. Filters see the metadata that `MemoryWriter` or `engine.adapt` stored with a
+    document, and its id as `doc_id`, `document_id` and `ref_doc_id`. Missing keys count as in LlamaIndex's own
+    `SimpleVectorStore`. A document that the bank does not hold never passes.
+
+    Examples:
+        >>> from llama_index.core.vector_stores import MetadataFilter
+        >>> from mac_rag import Document
+        >>> engine = MACEngine("mac-tiny")
+        >>> texts = {1995: "A storm has hit Haibburn.", 2000: "A storm has hit Wunville."}
+        >>> report = engine.adapt([Document(f"storm-{year}", text, {"year": year}) for year, text in texts.items()])
+        >>> recent = FilteredDocuments(engine, MetadataFilters(filters=[MetadataFilter(key="year", value=2000)]))
+        >>> "storm-2000" in recent, "storm-1995" in recent
+        (True, False)
+        >>> [answer] = engine.answer(["Where did the storm hit?"], allowed=recent)  # the older storm has no influence
+
+    Args:
+        engine: the engine of the bank.
+        filters: LlamaIndex's metadata filters; they may be nested.
+
+    Raises:
+        ConfigError: on access, for a filter that does not fit the metadata of a document.
+    """
+
+    def __init__(self, engine: MACEngine, filters: MetadataFilters) -> None:
+        super().__init__(engine, filters)
+
+    def passes(self, document_id: str, stored: Mapping[str, Any]) -> bool:
+        ids = dict.fromkeys(("doc_id", "document_id", "ref_doc_id"), document_id)
+        metadata = {**stored, **ids}
+        try:
+            return _matches(self.filters, lambda _: metadata)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the metadata filters do not fit document {document_id!r} of the memory bank: {error}; "
+                "compare a key with values of its own type, by an operator that they have"
+            ) from None
+
+
+def _matches(filters: MetadataFilters, metadata: Callable[[str], Mapping[str, Any]]) -> bool:
+    """True if a document passes; LlamaIndex itself applies single filters."""
+    results = (
+        _matches(one, metadata)
+        if isinstance(one, MetadataFilters)
+        else build_metadata_filter_fn(metadata, MetadataFilters(filters=[one]))("")
+        for one in filters.filters
+    )
+    if filters.condition == FilterCondition.OR:
+        return not filters.filters or any(results)
+    if filters.condition == FilterCondition.NOT:
+        return not any(results)
+    return all(results)
+
+
+class FilteringComponent(EngineComponent):
+    """A component that reads the bank through metadata filters.
+
+    Attributes:
+        filters: documents that may have any influence; None for all.
+        as_of: the moment of the question, as `MACEngine.answer` takes it; None for all dates.
+    """
+
+    as_of: str | datetime | None = Field(default=None, description="Later documents of the bank have no influence.")
+    filters: MetadataFilters | None = Field(default=None, description="Documents that may have any influence.")
+    _filtered: FilteredDocuments | None = PrivateAttr(default=None)
+
+    @property
+    def allowed(self) -> FilteredDocuments | None:
+        """Ids of the documents of the bank that may have any influence; None for all."""
+        filters, filtered = self.filters, self._filtered
+        if filters is None:
+            return None
+        if filtered is None or filtered.filters is not filters:
+            self._filtered = filtered = FilteredDocuments(self.engine, filters)
+        return filtered
+
+    @property
+    def remembers(self) -> bool:
+        """True if the bank holds a document that may have influence."""
+        return remembers(self.engine, self.allowed, self.as_of)

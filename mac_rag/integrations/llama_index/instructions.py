@@ -1,26 +1,28 @@
-"""Which requests of LlamaIndex's components a checkpoint can serve that reads question and context only.
+"""What LlamaIndex's prompt templates and conversations ask for, and which of it a checkpoint can serve.
 
 What a component asks for shows in the slots, the declared type and the wording of its prompt template; see
-`mac_rag.integrations.conversations` for why other requests are refused.
+`mac_rag.integrations.framework` for why other requests are refused.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock
 from llama_index.core.chat_engine import condense_plus_context, context
 from llama_index.core.llms import LLM
 from llama_index.core.prompts import BasePromptTemplate, PromptType
 from llama_index.core.prompts.base import ChatPromptTemplate, SelectorPromptTemplate
 from llama_index.core.prompts.utils import get_template_vars
 
-from mac_rag.integrations.conversations import refuse, refuse_system_message, warn_of_history
-from mac_rag.integrations.framework import Framework
-from mac_rag.integrations.once import first_time
+from mac_rag.errors import InstructionError, MACError
+from mac_rag.integrations.framework import Framework, Said, first_time, refuse, refuse_system_message, warn_of_history
+from mac_rag.lm.prompt import FittedPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -169,3 +171,116 @@ def _slots(prompt: BasePromptTemplate, names: Sequence[str]) -> frozenset[str]:
 
 def _is_system(message: ChatMessage) -> bool:
     return message.role in (MessageRole.SYSTEM, MessageRole.DEVELOPER)
+
+
+# Reads question and context from the slots of a LlamaIndex prompt template, never from its text.
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call of `predict` or `stream`.
+
+    Attributes:
+        question: the question to answer.
+        contexts: texts to answer from, or a `FittedPrompt`; None if the template has no slot for contexts.
+        messages: the conversation that asks the question, whose wording the LM reads; None if the LM reads question and
+            contexts only.
+        settled: the reply, if it is known without the model; None if the model has to answer.
+    """
+
+    question: str
+    contexts: tuple[str, ...] | FittedPrompt | None = None
+    settled: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+
+
+def read_slots(prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Request:
+    """Reads a request from the slots that LlamaIndex's synthesizers and chat engines fill.
+
+    - `query_str` is the question. The context is `context_str` (a text, or a list of texts in simple_summarize) or, in
+      later steps of refine, `context_msg`. The words of the template are ignored: the LM reads question and context in
+      the format that it was trained with.
+    - A later step of refine has an `existing_answer`, which is returned. Nodes come best first, and a MAC model answers
+      in a few tokens without saying that a context does not help, so a new answer would be the one from the worst
+      node. A warning says that further contexts are not read.
+
+    Args:
+        prompt: the template.
+        prompt_args: values of its slots.
+
+    Raises:
+        InstructionError: when the template asks for structured output.
+        MACError: when no slot holds a question.
+    """
+    if prompt.output_parser is not None:
+        raise InstructionError(
+            "MACLLM answers in plain text and supports no output parser; take it off the prompt template, or give this "
+            "step another LLM (llm=...)"
+        )
+    values = {**prompt.kwargs, **prompt_args}
+    question = values.get("query_str")
+    if not isinstance(question, str):
+        raise MACError(
+            f"MACLLM answers questions, and this prompt template has no text in a slot named query_str "
+            f"(its slots: {', '.join(sorted(values)) or 'none'})"
+        )
+    existing = values.get("existing_answer")
+    if existing:
+        if first_time("refine"):
+            warnings.warn(
+                "a later step of refine keeps the answer to the first context and does not read the further ones; use "
+                "response_mode='compact' without a prompt helper to have all nodes read in one prompt (this is said "
+                "once)",
+                stacklevel=4,
+            )
+        return Request(question, settled=str(existing))
+    context = values.get("context_msg", values.get("context_str"))
+    if context is None or isinstance(context, FittedPrompt):
+        return Request(question, context)
+    texts = [context] if isinstance(context, str) else [str(text) for text in context]
+    return Request(question, tuple(text for text in texts if text.strip()))
+
+
+_ROLES = {
+    MessageRole.SYSTEM: "system",
+    MessageRole.DEVELOPER: "system",
+    MessageRole.USER: "user",
+    MessageRole.ASSISTANT: "assistant",
+    MessageRole.CHATBOT: "assistant",
+    MessageRole.MODEL: "assistant",
+}
+_QUESTION_SLOTS = ("query_str", "question", "query")  # as LlamaIndex's components name them
+_CONTEXTS = ("context_msg", "context_str")
+
+
+def said(messages: Sequence[ChatMessage]) -> list[Said]:
+    """The messages as texts."""
+    return [
+        Said(
+            _ROLES.get(message.role, message.role.value),
+            message.content or "",
+            tuple(block.block_type for block in message.blocks if not isinstance(block, TextBlock)),
+        )
+        for message in messages
+    ]
+
+
+def read_template(llm: LLM, prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Request | None:
+    """A filled prompt template as a conversation with its wording; None for a template that is nothing but slots.
+
+    The memory is asked the question in the slots, or else the last message. A context in the slots may be cut if the
+    conversation is beyond the LM's window.
+    """
+    values = {**prompt.kwargs, **prompt_args}
+    if _is_slots(llm, prompt) or any(isinstance(value, FittedPrompt) for value in values.values()):
+        return None
+    questions = [values[name] for name in _QUESTION_SLOTS if isinstance(values.get(name), str)]
+    context = next((values[name] for name in _CONTEXTS if name in values), ())
+    texts = [context] if isinstance(context, str) else [str(text) for text in context]
+    messages = llm._get_messages(prompt, **prompt_args)
+    return Request(next(iter(questions), ""), tuple(text for text in texts if text.strip()), messages=tuple(messages))
+
+
+def _is_slots(llm: LLM, prompt: BasePromptTemplate) -> bool:
+    wording: str = prompt.get_template(llm=llm)
+    return "query_str" in prompt.template_vars and not re.sub(r"\{\w+\}", "", wording).strip()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -21,28 +23,50 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.indices.prompt_helper import PromptHelper
+from llama_index.core.instrumentation.events.llm import LLMPredictEndEvent, LLMPredictStartEvent
+from llama_index.core.llms import CustomLLM
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.llm import (
+    astream_chat_response_to_tokens,
+    astream_completion_response_to_tokens,
+    stream_chat_response_to_tokens,
+    stream_completion_response_to_tokens,
+)
+from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import MetadataMode
+from llama_index.core.types import TokenAsyncGen, TokenGen
 from llama_index.core.vector_stores.types import MetadataFilters
+from llama_index_instrumentation import get_dispatcher
 
 from mac_rag import DEFAULT_MODEL
 from mac_rag.engine import Answer, MACEngine
-from mac_rag.errors import BankError, ConfigError
-from mac_rag.integrations.conversations import check_question, last_question, read_conversation
-from mac_rag.integrations.details import name_of
-from mac_rag.integrations.llama_index.conversation import said
-from mac_rag.integrations.llama_index.events import reported
-from mac_rag.integrations.llama_index.filters import FilteringComponent
-from mac_rag.integrations.llama_index.instructions import FRAMEWORK
-from mac_rag.integrations.llama_index.predicting import PredictingLLM
-from mac_rag.integrations.llama_index.responses import accumulate, chat_response, completion_response, note, raw_of
-from mac_rag.integrations.llama_index.slots import Request
-from mac_rag.integrations.llama_index.spans import NodeReader, listen
-from mac_rag.integrations.options import Options, read_options
-from mac_rag.integrations.threads import in_thread
+from mac_rag.errors import BankError, ConfigError, InstructionError
+from mac_rag.integrations.framework import (
+    Options,
+    check_question,
+    details_of,
+    in_thread,
+    last_question,
+    name_of,
+    read_conversation,
+    read_options,
+    warn_of_empty_bank,
+)
+from mac_rag.integrations.llama_index.component import FilteringComponent
+from mac_rag.integrations.llama_index.instructions import (
+    FRAMEWORK,
+    Request,
+    check_template,
+    read_slots,
+    read_template,
+    said,
+)
+from mac_rag.integrations.llama_index.instrumentation import NodeReader, listen, reported
+from mac_rag.lm.decoding import GREEDY, Sampling
 from mac_rag.lm.prompt import FittedPrompt
-from mac_rag.lm.sampling import GREEDY, Sampling
 from mac_rag.model import MACModel
+
+dispatcher = get_dispatcher(__name__)
 
 # LlamaIndex subtracts from the window its own prompt templates, the chat history and 500 tokens for refined answers,
 # all counted with another model's tokenizer, although none of them enters a MAC prompt. Without this reserve it would
@@ -53,7 +77,7 @@ LLAMA_INDEX_RESERVE = 4096
 Contexts: TypeAlias = Sequence[str] | FittedPrompt | None  # of one question
 
 
-class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
+class MACLLM(CustomLLM, FilteringComponent, NodeReader):
     """A LlamaIndex LLM that answers through a `MACEngine`: from its memory bank, from retrieved context, or both.
 
     What the LM reads depends on the checkpoint's prompt format.
@@ -404,3 +428,178 @@ class MACLLM(PredictingLLM, FilteringComponent, NodeReader):
         request, options = self._conversation(messages, question, contexts), self._options(kwargs)
         pieces = await self._astream(request, options)
         return (chat_response(text, piece) async for text, piece in pieces)
+
+    # -- prompt templates: conversations for a checkpoint that follows instructions, read by their slots for others --
+
+    def predict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        """Answers a prompt template; see `read_template` and `read_slots`.
+
+        Raises:
+            InstructionError: for a template that asks for anything but the answer to a question, if the checkpoint
+                follows no instructions.
+            MACError: when the slots hold no question; and as `complete`.
+        """
+        request = self._request(prompt, prompt_args)
+        answer = request.settled
+        if answer is None and request.messages is not None:
+            answer = self._parse_output(self.chat(request.messages, **_asked(request)).message.content or "")
+        elif answer is None:
+            answer = self.complete(request.question, formatted=True, contexts=request.contexts).text
+        dispatcher.event(LLMPredictEndEvent(output=answer))
+        return answer
+
+    async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        """As `predict`."""
+        request = self._request(prompt, prompt_args)
+        answer = request.settled
+        if answer is None and request.messages is not None:
+            response = await self.achat(request.messages, **_asked(request))
+            answer = self._parse_output(response.message.content or "")
+        elif answer is None:
+            answer = (await self.acomplete(request.question, formatted=True, contexts=request.contexts)).text
+        dispatcher.event(LLMPredictEndEvent(output=answer))
+        return answer
+
+    def stream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenGen:
+        """As `predict`, token by token."""
+        request = self._request(prompt, prompt_args)
+        if request.settled is not None:
+            return (token for token in [request.settled])
+        if request.messages is not None:
+            return stream_chat_response_to_tokens(self.stream_chat(request.messages, **_asked(request)))
+        return stream_completion_response_to_tokens(
+            self.stream_complete(request.question, formatted=True, contexts=request.contexts)
+        )
+
+    async def astream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenAsyncGen:
+        """As `stream`."""
+        request = self._request(prompt, prompt_args)
+        if request.settled is not None:
+            return single(request.settled)
+        if request.messages is not None:
+            return await astream_chat_response_to_tokens(await self.astream_chat(request.messages, **_asked(request)))
+        return await astream_completion_response_to_tokens(
+            await self.astream_complete(request.question, formatted=True, contexts=request.contexts)
+        )
+
+    def _request(self, prompt: BasePromptTemplate, prompt_args: Mapping[str, Any]) -> Request:
+        """Announces a prediction as LlamaIndex's own LLMs do, and reads the template."""
+        dispatcher.event(LLMPredictStartEvent(template=prompt, template_args=dict(prompt_args)))
+        self._log_template_data(prompt, **prompt_args)
+        if self.reads_instructions:
+            request = read_template(self, prompt, prompt_args) or read_slots(prompt, prompt_args)
+        else:
+            if self.output_parser is not None:
+                refuse_structure()
+            check_template(prompt, self)
+            request = read_slots(prompt, prompt_args)
+        texts = request.contexts.contexts if isinstance(request.contexts, FittedPrompt) else request.contexts
+        if texts and self.use_memory is None and not len(self.engine.snapshot):
+            warn_of_empty_bank("MACLLM answers from the retrieved texts alone", self.engine.snapshot)
+        return request
+
+    # -- structured output and tools, which are for checkpoints that follow instructions --
+
+    def structured_predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As LlamaIndex's; InstructionError for structured output of a checkpoint that follows no instructions."""
+        if not self.reads_instructions:
+            refuse_structure()
+        return super().structured_predict(*args, **kwargs)
+
+    async def astructured_predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As LlamaIndex's; InstructionError for structured output of a checkpoint that follows no instructions."""
+        if not self.reads_instructions:
+            refuse_structure()
+        return await super().astructured_predict(*args, **kwargs)
+
+    def stream_structured_predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As LlamaIndex's; InstructionError for structured output of a checkpoint that follows no instructions."""
+        if not self.reads_instructions:
+            refuse_structure()
+        return super().stream_structured_predict(*args, **kwargs)
+
+    async def astream_structured_predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As LlamaIndex's; InstructionError for structured output of a checkpoint that follows no instructions."""
+        if not self.reads_instructions:
+            refuse_structure()
+        return await super().astream_structured_predict(*args, **kwargs)
+
+    def as_structured_llm(self, *args: Any, **kwargs: Any) -> Any:
+        """As LlamaIndex's; InstructionError for structured output of a checkpoint that follows no instructions."""
+        if not self.reads_instructions:
+            refuse_structure()
+        return super().as_structured_llm(*args, **kwargs)
+
+    def predict_and_call(self, *args: Any, **kwargs: Any) -> Any:
+        """As LlamaIndex's; InstructionError for tools of a checkpoint that follows no instructions."""
+        if not self.reads_instructions:
+            refuse_structure()
+        return super().predict_and_call(*args, **kwargs)
+
+    async def apredict_and_call(self, *args: Any, **kwargs: Any) -> Any:
+        """As LlamaIndex's; InstructionError for tools of a checkpoint that follows no instructions."""
+        if not self.reads_instructions:
+            refuse_structure()
+        return await super().apredict_and_call(*args, **kwargs)
+
+
+def _asked(request: Request) -> dict[str, Any]:
+    return {"question": request.question or None, "contexts": request.contexts}
+
+
+def refuse_structure() -> NoReturn:
+    """Raises the error for structured output and tools, which are for checkpoints that follow instructions."""
+    raise InstructionError(
+        "MACLLM answers in plain text and supports neither structured output nor tools; "
+        "give those steps another LLM (llm=...), or MACLLM a checkpoint whose prompt format is chat"
+    )
+
+
+# LlamaIndex hands the text of a prediction on and nothing else. Who sets a list here finds the answers in it.
+_noted: ContextVar[list[Answer] | None] = ContextVar("answers", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[list[Answer]]:
+    """A context in which every answer of a `MACLLM` is put into a list, also one from another thread."""
+    answers: list[Answer] = []
+    token = _noted.set(answers)
+    try:
+        yield answers
+    finally:
+        _noted.reset(token)
+
+
+def note(answer: Answer) -> None:
+    """Puts an answer into the list of the innermost `noting`, if there is one."""
+    answers = _noted.get()
+    if answers is not None:
+        answers.append(answer)
+
+
+def accumulate(pieces: Iterator[str]) -> Iterator[tuple[str, str]]:
+    """Yields the text so far and its newest piece."""
+    text = ""
+    for piece in pieces:
+        text += piece
+        yield text, piece
+
+
+async def single(text: str) -> TokenAsyncGen:
+    """Yields one text."""
+    yield text
+
+
+def completion_response(answer: Answer) -> CompletionResponse:
+    """An answer as a completion."""
+    return CompletionResponse(text=answer.text, raw=raw_of(answer))
+
+
+def chat_response(text: str, delta: str | None = None, raw: dict[str, Any] | None = None) -> ChatResponse:
+    """An answer as a message of the assistant."""
+    return ChatResponse(message=ChatMessage(role=MessageRole.ASSISTANT, content=text), delta=delta, raw=raw)
+
+
+def raw_of(answer: Answer) -> dict[str, Any] | None:
+    """What else is known of an answer, for `raw` of LlamaIndex's responses; None for nothing."""
+    return details_of(answer) or None

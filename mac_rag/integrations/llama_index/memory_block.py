@@ -17,8 +17,8 @@ from llama_index.core.utils import get_tokenizer
 from mac_rag.data.types import Document
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
-from mac_rag.integrations.llama_index.lookup import kept_text
-from mac_rag.integrations.threads import in_thread
+from mac_rag.integrations.framework import in_thread
+from mac_rag.integrations.llama_index.retriever import kept_text
 from mac_rag.memory.interface import BankContents
 
 # Roles whose messages say something of the world; the others are instructions, and calls of tools.

@@ -19,12 +19,9 @@ from llama_index_instrumentation import get_dispatcher
 
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, MACError
-from mac_rag.integrations.details import ATTENTION
-from mac_rag.integrations.llama_index.filters import FilteringComponent
-from mac_rag.integrations.llama_index.lookup import nodes_of
-from mac_rag.integrations.llama_index.writer import LOST
-from mac_rag.integrations.once import first_time
-from mac_rag.integrations.threads import in_thread
+from mac_rag.integrations.framework import ATTENTION, first_time, in_thread, warn_of_empty_bank
+from mac_rag.integrations.llama_index.component import FilteringComponent
+from mac_rag.integrations.llama_index.retriever import nodes_of
 from mac_rag.retrieval.hybrid import RANK_OFFSET
 from mac_rag.retrieval.llama_index import FiledBy, document_id
 
@@ -145,8 +142,7 @@ class MACNodePostprocessor(FilteringComponent, BaseNodePostprocessor):
         bank = self.engine.snapshot
         bank.check_model(self.engine.model.fingerprint)
         if not len(bank):
-            if first_time("empty bank"):
-                logger.warning("MACNodePostprocessor passes nodes on as they are: %s", LOST)
+            warn_of_empty_bank("MACNodePostprocessor passes nodes on as they are", bank)
             return nodes[: self.top_n]
         is_foreign = nodes and not any(document_id(scored.node, self.filed_by) in bank for scored in nodes)
         if is_foreign and first_time("foreign nodes"):

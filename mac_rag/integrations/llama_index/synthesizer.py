@@ -23,11 +23,9 @@ from llama_index_instrumentation import get_dispatcher
 
 from mac_rag.data.types import Answer, Source
 from mac_rag.errors import ConfigError
-from mac_rag.integrations.details import SOURCES, TRUNCATED
-from mac_rag.integrations.llama_index.llm import MACLLM
-from mac_rag.integrations.llama_index.lookup import source_nodes
-from mac_rag.integrations.llama_index.responses import noting, raw_of
-from mac_rag.integrations.threads import in_thread
+from mac_rag.integrations.framework import SOURCES, TRUNCATED, in_thread
+from mac_rag.integrations.llama_index.llm import MACLLM, noting, raw_of
+from mac_rag.integrations.llama_index.retriever import source_nodes
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.retrieval.llama_index import FiledBy
 from mac_rag.sources import source_record

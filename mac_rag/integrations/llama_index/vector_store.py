@@ -18,10 +18,8 @@ from llama_index.core.vector_stores.types import (
 
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
+from mac_rag.integrations.framework import in_thread, warn_of_empty_bank
 from mac_rag.integrations.llama_index.component import EngineComponent
-from mac_rag.integrations.llama_index.writer import LOST
-from mac_rag.integrations.once import first_time
-from mac_rag.integrations.threads import in_thread
 from mac_rag.retrieval.llama_index import FiledBy
 
 logger = logging.getLogger(__name__)
@@ -178,8 +176,9 @@ class MACVectorStore(EngineComponent, BasePydanticVectorStore):
 
     def _noted(self, result: VectorStoreQueryResult) -> VectorStoreQueryResult:
         """Warns once if the vector store finds something and the bank is empty."""
-        if (result.ids or result.nodes) and not len(self.engine.snapshot) and first_time("empty bank"):
-            logger.warning("the vector store of a MACVectorStore holds documents, but %s", LOST)
+        bank = self.engine.snapshot
+        if (result.ids or result.nodes) and not len(bank):
+            warn_of_empty_bank("the vector store of a MACVectorStore holds documents, but not the bank", bank)
         return result
 
     def persist(self, persist_path: str, fs: Any = None) -> None:

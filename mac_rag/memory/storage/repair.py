@@ -45,8 +45,7 @@ from mac_rag.memory.storage.store import Store
 from mac_rag.memory.storage.texts_file import undamaged_texts
 from mac_rag.memory.storage.tokens_file import entry_ids, read_entry
 from mac_rag.nn.product_quantizer import ProductQuantizer
-from mac_rag.printable import printable
-from mac_rag.untrusted_files import MalformedError, is_hole, open_file, read_at
+from mac_rag.untrusted_files import MalformedError, is_hole, open_file, printable, read_at
 
 __all__ = ["Report", "repair", "verify"]
 

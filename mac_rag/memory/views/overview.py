@@ -12,7 +12,7 @@ from torch import Tensor
 from mac_rag.memory.rows import RowLayout, Rows
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.prior_keys import PriorKeys
+from mac_rag.nn.prior import PriorKeys
 
 if TYPE_CHECKING:
     from mac_rag.data.types import Document

@@ -19,7 +19,7 @@ from mac_rag.memory.views.overview import Overview, computed_overview, keeps_ove
 from mac_rag.nn.aggregation import AggregationNetwork
 from mac_rag.nn.cross_attention import CrossAttentionBlock
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.prior_keys import PriorKeys
+from mac_rag.nn.prior import PriorKeys
 
 if TYPE_CHECKING:
     from mac_rag.memory.contents import Contents

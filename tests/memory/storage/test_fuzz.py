@@ -19,7 +19,7 @@ from mac_rag.memory.rows import RowLayout
 from mac_rag.memory.storage.repair import repair, verify
 from mac_rag.memory.storage.store import Store
 from mac_rag.nn.product_quantizer import ProductQuantizer
-from mac_rag.printable import printable
+from mac_rag.untrusted_files import printable
 from tests.memory.helpers import TOKENS, WIDTH, fast_folder, memory
 
 MODEL = "f00d" * 16

@@ -1,4 +1,4 @@
-"""What MAC learns from LlamaIndex's spans: the nodes of a synthesis, and the docstore of an ingestion pipeline.
+"""MAC in LlamaIndex's instrumentation: nodes and docstores that it learns from spans, and events that it fires.
 
 LlamaIndex hands an LLM one text in which every node stands behind its metadata, and a transformation its nodes and
 nothing about the pipeline. Its instrumentation knows more: a span begins with the arguments of the call.
@@ -7,6 +7,8 @@ nothing about the pipeline. Its instrumentation knows more: a span begins with t
 from __future__ import annotations
 
 import inspect
+import logging
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,9 +17,17 @@ from llama_index.core.llms import LLM
 from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.schema import MetadataMode, NodeWithScore
 from llama_index.core.storage.docstore import BaseDocumentStore
-from llama_index_instrumentation import root_dispatcher
+from llama_index_instrumentation import get_dispatcher, root_dispatcher
+from llama_index_instrumentation.base import BaseEvent
 from llama_index_instrumentation.span.base import BaseSpan
 from llama_index_instrumentation.span_handlers import BaseSpanHandler
+
+from mac_rag.integrations.framework import first_time
+from mac_rag.lm.prompt import FittedPrompt
+
+dispatcher = get_dispatcher(__name__)
+
+logger = logging.getLogger(__name__)
 
 _nodes: ContextVar[list[NodeWithScore] | None] = ContextVar("mac_nodes", default=None)
 _docstore: ContextVar[BaseDocumentStore | None] = ContextVar("mac_docstore", default=None)
@@ -95,3 +105,43 @@ def listen() -> None:
 def running_docstore() -> BaseDocumentStore | None:
     """The docstore of the ingestion pipeline that is running in this context; None if there is none."""
     return _docstore.get()
+
+
+class DocumentsTruncatedEvent(BaseEvent):
+    """Documents were cut or left out to fit into the LM's window.
+
+    Examples:
+        >>> event = DocumentsTruncatedEvent(query_str="What hit Wunville?", given=["A storm.", "A town."], used=["A"])
+        >>> f"{len(event.given) - len(event.used)} of {len(event.given)} documents left out"
+        '1 of 2 documents left out'
+
+    Attributes:
+        query_str: the question, which is never cut.
+        given: the texts of the nodes.
+        used: the texts that the LM reads, some of them cut. Texts that were left out are missing.
+    """
+
+    query_str: str
+    given: list[str]
+    used: list[str]
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "DocumentsTruncatedEvent"
+
+
+def reported(prompt: FittedPrompt, texts: Sequence[str]) -> FittedPrompt:
+    """The prompt; if texts were cut for it, fires an event, and the first time logs a warning."""
+    if not prompt.truncated:
+        return prompt
+    if first_time("truncated"):
+        logger.warning(
+            "%d documents and the question are beyond the LM's window; the documents were shortened, and %d of "
+            "them left out: retrieve fewer or smaller nodes (this is said once; every time, a "
+            "DocumentsTruncatedEvent says it)",
+            len(texts),
+            len(texts) - len(prompt.contexts),
+        )
+    event = DocumentsTruncatedEvent(query_str=prompt.question, given=list(texts), used=list(prompt.contexts))
+    dispatcher.event(event)
+    return prompt

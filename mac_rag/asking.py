@@ -1,0 +1,459 @@
+"""From questions to answers, in batches: retrieval, prompts, aggregation, generation, confidence.
+
+Several calls of `MACEngine.answer` may share a batch. What is wrong with one of them is an error for that one only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from mac_rag.batching_queue import isolating_errors
+from mac_rag.data.characters import check_text
+from mac_rag.data.metrics import normalize
+from mac_rag.data.provenance import content_hash
+from mac_rag.data.types import Answer, Document, Source
+from mac_rag.errors import ConfigError
+from mac_rag.lm.chat import Message
+from mac_rag.lm.decoding import Sampling
+from mac_rag.lm.prompt import FittedPrompt
+from mac_rag.memory.interface import BankContents
+from mac_rag.memory.shared import SharedBank
+from mac_rag.memory.views.base_reader import Aggregated, Reader
+from mac_rag.model import MACModel
+from mac_rag.model.calibration import Logistic, Mode
+from mac_rag.progress import progress_bar
+from mac_rag.retrieval.base import Hit, Retriever
+from mac_rag.sources import find_sources, support_of, texts_read
+from mac_rag.sync import is_held
+
+Contexts: TypeAlias = tuple[tuple[str, ...], tuple[str, ...]]  # of one question: texts, and ids of retrieved documents
+
+
+@dataclass(frozen=True)
+class Call:
+    """Questions that are answered together, as `MACEngine.answer` takes them.
+
+    Attributes:
+        questions: texts or fitted prompts.
+        contexts: documents of each question; None for retrieved ones.
+    """
+
+    questions: Sequence[str | FittedPrompt]
+    contexts: Sequence[Sequence[str]] | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Arguments of `MACEngine.answer` that all calls of a batch have in common; it documents them."""
+
+    use_memory: bool
+    use_retriever: bool
+    k: int
+    memory_weight: float | None
+    allowed: Container[str] | None = field(compare=False)
+    as_of: int | None  # in microseconds since 1970
+    overflow: Literal["error", "truncate"]
+    max_new_tokens: int | None
+    num_beams: int
+    sampling: Sampling
+    sources: int
+    min_confidence: float | None
+    batch_size: int
+    progress: bool
+
+    def __post_init__(self) -> None:
+        if self.sources < 0:
+            raise ConfigError(f"sources is {self.sources}; give the largest number of documents to name, or 0 for none")
+        check_threshold(self.min_confidence)
+
+    @property
+    def group(self) -> Hashable:
+        """Equal for calls that may share a batch."""
+        return self, group_of(self.allowed)
+
+
+def conversation_prompt(
+    model: MACModel,
+    before: Sequence[Message],
+    question: str,
+    texts: Sequence[str],
+    max_new_tokens: int | None,
+) -> FittedPrompt:
+    """A question behind a conversation as a prompt, with documents in the user's last turn, which may be cut.
+
+    Args:
+        model: a model whose prompt format is `chat`.
+        before: the conversation before the question.
+        question: the last message; it is what the memory is asked.
+        texts: the documents, the best first.
+        max_new_tokens: longest answer; None for the model's configured length.
+
+    Raises:
+        ConfigError, DocumentError, PromptError: as `MACModel.fit_conversation`.
+    """
+    turn = "".join(map(model.base_lm.prompts.written_document, texts)) + question
+    messages = [*before, Message("user", turn)]
+    return model.fit_conversation(messages, question=question, contexts=texts, max_new_tokens=max_new_tokens)
+
+
+def group_of(allowed: Container[str] | None) -> Hashable:
+    """Equal for equal documents; containers that cannot be hashed are equal to themselves only."""
+    return allowed if isinstance(allowed, Hashable) else id(allowed)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A question that is ready for the LM, with the number of its call and its place in that call."""
+
+    call: int
+    place: int
+    prompt: FittedPrompt
+    document_ids: tuple[str, ...]
+    texts: tuple[str, ...]  # of retrieved documents, whole
+
+
+def answer_calls(
+    calls: Sequence[Call], settings: Settings, reader: Reader, retriever: ConsistentRetrieval | None
+) -> list[list[Answer] | Exception]:
+    """Answers the questions of all calls.
+
+    Args:
+        calls: the calls.
+        settings: their common settings.
+        reader: reads the bank with the model that answers.
+        retriever: retrieves documents for questions without contexts; None for none.
+
+    Returns:
+        For each call its answers, or the exception that its questions or its retrieval raised.
+
+    Raises:
+        Exception: whatever goes wrong in the passes that all calls share.
+    """
+    results: list[list[Answer] | Exception] = [[] for _ in calls]
+    ready: list[_Prepared] = []
+    asked = retriever if settings.use_retriever else None
+    retrieved = isolating_errors(lambda some: _contexts_of_calls(some, settings, asked), calls)
+    for number, (call, contexts) in enumerate(zip(calls, retrieved, strict=True)):
+        try:
+            ready += _prepared(number, call, contexts, settings, reader.model)
+        except Exception as error:
+            results[number] = error
+    ready.sort(key=lambda one: len(one.prompt.question) + sum(map(len, one.prompt.contexts)))
+    answers: dict[tuple[int, int], Answer] = {}
+    with progress_bar("answer", len(ready), disable=not settings.progress) as bar:
+        for first in range(0, len(ready), settings.batch_size):
+            batch = ready[first : first + settings.batch_size]
+            for one, answer in zip(batch, _answered(batch, settings, reader), strict=True):
+                answers[one.call, one.place] = answer
+            bar.advance(len(batch))
+    for number, place in sorted(answers):
+        result = results[number]
+        assert isinstance(result, list)
+        result.append(answers[number, place])
+    return results
+
+
+def contexts_of(
+    questions: Sequence[str | FittedPrompt],
+    contexts: Sequence[Sequence[str]] | None,
+    retriever: ConsistentRetrieval | None,
+    k: int,
+    allowed: Container[str] | None,
+) -> list[Contexts]:
+    """Documents in front of each question: `contexts`, or k that the retriever finds if they are None.
+
+    Raises:
+        DocumentError: for a question that is no text with a visible character; before the retriever sees it.
+    """
+    for question in questions:
+        if not isinstance(question, FittedPrompt):
+            check_text(question)
+    if contexts is not None:
+        return [(tuple(texts), ()) for texts in contexts]
+    texts = [question for question in questions if isinstance(question, str)]
+    if retriever is None or not texts:
+        return [((), ())] * len(questions)
+    hits = iter(retriever.retrieve(texts, k, allowed=allowed))
+    rows = [next(hits) if isinstance(question, str) else [] for question in questions]
+    return [(tuple(hit.text for hit in row), tuple(hit.document_id for hit in row)) for row in rows]
+
+
+def _contexts_of_calls(
+    calls: Sequence[Call], settings: Settings, retriever: ConsistentRetrieval | None
+) -> list[list[Contexts]]:
+    """`contexts_of` each call; the retriever is asked once for all."""
+    asking = [question for call in calls if call.contexts is None for question in call.questions]
+    found = iter(contexts_of(asking, None, retriever, settings.k, settings.allowed))
+    return [
+        [next(found) for _ in call.questions]
+        if call.contexts is None
+        else contexts_of(call.questions, call.contexts, None, settings.k, settings.allowed)
+        for call in calls
+    ]
+
+
+def _prepared(
+    number: int, call: Call, contexts: list[Contexts] | Exception, settings: Settings, model: MACModel
+) -> list[_Prepared]:
+    """The questions of one call with their fitted prompts."""
+    if isinstance(contexts, Exception):
+        raise contexts
+    return [
+        _Prepared(number, place, model.fit_to_window(
+            question, texts, overflow=settings.overflow, max_new_tokens=settings.max_new_tokens
+        ), document_ids, texts)
+        for place, (question, (texts, document_ids)) in enumerate(zip(call.questions, contexts, strict=True))
+    ]  # fmt: skip
+
+
+def _answered(batch: Sequence[_Prepared], settings: Settings, reader: Reader) -> list[Answer]:
+    """The answers to questions that the LM reads at a time."""
+    prompts = [one.prompt for one in batch]
+    aggregated = None
+    if settings.use_memory:
+        aggregated = aggregate_prompts(reader, prompts, settings.allowed, mass=settings.sources > 0)
+    texts = reader.model.generate(
+        prompts,
+        modulation=None if aggregated is None else aggregated.phi,
+        max_new_tokens=settings.max_new_tokens,
+        num_beams=settings.num_beams,
+        memory_weight=settings.memory_weight,
+        sampling=settings.sampling,
+    )
+    discarded = [0.0] * len(batch) if aggregated is None else aggregated.discarded.tolist()
+    unread = 0.0 if aggregated is None else aggregated.unread
+    sources: list[tuple[Source, ...]] = [()] * len(batch)
+    if settings.sources:
+        questions = [prompt.question for prompt in prompts]
+        mass = None if aggregated is None else aggregated.mass
+        masses = None if mass is None else reader.by_document(mass, settings.allowed)
+        read = [texts_read(one.document_ids, one.texts, one.prompt.contexts) for one in batch]
+        sources = find_sources(questions, texts, read, masses, reader.bank, settings.sources)
+    answers = [
+        Answer(text, one.prompt.contexts, one.document_ids, one.prompt.truncated, share, unread, found)
+        for one, text, share, found in zip(batch, texts, discarded, sources, strict=True)
+    ]
+    if settings.min_confidence is None:
+        return answers
+    phi = None if aggregated is None else aggregated.phi
+    evidence = evidence_from(reader, prompts, texts, phi, settings.allowed)
+    return doubted(reader.model, prompts, answers, evidence, settings.min_confidence)
+
+
+def aggregate_prompts(
+    reader: Reader, prompts: Sequence[FittedPrompt], allowed: Container[str] | None, *, mass: bool = False
+) -> Aggregated:
+    """phi* of each prompt's question, with `mass` the attention mass as well; see `Reader.aggregate`."""
+    ids = [prompt.question_ids for prompt in prompts]
+    return reader.aggregate([prompt.question for prompt in prompts], allowed, ids=ids, mass=mass)
+
+
+def evidence_from(
+    reader: Reader,
+    prompts: Sequence[FittedPrompt],
+    answers: Sequence[str],
+    phi: Tensor | None,
+    allowed: Container[str] | None,
+) -> Tensor:
+    """`evidence_of` answers with what the bank's prior says, `[B, len(EVIDENCE)]`; phi is None without memory."""
+    questions = [prompt.question for prompt in prompts]
+    prior = None if phi is None else reader.prior_evidence(questions, allowed)
+    return evidence_of(reader.model, prompts, answers, phi, prior)
+
+
+class ConsistentRetrieval:
+    """A retriever as a question sees it that sees one snapshot of the bank.
+
+    A change reaches the retriever before it is committed to the bank. If only some documents are allowed, they may have
+    been chosen by the metadata that the snapshot holds. So new versions of documents, for which the choice may not
+    hold, are left out while they are being written.
+
+    Args:
+        retriever: the retriever.
+        bank: the bank that changes along with it.
+        snapshot: what the question sees of the bank.
+        changes: `bank.changes` before the snapshot was taken.
+    """
+
+    def __init__(self, retriever: Retriever, bank: SharedBank, snapshot: BankContents, changes: int) -> None:
+        self._retriever = retriever
+        self._bank = bank
+        self._snapshot = snapshot
+        self._changes = changes
+
+    def retrieve(self, questions: Sequence[str], k: int, *, allowed: Container[str] | None = None) -> list[list[Hit]]:
+        """See `Retriever.retrieve`."""
+        hits = self._retriever.retrieve(questions, k, allowed=allowed)
+        was_changed = self._changes % 2 or self._bank.changes != self._changes
+        if allowed is None or not was_changed or not self._tells():
+            return hits
+        return [[hit for hit in row if not self._is_new(hit)] for row in hits]
+
+    def _tells(self) -> bool:
+        """True if the retriever tells what it holds, so that its documents are those of the bank."""
+        try:
+            self._retriever.content_hashes([])
+        except ConfigError:
+            return False
+        return True
+
+    def _is_new(self, hit: Hit) -> bool:
+        name = hit.document_id
+        return name in self._snapshot and not is_held(
+            self._snapshot, name, content_hash(Document(name, hit.text, hit.metadata))
+        )
+
+
+# Whatever is not learned by the model's prompt format.
+I_DO_NOT_KNOW = "I don't know"
+
+
+def calibration_of(model: MACModel, mode: Mode) -> Logistic:
+    """The logistic model for one way of answering.
+
+    Raises:
+        ConfigError: when none was fitted for the model as it is, or none for this way of answering.
+    """
+    calibration = model.calibration
+    remedy = (
+        "fit one with: python -m pipelines.calibrate --model FOLDER --data NAME:PATH"
+        f"{' --retriever NAME' if mode == 'documents' else ''}"
+    )
+    if calibration is None:
+        raise ConfigError(f"the model has no calibration, which min_confidence needs; {remedy}")
+    if calibration.fingerprint != model.fingerprint:
+        raise ConfigError(f"the model's calibration was fitted for other weights; {remedy}")
+    if mode not in calibration.modes:
+        behind = "behind documents" if mode == "documents" else "from memory alone"
+        raise ConfigError(f"the model's calibration was not fitted for answers {behind}; {remedy}")
+    return calibration.modes[mode]
+
+
+def mode_of(prompt: FittedPrompt) -> Mode:
+    """How a prompt is answered."""
+    return "documents" if prompt.contexts else "memory"
+
+
+def check_threshold(min_confidence: float | None) -> None:
+    """Checks a `min_confidence`.
+
+    Raises:
+        ConfigError: for one that is not from 0 to 1.
+    """
+    if min_confidence is not None and not 0 <= min_confidence <= 1:
+        raise ConfigError(f"min_confidence is {min_confidence}; give a probability from 0 to 1")
+
+
+def confidences(model: MACModel, prompts: Sequence[FittedPrompt], evidence: Tensor) -> list[float]:
+    """The probability that each answer is right, from its evidence `[B, len(EVIDENCE)]`.
+
+    Raises:
+        ConfigError: as `calibration_of`.
+    """
+    fits = {mode: calibration_of(model, mode) for mode in {mode_of(prompt) for prompt in prompts}}
+    return [
+        float(fits[mode_of(prompt)].probability(row[None])[0]) for prompt, row in zip(prompts, evidence, strict=True)
+    ]
+
+
+def doubted(
+    model: MACModel,
+    prompts: Sequence[FittedPrompt],
+    answers: Sequence[Answer],
+    evidence: Tensor,
+    min_confidence: float,
+) -> list[Answer]:
+    """The answers with their confidence; "I don't know" in place of those below `min_confidence`.
+
+    Raises:
+        ConfigError: as `calibration_of`.
+    """
+    refusal = model.config.prompt.abstention or I_DO_NOT_KNOW
+    told = [
+        replace(answer, confidence=sure)
+        for answer, sure in zip(answers, confidences(model, prompts, evidence), strict=True)
+    ]
+    return [
+        replace(answer, text=refusal, guess=answer.text) if (answer.confidence or 0.0) < min_confidence else answer
+        for answer in told
+    ]
+
+
+@torch.no_grad()
+def evidence_of(
+    model: MACModel,
+    prompts: Sequence[FittedPrompt],
+    answers: Sequence[str],
+    phi: Tensor | None,
+    prior: Tensor | None,
+) -> Tensor:
+    """What is known of B answers, `[B, len(EVIDENCE)]` in float32 on the CPU.
+
+    - `prior`: the document prior of the best row before the softmax and its scale: a cosine, plus the product of the
+      lexical vectors. Unlike attention, it is low where no document is about the question.
+    - `prior_odds`: the log-odds of that row's share of the prior: how far it is ahead of all others together.
+    - `first_log_probability`: the log-probability of the answer's first token under the LM with memory.
+    - `log_probability`: the mean over all of its tokens, the end included.
+    - `log_probability_without_memory`: that of the LM without memory, behind documents: what memory and documents both
+      say is right more often.
+    - `repetition`: the share of the answer's words that stand in the question, 1 for an answer without words. An LM
+      that does not know often says back what was asked.
+    - `support`: behind documents, the share of the question's words in the sentence that says the answer; 0 where no
+      sentence does.
+    - `abstention`: 1 for an answer that is the abstention which the LM has learned. The LM may be sure of it, but it is
+      never right.
+    - `answering_odds`: of an LM that has learned to abstain, the log-odds that it answers. Where memory or documents do
+      not hold what is asked, the LM doubts, though it holds an abstention less probable than all answers together.
+
+    Attention is no evidence: its shares sum to 1 whatever is asked.
+
+    What there is not, such as the prior of an answer without memory, is 0.
+
+    Args:
+        model: the model.
+        prompts: B prompts.
+        answers: B answers.
+        phi: `[B, T, D]`; None for answers without memory.
+        prior: `[B, 2]`, see `mac_rag.memory.views.base_reader.Reader.prior_evidence`; None without memory or prior.
+    """
+    first, mean = model.score_answers(prompts, answers, modulation=phi)
+    alone = torch.zeros(len(prompts))
+    behind = [row for row, prompt in enumerate(prompts) if prompt.contexts and phi is not None]
+    if behind:
+        _, alone[behind] = model.score_answers([prompts[row] for row in behind], [answers[row] for row in behind])
+    repeated = [repetition(prompt.question, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    supported = [supported_by(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    abstained = [float(is_abstention(model, answer)) for answer in answers]
+    best = torch.zeros(len(prompts), 2) if prior is None else prior.float().cpu()
+    told = torch.tensor([repeated, supported, abstained]).T
+    odds = model.answering_odds(prompts, modulation=phi)
+    odds = torch.zeros(len(prompts)) if odds is None else odds
+    return torch.cat([best, torch.stack([first, mean, alone], 1), told, odds[:, None]], 1)
+
+
+def is_abstention(model: MACModel, answer: str) -> bool:
+    """True if an answer is the one by which the model says that it knows none."""
+    abstention = model.config.prompt.abstention
+    return abstention is not None and normalize(answer) == normalize(abstention)
+
+
+def supported_by(prompt: FittedPrompt, answer: str) -> float:
+    """The share of the question's words in the sentence in front of it that says an answer; 0 where none does."""
+    found = [support_of(text, answer, prompt.question) for text in prompt.contexts]
+    return max((support.overlap for support in found if support is not None), default=0.0)
+
+
+def repetition(question: str, answer: str) -> float:
+    """The share of an answer's words that stand in the question; 1 for an answer without words.
+
+    Examples:
+        >>> repetition("Who opened the bridge in May?", "the bridge of Anna Berg")
+        0.25
+    """
+    asked, said = set(normalize(question).split()), normalize(answer).split()
+    return sum(word in asked for word in said) / len(said) if said else 1.0
