@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mac_rag.nn.k_means import k_means, nearest_codes
+from mac_rag.nn.product_quantizer import k_means, nearest_codes
 
 WIDTH = 8
 
