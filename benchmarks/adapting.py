@@ -7,18 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from eval.harness.streams import DataOption
 from mac_rag.cli.run import run_command
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mac_rag.data.types import Document
-    from mac_rag.model import MACModel
 
 
 def main(
@@ -89,47 +83,13 @@ def main(
         speed = len(texts) / statistics.median(own)
         table.add_row(name, f"{speed:.1f}", f"{ratio:.2f}")
         figures[name] = {"documents_per_second": speed, "ratio": ratio}
-    shares = _shares(loaded, stream.documents)
-    parts = Table("part of the time, bank in memory", "share")
-    for name, share in shares.items():
-        parts.add_row(name, f"{share:.1%}")
     console = Console()
     console.print(
         f"{len(texts):,} documents of {stream.name}, {length:.0f} tokens on average, {model}, {threads} threads"
     )
     console.print(table)
-    console.print(parts)
     if output is not None:
-        write_json(output, {**figures, "shares": shares})
-
-
-def _shares(model: MACModel, documents: Sequence[Document]) -> dict[str, float]:
-    """Which part of an adaptation takes which share of its time, from Python's profiler."""
-    import cProfile
-    import pstats
-
-    from mac_rag.engine import MACEngine
-
-    engine, profiler = MACEngine(model), cProfile.Profile()
-    profiler.runcall(engine.adapt, documents)
-    stats: Any = pstats.Stats(profiler)
-    places = {
-        "all": ("engine.py", "adapt"),
-        "tokens of the texts": ("adapting.py", "plan"),
-        "states of both encoders": ("unpadded_bert.py", "last_states_without_gradients"),
-        "network": ("amortization.py", "forward"),
-        "rows of the bank": ("adapting.py", "write_encoded"),
-    }
-    seconds = dict.fromkeys(places, 0.0)
-    for (file, _, function), (_, _, _, cumulative, _) in stats.stats.items():
-        for name, place in places.items():
-            if (Path(file).name, function) == place:
-                # `forward` of the networks within the network is a part of it
-                seconds[name] = max(seconds[name], cumulative)
-    memory_tokens = seconds.pop("network") - seconds["states of both encoders"]
-    whole = seconds.pop("all")
-    parts = {**seconds, "memory tokens of these states": memory_tokens}
-    return {name: part / whole for name, part in {**parts, "rest": whole - sum(parts.values())}.items()}
+        write_json(output, figures)
 
 
 if __name__ == "__main__":

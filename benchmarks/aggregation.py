@@ -1,34 +1,75 @@
-"""Aggregation of banks of up to a million documents: time, memory and bandwidth, against the published method.
+"""Aggregation of a bank: time and memory against the published implementation.
 
 python -m benchmarks.aggregation --help
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from mac_rag.cli.run import run_command
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    import torch
+    from torch import Tensor
 
-    from benchmarks.aggregation_cases import Case, Measurement
+    from mac_rag.memory import MemoryBank
+    from mac_rag.nn.aggregation import AggregationNetwork
+    from mac_rag.nn.memory_tokens import MemoryTokens
 
-IMPLEMENTATIONS = {"published": "published", "kept": "ours, kept", "streamed": "ours, streamed"}
-_MB = 1e6
+Implementation = Literal["published", "kept", "streamed"]
+
+_NAMES: dict[Implementation, str] = {
+    "published": "published",
+    "kept": "ours, keys and values cached",
+    "streamed": "ours, streamed",
+}
+_UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the bank, the questions and the aggregation network.
+
+    Attributes:
+        documents: documents in the bank, one row each.
+        questions: questions of one batch.
+        tokens: memory tokens T of a document, and of a question.
+        width: width D of a memory token.
+        blocks: cross-attention blocks.
+        heads: attention heads.
+        head_width: width of a head.
+    """
+
+    documents: int
+    questions: int
+    tokens: int
+    width: int
+    blocks: int
+    heads: int
+    head_width: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one implementation takes for the whole batch.
+
+    Attributes:
+        seconds: its time.
+        extra_bytes: peak memory beyond bank, network and cached keys and values.
+    """
+
+    seconds: float
+    extra_bytes: int
 
 
 def main(
-    documents: Annotated[
-        int, typer.Option(min=1, help="Documents of the comparison with the published implementation.")
-    ] = 1665,
+    documents: Annotated[int, typer.Option(min=1, help="Documents in the bank.")] = 1665,
     questions: Annotated[int, typer.Option(min=1, help="Questions of one batch.")] = 16,
-    streamed: Annotated[
-        str, typer.Option(help="Sizes of the banks that are projected anew for each batch, separated by commas.")
-    ] = ("1665,10000,100000"),
     rounds: Annotated[int, typer.Option(min=1, help="Timings of each; the median counts.")] = 3,
     tokens: Annotated[int, typer.Option(min=1, help="Memory tokens of a document, and of a question (T).")] = 12,
     width: Annotated[int, typer.Option(min=1, help="Width of a memory token (D).")] = 768,
@@ -38,118 +79,112 @@ def main(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
 ) -> None:
-    """Measure aggregation over a memory bank, and compare it with a re-implementation of the published method.
+    """Measure the aggregation of a bank, and compare it with a re-implementation of the published method.
 
     The published implementation repeats the bank for each question, and each block computes its normalisation, keys and
-    values anew. Ours caches keys and values. Where they would not fit, it streams the bank: it projects the bank chunk
-    by chunk, once for all questions. Both are exact. The result of every implementation is checked against direct
-    attention.
+    values anew. Ours caches keys and values. If they do not fit, it streams the bank: it projects the bank chunk by
+    chunk, once for all questions. Each result is checked against direct attention.
 
-    Networks and banks are random float32 tensors without a document prior. Rows repeat after 1,665 and are generated
-    when they are read, so a bank of any size takes no memory. Extra memory is the peak of a process of its own, beyond
-    bank, network and cache. The minimum of bytes to read is the cached keys and values, or the bank once for each
-    block; the bandwidth of the machine is that of a plain copy of a large tensor.
+    Networks and banks are random float32 tensors without a document prior. Time with cached keys and values and time of
+    the published implementation are measured in turns. Extra memory is the peak of a process of its own.
     """
     from dataclasses import asdict
 
     import torch
     from rich.console import Console
+    from rich.table import Table
 
-    from benchmarks.aggregation_cases import Case, Sizes, compared, measured
-    from benchmarks.measure import copy_bandwidth, in_child, write_json
+    from benchmarks.measure import in_child, write_json
     from mac_rag.lm.devices import default_device
 
     place = default_device(device)
-    sizes = Sizes(tokens, width, blocks, heads, head_width)
-    console = Console()
-    console.print(
-        f"T={tokens}, D={width}, {blocks} blocks, {heads} heads of {head_width}; {place}, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+    sizes = Sizes(documents, questions, tokens, width, blocks, heads, head_width)
+    fast, slow = compared(sizes, rounds, place)
+    measurements = {name: in_child(measured, name, sizes, place, rounds) for name in _NAMES}
+    table = Table(
+        "",
+        "seconds",
+        "extra MB",
+        title=f"{questions} questions of {documents:,} documents, T={tokens}, D={width}, {blocks} blocks, "
+        f"{heads} heads of {head_width}; {place}, {torch.get_num_threads()} threads",
     )
-    fast, slow = compared(sizes, documents, questions, rounds, place)
-    bandwidth = copy_bandwidth(place)
-    cases = [
-        Case("published", documents, questions),
-        Case("kept", documents, questions),
-        Case("kept", documents, 1),
-        *(Case("streamed", rows, questions) for rows in _numbers(streamed)),
-    ]
-    measurements = {}
-    for case in cases:
-        measurements[case] = in_child(measured, case, sizes, place, rounds)
-        name = IMPLEMENTATIONS[case.implementation]
-        console.print(f"[dim]{name}, {case.documents:,} documents: {measurements[case].seconds:.2f} s[/dim]")
-    console.print(_comparison(measurements[cases[0]], measurements[cases[1]], cases[0], fast, slow))
-    console.print(_scaling(measurements, bandwidth))
+    seconds = {"published": slow, "kept": fast, "streamed": measurements["streamed"].seconds}
+    for name, label in _NAMES.items():
+        table.add_row(label, f"{seconds[name]:.3f}", f"{measurements[name].extra_bytes / 1e6:.0f}")
+    ratio = measurements["published"].extra_bytes / max(1, measurements["kept"].extra_bytes)
+    table.add_row("published / cached", f"{slow / fast:.1f}x", f"{ratio:.1f}x")
+    Console().print(table)
     if output is not None:
-        result = {
-            "sizes": asdict(sizes),
-            "device": str(place),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "comparison": {"ours_seconds": fast, "published_seconds": slow, "ratio": slow / fast},
-            "copy_bytes_per_second": bandwidth,
-            "cases": [_entry(case, measurement) for case, measurement in measurements.items()],
-        }
-        write_json(output, result)
+        figures = {name: {**asdict(each), "seconds": seconds[name]} for name, each in measurements.items()}
+        write_json(output, {"sizes": asdict(sizes), "device": str(place), "implementations": figures})
 
 
-def _numbers(text: str) -> list[int]:
-    """The numbers of a text like "10,20"."""
-    try:
-        numbers = [int(number) for number in text.split(",") if number.strip()]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is no list of sizes; give them as 1665,10000") from None
-    if min(numbers, default=1) < 1:
-        raise typer.BadParameter(f"{text!r} has a size below 1; a bank has at least one document")
-    return numbers
+def compared(sizes: Sizes, rounds: int, device: torch.device) -> tuple[float, float]:
+    """Median seconds with cached keys and values, and of the published implementation, timed in turns.
+
+    Raises:
+        AssertionError: if their results differ.
+    """
+    from functools import partial
+
+    from benchmarks import published
+    from benchmarks.measure import medians
+    from mac_rag.memory.views.projection import ProjectedBank
+    from mac_rag.nn.memory_tokens import MemoryTokens
+
+    network, question, bank = _inputs(sizes, device)
+    view = ProjectedBank(network, bank, device=device, budget_bytes=_UNLIMITED)
+    phi = MemoryTokens(bank.phi.to(device))
+    _check(network(question, view)[0], published.attend(network, question, phi))
+    return medians(partial(network, question, view), partial(published.attend, network, question, phi), rounds)
 
 
-def _entry(case: Case, measurement: Measurement) -> dict[str, Any]:
-    """A case and its measurement in the JSON file; `way`, the key of its implementation, is that of earlier files."""
-    from dataclasses import asdict
+def measured(implementation: Implementation, sizes: Sizes, device: torch.device, rounds: int) -> Measurement:
+    """Measures one implementation, in a process that has done nothing else yet.
 
-    sizes = {"documents": case.documents, "questions": case.questions}
-    return {"way": case.implementation, **sizes, **asdict(measurement)}
+    Raises:
+        AssertionError: if its result differs from direct attention.
+    """
+    from benchmarks import published
+    from benchmarks.measure import usage
+    from mac_rag.memory.views.projection import ProjectedBank
+    from mac_rag.nn.attention import direct_attention
+    from mac_rag.nn.memory_tokens import MemoryTokens
+
+    network, question, bank = _inputs(sizes, device)
+    phi = MemoryTokens(bank.phi.to(device))
+    if implementation == "published":
+        used, result = usage(lambda: published.attend(network, question, phi), device, rounds)
+    else:
+        budget = _UNLIMITED if implementation == "kept" else 0
+        view = ProjectedBank(network, bank, device=device, budget_bytes=budget)
+        used, result = usage(lambda: network(question, view)[0], device, rounds)
+    _check(result, network(question, network.project(phi), attention=direct_attention)[0])
+    return Measurement(used.seconds, used.extra_bytes)
 
 
-def _comparison(published: Measurement, kept: Measurement, case: Case, fast: float, slow: float) -> Table:
-    from rich.box import SIMPLE
-    from rich.table import Table
+def _inputs(sizes: Sizes, device: torch.device) -> tuple[AggregationNetwork, MemoryTokens, MemoryBank]:
+    """A network without a document prior, as in the paper; encoded questions; and a bank. All are random."""
+    import torch
 
-    title = f"{case.questions} questions of {case.documents:,} documents"
-    table = Table("", "seconds", "extra MB", "kept MB", title=title, box=SIMPLE)
-    table.add_row(IMPLEMENTATIONS["published"], f"{slow:.3f}", f"{published.extra_bytes / _MB:.0f}", "")
-    table.add_row(
-        IMPLEMENTATIONS["kept"], f"{fast:.3f}", f"{kept.extra_bytes / _MB:.0f}", f"{kept.kept_bytes / _MB:.0f}"
-    )
-    table.add_row("  and once to project them", f"{kept.kept_seconds:.3f}", "", "")
-    share = published.extra_bytes / max(1, kept.extra_bytes)
-    table.add_row("ratio", f"{slow / fast:.1f}x", f"{share:.1f}x", "", style="bold")
-    return table
+    from mac_rag.data.types import Document
+    from mac_rag.memory import MemoryBank
+    from mac_rag.nn.aggregation import AggregationNetwork
+    from mac_rag.nn.memory_tokens import MemoryTokens
+
+    torch.manual_seed(0)
+    network = AggregationNetwork(sizes.width, blocks=sizes.blocks, heads=sizes.heads, head_width=sizes.head_width)
+    question = MemoryTokens(torch.randn(sizes.questions, sizes.tokens, sizes.width).to(device))
+    bank = MemoryBank("random", rows="fp32")
+    documents = [Document(f"{number}", "") for number in range(sizes.documents)]
+    bank.put(documents, torch.randn(sizes.documents, sizes.tokens, sizes.width))
+    return network.requires_grad_(False).to(device), question, bank
 
 
-def _scaling(measurements: dict[Case, Measurement], bandwidth: float) -> Table:
-    from rich.box import SIMPLE
-    from rich.table import Table
+def _check(result: Tensor, expected: Tensor) -> None:
+    import torch
 
-    table = Table(title=f"a plain copy moves {bandwidth / 1e9:.1f} GB/s", box=SIMPLE)
-    table.add_column("", no_wrap=True)
-    for column in ("documents", "asked", "seconds", "extra MB", "read MB", "GB/s", "of copy"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for case, measurement in measurements.items():
-        achieved = measurement.moved_bytes / measurement.seconds
-        table.add_row(
-            IMPLEMENTATIONS[case.implementation],
-            f"{case.documents:,}",
-            f"{case.questions}",
-            f"{measurement.seconds:.3f}",
-            f"{measurement.extra_bytes / _MB:.0f}",
-            f"{measurement.moved_bytes / _MB:.0f}",
-            f"{achieved / 1e9:.2f}",
-            f"{achieved / bandwidth:.1%}",
-        )
-    return table
+    torch.testing.assert_close(result, expected, atol=1e-3, rtol=1e-3)
 
 
 if __name__ == "__main__":

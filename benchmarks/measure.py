@@ -20,8 +20,6 @@ _Result = TypeVar("_Result")
 
 # A longer run is not repeated only to measure its time.
 _LONG_SECONDS = 10.0
-# Far beyond any processor's caches.
-_COPIED_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -74,14 +72,6 @@ def in_child(function: Callable[_Arguments, _Result], *args: _Arguments.args, **
 
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *args, **kwargs).result()
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a plain copy of a large tensor reads and writes."""
-    source = torch.ones(_COPIED_BYTES // 4, device=device)
-    target = torch.empty_like(source)
-    fastest = min(_seconds(lambda: target.copy_(source)) for _ in range(7))
-    return 2 * source.nbytes / fastest
 
 
 def write_json(path: Path, figures: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from mac_rag.cli.run import run_command
 from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
 
 # Documents of a bank that are put at a time.
 _GROUP = 2048
+# Figures of a bank that are drawn: label and style.
+_LINES = {
+    "later s": ("a question", "o-"),
+    "first s": ("the first question after opening", "o--"),
+    "opening s": ("opening the bank", "^:"),
+    "all rows s": ("all rows, without bounds", "s-"),
+    "published s": ("published way", "x-"),
+}
 
 
 def main(
@@ -49,11 +57,9 @@ def main(
     """Time opening a bank, its first question, and later ones, each bank in a process of its own.
 
     A bank has the documents of a data set, those of its test stream first. Beyond `--adapted` it has mixtures of them
-    (`benchmarks.generated.mixed_documents`); with rows `pq`, mixtures of their codes (`benchmarks.generated_codes`).
-    Where it says so, the same questions are also aggregated over all rows, as if no document prior told which rows can
-    matter, and as the published implementation does it (`benchmarks.published`); the difference is that of phi*. Larger
-    banks are compared with direct attention to some of their rows (`benchmarks.sampled_rows`). With --output, a plot is
-    drawn beside the JSON file.
+    (`benchmarks.large_banks.mixed_documents`). Banks of up to `--all-rows` documents also aggregate the same questions
+    over all rows, as if no document prior told which rows can matter, and as the published implementation does it
+    (`benchmarks.published`); the difference is that of phi*. With --output, a plot is drawn beside the JSON file.
     """
     from benchmarks.measure import in_child, write_json
 
@@ -71,10 +77,8 @@ def main(
         measured.append({"documents": count, **row})
         say(" | ".join(f"{name} {value:,.4g}" for name, value in measured[-1].items()))
     if output is not None:
-        from benchmarks.scale_plot import draw
-
         write_json(output, {"model": model, "rows": rows, "adapted": adapted, "banks": measured})
-        say(f"drawn: {draw(measured, output.with_suffix('.svg'))}")
+        say(f"drawn: {_draw(measured, output.with_suffix('.svg'))}")
 
 
 def _adapt(place: Path, count: int, model: str, data: str | None, rows: Any, seed: int) -> None:
@@ -120,8 +124,7 @@ def _opened(place: Path, model: MACModel, rows: Any) -> MemoryBank:
 
 def _fill(place: Path, count: int, real: Path, model: str, rows: Any, seed: int) -> None:
     """Makes a bank of the rows of another and of mixtures of them, unless it is there; goes on with one begun."""
-    from benchmarks.generated import mixed_documents
-    from benchmarks.generated_codes import fill_with_codes
+    from benchmarks.large_banks import mixed_documents
     from mac_rag.data.types import Document
     from mac_rag.memory import MemoryBank
     from mac_rag.memory.views.overview import put_with_overview
@@ -132,10 +135,6 @@ def _fill(place: Path, count: int, real: Path, model: str, rows: Any, seed: int)
         return
     loaded = MACModel.from_pretrained(model, device="cpu")
     originals = MemoryBank.open(real)
-    quantizer = loaded.aggregation.quantizer
-    if rows == "pq" and quantizer is not None and quantizer.whole == 1:
-        fill_with_codes(place, originals, loaded.aggregation, count, seed)
-        return
     documents = [Document(entry.document_id, "") for entry in originals]
     lexical = loaded.aggregation.lexical_vectors
     with _opened(place, loaded, rows) as bank, progress_bar("fill", count, done=len(bank)) as bar:
@@ -152,7 +151,6 @@ def _measure(
     from functools import partial
 
     from benchmarks.measure import memory, timed
-    from benchmarks.sampled_rows import sampled_difference
     from eval.harness.streams import open_stream
     from mac_rag.engine import MACEngine
     from mac_rag.memory import MemoryBank
@@ -177,11 +175,7 @@ def _measure(
         "memory GiB": (memory("VmHWM") - before) / 2**30,
     }
     del engine  # what it knows of all rows would be in memory twice
-    if whole:
-        return found | _whole(loaded, bank, asked)
-    if loaded.aggregation.prior is not None:
-        found["sampled difference"] = sampled_difference(loaded, bank, asked[1:4], seed)
-    return found
+    return found | _whole(loaded, bank, asked) if whole else found
 
 
 def _whole(model: MACModel, bank: MemoryBank, asked: Sequence[str]) -> dict[str, float]:
@@ -191,8 +185,8 @@ def _whole(model: MACModel, bank: MemoryBank, asked: Sequence[str]) -> dict[str,
 
     import torch
 
+    from benchmarks.large_banks import UnboundedBank
     from benchmarks.measure import timed
-    from benchmarks.unbounded import UnboundedBank
     from mac_rag.memory.views.projection import ProjectedBank
 
     network = model.aggregation
@@ -236,6 +230,25 @@ def _published(place: Path, count: int, model: str, data: str | None, questions:
 def _phi(network: Any, question: Any, view: Any) -> Tensor:
     phi: Tensor = network(question, view)[0]
     return phi
+
+
+def _draw(banks: Sequence[Mapping[str, float]], path: Path) -> Path:
+    """Draws seconds against the number of documents as SVG, and returns its path."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.subplots()
+    for name, (label, style) in _LINES.items():
+        known = [(each["documents"], each[name]) for each in banks if name in each]
+        if known:
+            axes.plot(*zip(*known, strict=True), style, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="documents in the bank", ylabel="seconds")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, metadata={"Date": None})
+    return path
 
 
 if __name__ == "__main__":

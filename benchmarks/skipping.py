@@ -38,8 +38,8 @@ def main(
     """
     import torch
 
+    from benchmarks.large_banks import UnboundedBank
     from benchmarks.measure import medians
-    from benchmarks.unbounded import UnboundedBank
     from eval.harness.protocol import adapt
     from eval.harness.streams import open_stream
     from mac_rag.engine import MACEngine

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.unbounded import UnboundedBank
+from benchmarks.large_banks import UnboundedBank
 from mac_rag.config import AttentionConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine

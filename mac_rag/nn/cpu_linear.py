@@ -1,8 +1,8 @@
 """Linear layers that use oneDNN's matrix kernels on a CPU, in fp32 and without gradients.
 
 PyTorch multiplies fp32 matrices by MKL, which makes little of processors that are not Intel's: on an AMD EPYC with
-AVX-512, oneDNN is about twice as fast, also for a single row of a wide layer (`python -m benchmarks.linear`). The
-weights stay as they are.
+AVX-512, oneDNN is about twice as fast, also for a single row of a wide layer. The weights stay as
+they are.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.served import Memory
-from benchmarks.serving import Load, Questions, main, quantile
+from benchmarks.serving import Load, Memory, Questions, main, quantile
 from mac_rag.model import MACModel
 from tests.server.helpers import serving
 
