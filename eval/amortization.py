@@ -29,7 +29,7 @@ T5Option = Annotated[
     str | None,
     typer.Option(
         "--t5",
-        help="Name or folder of a T5 that encoder-decoder and encoder-only start from; pipelines.pretrain makes one.",
+        help="Name or folder of a T5 that encoder-decoder and encoder-only start from.",
         show_default="random layers; at the paper's scale, t5-large",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Trains a small LM and its tokenizer from a text corpus: `python -m pipelines.pretrain --help`."""
+"""Trains a small LM and its tokenizer from scratch: `python -m pipelines.pretrain --help`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pipelines.recipe import ConfigOption, OutputOption, SetOption, load_recipe
 
 
 def main(config: ConfigOption, output: OutputOption, set_: SetOption = None) -> None:
-    """Train a small LM and its tokenizer from scratch: a causal one, or a T5 for MAC's text encoders to start from.
+    """Train a small LM and its tokenizer from scratch, on generated news.
 
-    The corpus is the generated newswire or your own text files. best/ and last/ in the output folder are ordinary
-    Hugging Face model folders.
+    best/ and last/ in the output folder are ordinary Hugging Face model folders.
     """
     from pipelines.tasks.pretrain import PretrainConfig
     from pipelines.tasks.registry import run_task

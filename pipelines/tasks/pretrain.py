@@ -1,67 +1,67 @@
-"""Pretraining: next-token prediction on a corpus, with a tokenizer learned from the same corpus."""
+"""Pretraining: a small LM learns to read generated news, with a tokenizer that is learned from the same news."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mac_rag.config import Config, PromptFormat
 from mac_rag.data.newswire.generate import generate
-from mac_rag.data.types import QADataset
+from mac_rag.data.types import Document, Question
 from mac_rag.lm.batching import pad_rows
-from mac_rag.lm.loading import load_tokenizer, quiet
+from mac_rag.lm.loading import quiet
 from mac_rag.lm.prompt import PromptEncoder
-from pipelines.corpora.blocks import Preparation
-from pipelines.corpora.text import CorpusConfig, ReadingSequences, Sequences, texts
-from pipelines.initializers.minilm_embeddings import minilm_embeddings
 from pipelines.tasks.open_book import reading_scores
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
-# Value of `lm.embeddings` -> makes token embeddings `[vocabulary, width]` from a tokenizer and the width.
-_PRETRAINED_EMBEDDINGS = {"minilm": minilm_embeddings}
-# Dense bf16 peaks in FLOP/s (vendor's data sheets) by a part of the chip's name; the first that fits counts.
-_PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
+_TOKENIZER_DOCUMENTS = 20_000  # documents that the tokenizer is learned from, at most
+_COPIED = 4, 24  # fewest and most random tokens that are repeated
+_VALIDATION_BATCH = 32
+
+
+class CorpusConfig(Config):
+    """Generated news to pretrain on.
+
+    Attributes:
+        documents: number of documents to generate.
+        documents_per_sequence: numbers of documents at the start of a sequence; one is drawn for each.
+        copy_steps: number of first steps on random tokens, repeated once. Only copying predicts them: within
+            minutes they teach a small LM what answering from a document needs, which documents teach it far later.
+        sequence_length: longest sequence in tokens.
+        validation_documents: number of held-out documents.
+        seed: random seed of the generated documents.
+    """
+
+    documents: int = Field(100_000, ge=1)
+    documents_per_sequence: tuple[int, ...] = (1,)
+    copy_steps: int = Field(0, ge=0)
+    sequence_length: int = Field(256, ge=16)
+    validation_documents: int = Field(256, ge=1)
+    seed: int = 0
 
 
 class LMConfig(Config):
-    """Architecture, sizes and first weights of an LM.
+    """Sizes of a causal LM with RoPE, RMSNorm, SwiGLU and tied embeddings.
 
     Attributes:
-        kind: `llama`, a causal LM (RoPE, RMSNorm, SwiGLU, tied embeddings); or `t5`, an encoder-decoder from which a
-            text encoder of MAC can start.
-        layers: number of layers; a t5 has as many in each of its two halves.
-        positions: longest sequence of a llama in tokens.
-        tokenizer: name or folder of an LM whose tokenizer is used, such as `minilm`; None learns one.
+        positions: longest sequence in tokens.
         vocabulary: entries of the BPE that is learned, without the number tokens.
-        embeddings: token embeddings to start from: `random`, or those of all-MiniLM-L6-v2 (`minilm`).
     """
 
-    kind: Literal["llama", "t5"] = "llama"
     hidden_size: int = Field(128, ge=8)
     layers: int = Field(4, ge=1)
     heads: int = Field(4, ge=1)
     intermediate_size: int = Field(352, ge=8)
     positions: int = Field(1024, ge=32)
-    tokenizer: str | None = None
     vocabulary: int = Field(2048, ge=300)
-    embeddings: Literal["random", "minilm"] = "random"
-
-    @model_validator(mode="after")
-    def _check(self) -> LMConfig:
-        changed = {name for name, field in LMConfig.model_fields.items() if getattr(self, name) != field.default}
-        if self.tokenizer is not None and "vocabulary" in changed:
-            raise ValueError(f"vocabulary is {self.vocabulary}, but the tokenizer {self.tokenizer!r} has its own")
-        if self.kind == "t5" and "positions" in changed:
-            raise ValueError(f"positions is {self.positions}, but a t5 has relative positions without a limit")
-        return self
 
 
 class PretrainConfig(Config):
@@ -70,12 +70,10 @@ class PretrainConfig(Config):
     Attributes:
         corpus: the texts.
         lm: the LM.
-        compile: compile the losses of full blocks with `torch.compile`, which needs a C++ compiler on a CPU.
     """
 
     corpus: CorpusConfig = CorpusConfig()
     lm: LMConfig = LMConfig()
-    compile: bool = False
     trainer: TrainerConfig
 
 
@@ -98,7 +96,7 @@ def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts(config.corpus, PromptFormat()), trainer)
+    tokenizer.train_from_iterator(_tokenizer_texts(config.corpus), trainer)
     tokenizer.add_tokens([f"{number:0{digits}d}" for digits in (3, 2) for number in range(10**digits)])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
@@ -108,8 +106,65 @@ def train_tokenizer(config: PretrainConfig) -> PreTrainedTokenizerFast:
     )
 
 
+def _tokenizer_texts(corpus: CorpusConfig) -> Iterator[str]:
+    """The texts from which the tokenizer learns its vocabulary."""
+    prompt = PromptFormat()
+    count = min(corpus.documents, _TOKENIZER_DOCUMENTS)
+    data = generate("train", count, seed=corpus.seed, questions_per_document=2)
+    yield from (prompt.document.format(document=document.text) for document in data.documents)
+    yield from (prompt.question.format(question=question.question) for question in data.questions)
+
+
+class ReadingSequences:
+    """`d_1 ... d_n, question, answer, question, answer, ...`: documents, then questions on them in any order.
+
+    Such sequences teach an LM to answer from the text before the question, several times for each document read.
+
+    Args:
+        documents: the documents; each begins one sequence.
+        questions: the questions of each document, by its id.
+        encoder: writes documents, questions and answers as token ids.
+        documents_per_sequence: numbers of documents of a sequence; one is drawn for each.
+        length: longest sequence in tokens.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        questions: dict[str, list[Question]],
+        encoder: PromptEncoder,
+        documents_per_sequence: Sequence[int],
+        length: int,
+    ) -> None:
+        self._documents = documents
+        self._questions = questions
+        self._encoder = encoder
+        self._sizes = documents_per_sequence
+        self._length = length
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def sequence(self, index: int, seed: int) -> list[int]:
+        """The sequence of one document; `seed` determines everything random in it."""
+        rng = random.Random(seed)
+        others = rng.sample(range(len(self._documents)), rng.choice(self._sizes) - 1)
+        chosen = [self._documents[i] for i in {index, *others}]
+        rng.shuffle(chosen)
+        encoder = self._encoder
+        ids = encoder.prompt_start([document.text for document in chosen])
+        questions = [question for document in chosen for question in self._questions[document.id]]
+        rng.shuffle(questions)
+        for question in questions:
+            pair = encoder.question(question.question) + encoder.answer(question.answers[0])
+            if len(ids) + len(pair) > self._length:
+                break
+            ids += pair
+        return ids[: self._length]
+
+
 class PretrainTask(Task):
-    """The LM, its corpus and its validation: perplexity, and for newswire the open-book exact match.
+    """The LM, its corpus and its validation: perplexity, and exact match and F1 with the document in the prompt.
 
     Args:
         config: the recipe.
@@ -121,31 +176,12 @@ class PretrainTask(Task):
         self.config = config
         folder = output / "tokenizer"
         if not folder.exists():
-            name = config.lm.tokenizer
-            (train_tokenizer(config) if name is None else load_tokenizer(name)).save_pretrained(folder)
+            train_tokenizer(config).save_pretrained(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.encoder = PromptEncoder(self.tokenizer)
         torch.manual_seed(config.trainer.seed)
-        self.lm = self.network()
-        embedded = self.lm.get_input_embeddings().weight
-        # They are tied to the output: this scale gives logits of unit variance. With the usual 0.02, rare tokens are
-        # hard to tell apart.
-        torch.nn.init.normal_(embedded, std=config.lm.hidden_size**-0.5)
-        make_embeddings = _PRETRAINED_EMBEDDINGS.get(config.lm.embeddings)
-        if make_embeddings is not None:
-            with torch.no_grad():
-                embedded.copy_(make_embeddings(self.tokenizer, config.lm.hidden_size))
-        self._answer_mark = self.encoder.question("")[-2:]
-        self._compiled: Any = torch.compile(self.token_losses, dynamic=False) if config.compile else self.token_losses
-        if config.corpus.kind == "newswire":
-            self._open_newswire()
-        else:
-            self._open_texts(output)
-
-    def network(self) -> Any:
-        """The LM with random weights."""
-        sizes = self.config.lm
-        return LlamaForCausalLM(
+        sizes = config.lm
+        self.lm = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=len(self.tokenizer),
                 hidden_size=sizes.hidden_size,
@@ -161,9 +197,10 @@ class PretrainTask(Task):
                 pad_token_id=self.tokenizer.pad_token_id,
             )
         )
-
-    def _open_newswire(self) -> None:
-        corpus = self.config.corpus
+        # The embeddings are tied to the output: this scale gives logits of unit variance. With the usual 0.02, rare
+        # tokens are hard to tell apart.
+        torch.nn.init.normal_(self.lm.get_input_embeddings().weight, std=sizes.hidden_size**-0.5)
+        corpus = config.corpus
         sets = []
         for split, count in (("train", corpus.documents), ("val", corpus.validation_documents)):
             data = generate(split, count, seed=corpus.seed, questions_per_document=4)
@@ -176,38 +213,23 @@ class PretrainTask(Task):
                     corpus.sequence_length,
                 )
             )
-        self._sources: list[tuple[Sequences, float]] = [(sets[0], 1.0)]
-        self._held_out: Sequences = sets[1]
-        self._asked: QADataset | None = data
-
-    def _open_texts(self, output: Path) -> None:
-        corpus, data = self.config.corpus, self.config.corpus.questions
-        prepared = Preparation(output / "blocks", corpus, self.encoder)
-        text, cloze = prepared.texts()
-        text, self._held_out = text.split(corpus.validation_documents)
-        self._sources = [(text, corpus.shares.text), (cloze, corpus.shares.cloze)]
-        self._asked = None
-        if data is not None:
-            self._sources.append((prepared.questions(data.training_set()), corpus.shares.questions))
-            self._asked = data.validation_set()
+        self._training, self._held_out = sets
+        self._validation = data
 
     def batch(self, step: int, micro: int, size: int) -> tuple[Tensor, Tensor]:
         """Token ids `[B, L]` and targets `[B, L]`, which are -100 where there is no loss."""
-        trainer, copy_steps = self.config.trainer, self.config.corpus.copy_steps
+        copy_steps = self.config.corpus.copy_steps
         if step < copy_steps:
             return self._copies(size)
-        rows: list[list[int]] = []
-        counts = portions(size, [share for _, share in self._sources])
-        for (source, _), count in zip(self._sources, counts, strict=True):
-            per_step = count * self.passes
-            indices = shuffled(len(source), step - copy_steps, micro, count, seed=trainer.seed, per_step=per_step)
-            first = step * per_step + micro * count
-            rows += [source.sequence(i, first + n) for n, i in enumerate(indices)]
-        return self._padded(rows)
+        per_step = size * self.passes
+        seed = self.config.trainer.seed
+        indices = shuffled(len(self._training), step - copy_steps, micro, size, seed=seed, per_step=per_step)
+        first = step * per_step + micro * size
+        return self._padded([self._training.sequence(i, first + n) for n, i in enumerate(indices)])
 
     def _copies(self, size: int) -> tuple[Tensor, Tensor]:
         """Sequences of random tokens, repeated once; the targets are the repetition without its first token."""
-        shortest, longest = self.config.corpus.copy_length
+        shortest, longest = _COPIED
         length = int(torch.randint(shortest, longest + 1, ()))
         tokens = torch.randint(len(self.tokenizer), (size, length))
         ids = torch.cat([torch.full((size, 1), self.tokenizer.bos_token_id), tokens, tokens], 1)
@@ -219,102 +241,34 @@ class PretrainTask(Task):
         """Rows padded on the right, which causal attention never reads; all of their tokens are targets."""
         pad = self.tokenizer.pad_token_id
         ids, _ = pad_rows(rows, pad, self.lm.device)
-        return ids, ids.masked_fill(ids == pad, -100)  # packed blocks bring padding of their own
-
-    def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Negative log-likelihood of every token but the first of each row `[B, L - 1]`, 0 where there is no target."""
-        logits = self.lm(input_ids=ids, use_cache=False).logits[:, :-1]
-        return functional.cross_entropy(logits.float().transpose(1, 2), targets[:, 1:], reduction="none")
+        return ids, ids.masked_fill(ids == pad, -100)
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        ids, targets = batch
-        # All blocks have one shape; torch.compile would compile every other shape anew.
-        compiled = ids.shape[1] == self.config.corpus.sequence_length
-        losses = (self._compiled if compiled else self.token_losses)(ids, targets)
-        weights = (targets[:, 1:] != -100).float()
-        answers = answer_tokens(ids, self._answer_mark, self.encoder.eos)[:, 1:] & (targets[:, 1:] != -100)
-        scalars = {"answers": losses[answers].mean()} if answers.any() else {}
-        weights[answers] = self.config.corpus.answer_weight
-        return {"loss": (losses * weights).sum() / weights.sum(), **scalars}
+        total, count = self._loss(*batch)
+        return {"loss": total / count}
+
+    def _loss(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of the targets' negative log-likelihoods, and their number; the first token of a row is no target."""
+        logits = self.lm(input_ids=ids, use_cache=False).logits[:, :-1]
+        losses = functional.cross_entropy(logits.float().transpose(1, 2), targets[:, 1:], reduction="sum")
+        return losses, (targets[:, 1:] != -100).sum()
 
     def validate(self) -> dict[str, float]:
         total, count = 0.0, 0
         rows = [self._held_out.sequence(i, i) for i in range(len(self._held_out))]
-        for first in range(0, len(rows), 32):
-            ids, targets = self._padded(rows[first : first + 32])
-            total += float(self.token_losses(ids, targets).sum())
-            count += int((targets[:, 1:] != -100).sum())
-        figures = {"perplexity": math.exp(total / count)}
-        if self._asked is not None:
-            texts = {document.id: document.text for document in self._asked.documents}
-            questions = self._asked.questions
-            if self.config.corpus.kind == "text":  # from all over the stream
-                questions = questions[:: -(-len(questions) // self.config.corpus.validation_questions)]
-            contexts = [[texts[question.gold]] for question in questions]
-            figures |= reading_scores(self.lm, self.encoder, questions, contexts)
-        return figures
+        for first in range(0, len(rows), _VALIDATION_BATCH):
+            losses, targets = self._loss(*self._padded(rows[first : first + _VALIDATION_BATCH]))
+            total += float(losses)
+            count += int(targets)
+        texts = {document.id: document.text for document in self._validation.documents}
+        questions = self._validation.questions
+        contexts = [[texts[question.gold]] for question in questions]
+        return {"perplexity": math.exp(total / count), **reading_scores(self.lm, self.encoder, questions, contexts)}
 
     def speed(self, examples: float) -> dict[str, float]:
-        return training_speed(self.lm, examples, self.config.corpus.sequence_length)
+        return {"tokens_per_second": examples * self.config.corpus.sequence_length}
 
     def save(self, folder: Path) -> None:
         with quiet():
             self.lm.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-
-
-def portions(size: int, shares: Sequence[float]) -> list[int]:
-    """Splits `size` in proportion to the shares; what remains goes to the largest remainders."""
-    exact = [size * share / sum(shares) for share in shares]
-    counts = [int(value) for value in exact]
-    order = sorted(range(len(shares)), key=lambda i: counts[i] - exact[i])
-    for i in order[: size - sum(counts)]:
-        counts[i] += 1
-    return counts
-
-
-def answer_tokens(ids: Tensor, mark: Sequence[int], eos: int) -> Tensor:
-    """Mask `[B, L]` of answer tokens: those after the mark that ends a question, up to the end of the sequence.
-
-    Args:
-        ids: token ids `[B, L]`.
-        mark: last tokens of every question.
-        eos: token that ends an answer and belongs to it.
-    """
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    for offset, token in enumerate(reversed(mark)):
-        begins &= functional.pad(ids == token, (offset, 0))[:, : ids.shape[1]]
-    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    begun = torch.where(begins, places, -1).cummax(1).values
-    ended = torch.where(ids == eos, places, -1).cummax(1).values
-    inside = begun > ended
-    return functional.pad(inside, (1, 0))[:, : ids.shape[1]]
-
-
-def training_speed(lm: Any, sequences: float, length: int) -> dict[str, float]:
-    """Tokens per second and, on a chip whose peak is known, the share of this peak.
-
-    A token costs 6 FLOP for each weight, and 6 x layers x width x length for causal attention, forward and backward
-    (Chowdhery et al., 2022, "PaLM", appendix B; halved, because causal attention skips later tokens).
-
-    Args:
-        lm: a causal LM.
-        sequences: full sequences per second over all processes.
-        length: tokens of a sequence.
-    """
-    tokens = sequences * length
-    speed = {"tokens_per_second": tokens}
-    peak = _peak(lm.device)
-    if peak is not None:
-        weights = sum(parameter.numel() for parameter in lm.parameters())
-        per_token = 6 * weights + 6 * lm.config.num_hidden_layers * lm.config.hidden_size * length
-        processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        speed["share_of_peak"] = tokens * per_token / (peak * processes)
-    return speed
-
-
-def _peak(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for chip, peak in _PEAKS.items() if chip in name), None)

@@ -13,7 +13,6 @@ from pipelines.stages import with_stage_folders
 from pipelines.tasks.add_lexical import AddLexicalConfig, write_extended
 from pipelines.tasks.fit_recency import FitRecencyConfig, write_fitted
 from pipelines.tasks.pretrain import PretrainConfig, PretrainTask
-from pipelines.tasks.pretrain_t5 import PretrainT5Task
 from pipelines.tasks.train import TrainTask
 from pipelines.tasks.train_config import TrainConfig
 from pipelines.tasks.tune_prior import TunePriorConfig, TunePriorTask
@@ -36,10 +35,6 @@ class TaskKind:
     run: Callable[[Any, Path, str], None]
 
 
-def _pretraining(recipe: PretrainConfig, output: Path) -> Task:
-    return (PretrainT5Task if recipe.lm.kind == "t5" else PretrainTask)(recipe, output)
-
-
 def _training(make: Callable[[Any, Path], Task]) -> Callable[[Any, Path, str], None]:
     def run(recipe: Any, output: Path, label: str) -> None:
         Trainer(make(recipe, output), recipe.trainer, output, label=label).run()
@@ -48,7 +43,7 @@ def _training(make: Callable[[Any, Path], Task]) -> Callable[[Any, Path, str], N
 
 
 TASK_KINDS = {
-    "pretrain": TaskKind(PretrainConfig, _training(_pretraining)),
+    "pretrain": TaskKind(PretrainConfig, _training(PretrainTask)),
     "tune_qa": TaskKind(TuneConfig, _training(lambda recipe, _: TuneTask(recipe))),
     "tune_reading": TaskKind(TuneReadingConfig, _training(lambda recipe, _: TuneReadingTask(recipe))),
     "train": TaskKind(TrainConfig, _training(lambda recipe, _: TrainTask(recipe))),

@@ -28,7 +28,6 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.corpora.title_groups import drawn, title_groups
-from pipelines.tasks.cpu_attention import use_products_where_faster
 from pipelines.trainer import Task, TrainerConfig
 
 _LENGTH_RATIO = 1.5  # largest ratio of the longest to the shortest text that the encoder reads at a time
@@ -97,7 +96,6 @@ class TunePriorTask(Task):
         self.model.requires_grad_(False)
         prior.requires_grad_(True)
         encoder.requires_grad_(True)
-        use_products_where_faster(encoder, config.trainer)
         encoder.get_input_embeddings().requires_grad_(False)  # the base LM may read with them, too
         hashed = self.model.config.hashed_bm25
         self.log_lexical_weight = None if hashed is None else nn.Parameter(torch.tensor(hashed.weight).log())

@@ -29,7 +29,6 @@ from mac_rag.model.presets import preset_values
 from pipelines.corpora.long_documents import within_sequences
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
 from pipelines.initializers.pointer_head import init_pointer_head
-from pipelines.tasks.cpu_attention import use_products_where_faster
 from pipelines.tasks.open_book import reading_scores
 from pipelines.tasks.pointer_loss import last_attention, places_of, pointer_loss
 from pipelines.trainer import Task, TrainerConfig, shuffled
@@ -150,7 +149,6 @@ class TuneTask(Task):
             )
         if base_lm is None:
             make_trainable(self.lm, config.lora_rank if config.tune == "lora" else None)
-            use_products_where_faster(self.lm, config.trainer)
         self.encoder = prompt_encoder(tokenizer, config.prompt)
         data = config.data.training_set()
         if config.context.retriever != "none":
