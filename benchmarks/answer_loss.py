@@ -32,9 +32,9 @@ def main(
 ) -> None:
     """Print the loss of gold answers, in nats a token.
 
-    The LM reads the question behind nothing; behind the text of its document; behind the memory tokens of its document,
-    which no aggregation chose; and behind what is aggregated from a bank of all documents. Memory comes from the
-    recipe's networks with random maps (`init: pretrained`), from those that it starts with, and from the trained ones.
+    The LM reads the question alone; after the text of its document; after the memory tokens of its document, without
+    aggregation; and after phi* of a bank of all documents. The memory is that of the recipe's networks with random
+    maps (`init: pretrained`), of those that training starts with, and of the trained ones.
     """
     from eval.harness.streams import named_data, open_stream
     from mac_rag.model import MACModel
@@ -50,9 +50,9 @@ def main(
     texts = {document.id: document.text for document in stream.documents}
     prompts = trained.base_lm.prompts
     bare = _loss(trained, stream.questions, [prompts.prompt(each.question) for each in stream.questions], None)
-    behind = [prompts.prompt(each.question, [texts[each.gold]]) for each in stream.questions]
+    open_book = [prompts.prompt(each.question, [texts[each.gold]]) for each in stream.questions]
     say(f"  nothing in front                      {bare:.2f}")
-    say(f"  the text                              {_loss(trained, stream.questions, behind, None):.2f}")
+    say(f"  the text                              {_loss(trained, stream.questions, open_book, None):.2f}")
     starts = dict.fromkeys(["pretrained", config.init])
     for init in starts:
         start = TrainTask(config.model_copy(update={"init": init})).model
@@ -79,7 +79,7 @@ def _report(name: str, model: MACModel, stream: QADataset) -> None:
 def _loss(
     model: MACModel, questions: Sequence[Question], prompts: Sequence[Sequence[int]], phi: Tensor | None
 ) -> float:
-    """The mean loss of a token of the answers behind their prompts and phi* `[questions, T, D]`."""
+    """The mean loss of a token of the answers after their prompts and phi* `[questions, T, D]`."""
     import torch
 
     answers = [model.base_lm.prompts.answer(each.answers[0]) for each in questions]

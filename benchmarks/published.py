@@ -1,8 +1,8 @@
 """The published implementation, rewritten for our networks as the baseline of benchmarks.
 
 It differs from ours in four things only. It pads every document to 1,024 tokens. It repeats the bank for every
-question, and computes normalisation, keys and values anew. Its LM generates without a key-value cache. Each training
-step makes three more LM passes, only for its log. The results equal ours up to rounding.
+question, and computes normalisation, keys and values each time. Its LM generates without a key-value cache.
+Each training step makes three more LM passes, only for its log. The results equal ours up to rounding.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def aggregate(model: MACModel, questions: Sequence[str], phi: Tensor) -> Tensor:
 
 
 def attend(network: AggregationNetwork, question: MemoryTokens, phi: MemoryTokens) -> Tensor:
-    """phi* `[B, T, D]`, from a copy of the bank for each question that every block normalises and projects anew.
+    """phi* `[B, T, D]`, from a copy of the bank for each question that every block normalises and projects again.
 
     Args:
         question: B encoded questions.

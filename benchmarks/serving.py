@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Of 100 requests of the mixed load, how many are of which kind.
 MIXED = {"ask": 70, "stream": 15, "put": 10, "delete": 5}
 _PARTS = 8  # of the mixed load
-_REST = 15.0  # seconds behind each of them, at most as long as it
+_REST = 15.0  # seconds of rest after each of them, at most as long as the part itself
 _SETTLED = 5  # documents of each client, about, once puts and deletes balance
 
 
@@ -47,7 +47,7 @@ def main(
 ) -> None:
     """Time questions to the engine and to a server on loopback; then mix questions, streams, puts and deletes.
 
-    The mix comes in eight parts, and behind each the server rests and shows what memory it holds while it does nothing.
+    The mix comes in eight parts. After each, the server rests, and its memory at rest is measured.
     At the end it is killed in the middle of such a mix and started again, and every put and delete that was
     acknowledged is looked for.
     """
@@ -338,7 +338,7 @@ def outcome(status: int, kind: str) -> str:
 
 
 def run_load(request: Callable[[int, random.Random], str], clients: int, seconds: float, seed: int) -> Result:
-    """Makes requests from so many threads, each behind the answer to its last one, for so many seconds."""
+    """Makes requests for some seconds from some threads; each thread waits for its last answer first."""
     result, end = Result(), time.perf_counter() + seconds
 
     def client(number: int) -> None:

@@ -21,7 +21,7 @@ def main(
     documents: Annotated[int, typer.Option(min=2, help="Documents in the bank, the first ones of the stream.")] = 1000,
     questions: Annotated[int, typer.Option(min=20, help="Questions, half of them without their answers.")] = 400,
     retriever: Annotated[
-        str, typer.Option(help="Fit answers behind the documents of this retriever instead of those from memory alone.")
+        str, typer.Option(help="Fit answers after the documents of this retriever instead of those from memory alone.")
     ] = "none",
     k: Annotated[int, typer.Option(min=1, help="Retrieved documents in front of a question.")] = 5,
     seed: Annotated[int, typer.Option(help="Random seed of the questions.")] = 0,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mac_rag.cli.run import run_command
 from mac_rag.cli.terminal import say
 from pipelines.recipe import ConfigOption, SetOption, load_recipe
+
+if TYPE_CHECKING:
+    from mac_rag.model import MACModel
+    from mac_rag.nn.product_quantizer import ProductQuantizer
 
 
 def main(
@@ -26,21 +31,58 @@ def main(
     else of the recipe is read. They go into the model's folder. Its weights stay as they are, and a bank that has
     codebooks keeps them.
     """
+    import random
+
     from mac_rag.errors import ConfigError
     from mac_rag.model import MACModel
     from mac_rag.model.checkpoint import CONFIG, write_quantizer
-    from pipelines.tasks.fit_rows import drawn, fit_quantizer
     from pipelines.tasks.train_config import TrainConfig
 
     if not (model / CONFIG).is_file():
         raise ConfigError(f"{model} is no folder of a MAC model; save one there first (MACModel.save_pretrained)")
     loaded = MACModel.from_pretrained(model)
     dataset = load_recipe(TrainConfig, config, set_).data.training_set()
-    texts = drawn([document.text for document in dataset.documents], documents, seed)
+    texts = [document.text for document in dataset.documents]
+    texts = random.Random(seed).sample(texts, min(documents, len(texts)))
     quantizer = fit_quantizer(loaded, texts, code_bytes, seed=seed)
     write_quantizer(quantizer, model)
     source = f"{len(texts):,} documents of {dataset.name}, {dataset.split}"
     say(f"{model}: {quantizer.code_bytes} bytes for each memory token, fitted to {source}")
+
+
+def fit_quantizer(model: MACModel, texts: Sequence[str], code_bytes: int, *, seed: int = 0) -> ProductQuantizer:
+    """Fits codebooks to a model's memory tokens of some texts.
+
+    A model with a sentence encoder keeps the first token of a row as it is: the document prior compares it.
+
+    Args:
+        model: the model.
+        texts: representative documents.
+        code_bytes: M, bytes of a token.
+        seed: random seed.
+
+    Raises:
+        ConfigError: for too few texts, or where M does not divide the width of a token.
+        DocumentError: for a text that the model cannot take.
+    """
+    from mac_rag.errors import ConfigError
+    from mac_rag.nn.product_quantizer import CODEWORDS, ProductQuantizer
+
+    rows = [row for text in texts for row in model.amortization.plan(text)]
+    whole = int(model.config.sentence_encoder is not None)
+    tokens = model.config.tokens - whole
+    if tokens < 1 or len(rows) * tokens < CODEWORDS:
+        raise ConfigError(
+            f"{len(rows)} rows of {max(0, tokens)} tokens are too few to learn {CODEWORDS} codewords from; take more "
+            "documents"
+        )
+    if model.base_lm.width % code_bytes:
+        raise ConfigError(
+            f"{code_bytes} bytes cannot share the {model.base_lm.width} numbers of a memory token evenly; take a "
+            "divisor"
+        )
+    phi = model.amortize_rows(rows)[:, : model.config.tokens].cpu()
+    return ProductQuantizer.fit(phi, code_bytes, fingerprint=model.fingerprint, whole=whole, seed=seed)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ The paper's objective is the `answer` term alone. The others help a small model 
 `contrastive` teaches the document prior, and `alignment` the aggregation network without the LM.
 
 The two distillation terms need no answers: `aggregated_distillation` is to `answer` what `distillation` is to `direct`,
-with the LM behind the document as the teacher in place of the answer.
+with the LM that has read the document as the teacher, in place of the answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mac_rag.nn.attention import recomputing_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
 
 _LENGTH_RATIO = 2.0  # largest ratio of the longest to the shortest prompt of a batch
-_ANSWERING_TOKENS = 8192  # prompt tokens that the LM answers behind at a time
+_ANSWERING_TOKENS = 8192  # prompt tokens of a batch for which the LM writes answers
 
 
 class LossWeights(Config):
@@ -36,7 +36,7 @@ class LossWeights(Config):
     Attributes:
         answer: negative log-likelihood of the answer under phi*, the aggregate of all documents (equation 2).
         direct: the same under the memory tokens of the question's own document, without aggregation.
-        distillation: cross-entropy between the LM's predictions under these memory tokens and its predictions behind
+        distillation: cross-entropy between the LM's predictions under these memory tokens and its predictions after
             the document itself without memory, which are the teacher (context distillation; Askell et al., 2021).
         aggregated_distillation: the same under phi*, the aggregate of all documents, as the model is used.
         reconstruction: negative log-likelihood of a document under its own memory tokens.
@@ -68,7 +68,7 @@ class Batch:
         documents: K texts.
         questions: B texts.
         answers: B texts; an empty one where no answer is known. There the distillation terms read what the LM itself
-            answers behind the question's document.
+            answers after the question's document.
         gold: for each question, the index of the document that answers it.
         contexts: retrieved documents in front of each question; empty if there are none for all questions.
         without_memory: True for each question that the LM answers without phi*; empty if it has phi* for all.
@@ -151,7 +151,7 @@ def mac_loss(
     if any(batch.abstains):
         abstention = prompts.answer(prompts.format.abstention or "")
         targets = [abstention if a else answer for answer, a in zip(answers, batch.abstains, strict=True)]
-    behind_contexts = [
+    after_contexts = [
         prompts.prompt(question, documents, model.context_window - len(answer))
         for question, documents, answer in zip(batch.questions, contexts, targets, strict=True)
     ]
@@ -177,7 +177,7 @@ def mac_loss(
         mask = _seen(batch.gold_hidden, gold, len(attended))
         aggregated, _ = model.aggregation(encoded, bank, mask=mask, asked=asked, attention=recomputing_attention)
     if weights.answer:
-        terms["answer"] = _mean_loss(model, behind_contexts, targets, aggregated, batch.without_memory)
+        terms["answer"] = _mean_loss(model, after_contexts, targets, aggregated, batch.without_memory)
     if weights.alignment:
         sees = torch.tensor([not hidden for hidden in batch.gold_hidden or [False] * len(gold)], device=gold.device)
         own, width = memory[gold[sees]].detach(), memory.shape[-1:]
@@ -191,7 +191,7 @@ def mac_loss(
         said = _logits(model, alone, answers, memory[gold])
         terms["distillation"] = functional.cross_entropy(said.float(), taught)
     if weights.aggregated_distillation:
-        said = _logits(model, behind_contexts, answers, aggregated, batch.without_memory)
+        said = _logits(model, after_contexts, answers, aggregated, batch.without_memory)
         terms["aggregated_distillation"] = functional.cross_entropy(said.float(), taught)
     if weights.reconstruction:
         starts = [prompts.start or [prompts.eos]] * len(rows)
@@ -286,7 +286,7 @@ def _mean_loss(
 
 @torch.no_grad()
 def with_own_answers(model: MACModel, batch: Batch) -> list[str]:
-    """The answers of a batch; where none is known, what the LM itself answers behind the question's own document.
+    """The answers of a batch; where none is known, what the LM itself answers after the question's own document.
 
     It answers greedily, without memory, in at most `max_new_tokens` tokens.
     """
@@ -303,16 +303,16 @@ def with_own_answers(model: MACModel, batch: Batch) -> list[str]:
 
 @torch.no_grad()
 def _teacher(model: MACModel, batch: Batch, answers: Sequence[list[int]]) -> Tensor:
-    """What the LM predicts of each answer token behind the question's own document: `[N, vocabulary]`, in float32."""
+    """Probabilities of each answer token after the question's own document: `[N, vocabulary]`, in float32."""
     open_book = _open_book(model, batch, [len(answer) for answer in answers])
     return _logits(model, open_book, answers, None).float().softmax(-1)
 
 
-def _open_book(model: MACModel, batch: Batch, behind: Sequence[int]) -> list[list[int]]:
-    """Each question behind its own document, with room for as many tokens behind it."""
+def _open_book(model: MACModel, batch: Batch, rooms: Sequence[int]) -> list[list[int]]:
+    """Each question after its own document, with room for that many tokens after it."""
     return [
         model.base_lm.prompts.prompt(question, [batch.documents[index]], model.context_window - room)
-        for question, index, room in zip(batch.questions, batch.gold, behind, strict=True)
+        for question, index, room in zip(batch.questions, batch.gold, rooms, strict=True)
     ]
 
 

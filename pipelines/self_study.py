@@ -44,7 +44,7 @@ def main(
         bool,
         typer.Option(
             "--own-answers",
-            help="Keep all well-formed questions, with what the LM itself answers behind the passage: for training by "
+            help="Keep all well-formed questions, with what the LM itself answers after the passage: for training by "
             "distillation alone.",
         ),
     ] = False,

@@ -33,20 +33,20 @@ Hooks: TypeAlias = "OrderedDict[int, Callable[..., Any]]"
 
 
 class _Unit(NamedTuple):
-    """A module that is sharded as one, as it was before.
+    """A module that is sharded as a whole, and what it was before.
 
     Attributes:
         module: the module.
         kind: its class.
         attributes: names of its attributes.
-        before, behind: its hooks before and behind its forward pass.
+        pre_hooks, hooks: its hooks before and after its forward pass.
     """
 
     module: nn.Module
     kind: type[nn.Module]
     attributes: frozenset[str]
-    before: Hooks
-    behind: Hooks
+    pre_hooks: Hooks
+    hooks: Hooks
 
 
 class ShardedTask:
@@ -172,11 +172,11 @@ class ShardedTask:
     def _as_before(self) -> Iterator[None]:
         """Makes the modules what they were before they were sharded: of their own class, without what FSDP2 added."""
         present = [(unit.module, type(unit.module), dict(vars(unit.module))) for unit in self._units]
-        for module, kind, attributes, before, behind in self._units:
+        for module, kind, attributes, pre_hooks, hooks in self._units:
             module.__class__ = kind
             for name in vars(module).keys() - attributes:
                 del vars(module)[name]  # among them FSDP2's state, which cannot be copied
-            module._forward_pre_hooks, module._forward_hooks = OrderedDict(before), OrderedDict(behind)
+            module._forward_pre_hooks, module._forward_hooks = OrderedDict(pre_hooks), OrderedDict(hooks)
         try:
             yield
         finally:

@@ -78,7 +78,7 @@ class Trainer:
             self.model: torch.nn.Module = task
         else:
             self.model = self.accelerator.prepare(task.to(self.accelerator.device))
-        # Behind the sharding, which replaces the parameters.
+        # After the sharding, which replaces the parameters.
         groups = task.parameter_groups() if self._sharded is None else self._sharded.parameter_groups()
         self.optimizer = torch.optim.AdamW(
             groups, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay, fused=True

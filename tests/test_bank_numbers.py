@@ -18,7 +18,7 @@ from mac_rag.memory.storage.repair import verify
 from mac_rag.memory.views.overview import put_with_overview
 from mac_rag.memory.views.projection import ProjectedBank
 from mac_rag.model import MACModel
-from pipelines.tasks.fit_rows import fit_quantizer
+from pipelines.fit_rows import fit_quantizer
 from tests.cli.helpers import refusal, run
 from tests.memory.helpers import rounded
 from tests.pipelines.helpers import command

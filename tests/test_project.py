@@ -132,7 +132,7 @@ def test_every_recipe_is_read_by_its_pipeline(name: str, monkeypatch: pytest.Mon
         pass
 
     task = read_recipe(name, None).task or Path(name).name.partition("-")[0]
-    if task == "add_lexical":  # whose command has options in place of a recipe
+    if task == "add_lexical":  # a stage of pipelines.run only
         recipe = read_recipe(name, None)
         AddLexicalConfig.parse(recipe.values, recipe.where)
         return

@@ -65,7 +65,7 @@ class MemorySlots(nn.Module):
 
     A slot's tokens carry a mark of its place, none for the first one, and another one times how much less probable the
     document prior holds the document that the slot sees first than the first slot's: so the LM can learn how far to
-    trust it. Marks are zero unless `pipelines.initializers.kv_regression` fits them.
+    trust it. Marks are zero unless `pipelines.tasks.kv_regression` fits them.
 
     Args:
         count: S.

@@ -63,7 +63,7 @@ def within_sequences(data: QADataset, encoder: PromptEncoder, length: int) -> QA
     Args:
         data: the data set.
         encoder: writes the sequences.
-        length: largest number of tokens of a sequence. Behind a question of more than three quarters of it, the
+        length: largest number of tokens of a sequence. If a question takes more than three quarters of it, the
             documents still get a quarter.
 
     Raises:
@@ -74,8 +74,8 @@ def within_sequences(data: QADataset, encoder: PromptEncoder, length: int) -> QA
 
     def chunks(document: Document) -> list[str]:
         about = [(question.question, question.answers[0]) for question in questions_of[document.id]]
-        behind = max((len(encoder.prompt(q)) + len(encoder.answer(a)) for q, a in about), default=0)
-        room = max(length - behind - template, length // 4)
+        after = max((len(encoder.prompt(q)) + len(encoder.answer(a)) for q, a in about), default=0)
+        room = max(length - after - template, length // 4)
         return [chunk.text for chunk in split(document.text.strip(), encoder.texts, room)]
 
     return divided(data, chunks, f"a sequence of {length} tokens with their questions")

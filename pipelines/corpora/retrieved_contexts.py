@@ -23,7 +23,6 @@ from mac_rag.progress import progress_bar
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever
 from mac_rag.retrieval.registry import make_retriever, needs_folder
 
-_PART = 4096  # questions in one file: what an interruption can cost
 _BATCH = 256  # questions retrieved in one call
 
 Rows = NDArray[np.int32]  # [questions, depth]: indices of documents, the best first; -1 for none
@@ -32,9 +31,9 @@ Rows = NDArray[np.int32]  # [questions, depth]: indices of documents, the best f
 class Retrieved:
     """The best documents for each question of a data set.
 
-    The cache folder holds the results, part by part, under a sha256 of everything that they depend on: the retriever's
-    settings and weights, the documents, the questions and `depth`. So an interrupted retrieval goes on where it
-    stopped, and later runs on the same data find it done. Processes that need the same results wait for the first.
+    The cache folder holds the results under a sha256 of everything that they depend on: the retriever's settings and
+    weights, the documents, the questions and `depth`. So later runs on the same data find them there, and an
+    interrupted run finds the documents that it has encoded. Processes that need the same results wait for the first.
     Nobody knows what an imported retriever depends on, so its results are not cached.
 
     Args:
@@ -60,20 +59,19 @@ class Retrieved:
         return [self._documents[row] for row in self._rows[self._place[question]].tolist() if row >= 0]
 
     def _retrieved(self, texts: Sequence[str]) -> Rows:
-        """Reads cached parts and retrieves the others."""
-        rows = np.full((len(texts), self._depth), -1, dtype=np.int32)
-        parts = [range(first, min(first + _PART, len(texts))) for first in range(0, len(texts), _PART)]
+        """Reads the cached results, or retrieves and caches them."""
         retriever = self._retriever(None)
         if not needs_folder(self._name):
-            self._fill(rows, texts, parts, retriever, None)
-            return rows
+            return self._search(texts, retriever)
         folder = cache_folder() / "retrieved" / self._key(fingerprint(retriever), texts)
         make_folder(folder)
+        file, encoded = folder / "rows.safetensors", folder / "encoded"
         with FileLock(folder / "lock"):
-            missing = [part for part in parts if not _read(_file(folder, part), rows[part.start : part.stop])]
-            if missing:
-                encoded = folder / "encoded"
-                self._fill(rows, texts, missing, self._retriever(encoded), folder)
+            rows = _read(file, (len(texts), self._depth))
+            if rows is None:
+                rows = self._search(texts, self._retriever(encoded))
+                write_file(file, [array_bytes({"rows": rows})])
+                sync_folder(folder)
                 shutil.rmtree(encoded, ignore_errors=True)
         return rows
 
@@ -82,24 +80,20 @@ class Retrieved:
         assert retriever is not None
         return retriever
 
-    def _fill(
-        self, rows: Rows, texts: Sequence[str], parts: Sequence[range], retriever: Retriever, folder: Path | None
-    ) -> None:
-        """Retrieves for some parts of the questions, and writes each part to the folder, if there is one."""
+    def _search(self, texts: Sequence[str], retriever: Retriever) -> Rows:
+        """The best documents for each text."""
         retriever.put(self._documents)
         place = {document.id: index for index, document in enumerate(self._documents)}
         # An imported retriever may hold other documents, too.
         allowed = None if len(retriever) == len(place) else place.keys()
-        with progress_bar("retrieve", len(texts), done=len(texts) - sum(map(len, parts))) as bar:
-            for part in parts:
-                for first in part[::_BATCH]:
-                    batch = texts[first : min(first + _BATCH, part.stop)]
-                    for row, hits in enumerate(retriever.retrieve(batch, self._depth, allowed=allowed), first):
-                        rows[row, : len(hits)] = [place[hit.document_id] for hit in hits]
-                    bar.advance(len(batch))
-                if folder is not None:
-                    write_file(_file(folder, part), [array_bytes({"rows": rows[part.start : part.stop]})])
-                    sync_folder(folder)
+        rows = np.full((len(texts), self._depth), -1, dtype=np.int32)
+        with progress_bar("retrieve", len(texts)) as bar:
+            for first in range(0, len(texts), _BATCH):
+                batch = texts[first : first + _BATCH]
+                for row, hits in enumerate(retriever.retrieve(batch, self._depth, allowed=allowed), first):
+                    rows[row, : len(hits)] = [place[hit.document_id] for hit in hits]
+                bar.advance(len(batch))
+        return rows
 
     def _key(self, described: str, texts: Sequence[str]) -> str:
         digest = hashlib.sha256(json.dumps([described, self._depth, len(self._documents)]).encode())
@@ -119,17 +113,10 @@ def fingerprint(retriever: Retriever) -> str:
     return json.dumps([retriever.idf, retriever.tokenizer.describe(), versions])
 
 
-def _read(file: Path, rows: Rows) -> bool:
-    """Fills in the rows of one part; False if its file is missing or damaged."""
+def _read(file: Path, shape: tuple[int, int]) -> Rows | None:
+    """The rows of a file; None if it is missing or damaged."""
     try:
-        part = load_arrays(file.read_bytes())["rows"]
+        rows: Rows = load_arrays(file.read_bytes())["rows"]
     except (OSError, SafetensorError, KeyError):
-        return False
-    if part.shape != rows.shape:
-        return False
-    rows[:] = part
-    return True
-
-
-def _file(folder: Path, part: range) -> Path:
-    return folder / f"{part.start:09d}.safetensors"
+        return None
+    return rows if rows.shape == shape else None

@@ -31,7 +31,7 @@ def dates(text: str) -> list[Span]:
 
 
 def numbers(text: str) -> list[Span]:
-    """Numbers in digits, with a sign of money in front of them, and an ordinal's ending or a percent sign behind."""
+    """Numbers in digits, with a currency sign before them, and an ordinal's ending or a percent sign after them."""
     return [match.span() for match in _NUMBER.finditer(text)]
 
 

@@ -20,7 +20,7 @@ KINDS = SPAN_KINDS + OPEN_KINDS
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[\"'“‘(]?[A-Z0-9])|\n+")
 _YEAR = re.compile(r"1\d{3}|20\d\d")
 _OPENINGS = {"date": "When", "number": "How", "phrase": "What"}
-# Two or three words behind an article, up to a word or a sign that ends a noun phrase.
+# Two or three words after an article, up to a word or a sign that ends a noun phrase.
 _PHRASE = re.compile(
     r"\b(?:[Tt]he|[Aa]n?) ([a-z][a-z'-]{2,}(?: [a-z][a-z'-]{2,}){1,2})"
     r"(?=[.,;:)]|$| (?:of|in|on|at|and|or|is|was|are|were|has|had|to|for|by|with|from|that|which|who|as)\b)"
@@ -127,5 +127,5 @@ def _spans(passage: str) -> Mapping[str, Sequence[Span]]:
 def _apart(spans: Sequence[Span], taken: Sequence[Span]) -> Iterator[Span]:
     """The spans that overlap none of those that are taken."""
     for first, end in spans:
-        if all(end <= before or first >= behind for before, behind in taken):
+        if all(end <= other_first or first >= other_end for other_first, other_end in taken):
             yield first, end

@@ -18,7 +18,7 @@ class Conversation:
         instruction: what to do.
         examples: requests with the answers that are wanted.
         request: the last request, which the LM is to answer.
-        opening: how its answer begins: an LM of our own goes on behind it; empty for any beginning.
+        opening: how its answer begins: an LM of our own continues it; empty for any beginning.
     """
 
     instruction: str
@@ -150,7 +150,7 @@ def _to_answer(passage: str, candidate: Candidate) -> str:
 
 
 def reading(passage: str, kind: str, question: str) -> Conversation:
-    """The conversation in which the LM answers a question of a kind behind the passage."""
+    """The conversation in which the LM answers a question of a kind after the passage."""
     instruction, ((first, answer), second) = _READING[kind in SPAN_KINDS]
     return Conversation(instruction, ((f"{_BRIDGE}\n\n{first}", answer), second), f"{passage}\n\n{question}")
 
@@ -165,7 +165,7 @@ def most_tokens(kind: str, *, answer: bool) -> int:
 def read_question(candidate: Candidate, text: str) -> Written | None:
     """The question, and the answer if the LM writes it, in what the LM has written; None if there is none.
 
-    What stands behind the question's first question mark is left out.
+    Text after the first question mark is left out.
 
     Examples:
         >>> read_question(Candidate("reason"), "Question: Why did it rust?\\nAnswer: because of the rain")
@@ -173,12 +173,12 @@ def read_question(candidate: Candidate, text: str) -> Written | None:
         >>> read_question(Candidate("name", "Ada"), "Ada designed it.") is None
         True
     """
-    written, *behind = _ANSWER.split(text.strip(), maxsplit=1)
+    written, *rest = _ANSWER.split(text.strip(), maxsplit=1)
     lines = [line.strip() for line in _QUESTION.sub("", written).strip().splitlines() if line.strip()]
     question, mark, _ = (lines[0] if lines else "").partition("?")
     question = f"{question.strip().lstrip(_QUOTES)}?"
     words = len(question.split())
-    answer = candidate.answer if candidate.answer is not None else read_answer(behind[0] if behind else "")
+    answer = candidate.answer if candidate.answer is not None else read_answer(rest[0] if rest else "")
     if not mark or not _FEWEST_WORDS <= words <= _MOST_WORDS or answer is None or not is_text(question):
         return None
     return Written(question, answer)

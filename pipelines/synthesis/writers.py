@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 _PASSAGE = 400  # most tokens of a passage
 _LEAST_PASSAGE = 32
 _ROOM = 160  # tokens for a question, its answer and the sentence around it, beside passage and examples
-_CPU_BATCH, _GPU_BATCH = 4096, 65536  # padded tokens of prompts that are written behind at a time
+_CPU_BATCH, _GPU_BATCH = 4096, 65536  # padded tokens of a batch
 _WORKERS = 4  # requests to a LlamaIndex LLM at the same time
-_BASE_STOP = "\n\n"  # behind what an LM without a chat template writes
+_BASE_STOP = "\n\n"  # ends what an LM without a chat template writes
 
 
 class Passage(NamedTuple):
@@ -53,7 +53,7 @@ class Writer(ABC):
         window: tokens that the LM reads and writes at once.
 
     Raises:
-        ConfigError: for a window that has no room for a passage behind the examples.
+        ConfigError: for a window that has no room for a passage after the examples.
     """
 
     def __init__(self, texts: TextTokenizer, window: int) -> None:

@@ -1,1 +1,1 @@
-"""The tasks behind the training commands: what a batch is, what is minimised, what is measured."""
+"""The tasks of the training commands: each makes batches, computes a loss, and validates."""

@@ -1,7 +1,11 @@
-"""Fitting the recency term of a trained MAC model's document prior. Its other weights stay as they are."""
+"""Fitting what a trained MAC model's document prior knows of times: named years, and the recency term.
+
+All other weights stay as they are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -11,29 +15,33 @@ from torch import Tensor
 from torch.nn import functional
 
 from mac_rag.atomic_files import write_folder
-from mac_rag.config import Config, Dtype
+from mac_rag.config import Config, Dtype, YearsConfig
 from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import QADataset
 from mac_rag.errors import ConfigError
+from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.devices import STORED_DTYPES
 from mac_rag.model import MACModel
+from mac_rag.model.factory import named_years
+from mac_rag.model.text_encoder import TextEncoder
+from mac_rag.nn.lexical import NamedYears
 from mac_rag.nn.memory_tokens import MemoryTokens
-from mac_rag.nn.prior import Candidates, RankedFirst
+from mac_rag.nn.prior import Candidates, DocumentPrior, RankedFirst
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import DataConfig
-from pipelines.tasks.extended_model import with_aggregation
-from pipelines.tasks.fit_years import with_fitted_years
-from pipelines.tasks.fitting import fitted
+from pipelines.tasks.extended_model import with_aggregation, with_years
 from pipelines.tasks.train import moment
 
-_TOGETHER = 256  # questions that are encoded, or compared with all documents, at a time
+_TOGETHER = 256  # texts that are encoded, or compared with all documents, at a time
+_YEARS_START = YearsConfig(weight=1.0, decay=3.0)
+_NEVER = 1e5  # years
 
 
 class FitRecencyConfig(Config):
     """A stage that fits the recency term: `a`, `alpha`, `beta` and `gamma` of `mac_rag.nn.prior`.
 
     For a model with hashed BM25 it first fits how much the years count that texts name, which are part of the prior
-    that recency is a term of (`pipelines.tasks.fit_years`).
+    that recency is a term of (`fit_years`).
 
     Attributes:
         start_from: a MAC checkpoint with a document prior, name or folder.
@@ -209,3 +217,150 @@ def _compared(model: MACModel, dataset: QADataset, prior_keys: Tensor, questions
         )
     scores, found, moments, rest, gold, asked = (torch.cat(column) for column in zip(*parts, strict=True))
     return _Compared(Candidates(scores, found, moments), rest, gold, asked)
+
+
+def with_fitted_years(model: MACModel, dataset: QADataset, prior_keys: Tensor, **how: Any) -> tuple[MACModel, Tensor]:
+    """The model with the years of `fit_years`, and its document prior's keys; both as they were if nothing was fitted.
+
+    The arguments are those of `fit_years`. The model's parts go over to the new one; do not use it any more.
+    """
+    found, lexical = fit_years(model, dataset, prior_keys, **how), model.config.hashed_bm25
+    prior = model.aggregation.prior
+    if found is None or lexical is None or prior is None:
+        return model, prior_keys
+    model = with_years(model, found)
+    years = model.amortization.network.years
+    assert years is not None
+    ids = [model.amortization.ids(document.text) for document in dataset.documents]
+    held = torch.cat([years(*batch, of_questions=False) for batch in _batches(model.amortization, ids)])
+    words = prior.key.out_features + lexical.vectors * model.base_lm.width
+    return model, torch.cat([prior_keys[:, :words], held.to(prior_keys.dtype)], 1)
+
+
+def fit_years(
+    model: MACModel,
+    dataset: QADataset,
+    prior_keys: Tensor,
+    *,
+    steps: int = 500,
+    batch_size: int = 256,
+    learning_rate: float = 0.05,
+    seed: int = 0,
+) -> YearsConfig | None:
+    """The configuration of years with which the document prior ranks each question's own document first.
+
+    Args:
+        model: a model with a document prior and hashed BM25; its own years do not count.
+        dataset: documents and questions. Those that name no year teach nothing.
+        prior_keys: the document prior's keys of the documents, `[K, d_prior]`.
+        steps, batch_size, learning_rate, seed: as for `fitted`.
+
+    Returns:
+        What was fitted; None if no question names a year, if no year is one token of the vocabulary, or for a model
+        without hashed BM25.
+    """
+    prior, lexical = model.aggregation.prior, model.config.hashed_bm25
+    if prior is None or lexical is None:
+        return None
+    try:
+        years = named_years(_YEARS_START, model.base_lm.tokenizer, model.base_lm.width).to(model.device)
+    except ConfigError:
+        return None
+    with model.without_times():
+        asked = _dated(model, prior, years, dataset, prior_keys)
+    if asked is None:
+        return None
+    ids = [model.amortization.ids(document.text) for document in dataset.documents]
+    # An infinite distance would make gradients NaN.
+    since = years.since(_named(model.amortization, years, ids)).clamp(max=_NEVER)  # [K, Y]
+    scale = prior.log_scale.exp().detach() * prior.lexical_weight
+    # The last one is of a temperature, because the prior is surer of what it ranks first than it may be where years
+    # decide. Without it the few questions of which it is most wrong would settle the other two.
+    logarithms = (
+        torch.tensor([_YEARS_START.weight, _YEARS_START.decay, 1.0], device=model.device).log().requires_grad_()
+    )
+
+    def batch_loss(generator: torch.Generator) -> Tensor:
+        index = torch.randint(len(asked.gold), (batch_size,), generator=generator).to(model.device)
+        weight, decay, temperature = logarithms.exp()
+        of_years = weight * torch.exp(-since[:, asked.first[index]].T / decay)
+        return functional.cross_entropy((asked.scores[index] + scale * of_years) / temperature, asked.gold[index])
+
+    fitted([logarithms], batch_loss, steps=steps, learning_rate=learning_rate, seed=seed)
+    weight, decay, _ = (round(float(value), 4) for value in logarithms.detach().exp())
+    return YearsConfig(weight=weight, decay=decay)
+
+
+class _Dated(NamedTuple):
+    """Q questions that name a year.
+
+    Attributes:
+        scores: the document prior's scores without years, `[Q, K]`.
+        first: the place in the calendar of the first year that each names, `[Q]`.
+        gold: the number of each question's document, `[Q]`.
+    """
+
+    scores: Tensor
+    first: Tensor
+    gold: Tensor
+
+
+@torch.no_grad()
+def _dated(
+    model: MACModel, prior: DocumentPrior, years: NamedYears, dataset: QADataset, prior_keys: Tensor
+) -> _Dated | None:
+    """The questions that name a year; None if none does."""
+    place = {document.id: number for number, document in enumerate(dataset.documents)}
+    ids = [model.input_encoder.ids(question.question) for question in dataset.questions]
+    named = _named(model.input_encoder, years, ids)
+    parts = []
+    for some in named.any(1).nonzero()[:, 0].split(_TOGETHER):
+        encoded = model.input_encoder([ids[number] for number in some.tolist()])
+        gold = torch.tensor([place[dataset.questions[number].gold] for number in some.tolist()], device=model.device)
+        parts.append(_Dated(prior.score(prior.queries(encoded), prior_keys), named[some].int().argmax(1), gold))
+    return _Dated(*map(torch.cat, zip(*parts, strict=True))) if parts else None
+
+
+def _named(encoder: TextEncoder, years: NamedYears, ids: list[list[int]]) -> Tensor:
+    """`NamedYears.named` of any number of texts."""
+    return torch.cat([years.named(*batch) for batch in _batches(encoder, ids)])
+
+
+def _batches(encoder: TextEncoder, ids: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    for first in range(0, len(ids), _TOGETHER):
+        yield pad_rows(ids[first : first + _TOGETHER], 0, encoder.device)
+
+
+def fitted(
+    parameters: Sequence[Tensor],
+    batch_loss: Callable[[torch.Generator], Tensor],
+    *,
+    steps: int,
+    learning_rate: float,
+    seed: int,
+) -> float:
+    """Fits parameters in place.
+
+    Args:
+        parameters: what is fitted.
+        batch_loss: the loss of a batch that it draws.
+        steps: steps of Adam.
+        learning_rate: rate of the first step; it falls to 0 linearly.
+        seed: random seed of the batches.
+
+    Returns:
+        The mean loss of the last tenth of the steps.
+    """
+    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        loss = batch_loss(generator)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    last = losses[-max(1, steps // 10) :]
+    return sum(last) / len(last)

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -199,7 +200,8 @@ class PretrainTask(Task):
         )
         # The embeddings are tied to the output: this scale gives logits of unit variance. With the usual 0.02, rare
         # tokens are hard to tell apart.
-        torch.nn.init.normal_(self.lm.get_input_embeddings().weight, std=sizes.hidden_size**-0.5)
+        embeddings: Any = self.lm.get_input_embeddings()
+        torch.nn.init.normal_(embeddings.weight, std=sizes.hidden_size**-0.5)
         corpus = config.corpus
         sets = []
         for split, count in (("train", corpus.documents), ("val", corpus.validation_documents)):

@@ -1,4 +1,4 @@
-"""The tasks of the pipelines by name: what configures each, and how a run of it goes."""
+"""The tasks of the pipelines by name: the class of each one's recipes, and the function that runs it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class TaskKind:
 
     Attributes:
         config: the class of its recipes.
-        run: does all of it, given a recipe, the folder of the run and the label of its progress bar; it goes on where
-            an earlier run in this folder stopped, and leaves `last/` there when all is done.
+        run: runs it to its end, given a recipe, the folder of the run and the label of the progress bar. It resumes an
+            earlier run in this folder, and writes `last/` there at the end.
     """
 
     config: type[Config]

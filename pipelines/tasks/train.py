@@ -10,27 +10,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mac_rag.config import MACConfig
+from mac_rag.config import BaseLMConfig, MACConfig
 from mac_rag.data.characters import shown_id
 from mac_rag.data.dates import ALWAYS, moment_of
 from mac_rag.data.metrics import best_over, exact_match, f1
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError, DataError
+from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.devices import STORED_DTYPES
 from mac_rag.lm.loading import require_gradients
 from mac_rag.model import MACModel
 from mac_rag.nn.memory_tokens import MemoryTokens
 from pipelines.corpora.long_documents import within_limits
-from pipelines.corpora.qa_data import ContextMiner, retrieved
+from pipelines.corpora.qa_data import ContextMiner, DataConfig, retrieved
 from pipelines.corpora.title_groups import drawn, title_groups
-from pipelines.initializers.kv_regression import init_by_kv_regression
 from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.tasks.extended_model import with_aggregation
-from pipelines.tasks.reading_turns import reading_task
-from pipelines.tasks.train_config import TrainConfig
-from pipelines.tasks.tune_qa import TrainingSequence, TuneTask
-from pipelines.trainer import Task
+from pipelines.tasks.kv_regression import init_by_kv_regression
+from pipelines.tasks.train_config import ReadingTurns, TrainConfig
+from pipelines.tasks.tune_qa import TrainingSequence, TuneConfig, TuneTask
+from pipelines.trainer import Task, TrainerConfig
 
 
 class TrainTask(Task):
@@ -71,7 +71,7 @@ class TrainTask(Task):
         data, self._validation = (
             within_limits(part, self.model, reconstruction=reconstruction) for part in (data, held_out)
         )
-        if config.init == "kv_regression":  # behind all that can be wrong with the data: it takes minutes
+        if config.init == "kv_regression":  # after all checks of the data, because it takes minutes
             init_by_kv_regression(self.model, data)
         self._questions = data.questions_by_document()
         self._stories = title_groups(data, self._questions, config.group_by_title)
@@ -297,3 +297,23 @@ def _from_all_processes(phi: Tensor) -> Tensor:
     gathered = [torch.empty_like(phi) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(gathered, phi)
     return torch.cat(gathered)
+
+
+def reading_task(turns: ReadingTurns, base_lm: BaseLM, data: DataConfig, trainer: TrainerConfig) -> TuneTask:
+    """The task of these steps, around an LM that is trained elsewhere.
+
+    Raises:
+        ConfigError: as `TuneTask`.
+    """
+    config = TuneConfig(
+        base_lm=BaseLMConfig(name="(the one of the model)"),
+        prompt=base_lm.prompts.format,
+        data=data,
+        context=turns.context,
+        question_blind=turns.question_blind,
+        token_dropout=turns.token_dropout,
+        pointer_loss=turns.pointer_loss,
+        sequence_length=turns.sequence_length,
+        trainer=trainer,
+    )
+    return TuneTask(config, base_lm)

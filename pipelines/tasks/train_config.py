@@ -11,7 +11,6 @@ from mac_rag.config import Config, MACConfig
 from mac_rag.model.presets import preset_values
 from pipelines.corpora.qa_data import ContextConfig, DataConfig
 from pipelines.objective import LossWeights
-from pipelines.tasks.reading_turns import ReadingTurns
 from pipelines.trainer import TrainerConfig
 
 
@@ -30,6 +29,29 @@ class CurriculumConfig(Config):
     losses: LossWeights = LossWeights(answer=0, direct=1)
 
 
+class ReadingTurns(Config):
+    """How the LM goes on reading while it learns to use memory. What is not said here is as in `TuneConfig`.
+
+    Attributes:
+        every: each so many-th step is one of these.
+        batch_size: questions of a step.
+        context: what stands in front of them.
+        question_blind, token_dropout, pointer_loss, sequence_length: see `pipelines.tasks.tune_qa.TuneConfig`.
+    """
+
+    every: int = Field(3, ge=2)
+    batch_size: int = Field(ge=1)
+    context: ContextConfig = ContextConfig()
+    question_blind: float = Field(0.0, ge=0, le=1)
+    token_dropout: float = Field(0.0, ge=0, lt=1)
+    pointer_loss: float = Field(0.0, ge=0)
+    sequence_length: int = Field(512, ge=16)
+
+    def is_turn(self, step: int) -> bool:
+        """True for a step of these; steps count from 0."""
+        return step % self.every == self.every - 1
+
+
 class TrainConfig(Config):
     """A recipe of `pipelines.train`. `trainer.batch_size` counts documents, K in the paper.
 
@@ -44,7 +66,7 @@ class TrainConfig(Config):
             and a recency term, which begin untrained.
         init: first weights of the networks of `model`: those of the pretrained backbones and random ones elsewhere
             (`pretrained`), or fitted by regression to the keys and values that the base LM computes (`kv_regression`;
-            see `pipelines.initializers.kv_regression`).
+            see `pipelines.tasks.kv_regression`).
         group_by_title: largest number of consecutive documents with one title that stay together in a batch. A question
             then has to find its document among others on the same subject, as in a bank.
         questions_per_document: questions drawn for each document of a batch.
@@ -55,7 +77,7 @@ class TrainConfig(Config):
             with the highest document prior.
         context: retrieved documents in front of the questions, `LM(d + x; phi*)`; without a retriever the LM reads the
             question alone.
-        without_memory: share of the questions behind documents that the LM answers without memory. A base LM that is
+        without_memory: share of the questions after documents that the LM answers without memory. A base LM that is
             trained jointly then still reads without it.
         gold_hidden: share of the questions from which aggregation hides the document that answers them, as if nobody
             had put it into the bank. Where no document in front of such a question answers it either, the target is the

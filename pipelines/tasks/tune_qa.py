@@ -28,9 +28,8 @@ from mac_rag.lm.prefix_lm import repeated_positions
 from mac_rag.model.presets import preset_values
 from pipelines.corpora.long_documents import within_sequences
 from pipelines.corpora.qa_data import ContextConfig, ContextMiner, DataConfig, retrieved
-from pipelines.initializers.pointer_head import init_pointer_head
 from pipelines.tasks.open_book import reading_scores
-from pipelines.tasks.pointer_loss import last_attention, places_of, pointer_loss
+from pipelines.tasks.pointer import init_pointer_head, last_attention, places_of, pointer_loss
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 _COUNTED, _READ = 2048, 32  # training questions whose answer tokens are counted; those of them whose prompts are read
@@ -48,7 +47,7 @@ class TuneConfig(Config):
             in front of it; without, the answer always is.
         tune: train all weights (`full`), or low-rank updates that are merged at the end (`lora`).
         loss_on: tokens with a loss: `answers`, or `all` of documents, questions and answers.
-        questions_per_context: questions behind one set of documents: the one that they were retrieved for, and others
+        questions_per_context: questions after one set of documents: the one that they were retrieved for, and others
             that they answer.
         question_blind: only for a prefix LM: share of the sequences whose documents do not attend to the question. The
             LM then learns to read keys and values that were computed before the question, as a memory's are. Documents
@@ -56,7 +55,7 @@ class TuneConfig(Config):
         token_dropout: largest share of document tokens that a question does not attend to, where the documents are
             question-blind; drawn uniformly for each question. A memory holds fewer vectors than a text has tokens.
         pointer_loss: only for a prefix LM: weight of a second loss, which tells the last layer where in the documents
-            an answer stands (see `pipelines.tasks.pointer_loss`).
+            an answer stands (see `pipelines.tasks.pointer`).
         sequence_length: longest training sequence in tokens; longer ones are cut at the front.
     """
 
@@ -216,7 +215,7 @@ class TuneTask(Task):
         return TrainingSequence(ids[cut:], labels[cut:], segment_ids[cut:], hidden[cut:], places)
 
     def _target(self, question: Question, read: Container[str]) -> str:
-        """The target behind the documents with these ids."""
+        """The target of a question after the documents with these ids."""
         abstention = self.encoder.format.abstention
         return question.answers[0] if abstention is None or question.document_id in read else abstention
 

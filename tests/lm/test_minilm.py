@@ -16,7 +16,7 @@ from mac_rag.errors import ModelLoadError
 from mac_rag.lm.loading import load_backbone
 from mac_rag.lm.minilm import minilm_encoder, minilm_folder, minilm_lm, minilm_tokenizer
 from mac_rag.model import MACModel
-from pipelines.initializers.pointer_head import init_pointer_head
+from pipelines.tasks.pointer import init_pointer_head
 
 TEXTS = ["In 1066 William of Normandy won at Hastings.", "Riga lies on the Daugava."]
 

@@ -16,7 +16,7 @@ from mac_rag.errors import ConfigError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.prefix_lm import PrefixLM, prefix_mask, repeated_positions
 from mac_rag.model import MACModel
-from pipelines.tasks.pointer_loss import places_of
+from pipelines.tasks.pointer import places_of
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Trainer
 from tests.helpers import VOCABULARY, mac_config

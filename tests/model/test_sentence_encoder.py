@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from pydantic import ValidationError
 from torch.nn import functional
 from transformers import AutoModel, T5Config, T5ForConditionalGeneration
-from typer.testing import CliRunner
 
 from eval.harness.variants import grafted
 from mac_rag.config import (
@@ -34,7 +32,6 @@ from mac_rag.lm.minilm import minilm_encoder
 from mac_rag.model import MACModel
 from mac_rag.nn.attention import direct_attention
 from mac_rag.nn.memory_tokens import MemoryTokens
-from pipelines import add_lexical as add_lexical_command
 from pipelines.objective import Batch, LossWeights, mac_loss
 from pipelines.tasks.add_lexical import add_hashed_bm25
 from tests.helpers import copy_of, mac_config
@@ -256,22 +253,6 @@ def test_hashed_bm25_is_added_to_a_document_prior_with_or_without_a_sentence_enc
     without = AggregationConfig(blocks=1, heads=2, head_width=8, feed_forward=1)
     with pytest.raises(ConfigError, match="this model has no document prior, which hashed BM25 serves"):
         add_hashed_bm25(MACModel.from_config(with_encoder(None, aggregation=without), device="cpu"), TEXTS, 2, 0.1)
-
-
-def test_the_command_counts_in_the_documents_of_a_recipe(model: MACModel, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path / "mac")
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(add_lexical_command.main)
-    options = ["--config", "mac-tiny/train", "--set", "data.documents=30", "--model", str(tmp_path / "mac")]
-    options += ["--output", str(tmp_path / "lexical"), "--words", "3"]
-    done = CliRunner().invoke(app, options)
-    assert "counted in 30 documents of newswire, train" in done.stdout
-    found = MACModel.from_pretrained(tmp_path / "lexical", device="cpu")
-    assert found.config.lexical_vectors == 3
-    assert len(found.amortization.network.hashed_bm25.rarity.unique()) > 5
-    again = CliRunner().invoke(app, options)
-    assert isinstance(again.exception, ConfigError)
-    assert "is not empty" in str(again.exception)
 
 
 def test_an_encoder_that_starts_anew_keeps_what_finds_documents(lexical: MACModel, tmp_path: Path) -> None:

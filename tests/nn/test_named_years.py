@@ -24,8 +24,7 @@ from mac_rag.model import MACModel
 from mac_rag.model.factory import named_years
 from mac_rag.model.mac import fingerprint_fields
 from mac_rag.nn.lexical import NamedYears, Years
-from pipelines.tasks.fit_recency import prior_keys_of
-from pipelines.tasks.fit_years import fit_years, with_fitted_years
+from pipelines.tasks.fit_recency import fit_years, prior_keys_of, with_fitted_years
 from tests.helpers import copy_of
 
 WEIGHT, DECAY, WIDTH = 0.3, 2.5, 24

@@ -25,7 +25,7 @@ from mac_rag.errors import ConfigError, ModelLoadError
 from mac_rag.model import MACModel
 from mac_rag.nn.amortization import EncoderPooling
 from mac_rag.nn.modulation import Modulation, PrefixTuning, has_limited_layers
-from pipelines.initializers.kv_regression import init_by_kv_regression
+from pipelines.tasks.kv_regression import init_by_kv_regression
 from tests.helpers import VOCABULARY, save_tokenizer
 from tests.lm.helpers import ARCHITECTURES, random_lm
 

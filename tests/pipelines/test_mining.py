@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,6 @@ DATA = generate("train", 60, questions_per_document=4)
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(mining, "_PART", 100)  # 240 questions: three parts
     monkeypatch.setattr(mining, "_BATCH", 32)
     return tmp_path / "cache"
 
@@ -42,10 +42,6 @@ def plain(depth: int = 3) -> list[list[str]]:
     retriever = BM25Retriever()
     retriever.add(DATA.documents)
     return [[hit.document_id for hit in retriever.retrieve([q.question], depth)[0]] for q in DATA.questions]
-
-
-def parts(cache: Path) -> list[Path]:
-    return sorted(cache.rglob("*.safetensors"))
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -69,42 +65,18 @@ def test_what_is_retrieved_is_retrieved_once(cache: Path, monkeypatch: pytest.Mo
     calls.clear()
     assert answers("bm25") == expected
     assert calls == []
-    assert sorted(path.name for path in next(cache.rglob("lock")).parent.iterdir()) == [
-        "000000000.safetensors", "000000100.safetensors", "000000200.safetensors", "lock",
-    ]  # fmt: skip
+    assert sorted(path.name for path in next(cache.rglob("lock")).parent.iterdir()) == ["lock", "rows.safetensors"]
 
 
-def test_parts_that_are_missing_or_damaged_are_retrieved_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-9])])
+def test_results_that_are_missing_or_damaged_are_retrieved_again(cache: Path, damage: Callable[[Path], object]) -> None:
     expected = plain()
     answers("bm25")
-    first, second, third = parts(cache)
-    whole = {path: path.read_bytes() for path in (first, second, third)}
-    first.unlink()
-    third.write_bytes(whole[third][:-9])
-    calls = counted(monkeypatch)
+    [file] = cache.rglob("*.safetensors")
+    whole = file.read_bytes()
+    damage(file)
     assert answers("bm25") == expected
-    assert sum(calls) == len({question.question for question in DATA.questions}) - 100
-    assert {path: path.read_bytes() for path in whole} == whole
-
-
-def test_an_interrupted_retrieval_goes_on(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = counted(monkeypatch)
-    retrieve = BM25Retriever.retrieve
-
-    def stopping(self: BM25Retriever, *arguments: object, **options: object) -> object:
-        if sum(calls) > 150:
-            raise KeyboardInterrupt
-        return retrieve(self, *arguments, **options)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patched:
-        patched.setattr(BM25Retriever, "retrieve", stopping)
-        with pytest.raises(KeyboardInterrupt):
-            answers("bm25")
-    assert len(parts(cache)) == 1
-    calls.clear()
-    found = answers("bm25")
-    assert sum(calls) == len({question.question for question in DATA.questions}) - 100
-    assert found == plain()
+    assert file.read_bytes() == whole
 
 
 def test_other_data_or_depth_are_other_work(cache: Path) -> None:

@@ -13,7 +13,7 @@ from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import QADataset
 from mac_rag.model import MACModel
 from mac_rag.nn.memory_slots import MemorySlots
-from pipelines.initializers.kv_regression import fit_slot_marks, init_by_kv_regression
+from pipelines.tasks.kv_regression import fit_slot_marks, init_by_kv_regression
 from tests.pipelines.test_kv_regression import around
 
 DATA = generate("train", 60, seed=3, questions_per_document=2)

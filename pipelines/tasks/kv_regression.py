@@ -5,9 +5,9 @@ their states predicts these keys and values; it is fitted here by ridge regressi
 that the LM can read. What remains to be learned is what to keep, as there are fewer memory tokens than words, and how
 to find it.
 
-Where the prefix has an attention sink, the LM reads the text behind the sink, and keys are predicted before rotation.
+If the prefix has an attention sink, the LM reads the text after the sink, and keys are predicted before rotation.
 
-A memory that the LM reads as a part of its prompt yields the LM's states instead, where it enters.
+A memory that is a part of the LM's prompt yields the LM's states at the layer where it enters instead.
 
 Slots of phi* get first marks: the less probable the document prior holds a slot's document, the less it is heard.
 Without marks the LM reads the tokens of all slots alike, and documents that do not answer drown the one that does. A
@@ -93,7 +93,7 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     ):
         raise ConfigError(
             "init: kv_regression needs encoders of design encoder-pooling without a name, both alike, and a prefix "
-            "of one slot without bottleneck, or a prompt that enters behind as many layers as the encoders have"
+            "of one slot without bottleneck, or a prompt that enters after as many layers as the encoders have"
         )
     training = model.training
     model.eval()

@@ -1,1 +1,0 @@
-"""First weights of networks, before any training."""
