@@ -20,7 +20,7 @@ from mac_rag.errors import DataError
 from mac_rag.lm.prompt import PromptEncoder
 from mac_rag.progress import progress_bar
 from pipelines.corpora.cloze import cloze_questions, is_paragraph
-from pipelines.corpora.text import CorpusConfig, ReadingSequences, Sequences, file_texts, text_files
+from pipelines.corpora.text import SEED, CorpusConfig, ReadingSequences, Sequences, file_texts, text_files
 
 _OPEN = 64  # blocks that `pack` keeps open; more would save little padding
 _CLOZE_QUESTIONS = 5  # at most, on each paragraph
@@ -149,7 +149,7 @@ class Preparation:
         return Blocks.open([path])
 
     def _file(self, source: Path, number: int, text: Path, cloze: Path) -> None:
-        rng = random.Random(f"{self._config.seed}/{number}")
+        rng = random.Random(f"{SEED}/{number}")
         plain: list[str] = []
         documents: list[Document] = []
         for article in file_texts(source):
@@ -176,7 +176,7 @@ class Preparation:
     ) -> Iterator[list[int]]:
         length = self._config.sequence_length
         with_questions = [document for document in documents if questions[document.id]]
-        rows = ReadingSequences(with_questions, questions, self._encoder, (1,), length)
+        rows = ReadingSequences(with_questions, questions, self._encoder, length)
         pad: int = self._encoder.tokenizer.pad_token_id
         return pack((rows.sequence(index, index) for index in range(len(rows))), length, pad)
 

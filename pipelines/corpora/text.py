@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from glob import glob
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, cast
 
 from pydantic import Field, model_validator
 
@@ -31,85 +31,52 @@ from mac_rag.untrusted_files import (
 from pipelines.corpora.qa_data import DataConfig
 
 _LARGEST_TEXT = 1 << 30  # bytes of a file that is one text
-
-
-class Shares(Config):
-    """Proportions of the rows of a batch.
-
-    Attributes:
-        text: blocks of plain text.
-        cloze: paragraphs of the same text, each with cloze questions made from it.
-        questions: documents of a data set with their questions.
-    """
-
-    text: float = Field(1.0, ge=0)
-    cloze: float = Field(0.0, ge=0)
-    questions: float = Field(0.0, ge=0)
+_TOKENIZER_TEXTS = 20_000  # texts that the tokenizer is learned from: a vocabulary of 2,048 changes little with more
+SEED = 0  # of the generated documents, and of which paragraphs become cloze questions: a corpus is one corpus
 
 
 class CorpusConfig(Config):
     """Texts to pretrain on.
 
     Attributes:
-        kind: `newswire` (generated documents with questions) or `text` (files).
-        files: glob of `.txt`, `.jsonl` or `.jsonl.gz` files; a jsonl row holds its text under `text`.
+        files: glob of `.txt`, `.jsonl` or `.jsonl.gz` files; a jsonl row holds its text under `text`. None for
+            newswire, generated documents with questions.
         cloze: share of the files' paragraphs that become cloze questions rather than plain text.
         questions: a data set whose documents and questions are read besides the files. Its validation split measures
             how well the LM answers.
-        shares: shares of the three in each batch.
-        answer_weight: weight of each answer token in the loss; other tokens have weight 1.
         documents: number of newswire documents to generate.
-        documents_per_sequence: numbers of newswire documents at the start of a sequence; one is drawn for each.
-        tokenizer_texts: number of texts that the tokenizer is learned from, the first ones of each file.
         copy_steps: number of first steps on random tokens, repeated once. Only copying predicts them: within
             minutes they teach a small LM what answering from a document needs, which documents teach it far later.
-        copy_length: fewest and most tokens that are repeated.
         sequence_length: longest sequence in tokens.
         validation_documents: number of held-out newswire documents, or blocks at the end of the files.
-        validation_questions: number of the data set's questions at each validation.
-        seed: random seed of the generated documents.
     """
 
-    kind: Literal["newswire", "text"] = "newswire"
     files: str | None = None
     cloze: float = Field(0.0, ge=0, le=1)
     questions: DataConfig | None = None
-    shares: Shares = Shares()
-    answer_weight: float = Field(1.0, gt=0)
     documents: int = Field(100_000, ge=1)
-    documents_per_sequence: tuple[int, ...] = (1,)
-    tokenizer_texts: int = Field(20_000, ge=1)
     copy_steps: int = Field(0, ge=0)
-    copy_length: tuple[int, int] = (4, 24)
     sequence_length: int = Field(256, ge=16)
     validation_documents: int = Field(256, ge=1)
-    validation_questions: int = Field(256, ge=1)
-    seed: int = 0
 
     @model_validator(mode="after")
     def _check(self) -> CorpusConfig:
-        if (self.kind == "text") != (self.files is not None):
-            raise ValueError("a corpus of kind text takes files, one of kind newswire takes none")
-        if (self.questions is not None) != (self.shares.questions > 0):
-            raise ValueError("questions and shares.questions go together")
-        if (self.cloze > 0) != (self.shares.cloze > 0):
-            raise ValueError("cloze and shares.cloze go together")
-        if self.kind == "newswire" and (self.shares != Shares() or self.answer_weight != 1):
-            raise ValueError("shares, cloze, questions and answer_weight belong to a corpus of kind text")
+        if self.files is None and (self.cloze or self.questions is not None):
+            raise ValueError("cloze and questions are read beside text files; give the files, or leave both out")
         return self
 
 
 def texts(config: CorpusConfig, prompt: PromptFormat) -> Iterator[str]:
     """The texts from which the tokenizer learns its vocabulary."""
-    if config.kind == "newswire":
-        count = min(config.documents, config.tokenizer_texts)
-        data = generate("train", count, seed=config.seed, questions_per_document=2)
+    if config.files is None:
+        count = min(config.documents, _TOKENIZER_TEXTS)
+        data = generate("train", count, seed=SEED, questions_per_document=2)
         yield from (prompt.document.format(document=document.text) for document in data.documents)
         yield from (prompt.question.format(question=question.question) for question in data.questions)
         return
-    paths = text_files(str(config.files))
+    paths = text_files(config.files)
     for path in paths:
-        yield from islice(file_texts(path), -(-config.tokenizer_texts // len(paths)))
+        yield from islice(file_texts(path), -(-_TOKENIZER_TEXTS // len(paths)))
 
 
 def text_files(pattern: str) -> list[Path]:
@@ -182,7 +149,7 @@ class Sequences(ABC):
 
 
 class ReadingSequences(Sequences):
-    """`d_1 ... d_n, question, answer, question, answer, ...`: documents, then questions on them in any order.
+    """`document, question, answer, question, answer, ...`: a document, then questions on it in any order.
 
     Such sequences teach an LM to answer from the text before the question, several times for each document read.
     """
@@ -192,27 +159,21 @@ class ReadingSequences(Sequences):
         documents: Sequence[Document],
         questions: dict[str, list[Question]],
         encoder: PromptEncoder,
-        documents_per_sequence: Sequence[int],
         length: int,
     ) -> None:
         self._documents = documents
         self._questions = questions
         self._encoder = encoder
-        self._sizes = documents_per_sequence
         self._length = length
 
     def __len__(self) -> int:
         return len(self._documents)
 
     def sequence(self, index: int, seed: int) -> list[int]:
-        rng = random.Random(seed)
-        others = rng.sample(range(len(self._documents)), rng.choice(self._sizes) - 1)
-        chosen = [self._documents[i] for i in {index, *others}]
-        rng.shuffle(chosen)
-        encoder = self._encoder
-        ids = encoder.prompt_start([document.text for document in chosen])
-        questions = [question for document in chosen for question in self._questions[document.id]]
-        rng.shuffle(questions)
+        document, encoder = self._documents[index], self._encoder
+        ids = encoder.prompt_start([document.text])
+        questions = list(self._questions[document.id])
+        random.Random(seed).shuffle(questions)
         for question in questions:
             pair = encoder.question(question.question) + encoder.answer(question.answers[0])
             if len(ids) + len(pair) > self._length:

@@ -20,13 +20,17 @@ from mac_rag.lm.batching import pad_rows
 from mac_rag.lm.loading import load_tokenizer, quiet
 from mac_rag.lm.prompt import PromptEncoder
 from pipelines.corpora.blocks import Preparation
-from pipelines.corpora.text import CorpusConfig, ReadingSequences, Sequences, texts
+from pipelines.corpora.text import SEED, CorpusConfig, ReadingSequences, Sequences, texts
 from pipelines.initializers.minilm_embeddings import minilm_embeddings
 from pipelines.tasks.open_book import reading_scores
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
-# Value of `lm.embeddings` -> makes token embeddings `[vocabulary, width]` from a tokenizer and the width.
-_PRETRAINED_EMBEDDINGS = {"minilm": minilm_embeddings}
+_COPY_LENGTH = 4, 24  # fewest and most random tokens that are repeated: as long as the answers, and some more
+# Proportions of the rows of a batch, in a corpus of text files. Questions teach most a step, so they have half.
+_TEXT_SHARE, _CLOZE_SHARE, _QUESTIONS_SHARE = 1.0, 1.0, 2.0
+# Weight of an answer's token in the loss, in a corpus of text files. Answers are a few tokens of hundreds there.
+_ANSWER_WEIGHT = 4.0
+_VALIDATION_QUESTIONS = 256  # of the data set beside text files: an LM answers them in seconds
 # Dense bf16 peaks in FLOP/s (vendor's data sheets) by a part of the chip's name; the first that fits counts.
 _PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 
@@ -39,9 +43,9 @@ class LMConfig(Config):
             text encoder of MAC can start.
         layers: number of layers; a t5 has as many in each of its two halves.
         positions: longest sequence of a llama in tokens.
-        tokenizer: name or folder of an LM whose tokenizer is used, such as `minilm`; None learns one.
+        tokenizer: name or folder of an LM whose tokenizer is used; None learns one. With that of all-MiniLM-L6-v2
+            (`minilm`), the token embeddings start from its own; others start at random.
         vocabulary: entries of the BPE that is learned, without the number tokens.
-        embeddings: token embeddings to start from: `random`, or those of all-MiniLM-L6-v2 (`minilm`).
     """
 
     kind: Literal["llama", "t5"] = "llama"
@@ -52,7 +56,6 @@ class LMConfig(Config):
     positions: int = Field(1024, ge=32)
     tokenizer: str | None = None
     vocabulary: int = Field(2048, ge=300)
-    embeddings: Literal["random", "minilm"] = "random"
 
     @model_validator(mode="after")
     def _check(self) -> LMConfig:
@@ -131,13 +134,12 @@ class PretrainTask(Task):
         # They are tied to the output: this scale gives logits of unit variance. With the usual 0.02, rare tokens are
         # hard to tell apart.
         torch.nn.init.normal_(embedded, std=config.lm.hidden_size**-0.5)
-        make_embeddings = _PRETRAINED_EMBEDDINGS.get(config.lm.embeddings)
-        if make_embeddings is not None:
+        if config.lm.tokenizer == "minilm":
             with torch.no_grad():
-                embedded.copy_(make_embeddings(self.tokenizer, config.lm.hidden_size))
+                embedded.copy_(minilm_embeddings(config.lm.hidden_size))
         self._answer_mark = self.encoder.question("")[-2:]
         self._compiled: Any = torch.compile(self.token_losses, dynamic=False) if config.compile else self.token_losses
-        if config.corpus.kind == "newswire":
+        if config.corpus.files is None:
             self._open_newswire()
         else:
             self._open_texts(output)
@@ -166,16 +168,9 @@ class PretrainTask(Task):
         corpus = self.config.corpus
         sets = []
         for split, count in (("train", corpus.documents), ("val", corpus.validation_documents)):
-            data = generate(split, count, seed=corpus.seed, questions_per_document=4)
-            sets.append(
-                ReadingSequences(
-                    data.documents,
-                    data.questions_by_document(),
-                    self.encoder,
-                    corpus.documents_per_sequence,
-                    corpus.sequence_length,
-                )
-            )
+            data = generate(split, count, seed=SEED, questions_per_document=4)
+            questions = data.questions_by_document()
+            sets.append(ReadingSequences(data.documents, questions, self.encoder, corpus.sequence_length))
         self._sources: list[tuple[Sequences, float]] = [(sets[0], 1.0)]
         self._held_out: Sequences = sets[1]
         self._asked: QADataset | None = data
@@ -185,10 +180,12 @@ class PretrainTask(Task):
         prepared = Preparation(output / "blocks", corpus, self.encoder)
         text, cloze = prepared.texts()
         text, self._held_out = text.split(corpus.validation_documents)
-        self._sources = [(text, corpus.shares.text), (cloze, corpus.shares.cloze)]
+        self._sources = [(text, _TEXT_SHARE)]
+        if corpus.cloze:
+            self._sources.append((cloze, _CLOZE_SHARE))
         self._asked = None
         if data is not None:
-            self._sources.append((prepared.questions(data.training_set()), corpus.shares.questions))
+            self._sources.append((prepared.questions(data.training_set()), _QUESTIONS_SHARE))
             self._asked = data.validation_set()
 
     def batch(self, step: int, micro: int, size: int) -> tuple[Tensor, Tensor]:
@@ -207,7 +204,7 @@ class PretrainTask(Task):
 
     def _copies(self, size: int) -> tuple[Tensor, Tensor]:
         """Sequences of random tokens, repeated once; the targets are the repetition without its first token."""
-        shortest, longest = self.config.corpus.copy_length
+        shortest, longest = _COPY_LENGTH
         length = int(torch.randint(shortest, longest + 1, ()))
         tokens = torch.randint(len(self.tokenizer), (size, length))
         ids = torch.cat([torch.full((size, 1), self.tokenizer.bos_token_id), tokens, tokens], 1)
@@ -234,7 +231,8 @@ class PretrainTask(Task):
         weights = (targets[:, 1:] != -100).float()
         answers = answer_tokens(ids, self._answer_mark, self.encoder.eos)[:, 1:] & (targets[:, 1:] != -100)
         scalars = {"answers": losses[answers].mean()} if answers.any() else {}
-        weights[answers] = self.config.corpus.answer_weight
+        if self.config.corpus.files is not None:
+            weights[answers] = _ANSWER_WEIGHT
         return {"loss": (losses * weights).sum() / weights.sum(), **scalars}
 
     def validate(self) -> dict[str, float]:
@@ -248,8 +246,8 @@ class PretrainTask(Task):
         if self._asked is not None:
             texts = {document.id: document.text for document in self._asked.documents}
             questions = self._asked.questions
-            if self.config.corpus.kind == "text":  # from all over the stream
-                questions = questions[:: -(-len(questions) // self.config.corpus.validation_questions)]
+            if self.config.corpus.files is not None:  # from all over the stream
+                questions = questions[:: -(-len(questions) // _VALIDATION_QUESTIONS)]
             contexts = [[texts[question.gold]] for question in questions]
             figures |= reading_scores(self.lm, self.encoder, questions, contexts)
         return figures

@@ -135,8 +135,8 @@ def text_recipe(folder: Path, **values: Any) -> PretrainConfig:
         rows = [json.dumps({"text": f"Title {i}\n{PARAGRAPH}\nArticle {i} ends here."}) for i in range(20)]
         (folder / f"part-{number}.jsonl").write_text("\n".join(rows))
     corpus = {
-        "kind": "text", "files": str(folder / "part-*.jsonl"), "sequence_length": 512, "validation_documents": 2,
-        "cloze": 0.5, "shares": {"text": 1, "cloze": 2, "questions": 1}, "answer_weight": 3, **values,
+        "files": str(folder / "part-*.jsonl"), "sequence_length": 512, "validation_documents": 2, "cloze": 0.5,
+        **values,
     }  # fmt: skip
     lm = {"hidden_size": 16, "layers": 2, "heads": 2, "intermediate_size": 32, "vocabulary": 300}
     trainer = {
@@ -153,6 +153,7 @@ def test_an_lm_from_texts_and_questions(tmp_path: Path, monkeypatch: pytest.Monk
     ids, targets = task.batch(0, 0, 4)
     texts = task.tokenizer.batch_decode(ids, skip_special_tokens=True)
     assert [text.count("Question:") > 0 for text in texts] == [False, True, True, True]
+    assert "Who rebuilt it?" in texts[2]
     assert "Who rebuilt it?" in texts[3]
     assert torch.equal(targets == -100, ids == task.tokenizer.pad_token_id)
     figures = Trainer(task, recipe.trainer, tmp_path / "out").run()
@@ -191,17 +192,16 @@ def test_the_loss_weighs_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             for place in range(1, len(row)):
                 inside = (inside or row[place - 2 : place] == task._answer_mark) and row[place - 1] != task.encoder.eos
                 if row[place] != task.tokenizer.pad_token_id:
-                    total -= float(logits[place - 1, row[place]]) * (3 if inside else 1)
-                    weight += 3 if inside else 1
+                    total -= float(logits[place - 1, row[place]]) * (4 if inside else 1)
+                    weight += 4 if inside else 1
     assert scalars["loss"].item() == pytest.approx(total / weight, rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"questions": None}, "questions and shares.questions go together"),
-        ({"shares": {"text": 1}}, "cloze and shares.cloze go together"),
-        ({"kind": "newswire", "files": None, "cloze": 0, "shares": {}}, "belong to a corpus of kind text"),
+        ({"files": None}, "cloze and questions are read beside text files"),
+        ({"files": None, "cloze": 0, "questions": {}}, "cloze and questions are read beside text files"),
     ],
 )
 def test_a_corpus_says_what_does_not_fit(tmp_path: Path, values: dict[str, Any], message: str) -> None:
