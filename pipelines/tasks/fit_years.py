@@ -52,7 +52,6 @@ def fit_years(
     steps: int = 500,
     batch_size: int = 256,
     learning_rate: float = 0.05,
-    seed: int = 0,
 ) -> YearsConfig | None:
     """The configuration of years with which the document prior ranks each question's own document first.
 
@@ -60,7 +59,7 @@ def fit_years(
         model: a model with a document prior and hashed BM25; its own years do not count.
         dataset: documents and questions. Those that name no year teach nothing.
         prior_keys: the document prior's keys of the documents, `[K, d_prior]`.
-        steps, batch_size, learning_rate, seed: as for `pipelines.tasks.fitting.fitted`.
+        steps, batch_size, learning_rate: as for `pipelines.tasks.fitting.fitted`.
 
     Returns:
         What was fitted; None if no question names a year, if no year is one token of the vocabulary, or for a model
@@ -91,7 +90,7 @@ def fit_years(
         of_years = weight * torch.exp(-since[:, asked.first[index]].T / decay)
         return functional.cross_entropy((asked.scores[index] + scale * of_years) / temperature, asked.gold[index])
 
-    fitted([logarithms], batch_loss, steps=steps, learning_rate=learning_rate, seed=seed)
+    fitted([logarithms], batch_loss, steps=steps, learning_rate=learning_rate)
     weight, decay, _ = (round(float(value), 4) for value in logarithms.detach().exp())
     return YearsConfig(weight=weight, decay=decay)
 

@@ -35,9 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(folder: Path, **trainer: Any) -> TunePriorConfig:
     values = {"steps": 4, "batch_size": 8, "learning_rate": 1e-4, "validate_every": 4, "best": "first", "cpu": True}
-    return TunePriorConfig.parse(
-        {"start_from": str(folder), "data": DATA, "group_by_title": 4, "trainer": {**values, **trainer}}, "test"
-    )
+    return TunePriorConfig.parse({"start_from": str(folder), "data": DATA, "trainer": {**values, **trainer}}, "test")
 
 
 def test_questions_learn_to_rank_their_documents_first(folder: Path) -> None:
