@@ -10,28 +10,22 @@ from pipelines.corpora.qa_data import ContextConfig, DataConfig
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import TrainerConfig
 
+EVERY = 3  # each so many-th step is one of these: most steps go to what is new to the LM
+
 
 class ReadingTurns(Config):
     """How the LM goes on reading while it learns to use memory. What is not said here is as in `TuneConfig`.
 
     Attributes:
-        every: each so many-th step is one of these.
         batch_size: questions of a step.
         context: what stands in front of them.
-        question_blind, token_dropout, pointer_loss, sequence_length: see `pipelines.tasks.tune_qa.TuneConfig`.
+        question_blind, sequence_length: see `pipelines.tasks.tune_qa.TuneConfig`.
     """
 
-    every: int = Field(3, ge=2)
     batch_size: int = Field(ge=1)
     context: ContextConfig = ContextConfig()
     question_blind: float = Field(0.0, ge=0, le=1)
-    token_dropout: float = Field(0.0, ge=0, lt=1)
-    pointer_loss: float = Field(0.0, ge=0)
     sequence_length: int = Field(512, ge=16)
-
-    def is_turn(self, step: int) -> bool:
-        """True for a step of these; steps count from 0."""
-        return step % self.every == self.every - 1
 
 
 def reading_task(turns: ReadingTurns, base_lm: BaseLM, data: DataConfig, trainer: TrainerConfig) -> TuneTask:
@@ -46,8 +40,6 @@ def reading_task(turns: ReadingTurns, base_lm: BaseLM, data: DataConfig, trainer
         data=data,
         context=turns.context,
         question_blind=turns.question_blind,
-        token_dropout=turns.token_dropout,
-        pointer_loss=turns.pointer_loss,
         sequence_length=turns.sequence_length,
         trainer=trainer,
     )

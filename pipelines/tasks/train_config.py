@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -40,8 +40,6 @@ class TrainConfig(Config):
         base_lm: short for `model: {base_lm: ...}` beside a preset, such as `{name: ...}` for an LM that was tuned on
             questions. What it does not say stays the preset's, as dtype and quantisation do.
         start_from: name or folder of a MAC checkpoint whose training goes on.
-        aggregation: settings of the aggregation network that differ from those of `start_from`. They can add slots
-            and a recency term, which begin untrained.
         init: first weights of the networks of `model`: those of the pretrained backbones and random ones elsewhere
             (`pretrained`), or fitted by regression to the keys and values that the base LM computes (`kv_regression`;
             see `pipelines.initializers.kv_regression`).
@@ -63,16 +61,13 @@ class TrainConfig(Config):
         reading: steps between the others in which the LM reads documents without memory, as by `pipelines.tune_qa`;
             None for none. A base LM that is trained jointly then goes on learning to read.
         curriculum: the first steps; None for whole documents and all losses from the start.
-        tune_amortization: False freezes the amortization network.
         tune_base_lm: `frozen`, or joint training of all weights (`full`) or of low-rank updates that are merged at the
             end (`lora`).
-        lora_rank: rank of these updates.
         store_dtype: dtype of the weights in exported checkpoints; see `mac_rag.lm.int8_storage` for int8.
     """
 
     model: MACConfig | None = None
     start_from: str | None = None
-    aggregation: dict[str, Any] = Field(default_factory=dict)
     init: Literal["pretrained", "kv_regression"] = "pretrained"
     data: DataConfig = DataConfig()
     group_by_title: int = Field(1, ge=1)
@@ -86,9 +81,7 @@ class TrainConfig(Config):
     gold_hidden: float = Field(0.0, ge=0, lt=1)
     reading: ReadingTurns | None = None
     curriculum: CurriculumConfig | None = None
-    tune_amortization: bool = True
     tune_base_lm: Literal["frozen", "lora", "full"] = "frozen"
-    lora_rank: int = Field(16, ge=1)
     store_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     trainer: TrainerConfig
 
@@ -118,8 +111,6 @@ class TrainConfig(Config):
     def _one_start(self) -> Self:
         if (self.model is None) == (self.start_from is None):
             raise ValueError("give one of model, preset and start_from")
-        if self.aggregation and self.start_from is None:
-            raise ValueError("aggregation changes the model of start_from; give the settings of a new one in model")
         if self.init != "pretrained" and self.start_from is not None:
             raise ValueError(
                 f"init is {self.init}, but the networks of start_from ({self.start_from!r}) are trained on"
