@@ -25,6 +25,7 @@ from pipelines.initializers.minilm_embeddings import minilm_embeddings
 from pipelines.tasks.open_book import reading_scores
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
+_POSITIONS = 1024  # longest sequence of a llama in tokens: rotary positions cost nothing, and prompts stay below it
 _COPY_LENGTH = 4, 24  # fewest and most random tokens that are repeated: as long as the answers, and some more
 # Proportions of the rows of a batch, in a corpus of text files. Questions teach most a step, so they have half.
 _TEXT_SHARE, _CLOZE_SHARE, _QUESTIONS_SHARE = 1.0, 1.0, 2.0
@@ -42,7 +43,6 @@ class LMConfig(Config):
         kind: `llama`, a causal LM (RoPE, RMSNorm, SwiGLU, tied embeddings); or `t5`, an encoder-decoder from which a
             text encoder of MAC can start.
         layers: number of layers; a t5 has as many in each of its two halves.
-        positions: longest sequence of a llama in tokens.
         tokenizer: name or folder of an LM whose tokenizer is used; None learns one. With that of all-MiniLM-L6-v2
             (`minilm`), the token embeddings start from its own; others start at random.
         vocabulary: entries of the BPE that is learned, without the number tokens.
@@ -52,19 +52,19 @@ class LMConfig(Config):
     hidden_size: int = Field(128, ge=8)
     layers: int = Field(4, ge=1)
     heads: int = Field(4, ge=1)
-    intermediate_size: int = Field(352, ge=8)
-    positions: int = Field(1024, ge=32)
     tokenizer: str | None = None
     vocabulary: int = Field(2048, ge=300)
 
     @model_validator(mode="after")
     def _check(self) -> LMConfig:
-        changed = {name for name, field in LMConfig.model_fields.items() if getattr(self, name) != field.default}
-        if self.tokenizer is not None and "vocabulary" in changed:
+        if self.tokenizer is not None and self.vocabulary != LMConfig.model_fields["vocabulary"].default:
             raise ValueError(f"vocabulary is {self.vocabulary}, but the tokenizer {self.tokenizer!r} has its own")
-        if self.kind == "t5" and "positions" in changed:
-            raise ValueError(f"positions is {self.positions}, but a t5 has relative positions without a limit")
         return self
+
+    @property
+    def intermediate_size(self) -> int:
+        """Inner width of the feed-forward networks: 8/3 of the width, as in Llama, and a multiple of 32."""
+        return 32 * -(-self.hidden_size // 12)
 
 
 class PretrainConfig(Config):
@@ -155,7 +155,7 @@ class PretrainTask(Task):
                 num_hidden_layers=sizes.layers,
                 num_attention_heads=sizes.heads,
                 num_key_value_heads=sizes.heads,
-                max_position_embeddings=sizes.positions,
+                max_position_embeddings=_POSITIONS,
                 rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
                 tie_word_embeddings=True,
                 bos_token_id=self.tokenizer.bos_token_id,

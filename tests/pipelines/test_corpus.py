@@ -138,7 +138,7 @@ def text_recipe(folder: Path, **values: Any) -> PretrainConfig:
         "files": str(folder / "part-*.jsonl"), "sequence_length": 512, "validation_documents": 2, "cloze": 0.5,
         **values,
     }  # fmt: skip
-    lm = {"hidden_size": 16, "layers": 2, "heads": 2, "intermediate_size": 32, "vocabulary": 300}
+    lm = {"hidden_size": 16, "layers": 2, "heads": 2, "vocabulary": 300}
     trainer = {
         "steps": 2, "batch_size": 4, "learning_rate": 1e-3, "log_every": 1, "best": "f1", "precision": "bf16",
         "cpu": True,
