@@ -16,13 +16,13 @@ EVERY = 3  # each so many-th step is one of these: most steps go to what is new 
 class ReadingTurns(Config):
     """How the LM goes on reading while it learns to use memory. What is not said here is as in `TuneConfig`.
 
+    A step has as many questions as the others of the training have at most.
+
     Attributes:
-        batch_size: questions of a step.
         context: what stands in front of them.
         question_blind, sequence_length: see `pipelines.tasks.tune_qa.TuneConfig`.
     """
 
-    batch_size: int = Field(ge=1)
     context: ContextConfig = ContextConfig()
     question_blind: float = Field(0.0, ge=0, le=1)
     sequence_length: int = Field(512, ge=16)

@@ -88,10 +88,10 @@ class TrainTask(Task):
 
     def batch(self, step: int, micro: int, size: int) -> tuple[Batch, LossWeights] | list[TrainingSequence]:
         """Documents and questions, and the weights of the losses on them; or what the LM reads without memory."""
-        trainer, turns = self.config.trainer, self.config.reading
-        if self.reading is not None and turns is not None and step % EVERY == EVERY - 1:
+        trainer = self.config.trainer
+        if self.reading is not None and step % EVERY == EVERY - 1:
             self.reading.passes = self.passes
-            return self.reading.batch(step // EVERY, micro, turns.batch_size)
+            return self.reading.batch(step // EVERY, micro, size * self.config.questions_per_document)
         # Documents of one story stay in one batch: they are the hardest to tell apart.
         group_size = self.config.group_by_title
         documents = drawn(

@@ -15,7 +15,7 @@ from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from tests.pipelines.helpers import TRAINER
 from tests.pipelines.test_pipelines import DATA, Folder, resumed_and_whole, train_recipe
 
-READING = {"batch_size": 3, "context": {"retriever": "bm25", "k": [2]}}
+READING = {"context": {"retriever": "bm25", "k": [2]}}
 
 
 def test_they_train_the_lm_as_tuning_it_does(model_folder: Folder) -> None:
@@ -26,7 +26,7 @@ def test_they_train_the_lm_as_tuning_it_does(model_folder: Folder) -> None:
     )
     assert [isinstance(task.batch(step, 0, 2), list) for step in range(6)] == [False, False, True] * 2
     for step in (2, 5):
-        read, batch = task.batch(step, 0, 2), tuned.batch(step // 3, 0, 3)
+        read, batch = task.batch(step, 0, 2), tuned.batch(step // 3, 0, 4)
         assert read == batch
         terms = task(read)
         torch.testing.assert_close(terms["loss"], tuned(batch)["loss"])

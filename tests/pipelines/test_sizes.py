@@ -115,7 +115,7 @@ class TestShapes:
         ("lm", "encoder", "design", "modulation"),
         [
             ("llama", None, "decoder-only", ModulationConfig(attention_sink=True)),
-            ("llama", None, "encoder-pooling", ModulationConfig(attention_sink=True, slots=2)),
+            ("llama", None, "encoder-pooling", ModulationConfig(attention_sink=True)),
             ("gpt2", "t5", "encoder-decoder", ModulationConfig(bottleneck=8)),
             ("gpt2", "t5", "encoder-only", ModulationConfig(kind="lora")),
             ("llama", "bert", "encoder-only", ModulationConfig(kind="film")),
