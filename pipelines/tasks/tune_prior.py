@@ -170,7 +170,7 @@ class TunePriorTask(Task):
         trained = {parameter for parameter in self.model.parameters() if parameter.requires_grad}
         for parameter, stored in self._stored.items():
             parameter.requires_grad_(stored)
-        self.model.save_pretrained(folder)
+        self.model.save_pretrained(folder, dtype=torch.float32)  # lower ones would undo small steps
         for parameter in self._stored:
             parameter.requires_grad_(parameter in trained)
 

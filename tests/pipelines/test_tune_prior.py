@@ -14,11 +14,18 @@ from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import pad_rows
 from mac_rag.model import MACModel
 from mac_rag.model.checkpoint import read_config
+from pipelines.tasks import tune_prior
 from pipelines.tasks.registry import run_task
 from pipelines.tasks.tune_prior import TunePriorConfig, TunePriorTask, compared
 from tests.model.test_sentence_encoder import with_encoder
 
 DATA = {"name": "newswire", "documents": 40, "validation_documents": 12}
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups as small as the batches."""
+    monkeypatch.setattr(tune_prior, "_GROUP", 4)
 
 
 @pytest.fixture(scope="module")
