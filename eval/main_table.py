@@ -68,7 +68,6 @@ def main(
 
     import torch
 
-    from eval.baselines.finetuning import AnswerTuning
     from eval.harness.protocol import samples
     from eval.harness.systems import ask
     from mac_rag.errors import ConfigError, QuantizationError
@@ -82,7 +81,7 @@ def main(
         device=device,
         batch_size=batch_size,
         trained=trained,
-        tuning=AnswerTuning(steps=tuning_steps),
+        tuning_steps=tuning_steps,
         retriever=retriever,
         lm=lm,
     )

@@ -258,7 +258,7 @@ class Adapter:
         assert isinstance(bank, MemoryBank)  # see `MACEngine`
         keep_rows_for(bank, self.model.aggregation)
         if self._bounded is None or self._bounded.bank is not bank:
-            self._bounded = BoundedBank(bank, self.bound.maximum, self.bound.method, seed=self.bound.seed)
+            self._bounded = BoundedBank(bank, self.bound.maximum, self.bound.method)
         return self._bounded.put(documents, phi, rows).forgotten
 
     def remember(self, bank: Bank, documents: Sequence[Document]) -> None:

@@ -273,26 +273,22 @@ class ModulationConfig(Config):
     """How phi* changes the LM.
 
     Examples:
-        >>> ModulationConfig(kind="lora", targets=("q_proj", "v_proj")).targets
-        ('q_proj', 'v_proj')
+        >>> ModulationConfig(kind="lora", bottleneck=512).bottleneck
+        512
 
     Attributes:
         kind: `prefix` (P-tuning v2), `lora`, `film`, or `prompt` (prompt tuning, see `mac_rag.nn.modulation`); the
             last one only for an LM whose attention takes segments.
-        slots: prefix positions for each token of phi*; only for `prefix`.
         attention_sink: the prefix begins with the LM's own keys and values of its first tokens, and where the LM turns
             keys by their positions, those of the prefix are generated before rotation; only for `prefix`. Rotary LMs
             need it. The paper has none.
         bottleneck: inner width of the map from phi*; None for one linear layer.
-        targets: last names of the modules that LoRA changes; None for those of the attention's queries and values.
         entry_layer: for `prompt`, and only there: number of the LM's layers behind which phi* gives states once more.
     """
 
     kind: Literal["prefix", "lora", "film", "prompt"] = "prefix"
-    slots: int = Field(1, ge=1)
     attention_sink: bool = False
     bottleneck: int | None = Field(None, ge=1)
-    targets: tuple[str, ...] | None = None
     entry_layer: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
@@ -301,12 +297,8 @@ class ModulationConfig(Config):
             raise ValueError(f"entry_layer is {self.entry_layer}, but kind is {self.kind}; only kind prompt has one")
         if self.bottleneck is not None and self.kind == "prompt":
             raise ValueError(f"bottleneck is {self.bottleneck}, but kind prompt has none; leave it out")
-        if self.slots > 1 and self.kind != "prefix":
-            raise ValueError(f"slots is {self.slots}, but only kind prefix has slots, not {self.kind}")
         if self.attention_sink and self.kind != "prefix":
             raise ValueError(f"attention_sink is true, but only kind prefix has one, not {self.kind}")
-        if self.targets is not None and self.kind != "lora":
-            raise ValueError(f"targets is {self.targets}, but only kind lora has targets, not {self.kind}")
         return self
 
 
@@ -339,7 +331,6 @@ class AttentionConfig(Config):
             documents with the highest prior, so that a question's cost hardly grows with the bank. `hierarchical` is
             algorithm 3 of the paper.
         preselected: N, rows preselected for each question.
-        exact_rows: banks of at most so many rows are searched by an exact product, larger ones by FAISS.
         subgroup: M, modulations that algorithm 3 aggregates into one.
         cache_bytes: memory for the bank's keys and values. Those of a larger bank are projected when they are
             needed, and the last used ones are kept.
@@ -348,7 +339,6 @@ class AttentionConfig(Config):
 
     strategy: Literal["streaming", "preselect", "hierarchical"] = "streaming"
     preselected: int = Field(64, ge=1)
-    exact_rows: int = Field(200_000, ge=1)
     subgroup: int = Field(16, ge=2)
     cache_bytes: int = Field(2 << 30, ge=0)
     cache_dtype: Dtype = "fp32"
@@ -367,12 +357,10 @@ class BoundConfig(Config):
     Attributes:
         maximum: largest number of entries; documents that were averaged are one entry.
         method: see `mac_rag.memory.reduction`. In the paper, averaging the nearest entries is best.
-        seed: random seed of the two random methods.
     """
 
     maximum: int = Field(ge=1)
     method: Literal["random-pruning", "random-averaging", "nearest-averaging"] = "nearest-averaging"
-    seed: int = 0
 
 
 class MACConfig(Config):

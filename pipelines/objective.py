@@ -1,8 +1,8 @@
 """MAC's objective: equation 2 with back-propagation dropout, and auxiliary losses for small models.
 
 The paper's objective is the `answer` term alone. The others help a small model over its cold start: `direct`,
-`distillation` and `reconstruction` teach the amortization network without the aggregation network in between,
-`contrastive` teaches the document prior, and `alignment` the aggregation network without the LM.
+`distillation` and `reconstruction` teach the amortization network without the aggregation network in between, and
+`contrastive` teaches the document prior.
 
 The two distillation terms need no answers: `aggregated_distillation` is to `answer` what `distillation` is to `direct`,
 with the LM that has read the document as the teacher, in place of the answer.
@@ -42,8 +42,6 @@ class LossWeights(Config):
         reconstruction: negative log-likelihood of a document under its own memory tokens.
         contrastive: cross-entropy of the document prior, with the question's own document as the target; of several
             that it needs, any of them.
-        alignment: mean squared difference between phi* and the memory tokens of the question's own document, both
-            layer-normalised; it trains the aggregation network without the LM.
     """
 
     answer: float = Field(1.0, ge=0)
@@ -52,7 +50,6 @@ class LossWeights(Config):
     aggregated_distillation: float = Field(0.0, ge=0)
     reconstruction: float = Field(0.0, ge=0)
     contrastive: float = Field(0.0, ge=0)
-    alignment: float = Field(0.0, ge=0)
 
     @property
     def need_answers(self) -> bool:
@@ -101,7 +98,6 @@ def mac_loss(
     backprop_dropout: float = 0.0,
     negatives: MemoryTokens | None = None,
     distractors: int = 0,
-    tune_amortization: bool = True,
 ) -> tuple[dict[str, Tensor], MemoryTokens]:
     """Computes the losses of one batch.
 
@@ -117,7 +113,6 @@ def mac_loss(
         negatives: memory tokens of other documents, without gradients: further negatives of the contrastive term.
         distractors: number of negatives that each question adds to the documents which all questions attend to: those
             with the highest document prior. The answer term then sees a bank of more documents.
-        tune_amortization: False amortizes all documents without gradients.
 
     Returns:
         `loss` and each term that has a weight, as scalars; and the memory tokens of the K documents, detached.
@@ -139,8 +134,7 @@ def mac_loss(
         needs = "the contrastive loss trains" if weights.contrastive else "distractors are chosen by"
         raise ConfigError(f"{needs} the document prior; set model.aggregation.prior_width above 0")
     rows = [model.amortization.ids(document) for document in batch.documents]
-    with torch.set_grad_enabled(tune_amortization and torch.is_grad_enabled()):
-        phi = amortize_with_dropout(model, rows, backprop_dropout)
+    phi = amortize_with_dropout(model, rows, backprop_dropout)
     memory = phi.tokens
     gold = torch.tensor(batch.gold, device=memory.device)
     prompts = model.base_lm.prompts
@@ -157,7 +151,7 @@ def mac_loss(
     ]
 
     terms: dict[str, Tensor] = {}
-    aggregates = weights.answer or weights.aggregated_distillation or weights.alignment
+    aggregates = weights.answer or weights.aggregated_distillation
     if aggregates or weights.contrastive:
         encoded = model.input_encoder([model.input_encoder.ids(question) for question in batch.questions])
         known = phi if negatives is None else MemoryTokens.cat([phi, negatives.to(memory.dtype)])
@@ -178,11 +172,6 @@ def mac_loss(
         aggregated, _ = model.aggregation(encoded, bank, mask=mask, asked=asked, attention=recomputing_attention)
     if weights.answer:
         terms["answer"] = _mean_loss(model, after_contexts, targets, aggregated, batch.without_memory)
-    if weights.alignment:
-        sees = torch.tensor([not hidden for hidden in batch.gold_hidden or [False] * len(gold)], device=gold.device)
-        own, width = memory[gold[sees]].detach(), memory.shape[-1:]
-        first = aggregated[sees, : own.shape[1]]  # of several slots the first
-        terms["alignment"] = functional.mse_loss(functional.layer_norm(first, width), functional.layer_norm(own, width))
     if weights.direct:
         terms["direct"] = _mean_loss(model, alone, answers, memory[gold])
     if weights.distillation or weights.aggregated_distillation:

@@ -37,6 +37,7 @@ from mac_rag.model.factory import make_encoder
 from mac_rag.nn.amortization import EncoderDecoder, EncoderPooling
 from mac_rag.untrusted_files import read_json
 from pipelines.tasks.train_config import TrainConfig
+from pipelines.tasks.tune_qa import LORA_RANK
 from pipelines.training_task import TrainerConfig
 
 QUESTION_TOKENS, ANSWER_TOKENS = 32, 8  # of a prompt without documents, and of an answer
@@ -146,11 +147,10 @@ def sizes_of(recipe: TrainConfig, documents: int = 10_000, questions: int = 1, c
     _answer(model, parts, documents, questions, context)
     with torch.device("meta"):
         if recipe.tune_base_lm != "frozen":
-            model.train_base_lm(lora_rank=recipe.lora_rank if recipe.tune_base_lm == "lora" else None)
+            model.train_base_lm(lora_rank=LORA_RANK if recipe.tune_base_lm == "lora" else None)
         model.use_master_weights()
     for name, (weights, size) in _weights(model).items():
-        frozen = name == AMORTIZATION and not recipe.tune_amortization
-        changed = [weight for weight in weights if weight.requires_grad and not frozen]
+        changed = [weight for weight in weights if weight.requires_grad]
         parts[name].weights = sum(weight.numel() for weight in weights)
         _optimize(parts[name], changed, size, recipe.trainer)
     _train(model, parts, recipe)
@@ -193,7 +193,7 @@ def _train(model: MACModel, parts: dict[str, Part], recipe: TrainConfig) -> None
     trainer, losses, again = recipe.trainer, recipe.losses, recipe.trainer.gradient_checkpointing
     number, documents, read = 2 if trainer.precision == "bf16" else 4, trainer.batch_size, model.amortization.max_tokens
     questions = documents * recipe.questions_per_document
-    live = max(1, round((1 - recipe.backprop_dropout) * documents)) if recipe.tune_amortization else 0
+    live = max(1, round((1 - recipe.backprop_dropout) * documents))
     retrieved = max(recipe.context.k) if recipe.context.retriever != "none" and recipe.context.rate else 0
 
     def add(name: str, flops: int, kept: int) -> None:

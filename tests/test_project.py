@@ -161,9 +161,9 @@ class TestRecipes:
         return load_recipe(PretrainConfig, name, list(overrides))
 
     def test_set_overrides_one_value(self) -> None:
-        changed = self.load("trainer.steps=7", "corpus.documents_per_sequence=[1, 2]")
+        changed = self.load("trainer.steps=7", "trainer.betas=[0.8, 0.9]")
         assert changed.trainer.steps == 7
-        assert changed.corpus.documents_per_sequence == (1, 2)
+        assert changed.trainer.betas == (0.8, 0.9)
         assert changed.lm == self.load().lm
 
     @pytest.mark.parametrize(

@@ -165,9 +165,8 @@ def meta_loss(
     *,
     rate: float,
     locality: float,
-    norm: float,
 ) -> tuple[Tensor, Weights]:
-    """The loss of the network: the LM's loss on questions after updates on their documents, and locality terms.
+    """The loss of the network: the LM's loss on questions after updates on their documents, and a locality term.
 
     Args:
         lm: the LM to update.
@@ -177,22 +176,17 @@ def meta_loss(
         unrelated: token ids of another text, `[L]`.
         rate: learning rate of the updates.
         locality: weight of the KL divergence on the unrelated text.
-        norm: weight of an l2 locality term, the root mean square distance of the token weights from 1.
 
     Returns:
         The loss, and the LM's weights after the updates.
     """
     with twice_differentiable():
-        after, distances = theta, []
+        after = theta
         for lesson in lessons:
-            weights = network(lesson.document)
-            after = inner_update(lm, after, lesson.document, weights, rate)
-            distances.append((weights - 1).square().mean().sqrt())
+            after = inner_update(lm, after, lesson.document, network(lesson.document), rate)
         loss = answer_loss(lm, after, [question for lesson in lessons for question in lesson.questions])
         if locality:
             loss = loss + locality * drift(lm, theta, after, unrelated)
-        if norm:
-            loss = loss + norm * torch.stack(distances).mean()
         return loss, after
 
 

@@ -47,19 +47,21 @@ class Compressed:
         return Compressed(self.keys_values[rows], self.lengths[rows])
 
 
+_RANK = 8  # of the conditional low-rank update, as published
+
+
 class Compressor(nn.Module):
     """The learned vectors and the conditional low-rank update, without the LM.
 
     Args:
         base_lm: the frozen LM.
         tokens: number C of learned vectors.
-        rank: rank of the update.
 
     Raises:
         ConfigError: if the LM's attention has no linear layers of known names.
     """
 
-    def __init__(self, base_lm: BaseLM, *, tokens: int, rank: int) -> None:
+    def __init__(self, base_lm: BaseLM, *, tokens: int) -> None:
         super().__init__()
         linears = linear_names(base_lm.model, LORA_TARGETS)
         if not linears:
@@ -67,8 +69,8 @@ class Compressor(nn.Module):
         scale = float(base_lm.model.get_input_embeddings().weight.detach().float().std())
         self.vectors = nn.Parameter(scale * torch.randn(tokens, base_lm.width))
         self.names = list(linears)
-        self.down = nn.ParameterList(inputs**-0.5 * torch.randn(inputs, rank) for inputs, _ in linears.values())
-        self.up = nn.ParameterList(torch.zeros(rank, outputs) for _, outputs in linears.values())
+        self.down = nn.ParameterList(inputs**-0.5 * torch.randn(inputs, _RANK) for inputs, _ in linears.values())
+        self.up = nn.ParameterList(torch.zeros(_RANK, outputs) for _, outputs in linears.values())
         self.to(base_lm.device)
 
     def forward(self, base_lm: BaseLM, documents: Sequence[Sequence[int]]) -> Compressed:
@@ -132,16 +134,15 @@ class CCM(nn.Module):
     Args:
         base_lm: the frozen LM.
         tokens: number C of compressed tokens.
-        rank: rank of the low-rank update.
         encoder: the retriever's pretrained encoder (T5's in the paper); None for a copy of the LM.
 
     Raises:
         ConfigError: if the LM's attention has no linear layers of known names.
     """
 
-    def __init__(self, base_lm: BaseLM, *, tokens: int, rank: int, encoder: EncoderConfig | None = None) -> None:
+    def __init__(self, base_lm: BaseLM, *, tokens: int, encoder: EncoderConfig | None = None) -> None:
         super().__init__()
-        self.compressor = Compressor(base_lm, tokens=tokens, rank=rank)
+        self.compressor = Compressor(base_lm, tokens=tokens)
         if encoder is None or encoder.name is None:
             backbone: Any = copy.deepcopy(base_lm.model.base_model).float().requires_grad_(True)
             tokenizer = copy.deepcopy(base_lm.tokenizer)

@@ -29,7 +29,6 @@ class CCMConfig(Config):
 
     Attributes:
         tokens: number C of compressed tokens of a document.
-        rank: rank of the conditional low-rank update.
         encoder: pretrained encoder of the retriever; None for a copy of the LM.
         steps: steps of Adam.
         batch_size: documents of a step, with one question each; the retriever contrasts them.
@@ -37,7 +36,6 @@ class CCMConfig(Config):
     """
 
     tokens: int = Field(16, ge=1)
-    rank: int = Field(8, ge=1)
     encoder: EncoderConfig | None = None
     steps: int = Field(ge=1)
     batch_size: int = Field(16, ge=2)
@@ -123,7 +121,7 @@ def trained_ccm(
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        ccm = CCM(base_lm, tokens=config.tokens, rank=config.rank, encoder=config.encoder)
+        ccm = CCM(base_lm, tokens=config.tokens, encoder=config.encoder)
     key = weights_cache.key("ccm", base_lm.model, dataset, config, seed)
     if not weights_cache.load(ccm, folder, key):
         train(ccm, base_lm, dataset, config, seed=seed)

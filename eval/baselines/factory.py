@@ -12,12 +12,15 @@ from eval.harness.systems import MACSystem, System
 from mac_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from eval.baselines.finetuning import AnswerTuning
     from eval.baselines.scales import BaselineSetup
     from eval.baselines.weighting import TokenWeighting
     from mac_rag.data.types import QADataset
     from mac_rag.lm.base_lm import BaseLM
     from mac_rag.model import MACModel
+
+
+# Examples in a few-shot prompt, and documents in front of a question for the retriever alone.
+_EXAMPLES, _K = 5, 5
 
 
 class SystemFactory:
@@ -29,7 +32,7 @@ class SystemFactory:
         training_set: loads the training data; called when a system needs it.
         validation_set: loads the validation stream; called when a learning rate is searched.
         folder: cache of the trained networks; None for no cache.
-        tuning: tuning of fine-tuned LMs on questions and answers, before they are asked; None for none.
+        tuning_steps: steps of tuning fine-tuned LMs on questions and answers, before they are asked; 0 for none.
         retriever: name of the retriever of the method `retriever`.
         batch_size: questions of one generation.
         seed: random seed of all training.
@@ -48,7 +51,7 @@ class SystemFactory:
         validation_set: Callable[[], QADataset],
         *,
         folder: Path | None = None,
-        tuning: AnswerTuning | None = None,
+        tuning_steps: int = 0,
         retriever: str = "bm25",
         batch_size: int = 32,
         seed: int = 0,
@@ -60,7 +63,7 @@ class SystemFactory:
         self._make_training_set = training_set
         self._make_validation_set = validation_set
         self._folder = folder
-        self._tuning = tuning
+        self._tuning_steps = tuning_steps
         self._retriever = retriever
         self._batch_size = batch_size
         self._seed = seed
@@ -118,7 +121,7 @@ class SystemFactory:
         if method in ("zero-shot", "few-shot"):
             from eval.baselines.prompting import FewShot, drawn_examples
 
-            count = self.setup.examples if method == "few-shot" else 0
+            count = _EXAMPLES if method == "few-shot" else 0
             examples = drawn_examples(self.training_set.questions, count, self._seed) if count else []
             return FewShot(self.model, examples, batch_size=self._batch_size)
         if method == "retriever":
@@ -128,7 +131,7 @@ class SystemFactory:
             retriever = make_retriever(self._retriever, progress=True)
             if retriever is None:
                 raise ConfigError(f"the method retriever needs a retriever, got {self._retriever!r}")
-            return RetrieverOnly(self.model, retriever, self._retriever, self.setup.k, batch_size=self._batch_size)
+            return RetrieverOnly(self.model, retriever, self._retriever, _K, batch_size=self._batch_size)
         if method == "ccm":
             return self._ccm(trained)
         if method == "mac":
@@ -147,8 +150,8 @@ class SystemFactory:
                 rate,
                 max_new_tokens=self.model.config.max_new_tokens,
                 batch_size=self._batch_size,
-                tuning=self._tuning,
-                training_questions=self.training_set.questions if self._tuning and self._tuning.steps else (),
+                tuning_steps=self._tuning_steps,
+                training_questions=self.training_set.questions if self._tuning_steps else (),
                 seed=self._seed,
             )
 
@@ -195,5 +198,5 @@ class SystemFactory:
         if trained:
             ccm = trained_ccm(base_lm, self.training_set, config, seed=self._seed, folder=self._folder)
         else:
-            ccm = CCM(base_lm, tokens=config.tokens, rank=config.rank, encoder=config.encoder)
+            ccm = CCM(base_lm, tokens=config.tokens, encoder=config.encoder)
         return CCMSystem(base_lm, ccm, max_new_tokens=self.model.config.max_new_tokens, batch_size=self._batch_size)

@@ -9,11 +9,9 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
 import torch
-from pydantic import Field
 
 from eval.baselines.weighting import TokenWeighting, passages, weighted_loss
 from eval.harness.systems import System, generate
-from mac_rag.config import Config
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.lora_tuning import make_trainable
 from mac_rag.progress import progress_bar
@@ -22,18 +20,9 @@ if TYPE_CHECKING:
     from mac_rag.data.types import Document, Question
 
 
-class AnswerTuning(Config):
-    """Tuning on questions and answers of the training split, after adaptation and before the questions of the stream.
-
-    Attributes:
-        steps: steps of Adam; 0 for no tuning.
-        batch_size: questions of one step.
-        learning_rate: learning rate of Adam, constant.
-    """
-
-    steps: int = Field(0, ge=0)
-    batch_size: int = Field(16, ge=1)
-    learning_rate: float = Field(2.5e-5, gt=0)
+# Tuning on questions and answers of the training split. The rate is one that fine-tuning searches among at both scales.
+_TUNING_BATCH = 16  # questions of one step
+_TUNING_RATE = 2.5e-5
 
 
 class FineTuning(System):
@@ -47,7 +36,7 @@ class FineTuning(System):
         learning_rate: learning rate of Adam, constant.
         max_new_tokens: limit of an answer's tokens.
         batch_size: questions of one generation.
-        tuning: tuning on questions and answers, of a copy, before the first answer after an adaptation; None for none.
+        tuning_steps: steps of tuning on questions and answers, of a copy, before the first answer after an adaptation.
         training_questions: questions of the tuning.
         seed: random seed of their order.
 
@@ -63,21 +52,21 @@ class FineTuning(System):
         *,
         max_new_tokens: int = 16,
         batch_size: int = 32,
-        tuning: AnswerTuning | None = None,
+        tuning_steps: int = 0,
         training_questions: Sequence[Question] = (),
         seed: int = 0,
     ) -> None:
         self.name = weighting.name
         self.settings = {"learning_rate": learning_rate, **weighting.settings}
-        if tuning is not None and tuning.steps:
-            self.settings["answer_tuning_steps"] = tuning.steps
+        if tuning_steps:
+            self.settings["answer_tuning_steps"] = tuning_steps
         self.lm = trainable_copy(base_lm)
         self.networks = [self.lm, *weighting.networks]
         self._weighting = weighting
         self._optimizer = torch.optim.Adam(self.lm.parameters(), lr=learning_rate)
         self._max_new_tokens = max_new_tokens
         self._batch_size = batch_size
-        self._tuning = tuning or AnswerTuning()
+        self._tuning_steps = tuning_steps
         self._training_questions = training_questions
         self._seed = seed
         self._answering: BaseLM | None = None
@@ -98,9 +87,9 @@ class FineTuning(System):
     def answer(self, questions: Sequence[str]) -> list[str]:
         if self._answering is None:
             self._answering = self.lm
-            if self._tuning.steps:
+            if self._tuning_steps:
                 self._answering = trainable_copy(self.lm)
-                tune_answers(self._answering, self._training_questions, self._tuning, seed=self._seed)
+                tune_answers(self._answering, self._training_questions, self._tuning_steps, seed=self._seed)
         prompts = [self._answering.prompts.prompt(question) for question in questions]
         self.tokens_fed += sum(map(len, prompts))
         return generate(self._answering, prompts, max_new_tokens=self._max_new_tokens, batch_size=self._batch_size)
@@ -117,20 +106,20 @@ def trainable_copy(base_lm: BaseLM) -> BaseLM:
     return BaseLM(lm.eval(), base_lm.tokenizer, base_lm.prompts.format)
 
 
-def tune_answers(base_lm: BaseLM, questions: Sequence[Question], tuning: AnswerTuning, *, seed: int = 0) -> None:
+def tune_answers(base_lm: BaseLM, questions: Sequence[Question], steps: int, *, seed: int = 0) -> None:
     """Trains an LM in place on answers to questions without documents.
 
     Args:
         base_lm: a trainable LM.
         questions: at least one; repeated in one order, which the seed draws.
-        tuning: the recipe.
+        steps: steps of Adam.
         seed: random seed of the order.
     """
     order = cycle(random.Random(seed).sample(range(len(questions)), len(questions)))
-    optimizer = torch.optim.Adam(base_lm.parameters(), lr=tuning.learning_rate)
-    with progress_bar("tune answers", tuning.steps) as bar:
-        for _ in range(tuning.steps):
-            batch = [questions[index] for index in islice(order, tuning.batch_size)]
+    optimizer = torch.optim.Adam(base_lm.parameters(), lr=_TUNING_RATE)
+    with progress_bar("tune answers", steps) as bar:
+        for _ in range(steps):
+            batch = [questions[index] for index in islice(order, _TUNING_BATCH)]
             prompts = [base_lm.prompts.prompt(question.question) for question in batch]
             answers = [base_lm.prompts.answer(question.answers[0]) for question in batch]
             optimizer.zero_grad()

@@ -13,7 +13,6 @@ from eval.harness.streams import open_stream
 
 if TYPE_CHECKING:
     from eval.baselines.factory import SystemFactory
-    from eval.baselines.finetuning import AnswerTuning
 
 TrainedOption = Annotated[
     Path | None,
@@ -47,7 +46,7 @@ def open_factory(
     device: str | None,
     batch_size: int,
     trained: Path | None = None,
-    tuning: AnswerTuning | None = None,
+    tuning_steps: int = 0,
     retriever: str = "bm25",
     lm: str | None = None,
 ) -> SystemFactory:
@@ -58,7 +57,7 @@ def open_factory(
         path: the result file; trained networks are cached in `trained/` beside it.
         scale, data, seed, device, batch_size: the command's options.
         trained: another cache of trained networks.
-        tuning, retriever: see `SystemFactory`.
+        tuning_steps, retriever: see `SystemFactory`.
         lm: the command's option; None for the setup's.
 
     Raises:
@@ -80,7 +79,7 @@ def open_factory(
         lambda: dataset("train", baselines.training_documents),
         lambda: dataset("val", baselines.validation_documents),
         folder=trained or path.parent / "trained",
-        tuning=tuning,
+        tuning_steps=tuning_steps,
         retriever=retriever,
         batch_size=batch_size,
         seed=seed,

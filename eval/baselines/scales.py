@@ -22,8 +22,6 @@ class BaselineSetup(Config):
         validation_documents: length of the validation stream that learning rates are searched on.
         rates: learning rates of Adam to search among.
         retention_rate: the one learning rate of Adam in the experiment on retention, fixed as in the paper.
-        examples: examples in a few-shot prompt.
-        k: documents in front of a question for the retriever alone.
         camels: meta-training of CaMeLS.
         ccm: training of CCM.
     """
@@ -32,8 +30,6 @@ class BaselineSetup(Config):
     validation_documents: int = Field(ge=1)
     rates: tuple[float, ...] = Field(min_length=1)
     retention_rate: float = Field(gt=0)
-    examples: int = Field(5, ge=1)
-    k: int = Field(5, ge=1)
     camels: CamelsConfig
     ccm: CCMConfig
 

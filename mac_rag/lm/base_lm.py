@@ -36,7 +36,7 @@ from mac_rag.lm.prompt import positions_of, slot_segments
 from mac_rag.nn.cpu_linear import use_onednn
 from mac_rag.nn.modulation import LMShape, Modulation, attached, linear_names
 
-# Last names of the linear layers that make queries and values, by default the targets of LoRA: in Llama, Mistral and
+# Last names of the linear layers that make queries and values, which LoRA changes: in Llama, Mistral and
 # Qwen; in BERT; and in GPT-2, GPT-NeoX and Phi-3, where one layer makes them all.
 LORA_TARGETS = ("q_proj", "v_proj", "query", "value", "c_attn", "query_key_value", "qkv_proj")
 # Answers that have ended leave their batch when no more than this share of it goes on.
@@ -108,15 +108,15 @@ class BaseLM(nn.Module):
         """The sizes of this LM that a modulation network needs.
 
         Raises:
-            ModelLoadError: for LoRA, when no module has one of the target names.
+            ModelLoadError: for LoRA, when no module has one of the names of `LORA_TARGETS`.
         """
         lm = self.model.config
-        linears = linear_names(self.model, config.targets or LORA_TARGETS)
+        linears = linear_names(self.model, LORA_TARGETS)
         embeddings = self.model.get_input_embeddings()
         if config.kind == "lora" and not linears:
             raise ModelLoadError(
-                f"no linear module of {lm.model_type} is named {', '.join(config.targets or LORA_TARGETS)}; "
-                "set modulation.targets"
+                f"no linear module of {lm.model_type} is named {', '.join(LORA_TARGETS)}, which LoRA changes; choose "
+                "another modulation.kind"
             )
         return LMShape(
             layers=lm.num_hidden_layers,

@@ -183,10 +183,8 @@ def make_modulation_network(config: MACConfig, base_lm: BaseLM) -> ModulationNet
         return PromptTuning(shape, config.tokens, entry_layer=part.entry_layer)
     sink = None
     if part.attention_sink:
-        sink = make_attention_sink(base_lm, config.modulation_tokens * part.slots, config.context_window)
-    return PrefixTuning(
-        shape, config.modulation_tokens, base_lm.width, slots=part.slots, bottleneck=part.bottleneck, sink=sink
-    )
+        sink = make_attention_sink(base_lm, config.modulation_tokens, config.context_window)
+    return PrefixTuning(shape, config.modulation_tokens, base_lm.width, bottleneck=part.bottleneck, sink=sink)
 
 
 _FIRST, _END = 1000, 2100  # years before and from this one on are numbers like any other

@@ -217,15 +217,14 @@ class ModulationNetwork(nn.Module, ABC):
 
 
 class PrefixTuning(ModulationNetwork):
-    """P-tuning v2 from phi*: each token gives `slots` keys and values of every layer.
+    """P-tuning v2 from phi*: each token gives the keys and values of one position in every layer.
 
-    P is T * slots, and with an attention sink its length more.
+    P is T, and with an attention sink its length more.
 
     Args:
         shape: the LM's sizes.
         tokens: T.
         width: D.
-        slots: prefix positions for each token.
         bottleneck: inner width of a two-layer map; None for one linear layer, as in the paper. Wide LMs need a
             bottleneck: one linear layer to all keys and values of LLaMA-2-7B would have a billion weights.
         sink: stands in front of the generated keys and values, and turns the keys to their places; None for a prefix
@@ -238,24 +237,22 @@ class PrefixTuning(ModulationNetwork):
         tokens: int,
         width: int,
         *,
-        slots: int = 1,
         bottleneck: int | None = None,
         sink: AttentionSink | None = None,
     ) -> None:
         super().__init__()
-        self.slots = slots
         self.shape = shape
         self.sink = sink
-        self.prefix_length = tokens * slots + (0 if sink is None else sink.length)
-        outputs = slots * shape.layers * 2 * shape.kv_heads * shape.head_width
+        self.prefix_length = tokens + (0 if sink is None else sink.length)
+        outputs = shape.layers * 2 * shape.kv_heads * shape.head_width
         self.norm = nn.LayerNorm(width)
         self.to_keys_values = _linear(width, bottleneck, outputs)
 
     def forward(self, phi: Tensor) -> PrefixModulation:
         shape = self.shape
-        mapped: Tensor = self.to_keys_values(self.norm(phi))  # [B, T, slots * layers * 2 * kv_heads * head_width]
-        slots = mapped.unflatten(-1, (self.slots, shape.layers, 2, shape.kv_heads, shape.head_width))
-        generated = slots.flatten(1, 2).permute(0, 2, 3, 4, 1, 5)
+        mapped: Tensor = self.to_keys_values(self.norm(phi))  # [B, T, layers * 2 * kv_heads * head_width]
+        positions = mapped.unflatten(-1, (shape.layers, 2, shape.kv_heads, shape.head_width))
+        generated = positions.permute(0, 2, 3, 4, 1, 5)
         return PrefixModulation(generated if self.sink is None else self.sink(generated))
 
 

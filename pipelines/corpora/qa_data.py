@@ -16,14 +16,11 @@ from mac_rag.data import load_dataset
 from mac_rag.data.characters import shown_id
 from mac_rag.data.metrics import normalize
 from mac_rag.data.newswire.generate import generate
-from mac_rag.data.newswire.multi_document import generate_multi_document
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import ConfigError, DataError
 from mac_rag.retrieval.registry import check_name
 from pipelines.corpora.retrieved_contexts import Retrieved
 
-_LINKED = 300  # documents of a stream whose questions need several of them
-_FIRST_LINKED_SEED = 1_000_000  # far from those of other streams, so that ids differ
 _DEPTH = 6  # fewest documents retrieved: runs with the paper's k of 1, 3 and 5 then share them
 
 
@@ -43,8 +40,6 @@ class DataConfig(Config):
         validation_documents: number of documents in the validation stream.
         seed: random seed of the generated documents.
         update_rate: share of the newswire stories for training that a later document updates.
-        linked_documents: further newswire documents for training, in streams of which each question needs two to four
-            documents (`mac_rag.data.newswire.multi_document`).
     """
 
     name: Literal["newswire", "squad", "streamingqa", "archivalqa", "timeqa", "own"] = "newswire"
@@ -57,12 +52,9 @@ class DataConfig(Config):
     validation_documents: int = Field(256, ge=1)
     seed: int = 0
     update_rate: float = Field(0.04, ge=0, le=1)
-    linked_documents: int = Field(0, ge=0)
 
     @model_validator(mode="after")
     def _has_files(self) -> Self:
-        if self.name != "newswire" and self.linked_documents:
-            raise ValueError(f"linked_documents are generated newswire; leave them out with {self.name}")
         if self.name != "newswire" and self.path is None:
             raise ValueError(f"path is missing: give the place of the files of {self.name}, --set data.path=FOLDER")
         return self
@@ -78,11 +70,9 @@ class DataConfig(Config):
             DataError: see `load_dataset`; for splits that share documents, and for a question that names no document.
         """
         if self.name == "newswire":
-            ordinary = generate(
+            return generate(
                 "train", self.documents, seed=self.seed, questions_per_document=4, update_rate=self.update_rate
             )
-            linked = linked_streams(self.linked_documents, seed=self.seed)
-            return dataclasses.replace(joined([ordinary, *linked]), split="train")
         splits = (self.train,) if isinstance(self.train, str) else self.train
         data = _usable(joined([self.load(split, unanswered=unanswered) for split in splits]))
         if self.unlike is None:
@@ -114,24 +104,6 @@ class DataConfig(Config):
         return load_dataset(
             self.name, split, self.path, documents=documents, columns=self.columns, unanswered=unanswered
         )
-
-
-def linked_streams(documents: int, *, seed: int = 0) -> list[QADataset]:
-    """Streams of training news of which each question needs several documents.
-
-    Args:
-        documents: number of documents in all.
-        seed: random seed; streams of another seed are others.
-    """
-    return [
-        generate_multi_document(
-            "train",
-            min(_LINKED, documents - start),
-            seed=_FIRST_LINKED_SEED * (seed + 1) + number,
-            questions_per_kind=_LINKED,
-        ).to_train_on
-        for number, start in enumerate(range(0, documents, _LINKED))
-    ]
 
 
 def _usable(data: QADataset) -> QADataset:

@@ -17,6 +17,8 @@ from mac_rag.model.factory import make_hashed_bm25
 from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.extended_model import rebuilt
 
+_VECTORS = 8  # R, lexical vectors of each text: those of both shipped models
+
 
 class AddLexicalConfig(Config):
     """A stage that adds lexical vectors to a model.
@@ -24,14 +26,12 @@ class AddLexicalConfig(Config):
     Attributes:
         start_from: a MAC checkpoint, name or folder.
         data: in its training documents the tokens are counted.
-        vectors: R, lexical vectors of each text.
-        weight: weight of their product beside the cosine in the document prior.
+        weight: weight of the lexical vectors' product beside the cosine in the document prior.
         store_dtype: dtype of the stored weights; see `mac_rag.lm.int8_storage` for int8.
     """
 
     start_from: str
     data: DataConfig = DataConfig()
-    vectors: int = Field(8, ge=1)
     weight: float = Field(0.1, gt=0)
     store_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
 
@@ -43,7 +43,7 @@ def write_extended(config: AddLexicalConfig, output: Path) -> None:
         ConfigError: for a model without a document prior.
     """
     texts = (document.text for document in config.data.training_set().documents)
-    model = add_hashed_bm25(MACModel.from_pretrained(config.start_from), texts, config.vectors, config.weight)
+    model = add_hashed_bm25(MACModel.from_pretrained(config.start_from), texts, _VECTORS, config.weight)
     with write_folder(output / "last") as new:
         model.save_pretrained(new, dtype=STORED_DTYPES[config.store_dtype])
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
@@ -32,6 +31,7 @@ from pipelines.corpora.qa_data import DataConfig
 from pipelines.tasks.extended_model import with_aggregation, with_years
 from pipelines.tasks.train import moment
 
+_QUESTIONS = 2  # of each document, at most: for a handful of numbers, other documents say more than further questions
 _TOGETHER = 256  # texts that are encoded, or compared with all documents, at a time
 _YEARS_START = YearsConfig(weight=1.0, decay=3.0)
 _NEVER = 1e5  # years
@@ -47,33 +47,22 @@ class FitRecencyConfig(Config):
         start_from: a MAC checkpoint with a document prior, name or folder.
         data: documents with dates, of which some are newer versions of others, and questions about them. Of newswire,
             half of the stories should be updated (`update_rate: 0.5`), so that both sides of the choice are learned.
-        questions_per_document: largest number of questions of each document.
-        steps: steps of Adam.
-        batch_size: questions of a step.
-        learning_rate: rate of the first step; it falls to 0 linearly.
-        seed: random seed of the batches.
         store_dtype: dtype of the weights in the checkpoint; see `mac_rag.lm.int8_storage` for int8.
     """
 
     start_from: str
     data: DataConfig = DataConfig(update_rate=0.5)
-    questions_per_document: int = Field(2, ge=1, le=4)
-    steps: int = Field(500, ge=1)
-    batch_size: int = Field(256, ge=1)
-    learning_rate: float = Field(0.05, gt=0)
-    seed: int = 0
     store_dtype: Dtype | Literal["int8"] = "fp32"
 
     def dataset(self) -> QADataset:
         """The documents and questions."""
         if self.data.name != "newswire":
             return self.data.training_set()
-        count = self.questions_per_document
         return generate(
             "train",
             self.data.documents,
             seed=self.data.seed,
-            questions_per_document=count,
+            questions_per_document=_QUESTIONS,
             update_rate=self.data.update_rate,
         )
 
@@ -89,9 +78,8 @@ def write_fitted(config: FitRecencyConfig, output: Path) -> None:
     dataset = within_limits(config.dataset(), model)
     check_dates(dataset)  # before minutes of amortization
     prior_keys = prior_keys_of(model, dataset)
-    how: dict[str, Any] = config.model_dump(include={"steps", "batch_size", "learning_rate", "seed"})
-    model, prior_keys = with_fitted_years(model, dataset, prior_keys, **how)
-    fit_recency(model, dataset, prior_keys, questions_per_document=config.questions_per_document, **how)
+    model, prior_keys = with_fitted_years(model, dataset, prior_keys)
+    fit_recency(model, dataset, prior_keys)
     with write_folder(output / "last") as new:
         model.save_pretrained(new, dtype=STORED_DTYPES[config.store_dtype])
 
@@ -139,8 +127,6 @@ def fit_recency(
     steps: int = 500,
     batch_size: int = 256,
     learning_rate: float = 0.05,
-    questions_per_document: int = 2,
-    seed: int = 0,
 ) -> float:
     """Fits the term in place: the document prior shall rank the document of each question first among all.
 
@@ -148,7 +134,9 @@ def fit_recency(
         model: a model with a recency term.
         dataset: see `FitRecencyConfig`.
         prior_keys: of `prior_keys_of`.
-        steps, batch_size, learning_rate, questions_per_document, seed: see `FitRecencyConfig`.
+        steps: steps of Adam. A handful of numbers is fitted, which takes seconds.
+        batch_size: questions of a step.
+        learning_rate: rate of the first step; it falls to 0 linearly.
 
     Returns:
         The mean loss of the last tenth of the steps.
@@ -160,7 +148,7 @@ def fit_recency(
     prior, term = model.aggregation.prior, model.aggregation.recency
     assert prior is not None
     assert term is not None
-    compared = _compared(model, dataset, prior_keys, questions_per_document)
+    compared = _compared(model, dataset, prior_keys)
     scale = prior.log_scale.exp().detach()
 
     def batch_loss(generator: torch.Generator) -> Tensor:
@@ -170,7 +158,7 @@ def fit_recency(
         rest = compared.rest[index]
         return functional.cross_entropy(torch.cat([scores, rest[:, None]], 1), compared.gold[index])
 
-    return fitted(list(term.parameters()), batch_loss, steps=steps, learning_rate=learning_rate, seed=seed)
+    return fitted(list(term.parameters()), batch_loss, steps=steps, learning_rate=learning_rate)
 
 
 class _Compared(NamedTuple):
@@ -190,7 +178,7 @@ class _Compared(NamedTuple):
 
 
 @torch.no_grad()
-def _compared(model: MACModel, dataset: QADataset, prior_keys: Tensor, questions_per_document: int) -> _Compared:
+def _compared(model: MACModel, dataset: QADataset, prior_keys: Tensor) -> _Compared:
     """The questions whose own document is among the candidates; the term cannot change others."""
     prior = model.aggregation.prior
     assert prior is not None
@@ -198,7 +186,7 @@ def _compared(model: MACModel, dataset: QADataset, prior_keys: Tensor, questions
     dates = torch.tensor([moment(document) for document in dataset.documents], device=model.device)
     place = {document.id: number for number, document in enumerate(dataset.documents)}
     by_document = dataset.questions_by_document()
-    questions = [question for some in by_document.values() for question in some[:questions_per_document]]
+    questions = [question for some in by_document.values() for question in some[:_QUESTIONS]]
     parts = []
     for first in range(0, len(questions), _TOGETHER):
         some = questions[first : first + _TOGETHER]
@@ -245,7 +233,6 @@ def fit_years(
     steps: int = 500,
     batch_size: int = 256,
     learning_rate: float = 0.05,
-    seed: int = 0,
 ) -> YearsConfig | None:
     """The configuration of years with which the document prior ranks each question's own document first.
 
@@ -253,7 +240,7 @@ def fit_years(
         model: a model with a document prior and hashed BM25; its own years do not count.
         dataset: documents and questions. Those that name no year teach nothing.
         prior_keys: the document prior's keys of the documents, `[K, d_prior]`.
-        steps, batch_size, learning_rate, seed: as for `fitted`.
+        steps, batch_size, learning_rate: see `fit_recency`.
 
     Returns:
         What was fitted; None if no question names a year, if no year is one token of the vocabulary, or for a model
@@ -286,7 +273,7 @@ def fit_years(
         of_years = weight * torch.exp(-since[:, asked.first[index]].T / decay)
         return functional.cross_entropy((asked.scores[index] + scale * of_years) / temperature, asked.gold[index])
 
-    fitted([logarithms], batch_loss, steps=steps, learning_rate=learning_rate, seed=seed)
+    fitted([logarithms], batch_loss, steps=steps, learning_rate=learning_rate)
     weight, decay, _ = (round(float(value), 4) for value in logarithms.detach().exp())
     return YearsConfig(weight=weight, decay=decay)
 
@@ -337,7 +324,6 @@ def fitted(
     *,
     steps: int,
     learning_rate: float,
-    seed: int,
 ) -> float:
     """Fits parameters in place.
 
@@ -346,14 +332,13 @@ def fitted(
         batch_loss: the loss of a batch that it draws.
         steps: steps of Adam.
         learning_rate: rate of the first step; it falls to 0 linearly.
-        seed: random seed of the batches.
 
     Returns:
         The mean loss of the last tenth of the steps.
     """
     optimizer = torch.optim.Adam(parameters, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     losses = []
     for _ in range(steps):
         loss = batch_loss(generator)

@@ -93,7 +93,7 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
     ):
         raise ConfigError(
             "init: kv_regression needs encoders of design encoder-pooling without a name, both alike, and a prefix "
-            "of one slot without bottleneck, or a prompt that enters after as many layers as the encoders have"
+            "without bottleneck, or a prompt that enters after as many layers as the encoders have"
         )
     training = model.training
     model.eval()
@@ -146,7 +146,7 @@ def init_by_kv_regression(model: MACModel, data: QADataset) -> None:
 def _can_be_fitted(network: ModulationNetwork, config: MACConfig) -> bool:
     if isinstance(network, PromptTuning):
         return network.entry_layer == config.amortization.layers
-    return isinstance(network, PrefixTuning) and isinstance(network.to_keys_values, nn.Linear) and network.slots == 1
+    return isinstance(network, PrefixTuning) and isinstance(network.to_keys_values, nn.Linear)
 
 
 def _states(network: EncoderPooling, row: Sequence[int], advance: Callable[[], None]) -> Tensor:

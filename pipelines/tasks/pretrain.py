@@ -24,7 +24,9 @@ from pipelines.tasks.open_book import reading_scores
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 _TOKENIZER_DOCUMENTS = 20_000  # documents that the tokenizer is learned from, at most
-_COPIED = 4, 24  # fewest and most random tokens that are repeated
+_COPIED = 4, 24  # fewest and most random tokens that are repeated: as long as the answers, and some more
+_POSITIONS = 1024  # longest sequence in tokens: rotary positions cost nothing, and prompts stay below it
+_SEED = 0  # of the generated documents
 _VALIDATION_BATCH = 32
 
 
@@ -33,36 +35,34 @@ class CorpusConfig(Config):
 
     Attributes:
         documents: number of documents to generate.
-        documents_per_sequence: numbers of documents at the start of a sequence; one is drawn for each.
         copy_steps: number of first steps on random tokens, repeated once. Only copying predicts them: within
             minutes they teach a small LM what answering from a document needs, which documents teach it far later.
         sequence_length: longest sequence in tokens.
         validation_documents: number of held-out documents.
-        seed: random seed of the generated documents.
     """
 
     documents: int = Field(100_000, ge=1)
-    documents_per_sequence: tuple[int, ...] = (1,)
     copy_steps: int = Field(0, ge=0)
     sequence_length: int = Field(256, ge=16)
     validation_documents: int = Field(256, ge=1)
-    seed: int = 0
 
 
 class LMConfig(Config):
     """Sizes of a causal LM with RoPE, RMSNorm, SwiGLU and tied embeddings.
 
     Attributes:
-        positions: longest sequence in tokens.
         vocabulary: entries of the BPE that is learned, without the number tokens.
     """
 
     hidden_size: int = Field(128, ge=8)
     layers: int = Field(4, ge=1)
     heads: int = Field(4, ge=1)
-    intermediate_size: int = Field(352, ge=8)
-    positions: int = Field(1024, ge=32)
     vocabulary: int = Field(2048, ge=300)
+
+    @property
+    def intermediate_size(self) -> int:
+        """Inner width of the feed-forward networks: 8/3 of the width, as in Llama, and a multiple of 32."""
+        return 32 * -(-self.hidden_size // 12)
 
 
 class PretrainConfig(Config):
@@ -111,21 +111,20 @@ def _tokenizer_texts(corpus: CorpusConfig) -> Iterator[str]:
     """The texts from which the tokenizer learns its vocabulary."""
     prompt = PromptFormat()
     count = min(corpus.documents, _TOKENIZER_DOCUMENTS)
-    data = generate("train", count, seed=corpus.seed, questions_per_document=2)
+    data = generate("train", count, seed=_SEED, questions_per_document=2)
     yield from (prompt.document.format(document=document.text) for document in data.documents)
     yield from (prompt.question.format(question=question.question) for question in data.questions)
 
 
 class ReadingSequences:
-    """`d_1 ... d_n, question, answer, question, answer, ...`: documents, then questions on them in any order.
+    """`document, question, answer, question, answer, ...`: a document, then questions on it in any order.
 
-    Such sequences teach an LM to answer from the text before the question, several times for each document read.
+    Such sequences teach an LM to answer from the text before the question, several times for each document.
 
     Args:
-        documents: the documents; each begins one sequence.
+        documents: the documents.
         questions: the questions of each document, by its id.
         encoder: writes documents, questions and answers as token ids.
-        documents_per_sequence: numbers of documents of a sequence; one is drawn for each.
         length: longest sequence in tokens.
     """
 
@@ -134,28 +133,22 @@ class ReadingSequences:
         documents: Sequence[Document],
         questions: dict[str, list[Question]],
         encoder: PromptEncoder,
-        documents_per_sequence: Sequence[int],
         length: int,
     ) -> None:
         self._documents = documents
         self._questions = questions
         self._encoder = encoder
-        self._sizes = documents_per_sequence
         self._length = length
 
     def __len__(self) -> int:
         return len(self._documents)
 
     def sequence(self, index: int, seed: int) -> list[int]:
-        """The sequence of one document; `seed` determines everything random in it."""
-        rng = random.Random(seed)
-        others = rng.sample(range(len(self._documents)), rng.choice(self._sizes) - 1)
-        chosen = [self._documents[i] for i in {index, *others}]
-        rng.shuffle(chosen)
-        encoder = self._encoder
-        ids = encoder.prompt_start([document.text for document in chosen])
-        questions = [question for document in chosen for question in self._questions[document.id]]
-        rng.shuffle(questions)
+        """The sequence of one document; `seed` determines the order of its questions."""
+        document, encoder = self._documents[index], self._encoder
+        ids = encoder.prompt_start([document.text])
+        questions = list(self._questions[document.id])
+        random.Random(seed).shuffle(questions)
         for question in questions:
             pair = encoder.question(question.question) + encoder.answer(question.answers[0])
             if len(ids) + len(pair) > self._length:
@@ -190,7 +183,7 @@ class PretrainTask(Task):
                 num_hidden_layers=sizes.layers,
                 num_attention_heads=sizes.heads,
                 num_key_value_heads=sizes.heads,
-                max_position_embeddings=sizes.positions,
+                max_position_embeddings=_POSITIONS,
                 rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
                 tie_word_embeddings=True,
                 bos_token_id=self.tokenizer.bos_token_id,
@@ -205,16 +198,9 @@ class PretrainTask(Task):
         corpus = config.corpus
         sets = []
         for split, count in (("train", corpus.documents), ("val", corpus.validation_documents)):
-            data = generate(split, count, seed=corpus.seed, questions_per_document=4)
-            sets.append(
-                ReadingSequences(
-                    data.documents,
-                    data.questions_by_document(),
-                    self.encoder,
-                    corpus.documents_per_sequence,
-                    corpus.sequence_length,
-                )
-            )
+            data = generate(split, count, seed=_SEED, questions_per_document=4)
+            questions = data.questions_by_document()
+            sets.append(ReadingSequences(data.documents, questions, self.encoder, corpus.sequence_length))
         self._training, self._held_out = sets
         self._validation = data
 

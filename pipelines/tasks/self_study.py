@@ -48,7 +48,6 @@ class SelfStudyConfig(Config):
     """What determines the questions.
 
     Attributes:
-        documents: the path of the documents, or several, joined by spaces.
         documents_sha256: digest of their ids, texts and metadata.
         lm: name of the LM.
         per_passage: questions to write about each passage.
@@ -57,7 +56,6 @@ class SelfStudyConfig(Config):
         prompts_sha256: digest of the code of prompts, rules and checks.
     """
 
-    documents: str
     documents_sha256: str
     lm: str
     per_passage: int = Field(ge=1)
@@ -206,7 +204,6 @@ def study(
     """
     documents = _checked(read_documents(find_files(paths))[:limit])
     config = SelfStudyConfig(
-        documents=" ".join(map(str, paths)),
         documents_sha256=_digest(content_hash(document) + document.id for document in documents),
         lm=lm,
         per_passage=per_passage,

@@ -26,10 +26,9 @@ from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import ContextMiner, DataConfig, retrieved
 from pipelines.corpora.title_groups import drawn, title_groups
 from pipelines.objective import Batch, LossWeights, mac_loss
-from pipelines.tasks.extended_model import with_aggregation
 from pipelines.tasks.kv_regression import init_by_kv_regression
-from pipelines.tasks.train_config import ReadingTurns, TrainConfig
-from pipelines.tasks.tune_qa import TrainingSequence, TuneConfig, TuneTask
+from pipelines.tasks.train_config import READING_EVERY, ReadingTurns, TrainConfig
+from pipelines.tasks.tune_qa import LORA_RANK, TrainingSequence, TuneConfig, TuneTask
 from pipelines.trainer import Task, TrainerConfig
 
 
@@ -49,12 +48,10 @@ class TrainTask(Task):
             _require_gradients(config.model, device)
             self.model = MACModel.from_config(config.model, device=device)
         elif config.start_from is not None:
-            self.model = with_aggregation(
-                MACModel.from_pretrained(config.start_from, device=device), config.aggregation
-            )
+            self.model = MACModel.from_pretrained(config.start_from, device=device)
             _require_gradients(self.model.config, device)
         if config.tune_base_lm != "frozen":
-            self.model.train_base_lm(lora_rank=config.lora_rank if config.tune_base_lm == "lora" else None)
+            self.model.train_base_lm(lora_rank=LORA_RANK if config.tune_base_lm == "lora" else None)
         if config.gold_hidden and self.model.config.prompt.abstention is None:
             raise ConfigError(
                 f"gold_hidden is {config.gold_hidden}, but the model does not say what it answers then; set "
@@ -91,10 +88,10 @@ class TrainTask(Task):
 
     def batch(self, step: int, micro: int, size: int) -> tuple[Batch, LossWeights] | list[TrainingSequence]:
         """Documents and questions, and the weights of the losses on them; or what the LM reads without memory."""
-        trainer, turns = self.config.trainer, self.config.reading
-        if self.reading is not None and turns is not None and turns.is_turn(step):
+        trainer = self.config.trainer
+        if self.reading is not None and step % READING_EVERY == READING_EVERY - 1:
             self.reading.passes = self.passes
-            return self.reading.batch(step // turns.every, micro, turns.batch_size)
+            return self.reading.batch(step // READING_EVERY, micro, size * self.config.questions_per_document)
         # Documents of one story stay in one batch: they are the hardest to tell apart.
         group_size = self.config.group_by_title
         documents = drawn(
@@ -184,7 +181,6 @@ class TrainTask(Task):
             backprop_dropout=config.backprop_dropout,
             negatives=MemoryTokens.split(held, self.model.config.lexical_vectors) if config.negatives else None,
             distractors=config.distractors,
-            tune_amortization=config.tune_amortization,
         )
         if config.negatives:
             newest = _from_all_processes(phi.stacked().to(self.negatives.dtype))[: config.negatives]
@@ -311,8 +307,6 @@ def reading_task(turns: ReadingTurns, base_lm: BaseLM, data: DataConfig, trainer
         data=data,
         context=turns.context,
         question_blind=turns.question_blind,
-        token_dropout=turns.token_dropout,
-        pointer_loss=turns.pointer_loss,
         sequence_length=turns.sequence_length,
         trainer=trainer,
     )

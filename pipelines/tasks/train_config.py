@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,8 @@ from mac_rag.model.presets import preset_values
 from pipelines.corpora.qa_data import ContextConfig, DataConfig
 from pipelines.objective import LossWeights
 from pipelines.trainer import TrainerConfig
+
+READING_EVERY = 3  # every third step is one of reading: most steps go to what is new to the LM
 
 
 class CurriculumConfig(Config):
@@ -32,24 +34,16 @@ class CurriculumConfig(Config):
 class ReadingTurns(Config):
     """How the LM goes on reading while it learns to use memory. What is not said here is as in `TuneConfig`.
 
+    A step has as many questions as the others of the training have at most.
+
     Attributes:
-        every: each so many-th step is one of these.
-        batch_size: questions of a step.
         context: what stands in front of them.
-        question_blind, token_dropout, pointer_loss, sequence_length: see `pipelines.tasks.tune_qa.TuneConfig`.
+        question_blind, sequence_length: see `pipelines.tasks.tune_qa.TuneConfig`.
     """
 
-    every: int = Field(3, ge=2)
-    batch_size: int = Field(ge=1)
     context: ContextConfig = ContextConfig()
     question_blind: float = Field(0.0, ge=0, le=1)
-    token_dropout: float = Field(0.0, ge=0, lt=1)
-    pointer_loss: float = Field(0.0, ge=0)
     sequence_length: int = Field(512, ge=16)
-
-    def is_turn(self, step: int) -> bool:
-        """True for a step of these; steps count from 0."""
-        return step % self.every == self.every - 1
 
 
 class TrainConfig(Config):
@@ -62,8 +56,6 @@ class TrainConfig(Config):
         base_lm: short for `model: {base_lm: ...}` beside a preset, such as `{name: ...}` for an LM that was tuned on
             questions. What it does not say stays the preset's, as dtype and quantisation do.
         start_from: name or folder of a MAC checkpoint whose training goes on.
-        aggregation: settings of the aggregation network that differ from those of `start_from`. They can add slots
-            and a recency term, which begin untrained.
         init: first weights of the networks of `model`: those of the pretrained backbones and random ones elsewhere
             (`pretrained`), or fitted by regression to the keys and values that the base LM computes (`kv_regression`;
             see `pipelines.tasks.kv_regression`).
@@ -85,16 +77,13 @@ class TrainConfig(Config):
         reading: steps between the others in which the LM reads documents without memory, as by `pipelines.tune_qa`;
             None for none. A base LM that is trained jointly then goes on learning to read.
         curriculum: the first steps; None for whole documents and all losses from the start.
-        tune_amortization: False freezes the amortization network.
         tune_base_lm: `frozen`, or joint training of all weights (`full`) or of low-rank updates that are merged at the
             end (`lora`).
-        lora_rank: rank of these updates.
         store_dtype: dtype of the weights in exported checkpoints; see `mac_rag.lm.int8_storage` for int8.
     """
 
     model: MACConfig | None = None
     start_from: str | None = None
-    aggregation: dict[str, Any] = Field(default_factory=dict)
     init: Literal["pretrained", "kv_regression"] = "pretrained"
     data: DataConfig = DataConfig()
     group_by_title: int = Field(1, ge=1)
@@ -108,9 +97,7 @@ class TrainConfig(Config):
     gold_hidden: float = Field(0.0, ge=0, lt=1)
     reading: ReadingTurns | None = None
     curriculum: CurriculumConfig | None = None
-    tune_amortization: bool = True
     tune_base_lm: Literal["frozen", "lora", "full"] = "frozen"
-    lora_rank: int = Field(16, ge=1)
     store_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     trainer: TrainerConfig
 
@@ -140,8 +127,6 @@ class TrainConfig(Config):
     def _one_start(self) -> Self:
         if (self.model is None) == (self.start_from is None):
             raise ValueError("give one of model, preset and start_from")
-        if self.aggregation and self.start_from is None:
-            raise ValueError("aggregation changes the model of start_from; give the settings of a new one in model")
         if self.init != "pretrained" and self.start_from is not None:
             raise ValueError(
                 f"init is {self.init}, but the networks of start_from ({self.start_from!r}) are trained on"

@@ -10,18 +10,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mac_rag.config import Config, Dtype
+from mac_rag.config import Config
 from mac_rag.data.types import Document, Question
 from mac_rag.errors import ConfigError
 from mac_rag.lm.batching import pad_rows, similar_lengths
-from mac_rag.lm.devices import STORED_DTYPES
 from mac_rag.model import MACModel
 from mac_rag.model.text_encoder import TextEncoder
 from mac_rag.nn.memory_tokens import MemoryTokens
@@ -31,6 +29,8 @@ from pipelines.corpora.title_groups import drawn, title_groups
 from pipelines.trainer import Task, TrainerConfig
 
 _LENGTH_RATIO = 1.5  # largest ratio of the longest to the shortest text that the encoder reads at a time
+_GROUP = 80  # consecutive documents with one title that stay together in a batch, at most: a third of mac-small's 240
+_QUESTIONS = 2  # drawn for each document of a batch
 _TOGETHER = 256  # held-out texts that are encoded at a time
 # Learning rates of what compares texts, as multiples of the encoder's, which is trained already: it hardly has to move.
 _PROJECTIONS, _SCALE, _LEXICAL_WEIGHT = 3.0, 10.0, 100.0
@@ -43,16 +43,10 @@ class TunePriorConfig(Config):
         start_from: a MAC checkpoint with a sentence encoder, name or folder.
         data: documents and questions. Documents beyond the model's limit are divided, and the part that answers a
             question is its document.
-        group_by_title: largest number of consecutive documents with one title that stay together in a batch.
-        questions_per_document: questions drawn for each document of a batch.
-        store_dtype: dtype of the weights in the checkpoints; see `mac_rag.lm.int8_storage` for int8.
     """
 
     start_from: str
     data: DataConfig = DataConfig()
-    group_by_title: int = Field(80, ge=1)
-    questions_per_document: int = Field(2, ge=1)
-    store_dtype: Dtype | Literal["int8"] = "fp32"
     trainer: TrainerConfig
 
 
@@ -104,18 +98,18 @@ class TunePriorTask(Task):
             for part in (config.data.training_set(), config.data.validation_set())
         )
         self._questions = data.questions_by_document()
-        self._groups = title_groups(data, self._questions, config.group_by_title)
+        self._groups = title_groups(data, self._questions, _GROUP)
 
     def batch(self, step: int, micro: int, size: int) -> PriorBatch:
         """Documents of a few titles, and questions about each."""
-        trainer, group_size = self.config.trainer, self.config.group_by_title
-        documents = drawn(self._groups, step, micro, size, group_size=group_size, seed=trainer.seed, passes=self.passes)
+        trainer = self.config.trainer
+        documents = drawn(self._groups, step, micro, size, group_size=_GROUP, seed=trainer.seed, passes=self.passes)
         rng = random.Random(f"{trainer.seed}/{step}/{micro}")
         questions: list[Question] = []
         gold: list[int] = []
         for number, document in enumerate(documents):
             known = self._questions[document.id]
-            chosen = rng.sample(known, min(self.config.questions_per_document, len(known)))
+            chosen = rng.sample(known, min(_QUESTIONS, len(known)))
             questions += chosen
             gold += [number] * len(chosen)
         return PriorBatch(*self._ids(documents, questions), gold)
@@ -174,7 +168,7 @@ class TunePriorTask(Task):
         trained = {parameter for parameter in self.model.parameters() if parameter.requires_grad}
         for parameter, stored in self._stored.items():
             parameter.requires_grad_(stored)
-        self.model.save_pretrained(folder, dtype=STORED_DTYPES[self.config.store_dtype])
+        self.model.save_pretrained(folder, dtype=torch.float32)  # lower ones would undo small steps
         for parameter in self._stored:
             parameter.requires_grad_(parameter in trained)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Container, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -33,6 +32,10 @@ from pipelines.tasks.pointer import init_pointer_head, last_attention, places_of
 from pipelines.trainer import Task, TrainerConfig, shuffled
 
 _COUNTED, _READ = 2048, 32  # training questions whose answer tokens are counted; those of them whose prompts are read
+LORA_RANK = 16  # of low-rank updates of an LM, as in LoRA's experiments on wide LMs (Hu et al., 2022)
+# Largest share of document tokens that a question does not attend to, where the documents are question-blind; drawn
+# uniformly for each question. A memory holds fewer vectors than a text has tokens.
+_TOKEN_DROPOUT = 0.5
 # For a prefix LM, padding included. A GPU is only busy with many.
 _TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32_768}
 
@@ -46,16 +49,11 @@ class TuneConfig(Config):
         prompt: the templates. With `prompt.abstention`, this text is the target of a question whose own document is not
             in front of it; without, the answer always is.
         tune: train all weights (`full`), or low-rank updates that are merged at the end (`lora`).
-        loss_on: tokens with a loss: `answers`, or `all` of documents, questions and answers.
         questions_per_context: questions after one set of documents: the one that they were retrieved for, and others
             that they answer.
         question_blind: only for a prefix LM: share of the sequences whose documents do not attend to the question. The
             LM then learns to read keys and values that were computed before the question, as a memory's are. Documents
             that are read in parallel always see the question.
-        token_dropout: largest share of document tokens that a question does not attend to, where the documents are
-            question-blind; drawn uniformly for each question. A memory holds fewer vectors than a text has tokens.
-        pointer_loss: only for a prefix LM: weight of a second loss, which tells the last layer where in the documents
-            an answer stands (see `pipelines.tasks.pointer`).
         sequence_length: longest training sequence in tokens; longer ones are cut at the front.
     """
 
@@ -64,12 +62,8 @@ class TuneConfig(Config):
     data: DataConfig = DataConfig()
     context: ContextConfig = ContextConfig()
     tune: Literal["full", "lora"] = "full"
-    lora_rank: int = Field(16, ge=1)
-    loss_on: Literal["answers", "all"] = "answers"
     questions_per_context: int = Field(1, ge=1)
     question_blind: float = Field(0.0, ge=0, le=1)
-    token_dropout: float = Field(0.0, ge=0, lt=1)
-    pointer_loss: float = Field(0.0, ge=0)
     sequence_length: int = Field(512, ge=16)
     trainer: TrainerConfig
 
@@ -86,15 +80,6 @@ class TuneConfig(Config):
             # What is trained cannot be quantised; the preset's own quantisation is for MAC, which leaves the LM frozen.
             base_lm = {**base_lm, "quantization": changes.get("base_lm", {}).get("quantization", "none")}
         return {**values, "base_lm": base_lm}
-
-    @model_validator(mode="after")
-    def _dropout_is_question_blind(self) -> Self:
-        if self.token_dropout and not self.question_blind:
-            raise ValueError(
-                f"token_dropout is {self.token_dropout}, but it applies to question-blind documents only; "
-                "set question_blind"
-            )
-        return self
 
 
 class TrainingSequence(NamedTuple):
@@ -135,19 +120,18 @@ class TuneTask(Task):
         architecture = architecture_of(lm)
         architecture.check_format(config.prompt)
         self._segmented = architecture.takes_segments
-        if self._segmented and (config.loss_on != "answers" or config.questions_per_context > 1):
-            raise ConfigError("a prefix LM reads a question at a time: set loss_on: answers, questions_per_context: 1")
+        if self._segmented and config.questions_per_context > 1:
+            raise ConfigError(
+                f"questions_per_context is {config.questions_per_context}, but a prefix LM reads a question at a time; "
+                "set it to 1"
+            )
         if config.question_blind and not self._segmented:
             raise ConfigError(
                 f"question_blind is {config.question_blind}, but only in a prefix LM do documents attend to what "
                 "follows them; set it to 0"
             )
-        if config.pointer_loss and not self._segmented:
-            raise ConfigError(
-                f"pointer_loss is {config.pointer_loss}, but it is made for a prefix LM; set it to 0 for this one"
-            )
         if base_lm is None:
-            make_trainable(self.lm, config.lora_rank if config.tune == "lora" else None)
+            make_trainable(self.lm, LORA_RANK if config.tune == "lora" else None)
         self.encoder = prompt_encoder(tokenizer, config.prompt)
         data = config.data.training_set()
         if config.context.retriever != "none":
@@ -193,20 +177,17 @@ class TuneTask(Task):
         for prompt, answer in self.encoder.exchanges(texts, [(q.question, self._target(q, read)) for q in questions]):
             ids += prompt + answer
             segment_ids += self.encoder.segment_ids(prompt) + [0] * len(answer)
-            labels += (prompt if self.config.loss_on == "all" else [-100] * len(prompt)) + answer
-        blind, points = rng.random() < self.config.question_blind, bool(self.config.pointer_loss)
-        documents = self.encoder.places_of_documents(question.question, texts) if blind or points else []
+            labels += [-100] * len(prompt) + answer
+        blind = rng.random() < self.config.question_blind
+        documents = self.encoder.places_of_documents(question.question, texts) if self._segmented else []
         copied = [
-            part.start + place
-            for part in documents
-            if points
-            for place in places_of(answer[:-1], ids[part.start : part.stop])
+            part.start + place for part in documents for place in places_of(answer[:-1], ids[part.start : part.stop])
         ]
         hidden = [False] * len(ids)
         blind = blind and len(documents) == 1  # those of several prompts see the question beside them
         start = documents[0].stop if blind else 0
         if blind:
-            share = rng.random() * self.config.token_dropout
+            share = rng.random() * _TOKEN_DROPOUT
             segment_ids[:start], hidden[:start] = [2] * start, [rng.random() < share for _ in range(start)]
         # Cut at the front: document text goes, and the question that it was retrieved for can stay.
         length = self.config.sequence_length
@@ -234,15 +215,18 @@ class TuneTask(Task):
         return BaseLM(self.lm, self.encoder.tokenizer, self.encoder.format)
 
     def _segmented_losses(self, batch: list[TrainingSequence]) -> dict[str, Tensor]:
-        """The losses of an LM that takes segments; rows of similar length share a batch."""
+        """The losses of an LM that takes segments; rows of similar length share a batch.
+
+        A second loss of equal weight tells the last layer where in the documents an answer stands (see
+        `pipelines.tasks.pointer`).
+        """
         base_lm = self._base_lm
         prompt_lengths = [sequence.labels.count(-100) for sequence in batch]  # the one answer stands at the end
         answer = pointer = torch.zeros((), device=self.lm.device)
-        weight = self.config.pointer_loss
         most = _TOKENS_AT_ONCE["cuda" if self.lm.device.type == "cuda" else "cpu"]
         for group in length_buckets([len(sequence.ids) for sequence in batch], most):
             rows = [(batch[i], prompt_lengths[i]) for i in group]
-            with last_attention(self.lm) if weight else nullcontext() as attention:
+            with last_attention(self.lm) as attention:
                 losses = base_lm.answer_loss(
                     [sequence.ids[:length] for sequence, length in rows],
                     [sequence.labels[length:] for sequence, length in rows],
@@ -251,18 +235,15 @@ class TuneTask(Task):
                     hidden=[sequence.hidden[:length] for sequence, length in rows],
                 )
             answer = answer + losses.sum()
-            if attention is not None:
-                pointer = pointer + pointer_loss(
-                    attention,
-                    self.lm.config.num_attention_heads,
-                    [len(sequence.ids) for sequence, _ in rows],
-                    [len(sequence.ids) - length for sequence, length in rows],
-                    [sequence.copied for sequence, _ in rows],
-                )
+            pointer = pointer + pointer_loss(
+                attention,
+                self.lm.config.num_attention_heads,
+                [len(sequence.ids) for sequence, _ in rows],
+                [len(sequence.ids) - length for sequence, length in rows],
+                [sequence.copied for sequence, _ in rows],
+            )
         count = sum(len(sequence.ids) - length for sequence, length in zip(batch, prompt_lengths, strict=True))
-        if not weight:
-            return {"loss": answer / count}
-        return {"loss": (answer + weight * pointer) / count, "answer": answer / count, "pointer": pointer / count}
+        return {"loss": (answer + pointer) / count, "answer": answer / count, "pointer": pointer / count}
 
     def validate(self) -> dict[str, float]:
         assert self._validation is not None

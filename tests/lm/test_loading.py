@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from mac_rag.config import BaseLMConfig, Dtype, EncoderConfig, ModulationConfig, PromptFormat
 from mac_rag.errors import ConfigError, ModelLoadError, QuantizationError
-from mac_rag.lm import devices
+from mac_rag.lm import base_lm, devices
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.devices import default_device
 from mac_rag.lm.loading import load_backbone, load_causal_lm, require_gradients
@@ -105,9 +105,10 @@ def test_a_quantised_lm_cannot_be_tuned(model_folder: Folder) -> None:
         make_trainable(lm, None)
 
 
-def test_lora_without_a_target(model_folder: Folder) -> None:
-    config = mac_config(model_folder("llama"), modulation=ModulationConfig(kind="lora", targets=("nothing",)))
-    with pytest.raises(ModelLoadError, match=r"nothing.*modulation.targets"):
+def test_lora_without_a_target(model_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_lm, "LORA_TARGETS", ("nothing",))
+    config = mac_config(model_folder("llama"), modulation=ModulationConfig(kind="lora"))
+    with pytest.raises(ModelLoadError, match=r"named nothing.*choose another modulation\.kind"):
         MACModel.from_config(config, device="cpu")
 
 

@@ -200,7 +200,7 @@ def recipe(name: str, **values: Any) -> TuneConfig:
 
 
 def test_tuning_reads_as_answering_does(prefix_lm_folder: Path) -> None:
-    task = TuneTask(recipe(str(prefix_lm_folder), pointer_loss=1.0, question_blind=0.5))
+    task = TuneTask(recipe(str(prefix_lm_folder), question_blind=0.5))
     base_lm = BaseLM(task.lm.eval(), task.encoder.tokenizer, FORMAT)
     batch = task.batch(0, 0, 6)
     total = count = 0

@@ -16,6 +16,7 @@ from mac_rag.errors import ConfigError
 from mac_rag.lm.base_lm import BaseLM
 from mac_rag.lm.prefix_lm import PrefixLM, prefix_mask, repeated_positions
 from mac_rag.model import MACModel
+from pipelines.tasks import tune_qa
 from pipelines.tasks.pointer import places_of
 from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from pipelines.trainer import Trainer
@@ -147,16 +148,15 @@ def test_a_prefix_lm_is_tuned_on_one_question_at_a_time(prefix_lm_folder: Path, 
         assert ids[start:] == labels[start:]
         total += float(base_lm.answer_loss([ids[:start]], [ids[start:]], None).detach())
         count += len(ids) - start
-    assert float(task(batch)["loss"].detach()) == pytest.approx(total / count, rel=1e-4)
+    assert float(task(batch)["answer"].detach()) == pytest.approx(total / count, rel=1e-4)
     Trainer(task, recipe.trainer, tmp_path / "out").run()
     assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "best"), PrefixLM)
-    with pytest.raises(ConfigError, match="a prefix LM reads a question at a time"):
+    with pytest.raises(ConfigError, match=r"questions_per_context is 2, .* reads a question at a time; set it to 1"):
         TuneTask(tuned(str(prefix_lm_folder), questions_per_context=2))
-    with pytest.raises(ConfigError, match=r"token_dropout is 0.5, but it applies to question-blind documents only"):
-        tuned(str(prefix_lm_folder), token_dropout=0.5)
 
 
-def test_documents_apart_are_read_as_from_a_cache(prefix_lm_folder: Path) -> None:
+def test_documents_apart_are_read_as_from_a_cache(prefix_lm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_qa, "_TOKEN_DROPOUT", 0.0)
     task = TuneTask(tuned(str(prefix_lm_folder), question_blind=1.0))
     lm, total = task.lm.eval(), 0.0
     batch = task.batch(0, 0, 4)
@@ -174,11 +174,11 @@ def test_documents_apart_are_read_as_from_a_cache(prefix_lm_folder: Path) -> Non
         ).logits[0, start - apart - 1 : -1]
         total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum").detach())
     count = sum(label != -100 for sequence in batch for label in sequence.labels)
-    assert float(task(batch)["loss"].detach()) == pytest.approx(total / count, rel=1e-4)
+    assert float(task(batch)["answer"].detach()) == pytest.approx(total / count, rel=1e-4)
 
 
 def test_the_pointer_loss_against_a_plain_loop(prefix_lm_folder: Path) -> None:
-    task = TuneTask(tuned(str(prefix_lm_folder), pointer_loss=0.5, question_blind=0.5, token_dropout=0.4))
+    task = TuneTask(tuned(str(prefix_lm_folder), question_blind=0.5))
     lm = task.lm.eval()
     lm.set_attn_implementation("eager")
     batch = task.batch(0, 0, 8)
@@ -206,12 +206,12 @@ def test_the_pointer_loss_against_a_plain_loop(prefix_lm_folder: Path) -> None:
     lm.set_attn_implementation("sdpa")
     losses = {name: float(value.detach()) for name, value in task(batch).items()}
     assert losses == pytest.approx(
-        {"loss": (answer + 0.5 * pointer) / count, "answer": answer / count, "pointer": pointer / count}, rel=1e-4
+        {"loss": (answer + pointer) / count, "answer": answer / count, "pointer": pointer / count}, rel=1e-4
     )
 
 
 def test_an_answer_that_nothing_holds_points_nowhere(prefix_lm_folder: Path) -> None:
-    task = TuneTask(tuned(str(prefix_lm_folder), pointer_loss=1.0))
+    task = TuneTask(tuned(str(prefix_lm_folder)))
     batch = [sequence._replace(copied=[]) for sequence in task.batch(0, 0, 2)]
     losses = task(batch)
     assert float(losses["pointer"].detach()) == 0
@@ -226,7 +226,7 @@ def test_places_of_an_answer() -> None:
 def test_minilm_starts_with_the_frequencies_of_tokens() -> None:
     task = TuneTask(tuned("minilm"))
     with torch.no_grad():
-        at_first = float(task(task.batch(0, 0, 4))["loss"])
+        at_first = float(task(task.batch(0, 0, 4))["answer"])
     assert at_first < 8.5  # all of 30,522 tokens alike would be 10.3
 
 

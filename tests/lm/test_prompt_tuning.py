@@ -308,5 +308,3 @@ class TestRefusals:
             ModulationConfig(kind="lora", entry_layer=2)
         with pytest.raises(ValueError, match="bottleneck is 8, but kind prompt has none"):
             ModulationConfig(kind="prompt", entry_layer=1, bottleneck=8)
-        with pytest.raises(ValueError, match="slots is 2, but only kind prefix has slots"):
-            ModulationConfig(kind="prompt", entry_layer=1, slots=2)

@@ -25,7 +25,7 @@ QUESTIONS = ["Which port?", "Who opened a bridge in the town of Lisbon?"]
 
 def build(folder: Path, sink: bool, **values: Any) -> MACModel:
     torch.manual_seed(0)
-    modulation = ModulationConfig(slots=2, attention_sink=sink)
+    modulation = ModulationConfig(attention_sink=sink)
     model = MACModel.from_config(mac_config(folder, modulation=modulation, **values), device="cpu")
     for parameter in model.modulation.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -45,7 +45,7 @@ def sink_of(model: MACModel) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_sink_takes_a_position_and_no_weights(model_folder: Folder, name: str) -> None:
     plain, model = (build(model_folder(name), sink) for sink in (False, True))
-    assert plain.context_window == model.context_window + 1 == 1024 - 2 * 4
+    assert plain.context_window == model.context_window + 1 == 1024 - 4
     assert model.mac_state().keys() == plain.mac_state().keys()
     assert model.fingerprint != plain.fingerprint  # the same weights read memory tokens in another way
     phi = model.aggregate(QUESTIONS, model.amortize(TEXTS))

@@ -223,7 +223,7 @@ def test_training_leaves_hashed_bm25_as_it_is(lexical: MACModel) -> None:
     network: Any = lexical.amortization.network
     rarity = network.hashed_bm25.rarity.clone()
     lexical.train()
-    weights = LossWeights(answer=1, direct=1, reconstruction=1, contrastive=1, alignment=1, distillation=1)
+    weights = LossWeights(answer=1, direct=1, reconstruction=1, contrastive=1, distillation=1)
     batch = Batch(TEXTS, QUESTIONS, ["William", "eleven days"], [0, 1])
     terms, phi = mac_loss(
         lexical, batch, weights, negatives=MemoryTokens.split(torch.randn(5, 6, 384), 2), distractors=2

@@ -69,7 +69,7 @@ def test_training_reaches_the_marks(model_folder: Folder, kind: Any) -> None:
     if kind != "prefix":  # these begin without an effect
         for parameter in model.modulation.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
-    losses, _ = mac_loss(model, batch, LossWeights(answer=1, direct=1, alignment=1))
+    losses, _ = mac_loss(model, batch, LossWeights(answer=1, direct=1))
     losses["loss"].backward()
     assert model.aggregation.slots is not None
     for parameter in model.aggregation.slots.parameters():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import cmath
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,19 +67,18 @@ def test_the_inverse_turns_back(positions: list[int], pairs: int, neighbours: bo
     torch.testing.assert_close(turn(fewer), turn(keys)[..., :1, :])
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_prefix_is_the_sink_and_the_generated_slots_behind_it_at_their_places(slots: int) -> None:
+def test_a_prefix_is_the_sink_and_the_generated_positions_after_it() -> None:
     tokens, sinks = 3, 2
-    turn = rotation(list(range(sinks, sinks + tokens * slots)), 4, False, 1.0)
+    turn = rotation(list(range(sinks, sinks + tokens)), 4, False, 1.0)
     sink = AttentionSink(torch.randn(LAYERS, 2, HEADS, sinks, WIDTH).double(), turn)
     shape = LMShape(LAYERS, HEADS, WIDTH, 16, {}, (), "")
     torch.manual_seed(0)
-    with_sink = PrefixTuning(shape, tokens, 16, slots=slots, sink=sink).double()
-    plain = PrefixTuning(shape, tokens, 16, slots=slots).double()
+    with_sink = PrefixTuning(shape, tokens, 16, sink=sink).double()
+    plain = PrefixTuning(shape, tokens, 16).double()
     plain.load_state_dict(with_sink.state_dict())  # the sink is the LM's, so both have the same weights
     phi = torch.randn(2, tokens, 16).double()
     found, generated = with_sink(phi), plain(phi)
-    assert found.prefix_length == with_sink.prefix_length == sinks + plain.prefix_length == sinks + tokens * slots
+    assert found.prefix_length == with_sink.prefix_length == sinks + plain.prefix_length == sinks + tokens
     for layer, generated_layer, own, n in zip(
         found.cache(torch.float64), generated.cache(torch.float64), sink.keys_values, range(LAYERS), strict=True
     ):

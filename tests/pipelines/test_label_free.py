@@ -130,7 +130,7 @@ def test_losses_that_need_answers_ask_for_them_at_the_start(model_folder: Folder
     ):
         with pytest.raises(DataError, match="field 'answers': it is missing or empty"):
             TrainTask(recipe(model_folder, path, **values))
-    assert not LossWeights.parse({**PURE, "reconstruction": 1, "alignment": 1}, "test").need_answers
+    assert not LossWeights.parse({**PURE, "reconstruction": 1}, "test").need_answers
 
 
 def test_a_curriculum_without_answers_reads_whole_documents(model_folder: Folder, tmp_path: Path) -> None:

@@ -199,7 +199,6 @@ def test_a_tuned_lm_is_an_ordinary_model_folder(model_folder: Folder, tmp_path: 
             "data": DATA,
             "context": {"retriever": "bm25", "k": [2], "rate": 0.9},
             "tune": tune,
-            "loss_on": "all",
             "questions_per_context": 3,
             "trainer": TRAINER,
         },

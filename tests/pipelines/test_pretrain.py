@@ -15,14 +15,14 @@ from tests.pipelines.helpers import TRAINER
 
 
 def pretrain_recipe(**values: Any) -> PretrainConfig:
-    lm = {"hidden_size": 16, "layers": 2, "heads": 2, "intermediate_size": 32, "vocabulary": 300}
+    lm = {"hidden_size": 16, "layers": 2, "heads": 2, "vocabulary": 300}
     return PretrainConfig.parse(
         {"lm": lm, "trainer": {**TRAINER, "best": "perplexity", "best_mode": "min"}, **values}, "t"
     )
 
 
 def test_an_lm_from_newswire(tmp_path: Path) -> None:
-    corpus = {"documents": 60, "validation_documents": 4, "documents_per_sequence": [1, 2], "copy_steps": 2}
+    corpus = {"documents": 60, "validation_documents": 4, "copy_steps": 2}
     recipe = pretrain_recipe(corpus=corpus)
     task = PretrainTask(recipe, tmp_path)
     ids, targets = task.batch(0, 0, 3)  # random tokens said twice, the second time as targets

@@ -15,7 +15,7 @@ from pipelines.tasks.tune_qa import TuneConfig, TuneTask
 from tests.pipelines.helpers import TRAINER
 from tests.pipelines.test_pipelines import DATA, Folder, resumed_and_whole, train_recipe
 
-READING = {"every": 2, "batch_size": 3, "context": {"retriever": "bm25", "k": [2]}}
+READING = {"context": {"retriever": "bm25", "k": [2]}}
 
 
 def test_they_train_the_lm_as_tuning_it_does(model_folder: Folder) -> None:
@@ -24,9 +24,9 @@ def test_they_train_the_lm_as_tuning_it_does(model_folder: Folder) -> None:
     tuned = TuneTask(
         TuneConfig.parse({"base_lm": lm, "data": DATA, "context": READING["context"], "trainer": TRAINER}, "test")
     )
-    assert [isinstance(task.batch(step, 0, 2), list) for step in range(5)] == [False, True, False, True, False]
-    for step in (1, 3):
-        read, batch = task.batch(step, 0, 2), tuned.batch(step // 2, 0, 3)
+    assert [isinstance(task.batch(step, 0, 2), list) for step in range(6)] == [False, False, True] * 2
+    for step in (2, 5):
+        read, batch = task.batch(step, 0, 2), tuned.batch(step // 3, 0, 4)
         assert read == batch
         terms = task(read)
         torch.testing.assert_close(terms["loss"], tuned(batch)["loss"])

@@ -43,6 +43,7 @@ from pipelines.sizes import (
     sizes_of,
 )
 from pipelines.tasks.train_config import TrainConfig
+from pipelines.tasks.tune_qa import LORA_RANK
 from tests.helpers import VOCABULARY, mac_config, save_tokenizer
 from tests.pipelines.helpers import TRAINER
 
@@ -114,7 +115,7 @@ class TestShapes:
         ("lm", "encoder", "design", "modulation"),
         [
             ("llama", None, "decoder-only", ModulationConfig(attention_sink=True)),
-            ("llama", None, "encoder-pooling", ModulationConfig(attention_sink=True, slots=2)),
+            ("llama", None, "encoder-pooling", ModulationConfig(attention_sink=True)),
             ("gpt2", "t5", "encoder-decoder", ModulationConfig(bottleneck=8)),
             ("gpt2", "t5", "encoder-only", ModulationConfig(kind="lora")),
             ("llama", "bert", "encoder-only", ModulationConfig(kind="film")),
@@ -207,9 +208,8 @@ class TestCountedBytes:
         "values",
         [
             {},
-            {"tune_amortization": False},
             {"tune_base_lm": "full"},
-            {"tune_base_lm": "lora", "lora_rank": 3},
+            {"tune_base_lm": "lora"},
             {"trainer": {**TRAINER, "average_from": 0.5}},
         ],
     )
@@ -224,12 +224,12 @@ class TestCountedBytes:
 
         real = MACModel.from_config(recipe.model, device="cpu")
         if recipe.tune_base_lm != "frozen":
-            real.train_base_lm(lora_rank=recipe.lora_rank if recipe.tune_base_lm == "lora" else None)
+            real.train_base_lm(lora_rank=LORA_RANK if recipe.tune_base_lm == "lora" else None)
         real.use_master_weights()
         optimizer = torch.optim.AdamW([p for p in real.parameters() if p.requires_grad], fused=True)
         texts = ["Ada Voss was appointed.", "A storm has hit Haib."]
         batch = Batch(texts, ["Who?", "What?"], ["Ada Voss", "a storm"], [0, 1])
-        mac_loss(real, batch, LOSSES, tune_amortization=recipe.tune_amortization)[0]["loss"].backward()
+        mac_loss(real, batch, LOSSES)[0]["loss"].backward()
         optimizer.step()
         states = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
         start = recipe.trainer.average_from
@@ -392,7 +392,7 @@ def test_layers_that_are_computed_again_keep_their_inputs(
     """Without a loss of the LM, so that the encoders' layers are most of the memory."""
     monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
     config = mac_config(llama, None, "decoder-only", tokens=16, mlp_width=16, max_document_tokens=TOKENS)
-    losses, cpu = LossWeights(answer=0, alignment=1), torch.device("cpu")
+    losses, cpu = LossWeights(answer=0, contrastive=1), torch.device("cpu")
     whole = allocated_peak(step_of(config, losses, bf16), cpu)[1]
     measured = allocated_peak(step_of(config, losses, bf16, recompute=True), cpu)[1]
     found = total(planned(config, losses, bf16, recompute=True), "activations")

@@ -71,16 +71,6 @@ class MultiDocumentStream:
     dataset: QADataset
     evidence: Mapping[str, tuple[str, ...]]
 
-    @property
-    def to_train_on(self) -> QADataset:
-        """The stream with questions that name their documents; of two hops, the second one holds the answer."""
-        questions = []
-        for question in self.dataset.questions:
-            *further, last = self.evidence[question.id]
-            named = f"{last}/{question.id}"  # ids of questions are those of one stream
-            questions.append(replace(question, id=named, document_id=last, further_ids=tuple(further)))
-        return replace(self.dataset, questions=tuple(questions))
-
 
 def generate_multi_document(
     split: str = "test", documents: int = 300, *, seed: int = 0, questions_per_kind: int = 100

@@ -50,13 +50,13 @@ class BankReader(Reader):
             )
         super().__init__(model, bank, config)
         self._rows: ProjectedBank | None = None
-        self._priors = PriorIndex(exact_rows=config.exact_rows)
+        self._priors = PriorIndex()
 
     def follow(self, bank: BankContents) -> None:
         assert isinstance(bank, Contents)
         if bank.history != self.bank.history:
             self._rows, self._recent = None, RecentQuestions()
-            self._priors = PriorIndex(exact_rows=self.config.exact_rows)
+            self._priors = PriorIndex()
         self.bank = bank
         if self._rows is not None:
             self._rows.bank = bank

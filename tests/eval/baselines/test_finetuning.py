@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from eval.baselines.finetuning import AnswerTuning, FineTuning, search_learning_rate, tune_answers
+from eval.baselines import finetuning
+from eval.baselines.finetuning import FineTuning, search_learning_rate, tune_answers
 from eval.baselines.spans import salient_spans
 from eval.baselines.weighting import SalientSpanWeights, TokenWeighting, UniformWeights
 from eval.harness.systems import System
@@ -70,14 +71,15 @@ def test_updates_equal_a_plain_loop(tiny_model: MACModel, kind: str) -> None:
         assert torch.equal(weight, before[name]), f"{name} of the model itself changed"
 
 
-def test_equal_streams_give_equal_answers(tiny_model: MACModel) -> None:
+def test_equal_streams_give_equal_answers(tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finetuning, "_TUNING_RATE", 1e-2)
     answers = []
     for _ in range(2):
         system = FineTuning(
             tiny_model.base_lm,
             salient_spans(),
             RATE,
-            tuning=AnswerTuning(steps=2, learning_rate=1e-2),
+            tuning_steps=2,
             training_questions=STREAM.questions,
             seed=3,
         )
@@ -95,12 +97,15 @@ def test_long_documents_are_read_in_parts_and_empty_ones_refused(tiny_model: MAC
         system.adapt([Document("empty", " ")])
 
 
-def test_tuning_answers_lowers_their_loss_and_leaves_the_stream_alone(tiny_model: MACModel) -> None:
+def test_tuning_answers_lowers_their_loss_and_leaves_the_stream_alone(
+    tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetuning, "_TUNING_RATE", 1e-2)
     system = FineTuning(
         tiny_model.base_lm,
         UniformWeights(),
         RATE,
-        tuning=AnswerTuning(steps=8, batch_size=6, learning_rate=1e-2),
+        tuning_steps=8,
         training_questions=STREAM.questions,
     )
     system.adapt(STREAM.documents[:1])
@@ -116,7 +121,7 @@ def test_tuning_answers_lowers_their_loss_and_leaves_the_stream_alone(tiny_model
             return float(lm.answer_loss(prompts, answers, None).mean())
 
     before = loss()
-    tune_answers(lm, STREAM.questions, AnswerTuning(steps=8, batch_size=6, learning_rate=1e-2))
+    tune_answers(lm, STREAM.questions, 8)
     assert loss() < before
 
 

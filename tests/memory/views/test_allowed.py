@@ -15,6 +15,7 @@ from mac_rag.config import AttentionConfig
 from mac_rag.data.types import Document
 from mac_rag.errors import BankError
 from mac_rag.memory import MemoryBank
+from mac_rag.memory.views.prior_index import PriorIndex
 from mac_rag.memory.views.reader import BankReader
 from mac_rag.model import MACModel
 from tests.memory.helpers import READINGS, ROUNDING, random_rows
@@ -78,7 +79,9 @@ def test_a_bank_is_read_as_one_that_never_held_the_others(
         model.aggregation.use_prior = True
 
 
-def test_cells_of_a_search_learn_nothing_that_a_restricted_question_reads(loaded_tiny_model: MACModel) -> None:
+def test_cells_of_a_search_learn_nothing_that_a_restricted_question_reads(
+    loaded_tiny_model: MACModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All documents are searched by FAISS, allowed ones exactly."""
     pytest.importorskip("faiss")
     model, config = loaded_tiny_model, {"strategy": "preselect", "preselected": 3}
@@ -87,7 +90,8 @@ def test_cells_of_a_search_learn_nothing_that_a_restricted_question_reads(loaded
     bank, fresh = MemoryBank(model.fingerprint), MemoryBank(model.fingerprint)
     bank.put(documents, phi)
     fresh.put(documents[5::6], phi[5::6])
-    reader = BankReader(model, bank, AttentionConfig.model_validate({**config, "exact_rows": 20}))
+    reader = BankReader(model, bank, AttentionConfig.model_validate(config))
+    monkeypatch.setattr(reader, "_priors", PriorIndex(exact_rows=20))
     reader.aggregate(QUESTIONS)
     found = reader.aggregate(QUESTIONS, {document.id for document in documents[5::6]})
     wanted = BankReader(model, fresh, AttentionConfig.model_validate(config)).aggregate(QUESTIONS)
