@@ -69,4 +69,4 @@ def add_hashed_bm25(model: MACModel, texts: Iterable[str], vectors: int, weight:
     hashed_bm25.count(row for text in texts for row in model.amortization.plan(text))
     for encoder in (model.amortization, model.input_encoder):
         encoder.network.hashed_bm25 = hashed_bm25
-    return rebuilt(model, config)[0].eval()
+    return rebuilt(model, config).eval()

@@ -28,7 +28,7 @@ from mac_rag.nn.memory_tokens import MemoryTokens
 from mac_rag.nn.prior import Candidates, DocumentPrior, RankedFirst
 from pipelines.corpora.long_documents import within_limits
 from pipelines.corpora.qa_data import DataConfig
-from pipelines.tasks.extended_model import with_aggregation, with_years
+from pipelines.tasks.extended_model import rebuilt
 from pipelines.tasks.train import moment
 
 _QUESTIONS = 2  # of each document, at most: for a handful of numbers, other documents say more than further questions
@@ -97,7 +97,8 @@ def with_recency_term(model: MACModel) -> MACModel:
         return model
     if model.aggregation.prior is None:
         raise ConfigError("this model has no document prior, of which recency is a term; train one with prior_width")
-    return with_aggregation(model, {"recency": True}).eval()
+    aggregation = model.config.aggregation.model_copy(update={"recency": True})
+    return rebuilt(model, model.config.model_copy(update={"aggregation": aggregation})).eval()
 
 
 def check_dates(dataset: QADataset) -> None:
@@ -216,7 +217,8 @@ def with_fitted_years(model: MACModel, dataset: QADataset, prior_keys: Tensor, *
     prior = model.aggregation.prior
     if found is None or lexical is None or prior is None:
         return model, prior_keys
-    model = with_years(model, found)
+    with_years = lexical.model_copy(update={"years": found})
+    model = rebuilt(model, model.config.model_copy(update={"hashed_bm25": with_years}))
     years = model.amortization.network.years
     assert years is not None
     ids = [model.amortization.ids(document.text) for document in dataset.documents]
