@@ -30,7 +30,7 @@ stages:
   lm:
     task: pretrain
     corpus: {documents: 60, validation_documents: 4, sequence_length: 224}
-    lm: {hidden_size: 16, layers: 2, heads: 2, intermediate_size: 32, vocabulary: 300}
+    lm: {hidden_size: 16, layers: 2, heads: 2, vocabulary: 300}
     trainer: *trainer
   reader:
     task: tune_qa
