@@ -19,6 +19,7 @@ def main(
     """
     import sys
     import tempfile
+    from collections.abc import Callable
     from pathlib import Path
     from types import FrameType
     from typing import Any
