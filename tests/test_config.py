@@ -34,7 +34,7 @@ def test_what_finds_documents_needs_a_document_prior(part: dict[str, Any], messa
 
 def test_a_message_does_not_name_a_thousand_faults() -> None:
     values = mac_config(Path("lm")).model_dump(mode="json")
-    values["languages"] = [0] * 1000
-    with pytest.raises(ConfigError, match=r"languages\.0: .*\(got 0\)(.*\n)+  and 980 more") as refusal:
+    values["languages"] = ["en", *[0] * 1000]
+    with pytest.raises(ConfigError, match=r"languages\.1: .*\(got 0\)(.*\n)+  and 980 more") as refusal:
         MACConfig.parse(values, "config.json")
     assert len(str(refusal.value).splitlines()) == 22

@@ -190,13 +190,12 @@ def test_lexical_vectors_are_a_stage(tmp_path: Path) -> None:
         "task": "add_lexical",
         "start_from": "mac-small",
         "data": {"documents": 30},
-        "vectors": 3,
         "store_dtype": "int8",
     }
     file = written(tmp_path, yaml.safe_dump({"stages": {"lexical": lexical}}))
     finished = run(file, tmp_path / "out")
     assert finished.exit_code == 0, finished.exception
-    assert MACModel.from_pretrained(tmp_path / "out" / "lexical" / "last", device="cpu").config.lexical_vectors == 3
+    assert MACModel.from_pretrained(tmp_path / "out" / "lexical" / "last", device="cpu").config.lexical_vectors == 8
     assert "[1/1] lexical: done, skipped" in run(file, tmp_path / "out").stdout
 
 

@@ -228,7 +228,7 @@ class TestResuming:
 @pytest.mark.parametrize(
     ("rows", "error", "message"),
     [
-        ([{"id": "a", "text": " "}], DataError, "row 1: 'text' is empty"),
+        ([{"id": "a", "text": " "}], DataError, "row 1: 'text' is empty; give every document an id and a text"),
         ([{"id": "a", "text": "x"}] * 2, BankError, "document id 'a' occurs twice"),
         ([], DataError, "there are no documents"),
         ([{"id": "a", "text": "x\0"}], DataError, "NUL"),
