@@ -33,6 +33,11 @@ from mac_rag.model import MACModel
 DEEP = "[" * 10_000 + "]" * 10_000
 DIGITS = "9" * 5_000
 VOCABULARY = 400
+# What answering --help, or importing the package, must not import.
+HEAVY = (
+    "torch", "transformers", "llama_index", "langchain_core", "accelerate", "peft", "bitsandbytes",
+    "sentence_transformers", "chromadb", "ray",
+)  # fmt: skip
 # Widths are multiples of 64, the block that bitsandbytes quantises.
 _SMALL = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 

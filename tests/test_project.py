@@ -24,6 +24,7 @@ from mac_rag.errors import ConfigError
 from pipelines.recipe import read_recipe, recipe_names
 from pipelines.stages import RECIPES
 from pipelines.tasks.add_lexical import AddLexicalConfig
+from tests.helpers import HEAVY
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -32,18 +33,6 @@ COMMANDS = sorted(
     for folder in ("pipelines", "eval", "benchmarks")
     for path in (ROOT / folder).glob("*.py")
     if 'if __name__ == "__main__":' in path.read_text()
-)
-HEAVY = (
-    "torch",
-    "transformers",
-    "llama_index",
-    "langchain_core",
-    "accelerate",
-    "peft",
-    "bitsandbytes",
-    "sentence_transformers",
-    "chromadb",
-    "ray",
 )
 # What a GPU build of PyTorch adds differs from machine to machine; build tools are the environment's own.
 UNPINNED = re.compile(r"mac-rag|pip|setuptools|nvidia-.*|cuda-.*|triton")
@@ -263,16 +252,6 @@ class TestPublicNames:
     def test_importing_the_package_imports_nothing_heavy(self) -> None:
         finished = python(f"import mac_rag, sys; print([name for name in {HEAVY!r} if name in sys.modules])")
         assert finished.stdout.strip() == "[]", finished.stderr
-
-    def test_the_command_s_help_imports_nothing_heavy(self) -> None:
-        code = (
-            "import sys; from mac_rag.cli.main import main; sys.argv = ['mac-rag', '--help']\n"
-            "try:\n    main()\nfinally:\n"
-            f"    print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
-        )
-        finished = python(code)
-        assert "Usage" in finished.stdout
-        assert finished.stderr.strip() == "[]"
 
     @pytest.mark.parametrize(
         ("folder", "module"), [("langchain", "langchain_core"), ("llama_index", "llama_index.core")]

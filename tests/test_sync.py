@@ -211,24 +211,6 @@ def test_what_the_bank_would_refuse_never_reaches_the_retriever(tiny_model: MACM
     assert len(engine.retriever) == 0
 
 
-def test_what_is_not_allowed_has_no_influence_on_an_answer(tiny_model: MACModel, tmp_path: Path) -> None:
-    """Metadata filters: the documents of one tenant, next to another's, answer as they do alone."""
-    ours = [Document(document.id, document.text, {"tenant": "ours"}) for document in STREAM[:4]]
-    theirs = [Document(document.id, document.text, {"tenant": "theirs"}) for document in STREAM[4:]]
-    both = MACEngine(tiny_model, retriever=retriever("chroma", tmp_path / "both"), k=4)
-    both.adapt([*theirs, *ours])
-    alone = MACEngine(tiny_model, retriever=retriever("chroma", tmp_path / "alone"), k=4)
-    alone.adapt(ours)
-    assert both.retriever is not None
-    allowed = {
-        document.id
-        for document in both.retriever.documents(both.bank.document_ids)
-        if document.metadata["tenant"] == "ours"
-    }
-    questions = [question.question for question in generate("val", 8).questions]
-    assert both.answer(questions, allowed=allowed) == alone.answer(questions)
-
-
 @pytest.mark.parametrize("kind", ["bm25", "chroma"])
 def test_a_document_of_another_tenant_now_is_one_that_changed(tiny_model: MACModel, tmp_path: Path, kind: str) -> None:
     engine = MACEngine(tiny_model, retriever=retriever(kind, tmp_path))

@@ -15,6 +15,7 @@ from mac_rag.cli.main import app, main
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
 from tests.cli.helpers import refusal, run
+from tests.helpers import HEAVY
 
 
 def test_documents_are_remembered_updated_and_asked_about(model: str, notes: list[str], tmp_path: Path) -> None:
@@ -129,14 +130,49 @@ def test_rows_of_a_table_and_standard_input(model: str, tmp_path: Path) -> None:
 
 
 class TestBadInput:
-    def refused(self, tmp_path: Path, *files: str) -> str:
-        """The message about files of documents, and proof that no bank was begun."""
-        message = refusal("adapt", *(tmp_path / name for name in files), "--bank", tmp_path / "bank")
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("missing.txt", None, "{file} cannot be read: No such file or directory"),
+            ("picture", b"GIF89a\x00\x01", "{file} is not a text in UTF-8: byte 6 is NUL"),
+            ("picture", "Lünd".encode("latin-1"), "{file} is not a text in UTF-8: see byte 1"),
+            ("blank.txt", b" \n", "document '{file}': a text must not be empty"),
+        ],
+    )
+    def test_a_bad_file_is_named(
+        self, model: str, tmp_path: Path, name: str, content: bytes | None, message: str
+    ) -> None:
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        said = refusal("adapt", tmp_path / name, "--bank", tmp_path / "bank", "--model", model)
+        assert said.startswith(message.format(file=tmp_path / name))
         assert not (tmp_path / "bank").exists()
-        return message
 
-    def test_missing_file(self, tmp_path: Path) -> None:
-        assert self.refused(tmp_path, "no.txt") == f"{tmp_path / 'no.txt'} cannot be read: No such file or directory"
+    @pytest.mark.parametrize(
+        ("row", "message"),
+        [
+            ('{"id": "2", "text": ', "{file}, row 3: not JSON (Expecting value, column 21)"),
+            ('["2", "text"]', "{file}, row 3: not a JSON object but list"),
+            ('{"id": "2", "body": "x"}', "{file}, row 3: no 'text'; it has 'id', 'body'"),
+            ('{"id": 2, "text": "x"}', "{file}, row 3: 'id' must be a text, got 2"),
+            ("{}", "{file}, row 3: no 'id'; it has no keys"),
+            (
+                f'{{"id": "2", "text": "x", "n": {"9" * 5000}}}',
+                "{file}, row 3: a number of 5,000 digits, and 640 are the most; write it as a text",
+            ),
+            ('{"id": "1", "text": "twice"}', "document id '1' occurs twice; ids must be unique"),
+        ],
+    )
+    def test_a_bad_row_is_named(self, model: str, tmp_path: Path, row: str, message: str) -> None:
+        file = tmp_path / "rows.jsonl"
+        file.write_text('{"id": "1", "text": "fine"}\n\n' + row + "\n")
+        said = refusal("adapt", file, "--bank", tmp_path / "bank", "--model", model)
+        assert said == message.replace("{file}", str(file))
+        assert not (tmp_path / "bank").exists()
+
+    def test_an_empty_folder_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "folder").mkdir()
+        assert "folder is a folder without files" in refusal("adapt", tmp_path / "folder", "--bank", tmp_path / "bank")
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -153,42 +189,6 @@ class TestBadInput:
         message = refusal("adapt", *notes, "--bank", tmp_path / "bank", "--model", "mac-tiny", "--ray")
         assert "pip install 'mac-rag[ray]'" in message
         assert not (tmp_path / "bank").exists()
-
-    def test_folder(self, tmp_path: Path) -> None:
-        (tmp_path / "folder").mkdir()
-        assert "folder is a folder without files" in self.refused(tmp_path, "folder")
-
-    @pytest.mark.parametrize("data", [b"\x89PNG\r\n\x1a\n\x00\x00", b"GIF89a\x00\x01", "Lünd".encode("latin-1")])
-    def test_binary_file(self, tmp_path: Path, data: bytes) -> None:
-        (tmp_path / "picture").write_bytes(data)
-        assert "picture is not a text in UTF-8" in self.refused(tmp_path, "picture")
-
-    @pytest.mark.parametrize(
-        ("row", "fault"),
-        [
-            ('{"id": "2", "text": ', "not JSON (Expecting value, column 21)"),
-            ('["2", "text"]', "not a JSON object but list"),
-            ('{"id": "2", "body": "x"}', "no 'text'; it has 'id', 'body'"),
-            ('{"id": 2, "text": "x"}', "'id' must be a text, got 2"),
-            ("{}", "no 'id'; it has no keys"),
-            (
-                f'{{"id": "2", "text": "x", "n": {"9" * 5000}}}',
-                "a number of 5,000 digits, and 640 are the most; write it as a text",
-            ),
-        ],
-    )
-    def test_malformed_row(self, tmp_path: Path, row: str, fault: str) -> None:
-        (tmp_path / "rows.jsonl").write_text('{"id": "1", "text": "fine"}\n\n' + row + "\n")
-        assert self.refused(tmp_path, "rows.jsonl") == f"{tmp_path / 'rows.jsonl'}, row 3: {fault}"
-
-    def test_duplicate_id(self, model: str, tmp_path: Path) -> None:
-        (tmp_path / "rows.jsonl").write_text('{"id": "1", "text": "one"}\n{"id": "1", "text": "two"}\n')
-        assert "'1'" in refusal("adapt", tmp_path / "rows.jsonl", "--bank", tmp_path / "bank", "--model", model)
-        assert not (tmp_path / "bank").exists()
-
-    def test_empty_document(self, model: str, tmp_path: Path) -> None:
-        (tmp_path / "blank.txt").write_text(" \n")
-        assert "blank.txt" in refusal("adapt", tmp_path / "blank.txt", "--bank", tmp_path / "bank", "--model", model)
 
     def test_empty_bank(self, model: str, tmp_path: Path) -> None:
         MemoryBank(MACModel.from_pretrained(model).fingerprint).save(tmp_path)
@@ -253,43 +253,24 @@ def test_version() -> None:
     assert run("--version").stdout == f"mac-rag {version('mac-rag')}\n"
 
 
-def test_help_needs_no_torch() -> None:
-    commands = [
-        [],
-        ["adapt"],
-        ["ask"],
-        ["chat"],
-        ["bank"],
-        ["bank", "info"],
-        ["bank", "list"],
-        ["bank", "rebuild"],
-        ["fetch"],
-    ]
+def test_help_imports_nothing_heavy() -> None:
+    heavy = {*HEAVY, "numpy", "fastapi", "starlette", "uvicorn", "mcp", "prometheus_client"}
+    commands = ["", "adapt", "ask", "chat", "bank", "bank info", "bank list", "bank rebuild", "fetch"]
+    commands += ["serve", "mcp", "key add"]
     code = (
         "import sys\n"
         "from mac_rag.cli.main import main\n"
         f"for arguments in {commands!r}:\n"
-        "    sys.argv = ['mac-rag', *arguments, '--help']\n"
+        "    sys.argv = ['mac-rag', *arguments.split(), '--help']\n"
         "    try:\n"
         "        main()\n"
         "    except SystemExit as end:\n"
         "        assert not end.code\n"
-        "    assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
+        f"    assert not {heavy!r} & set(sys.modules)\n"
     )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("Usage") == len(commands)
-
-
-@pytest.mark.parametrize(
-    ("typed", "completed"),
-    [("ada", ["adapt"]), ("bank re", ["repair", "restore", "rebuild"]), ("adapt --rows i", ["int8"])],
-)
-def test_a_shell_completes_commands_and_values(typed: str, completed: list[str]) -> None:
-    words = f"mac-rag {typed}"
-    asked = {"_MAC_RAG_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    done = CliRunner().invoke(app, [], prog_name="mac-rag", env=asked)
-    assert sorted(done.stdout.split()) == sorted(completed), done.output
 
 
 def test_lines_typed_in_are_remembered_and_asked(model: str) -> None:

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mac_rag.data.archivalqa import COLUMNS, read_archivalqa, write_archivalqa
-from mac_rag.data.newswire.generate import generate
 from mac_rag.data.types import Document, QADataset, Question
 from mac_rag.errors import DataError
 
@@ -95,14 +94,6 @@ def test_one_id_for_two_questions_is_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "test.csv", {"id": "test_1"}, {"id": "test_1"})
     with pytest.raises(DataError, match=r"row 2 .*, column 'id': 'test_1' is the id of another question"):
         read_archivalqa(file, "test")
-
-
-def test_newswire_comes_back_from_a_file_as_it_was(tmp_path: Path) -> None:
-    dataset = generate("val", 150, questions_per_document=3, update_rate=0.5)
-    write_archivalqa(dataset, tmp_path / "val.csv")
-    again = read_archivalqa(tmp_path, "val")
-    assert again.documents == dataset.documents
-    assert again.questions == dataset.questions
 
 
 characters = st.characters(codec="utf-8", exclude_characters="\0")

@@ -69,12 +69,10 @@ def test_a_row_and_its_metadata_may_be_as_large_as_is_said(tmp_path: Path) -> No
         ('id,text\n1,"' + "x" * (ROW + 1), r"row 1 \(line 2\): .*more than 8,388,608 bytes"),
         ('id,text\n1,"' + "x\n" * (ROW // 2), r"row 1 \(line 2\): .*is a quote open\?"),
         ("id,text\n1,a\n2,\0\n", r"row 2 \(line 3\): .*NUL"),
-        ("id,text\n1,a\n2\n", r"row 2 \(line 3\), column 'text': .* 1 of 2 cells"),
-        ("id,text\n1,a,b\n", r"row 1 \(line 2\), column 'text': .* 3 cells for 2"),
         ("id,text,id\n1,a,2\n", "the column 'id' comes twice"),
         (b"id,text,\xff\n1,a,b\n", "a name in the header: .* not UTF-8"),
     ],
-    ids="cell row nul short long twice header".split(),
+    ids="cell row nul twice header".split(),
 )
 def test_tables(tmp_path: Path, content: bytes | str, message: str) -> None:
     refused(tmp_path / "rows.csv", content, message)

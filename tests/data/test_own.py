@@ -15,7 +15,7 @@ from mac_rag.data import load_dataset
 from mac_rag.data.own import find_files
 from mac_rag.data.types import Document
 from mac_rag.errors import ConfigError, DataError
-from tests.data.own_files import (
+from tests.data.helpers import (
     ASKED,
     QUESTIONS,
     TEXTS,

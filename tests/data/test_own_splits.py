@@ -13,7 +13,7 @@ from mac_rag.data import load_dataset
 from mac_rag.data.own import drawn_split
 from mac_rag.data.types import Document, first_documents
 from mac_rag.errors import ConfigError, DataError
-from tests.data.own_files import (
+from tests.data.helpers import (
     QUESTIONS,
     flash_rag,
     lines,

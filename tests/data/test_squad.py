@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import os
 import subprocess
@@ -148,13 +147,6 @@ def test_the_splits_are_the_papers(
 @pytest.mark.parametrize(("split", "first"), [("val", 82_011), ("test", 0)])
 def test_a_split_is_read_from_the_plain_or_the_gzipped_file(full_size: Path, split: str, first: int) -> None:
     assert read_squad(full_size, split).questions[0].question == f"q{first}?"
-
-
-def test_the_splits_of_one_file_share_no_row() -> None:
-    ranges = sorted((part.start, part.stop) for part in PARTS.values() if part.hub_split == "train")
-    assert ranges[0][0] == 0
-    assert ranges[-1][1] == 87_599
-    assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
 
 
 def test_a_file_of_another_size_is_refused(full_size: Path) -> None:

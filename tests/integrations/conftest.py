@@ -77,9 +77,8 @@ def remembering(engine: RecordingEngine) -> RecordingEngine:
 
 
 @pytest.fixture
-def llm(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> MACLLM:
-    engine.adapt(MACDocument(name, text) for name, text in FACTS.items())
-    llm = MACLLM(engine=engine)
+def llm(remembering: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> MACLLM:
+    llm = MACLLM(engine=remembering)
     monkeypatch.setattr(Settings, "_llm", llm)  # some components resolve it, whatever they are given
     monkeypatch.setattr(Settings, "_embed_model", HashEmbedding())
     return llm

@@ -78,14 +78,6 @@ def test_async_tokens_come_while_the_answer_is_being_made(remembering: Recording
     assert asyncio.run(tokens()) == reference(remembering, contexts=[["Context."]])
 
 
-def test_an_abandoned_stream_holds_nothing_up(remembering: RecordingEngine) -> None:
-    llm = MACLLM(engine=remembering)
-    first = next(iter(llm.stream_complete(QUESTION)))
-    opened = llm.stream_complete(QUESTION)
-    assert next(opened).text == first.text
-    assert llm.complete(QUESTION).text == reference(remembering)
-
-
 def test_predict_fires_what_other_llms_fire(remembering: RecordingEngine, event_log: EventLog) -> None:
     debug = LlamaDebugHandler(print_trace_on_end=False)
     llm = MACLLM(engine=remembering, callback_manager=CallbackManager([debug]))

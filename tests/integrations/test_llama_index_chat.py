@@ -14,7 +14,6 @@ from llama_index.core import PromptTemplate, VectorStoreIndex
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.evaluation import CorrectnessEvaluator, FaithfulnessEvaluator, RelevancyEvaluator
-from llama_index.core.extractors import TitleExtractor
 from llama_index.core.indices.query.query_transform import HyDEQueryTransform
 from llama_index.core.postprocessor import LLMRerank
 from llama_index.core.program import LLMTextCompletionProgram
@@ -22,7 +21,7 @@ from llama_index.core.prompts import ChatPromptTemplate
 from llama_index.core.query_engine import RouterQueryEngine, SubQuestionQueryEngine
 from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.retrievers import QueryFusionRetriever
-from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.core.schema import QueryBundle
 from llama_index.core.selectors import LLMSingleSelector
 from llama_index.core.tools import QueryEngineTool
 
@@ -32,10 +31,8 @@ from mac_rag.errors import BankError, ConfigError, MACError, PromptError
 from mac_rag.integrations.llama_index import MACLLM, MACSynthesizer
 from mac_rag.lm.decoding import Sampling
 from mac_rag.model import MACModel
-from tests.integrations.helpers import FACTS, HashEmbedding
-from tests.integrations.scripted import Script, scripted
+from tests.integrations.helpers import FACTS, QUESTION, Script, scored, scripted
 
-QUESTION = "Who opened the bridge of Norrland?"
 LLMFactory = Callable[..., tuple[MACLLM, Script]]
 
 
@@ -50,16 +47,6 @@ def make_llm(chat_checkpoint: Path) -> LLMFactory:
         return MACLLM(engine=engine, **{"max_new_tokens": 150, **options}), script
 
     return make
-
-
-@pytest.fixture(scope="module")
-def index() -> VectorStoreIndex:
-    nodes = [TextNode(text=text, id_=name) for name, text in FACTS.items()]
-    return VectorStoreIndex(nodes, embed_model=HashEmbedding())
-
-
-def nodes() -> list[NodeWithScore]:
-    return [NodeWithScore(node=TextNode(text=text, id_=name), score=1.0) for name, text in FACTS.items()]
 
 
 def test_a_chat_reaches_the_lm_as_a_conversation_behind_the_memory(make_llm: LLMFactory) -> None:
@@ -128,7 +115,7 @@ def test_without_wording_a_question_has_the_form_of_the_training(make_llm: LLMFa
     llm, script = make_llm({"bridge": "Anna Berg"})
     prompts = llm.engine.model.base_lm.prompts
     expected = prompts.tokenizer.decode(prompts.prompt(QUESTION, list(FACTS.values())))
-    assert MACSynthesizer(llm).synthesize(QUESTION, nodes()).response == "Anna Berg"
+    assert MACSynthesizer(llm).synthesize(QUESTION, scored(*FACTS)).response == "Anna Berg"
     assert llm.complete(QUESTION, contexts=list(FACTS.values())).text == "Anna Berg"
     slots = PromptTemplate("{context_str}\n\n{query_str}")
     assert llm.predict(slots, query_str=QUESTION, context_str=list(FACTS.values())) == "Anna Berg"
@@ -161,7 +148,7 @@ def test_hyde_and_query_fusion(make_llm: LLMFactory, index: VectorStoreIndex) ->
     assert bundle.embedding_strs == ["Anna Berg opened the bridge.", QUESTION]
     assert script.turns()[0][1].startswith("Please write a passage to answer the question")
     fusion = QueryFusionRetriever([index.as_retriever(similarity_top_k=1)], llm=llm, num_queries=3, use_async=False)
-    assert {node.node.node_id for node in fusion.retrieve("Who?")} >= {"bridge", "museum"}
+    assert {node.node.ref_doc_id for node in fusion.retrieve("Who?")} >= {"bridge", "museum"}
     assert script.turns()[0][1].startswith("You are a helpful assistant that generates multiple search queries")
 
 
@@ -203,7 +190,9 @@ def test_rerank_and_evaluators(make_llm: LLMFactory) -> None:
             "## User Query": "4.5\nIt is right.",
         }
     )
-    ranked = LLMRerank(llm=llm, top_n=2).postprocess_nodes(nodes(), query_bundle=QueryBundle("Who leads the museum?"))
+    ranked = LLMRerank(llm=llm, top_n=2).postprocess_nodes(
+        scored(*FACTS), query_bundle=QueryBundle("Who leads the museum?")
+    )
     assert [(scored.node.node_id, scored.score) for scored in ranked] == [("museum", 9.0), ("bridge", 3.0)]
     contexts = list(FACTS.values())
     assert FaithfulnessEvaluator(llm=llm).evaluate(response="Anna Berg", contexts=contexts).passing
@@ -232,12 +221,6 @@ def test_chat_engines(mode: Any, make_llm: LLMFactory, index: VectorStoreIndex) 
     assert [text for role, text in turns if role == "assistant"] == ["Peter Holm"]
     assert turns[-1] == ("user", "And the museum?") or "And the museum?" in turns[-1][1]
     assert (FACTS["museum"] in script.prompts[-1]) == (mode != "simple")
-
-
-def test_title_extractor(make_llm: LLMFactory) -> None:
-    llm, _ = make_llm({"comprehensive title": "Bridges and museums", "Give a title": "Bridges"})
-    titled = asyncio.run(TitleExtractor(llm=llm, show_progress=False).aextract([TextNode(text=FACTS["bridge"])]))
-    assert titled == [{"document_title": "Bridges and museums"}]
 
 
 class Opening(BaseModel):

@@ -5,32 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from llama_index.core import Document, Settings, VectorStoreIndex, get_response_synthesizer
+from llama_index.core import VectorStoreIndex, get_response_synthesizer
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
 from llama_index.core.memory import Memory
 from llama_index.core.query_engine import RetrieverQueryEngine
 
-from mac_rag.data.types import Document as MACDocument
 from mac_rag.errors import FingerprintError
-from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MemoryWriter
+from mac_rag.integrations.framework import forget_warnings
+from mac_rag.integrations.llama_index import MACLLM
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
-from tests.integrations.helpers import FACTS, HashEmbedding, RecordingEngine
+from tests.integrations.helpers import FACTS, QUESTION, RecordingEngine
 
-QUESTION = "Who opened the bridge of Norrland?"
 MODES = ["compact", "refine", "tree_summarize", "simple_summarize"]
-
-
-@pytest.fixture
-def llm(engine: RecordingEngine) -> MACLLM:
-    """An LLM that remembers the facts."""
-    engine.adapt(MACDocument(name, text) for name, text in FACTS.items())
-    return MACLLM(engine=engine)
 
 
 def answered(engine: RecordingEngine, *contexts: str) -> str:
@@ -41,18 +32,6 @@ def answered(engine: RecordingEngine, *contexts: str) -> str:
 
 
 # -- response modes --
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("use_async", [False, True])
-def test_question_and_context_reach_the_engine_as_they_are(
-    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str, use_async: bool
-) -> None:
-    expected = answered(engine, FACTS["bridge"])
-    queries = index.as_query_engine(llm=llm, similarity_top_k=1, response_mode=mode)
-    response = asyncio.run(queries.aquery(QUESTION)) if use_async else queries.query(QUESTION)
-    assert str(response) == expected
-    assert engine.asked == [(QUESTION, (FACTS["bridge"],))]
 
 
 @pytest.mark.parametrize("mode", ["compact", "tree_summarize", "simple_summarize"])
@@ -72,10 +51,12 @@ def test_refine_keeps_the_answer_to_the_best_node(
     index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine
 ) -> None:
     expected = answered(engine, FACTS["bridge"])
-    queries = index.as_query_engine(llm=llm, similarity_top_k=3, response_mode="refine")
-    with pytest.warns(UserWarning, match="keeps the answer to the first context"):
-        assert str(queries.query(QUESTION)) == expected
-    assert engine.asked == [(QUESTION, (FACTS["bridge"],))]
+    for streaming in (False, True):
+        forget_warnings()
+        queries = index.as_query_engine(llm=llm, similarity_top_k=3, response_mode="refine", streaming=streaming)
+        with pytest.warns(UserWarning, match="keeps the answer to the first context"):
+            assert str(queries.query(QUESTION)) == expected
+    assert engine.asked == [(QUESTION, (FACTS["bridge"],))] * 2
 
 
 def test_accumulate_asks_for_each_node(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine) -> None:
@@ -94,88 +75,33 @@ def test_generation_asks_the_memory_alone(index: VectorStoreIndex, llm: MACLLM, 
     assert engine.asked == [(QUESTION, None)]
 
 
-def test_no_text_asks_nothing(
-    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Settings, "_llm", llm)  # this mode resolves the default LLM, whatever it is given
-    response = index.as_query_engine(llm=llm, response_mode="no_text", similarity_top_k=2).query(QUESTION)
-    assert len(response.source_nodes) == 2
-    assert engine.asked == []
-
-
-def test_the_whole_chain(documents: list[Document], engine: RecordingEngine, tiny_model: MACModel) -> None:
-    """Documents in, memory written, nodes reranked by memory, answers from memory and context."""
-    MemoryWriter(engine)(documents)
-    index = VectorStoreIndex.from_documents(documents, embed_model=HashEmbedding())
-    queries = index.as_query_engine(
-        llm=MACLLM(engine=engine), node_postprocessors=[MACNodePostprocessor(engine, top_n=1)], similarity_top_k=3
-    )
-    ids, mass = engine.document_attention([QUESTION])
-    by_memory = [ids[place] for place in mass[0].argsort(descending=True)]
-    by_index = [node.node.ref_doc_id for node in index.as_retriever(similarity_top_k=3).retrieve(QUESTION)]
-    best = min(by_index, key=lambda name: -sum(1 / (60 + ranks.index(name)) for ranks in (by_index, by_memory)))
-    expected = answered(engine, FACTS[best])
-    response = queries.query(QUESTION)
-    assert [node.node.ref_doc_id for node in response.source_nodes] == [best]
-    assert str(response) == expected
-    assert engine.asked == [(QUESTION, (FACTS[best],))]
-
-
 # -- streaming, threads --
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_tokens_stream_through_query_engines(
-    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str
+def test_question_and_context_reach_the_engine_as_they_are(
+    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = answered(engine, FACTS["bridge"])
-    queries = index.as_query_engine(llm=llm, similarity_top_k=1, response_mode=mode, streaming=True)
+    queries, streaming = (
+        index.as_query_engine(llm=llm, similarity_top_k=1, response_mode=mode, streaming=streaming)
+        for streaming in (False, True)
+    )
 
-    async def asked() -> list[str]:
-        response = await queries.aquery(QUESTION)
+    async def streamed() -> list[str]:
+        response = await streaming.aquery(QUESTION)
         assert isinstance(response, AsyncStreamingResponse)
         return [token async for token in response.async_response_gen()]
 
-    response = queries.query(QUESTION)
-    assert isinstance(response, StreamingResponse)
-    tokens = list(response.response_gen)
-    assert len(tokens) > 1
-    assert ["".join(tokens), "".join(asyncio.run(asked()))] == [expected] * 2
-    assert engine.asked == [(QUESTION, (FACTS["bridge"],))] * 2
-
-
-def test_streaming_refine_ends_with_the_answer_to_the_best_node(
-    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine
-) -> None:
-    expected = answered(engine, FACTS["bridge"])
-    queries = index.as_query_engine(llm=llm, similarity_top_k=3, response_mode="refine", streaming=True)
-    with pytest.warns(UserWarning, match="first context"):
-        tokens = list(queries.query(QUESTION).response_gen)  # type: ignore[union-attr]
-    assert "".join(tokens) == expected
-
-
-def test_other_tasks_run_while_a_query_is_answered(
-    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine
-) -> None:
-    queries = index.as_query_engine(llm=llm, node_postprocessors=[MACNodePostprocessor(engine)])
-
-    async def held_up() -> str:
-        engine.gate.clear()
-        task = asyncio.create_task(queries.aquery(QUESTION))
-        while not engine.asked:
-            await asyncio.sleep(0.001)
-        engine.gate.set()
-        return str(await task)
-
-    assert asyncio.run(held_up())
-
-
-def test_queries_from_several_threads(index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine) -> None:
-    queries = index.as_query_engine(llm=llm, node_postprocessors=[MACNodePostprocessor(engine)])
-    questions = [f"{QUESTION} And what about number {number}?" for number in range(12)]
-    expected = [str(queries.query(question)) for question in questions]
-    with ThreadPoolExecutor(4) as threads:
-        assert [str(response) for response in threads.map(queries.query, questions)] == expected
+    with caplog.at_level(logging.WARNING):
+        response = streaming.query(QUESTION)
+        assert isinstance(response, StreamingResponse)
+        tokens = list(response.response_gen)
+        assert len(tokens) > 1
+        whole = [str(queries.query(QUESTION)), str(asyncio.run(queries.aquery(QUESTION)))]
+        assert [*whole, "".join(tokens), "".join(asyncio.run(streamed()))] == [expected] * 4
+    assert engine.asked == [(QUESTION, (FACTS["bridge"],))] * 4
+    assert not caplog.records  # refine logs what it swallows
 
 
 # -- errors --
@@ -278,20 +204,3 @@ def test_long_chats_do_not_eat_the_window(index: VectorStoreIndex, llm: MACLLM) 
         memory.put(ChatMessage(role="assistant", content=answer))
         tokens.append(sum(memory._estimate_token_count(message) for message in memory.get()))
     assert max(tokens) > 0.6 * memory.token_limit
-
-
-def test_settings_llm_is_used_by_default(
-    index: VectorStoreIndex, llm: MACLLM, engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Settings, "_llm", llm)
-    index.as_query_engine(similarity_top_k=1).query(QUESTION)
-    assert engine.asked == [(QUESTION, (FACTS["bridge"],))]
-
-
-def test_nothing_is_swallowed_into_a_log(
-    index: VectorStoreIndex, llm: MACLLM, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Refine logs what it swallows as a warning and answers "Empty Response"."""
-    with caplog.at_level(logging.WARNING):
-        assert str(index.as_query_engine(llm=llm).query(QUESTION)) != "Empty Response"
-    assert not caplog.records

@@ -30,9 +30,8 @@ from mac_rag.integrations.llama_index import (
 )
 from mac_rag.model import MACModel
 from mac_rag.retrieval import BM25Retriever
-from tests.integrations.helpers import FACTS, HashEmbedding, RecordingEngine
+from tests.integrations.helpers import FACTS, QUESTION, HashEmbedding, RecordingEngine
 
-QUESTION = "Who opened the bridge of Norrland?"
 TENANTS = {"bridge": "a", "museum": "b", "river": "a"}
 
 

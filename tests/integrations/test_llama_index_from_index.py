@@ -30,13 +30,7 @@ from mac_rag.integrations.llama_index import MACVectorStore, MemoryWriter
 from mac_rag.integrations.llama_index.writer import documents_in
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
-from tests.integrations.helpers import FACTS, HashEmbedding, RecordingEngine
-
-QUESTION = "Who opened the bridge of Norrland?"
-
-
-def facts() -> list[Document]:
-    return [Document(id_=name, text=text, metadata={"name": name}) for name, text in FACTS.items()]
+from tests.integrations.helpers import FACTS, QUESTION, HashEmbedding, RecordingEngine, facts
 
 
 @pytest.fixture
@@ -99,15 +93,6 @@ def test_a_bank_is_filled_as_a_writer_would_have_filled_it(
         torch.testing.assert_close(entry.phi, written[document_id].phi)
     again = engine.adapt(documents_in(source, "source"))
     assert (again.rows, again.unchanged) == (0, len(FACTS))
-
-
-def test_a_writer_and_from_index_agree_about_what_is_known(engine: RecordingEngine) -> None:
-    index = VectorStoreIndex.from_documents(
-        facts(), transformations=[MemoryWriter(engine)], embed_model=HashEmbedding()
-    )
-    version = engine.bank.version
-    MemoryWriter.from_index(index, engine)(facts())
-    assert engine.bank.version == version
 
 
 def test_documents_of_the_bank_alone_stay(engine: RecordingEngine) -> None:

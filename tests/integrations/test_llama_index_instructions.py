@@ -42,7 +42,7 @@ from llama_index.core.query_engine import (
 )
 from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.retrievers import QueryFusionRetriever
-from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index.core.schema import TextNode
 from llama_index.core.selectors import LLMSingleSelector
 from llama_index.core.tools import FunctionTool, QueryEngineTool
 from pydantic import BaseModel
@@ -51,15 +51,11 @@ from mac_rag.data.types import Document as MACDocument
 from mac_rag.errors import InstructionError, MACError
 from mac_rag.integrations.llama_index import MACLLM
 from mac_rag.model import MACModel
-from tests.integrations.helpers import FACTS, QUESTION, HashEmbedding, RecordingEngine
+from tests.integrations.helpers import FACTS, QUESTION, HashEmbedding, RecordingEngine, scored
 
 
 class Person(BaseModel):
     name: str
-
-
-def nodes() -> list[NodeWithScore]:
-    return [NodeWithScore(node=TextNode(id_=name, text=text), score=0.5) for name, text in FACTS.items()]
 
 
 def tools(index: VectorStoreIndex, llm: MACLLM) -> list[QueryEngineTool]:
@@ -107,10 +103,6 @@ async def agent(made: Any) -> Any:
     return await made.run("What is twice 21?")
 
 
-async def extract(made: Any) -> Any:
-    return await made.acall([TextNode(text=FACTS["bridge"])])
-
-
 async def remember(llm: MACLLM) -> None:
     await FactExtractionMemoryBlock(name="facts", llm=llm).aput([ChatMessage(role="user", content="I live in Sola.")])
 
@@ -147,29 +139,21 @@ NEEDS_INSTRUCTIONS: dict[str, Case] = {
     "retry": lambda index, llm: RetryQueryEngine(index.as_query_engine(llm=llm), RelevancyEvaluator(llm=llm)).query(
         QUESTION
     ),
-    "LLMRerank": lambda index, llm: LLMRerank(llm=llm).postprocess_nodes(nodes(), query_str=QUESTION),
+    "LLMRerank": lambda index, llm: LLMRerank(llm=llm).postprocess_nodes(scored(*FACTS), query_str=QUESTION),
     "LLMRerank, async": lambda index, llm: asyncio.run(
-        LLMRerank(llm=llm).apostprocess_nodes(nodes(), query_str=QUESTION)
+        LLMRerank(llm=llm).apostprocess_nodes(scored(*FACTS), query_str=QUESTION)
     ),
-    "RankGPT": lambda index, llm: RankGPTRerank(llm=llm).postprocess_nodes(nodes(), query_str=QUESTION),
+    "RankGPT": lambda index, llm: RankGPTRerank(llm=llm).postprocess_nodes(scored(*FACTS), query_str=QUESTION),
     "previous or next": lambda index, llm: AutoPrevNextNodePostprocessor(
         docstore=index.docstore, llm=llm
-    ).postprocess_nodes(nodes(), query_str=QUESTION),
-    "PII": lambda index, llm: PIINodePostprocessor(llm=llm).postprocess_nodes(nodes()),
+    ).postprocess_nodes(scored(*FACTS), query_str=QUESTION),
+    "PII": lambda index, llm: PIINodePostprocessor(llm=llm).postprocess_nodes(scored(*FACTS)),
     "fusion": lambda index, llm: fusion(index, llm, use_async=False).retrieve(QUESTION),
     "fusion, nested async": lambda index, llm: fusion(index, llm, use_async=True).retrieve(QUESTION),
     "fusion, async": lambda index, llm: asyncio.run(fusion(index, llm).aretrieve(QUESTION)),
     **{each.__name__: lambda index, llm, each=each: each(llm=llm).evaluate(**JUDGED) for each in EVALUATORS},
     **{
-        f"{each.__name__}, async": lambda index, llm, each=each: asyncio.run(each(llm=llm).aevaluate(**JUDGED))
-        for each in EVALUATORS
-    },
-    **{
         each.__name__: lambda index, llm, each=each: each(llm=llm).extract([TextNode(text=FACTS["bridge"])])
-        for each in EXTRACTORS
-    },
-    **{
-        f"{each.__name__}, async": lambda index, llm, each=each: asyncio.run(extract(each(llm=llm)))
         for each in EXTRACTORS
     },
     "program": lambda index, llm: program(llm)(who="the engineer"),

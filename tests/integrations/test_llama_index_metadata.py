@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from llama_index.core import Document, SimpleDirectoryReader, SummaryIndex, VectorStoreIndex
 from llama_index.core.llms import MockLLM
-from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import MetadataMode
 from llama_index_instrumentation import root_dispatcher
 
@@ -18,9 +17,8 @@ from mac_rag.engine import MACEngine
 from mac_rag.integrations.llama_index import MACLLM, MACSynthesizer
 from mac_rag.lm.prompt import FittedPrompt
 from mac_rag.model import MACModel
-from tests.integrations.helpers import FACTS, HashEmbedding
+from tests.integrations.helpers import FACTS, QUESTION, HashEmbedding
 
-QUESTION = "Who opened the bridge of Norrland?"
 MODES = ["compact", "refine", "tree_summarize", "simple_summarize", "accumulate", "compact_accumulate", "ours"]
 
 
@@ -162,16 +160,6 @@ def test_texts_that_are_not_those_of_the_nodes_stay_as_they_are(engine: PromptEn
     index = VectorStoreIndex.from_documents([Document(text=text)], embed_model=HashEmbedding())
     index.as_query_engine(llm=llm).query(QUESTION)
     assert engine.taken() == [llm.fit_to_window(QUESTION, [text]).ids]
-
-
-def test_long_documents_are_split_without_their_metadata(engine: PromptEngine, tmp_path: Path) -> None:
-    (tmp_path / "long.md").write_text(" ".join(f"Sentence {i} is about the ferry." for i in range(60)))
-    documents = SimpleDirectoryReader(str(tmp_path)).load_data()
-    splitter = SentenceSplitter(chunk_size=80, chunk_overlap=8)
-    index = VectorStoreIndex.from_documents(documents, transformations=[splitter], embed_model=HashEmbedding())
-    index.as_query_engine(llm=MACLLM(engine=engine), similarity_top_k=2).query(QUESTION)
-    [prompt] = engine.taken()
-    assert "file" not in engine.model.base_lm.tokenizer.decode(prompt)
 
 
 def test_one_span_handler_serves_all(engine: PromptEngine) -> None:

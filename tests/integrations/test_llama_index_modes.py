@@ -11,20 +11,9 @@ from llama_index.core import Settings, VectorStoreIndex
 from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.llms import MockLLM
 from llama_index.core.response_synthesizers import ResponseMode
-from pydantic import BaseModel
 
-from mac_rag.data.types import Document as MACDocument
-from mac_rag.errors import MACError
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MACSynthesizer
-from tests.integrations.helpers import FACTS, RecordingEngine
-
-QUESTION = "Who opened the bridge of Norrland?"
-
-
-@pytest.fixture
-def llm(engine: RecordingEngine) -> MACLLM:
-    engine.adapt(MACDocument(name, text) for name, text in FACTS.items())
-    return MACLLM(engine=engine)
+from tests.integrations.helpers import QUESTION
 
 
 def outcome(run: Any) -> Any:
@@ -73,15 +62,6 @@ def test_chat_modes_are_those_of_any_llm(index: VectorStoreIndex, llm: MACLLM, m
         )
 
     assert ask(llm) == ask(MockLLM(max_tokens=4))
-
-
-class Answered(BaseModel):
-    answer: str
-
-
-def test_structured_answers_say_what_to_use(index: VectorStoreIndex, llm: MACLLM) -> None:
-    with pytest.raises(MACError, match="give those steps another LLM"):
-        index.as_query_engine(llm=llm, output_cls=Answered, response_mode="tree_summarize").query(QUESTION)
 
 
 # -- in a crowd --

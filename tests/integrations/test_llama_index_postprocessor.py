@@ -25,14 +25,7 @@ from mac_rag.errors import ConfigError, FingerprintError, MACError
 from mac_rag.integrations.llama_index import MACLLM, MACNodePostprocessor, MemoryWriter
 from mac_rag.memory.bank import MemoryBank
 from mac_rag.model import MACModel
-from tests.integrations.helpers import FACTS, EventLog, HashEmbedding, RecordingEngine
-
-QUESTION = "Who opened the bridge of Norrland?"
-
-
-def scored(*names: str, score: float | None = 0.5) -> list[NodeWithScore]:
-    """Retrieved nodes: whole documents by their names."""
-    return [NodeWithScore(node=TextNode(id_=name, text=FACTS.get(name, name)), score=score) for name in names]
+from tests.integrations.helpers import FACTS, QUESTION, EventLog, HashEmbedding, RecordingEngine, scored
 
 
 @pytest.fixture
@@ -184,18 +177,6 @@ class TestExpand:
         nodes = expand.postprocess_nodes(scored(*FACTS), query_str=QUESTION)[3:]
         assert len(nodes) > 1
         assert " ".join(node.text for node in nodes).split() == text.split()
-
-    def test_it_goes_before_a_reranker(self, index: VectorStoreIndex, remembering: RecordingEngine) -> None:
-        first, second, third = by_mass(remembering)
-        expand = MACNodePostprocessor(remembering, mode="expand", expand_to=1, source=index)
-        rank = MACNodePostprocessor(remembering, fusion_weight=0.5)
-        nodes = expand.postprocess_nodes(scored(second, third), query_str=QUESTION)
-        ranked = rank.postprocess_nodes(nodes, query_str=QUESTION)
-        assert {n.node.ref_doc_id or n.node_id: n.score for n in ranked} == {
-            first: pytest.approx(0.5 / 61),
-            second: pytest.approx(0.5 / 62 + 0.5 / 61),
-            third: pytest.approx(0.5 / 63 + 0.5 / 61),
-        }
 
     def test_filtered_documents_are_not_brought_in(self, engine: RecordingEngine) -> None:
         owned = [Document(id_=n, text=t, metadata={"of": n}) for n, t in FACTS.items()]

@@ -15,7 +15,6 @@ from llama_index.core import Document as IndexDocument
 from llama_index.core import QueryBundle, VectorStoreIndex
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
-from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import BaseRetriever, QueryFusionRetriever
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, NodeWithScore, TextNode
 
@@ -70,12 +69,6 @@ class TestOursForLlamaIndex:
         assert [n.node.node_id for n in retriever.retrieve("the bridge, the museum")] == ["bridge"]
         allowed.add("museum")
         assert len(retriever.retrieve("the bridge, the museum")) == 2
-
-    def test_it_serves_a_query_engine(self, bm25: BM25Retriever) -> None:
-        engine = RetrieverQueryEngine.from_args(MACRetriever(bm25), llm=MockLLM())
-        response = engine.query("Who leads the museum?")
-        assert response.source_nodes[0].node.node_id == "museum"
-        assert FACTS["museum"] in str(response)
 
     def test_asynchronously_the_loop_goes_on(self) -> None:
         gate = threading.Event()

@@ -17,9 +17,7 @@ from mac_rag.integrations.llama_index import MACLLM, MACSynthesizer
 from mac_rag.memory import MemoryBank
 from mac_rag.model import MACModel
 from mac_rag.model.calibration import Calibration
-from tests.integrations.helpers import FACTS
-
-QUESTION = "Who opened the bridge of Norrland?"
+from tests.integrations.helpers import FACTS, QUESTION
 
 
 def llm_of(model: MACModel, keep_texts: bool = False) -> MACLLM:

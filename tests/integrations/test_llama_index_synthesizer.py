@@ -12,19 +12,11 @@ from llama_index.core.callbacks import CallbackManager, CBEventType, LlamaDebugH
 from llama_index.core.llms import MockLLM
 from llama_index.core.schema import NodeWithScore, TextNode
 
-from mac_rag.data.types import Document as MACDocument
 from mac_rag.errors import ConfigError, DocumentError
 from mac_rag.integrations.llama_index import MACLLM, MACSynthesizer
-from tests.integrations.helpers import FACTS, EventLog, RecordingEngine
+from tests.integrations.helpers import FACTS, QUESTION, EventLog, RecordingEngine
 
-QUESTION = "Who opened the bridge of Norrland?"
 LONG = "Anna Berg opened the bridge of Norrland. " * 80
-
-
-@pytest.fixture
-def llm(engine: RecordingEngine) -> MACLLM:
-    engine.adapt(MACDocument(name, text) for name, text in FACTS.items())
-    return MACLLM(engine=engine)
 
 
 def nodes(*texts: str) -> list[NodeWithScore]:

@@ -18,11 +18,7 @@ from llama_index.vector_stores.chroma import ChromaVectorStore
 from mac_rag import MACEngine, MemoryBank
 from mac_rag.errors import ConfigError
 from mac_rag.integrations.llama_index import MACLLM, MACRetriever, MACVectorStore, MemoryWriter
-from tests.integrations.helpers import FACTS, HashEmbedding, RecordingEngine
-
-
-def facts(**changed: str) -> list[Document]:
-    return [Document(id_=name, text=text) for name, text in {**FACTS, **changed}.items()]
+from tests.integrations.helpers import FACTS, HashEmbedding, RecordingEngine, facts
 
 
 def remembered(engine: RecordingEngine) -> set[str]:

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 from urllib.request import urlopen
 
 import numpy as np
+from hypothesis import strategies as st
 
 from mac_rag.data.types import Document
 from mac_rag.retrieval import BM25Retriever, DenseRetriever, HybridRetriever, Retriever, Tokenizer
@@ -80,6 +81,23 @@ RETRIEVERS: dict[str, Callable[[], Retriever]] = {
 def documents(*texts: str) -> list[Document]:
     """Documents `d0`, `d1`, ... with these texts, each with its number as metadata."""
     return [Document(f"d{index}", text, {"place": index}) for index, text in enumerate(texts)]
+
+
+def changed(retriever: Retriever, data: st.DataObject, texts: st.SearchStrategy[str]) -> Iterator[dict[str, Document]]:
+    """Adds and deletes drawn documents, and yields what the retriever has to hold after each step."""
+    kept: dict[str, Document] = {}
+    for step in range(data.draw(st.integers(1, 8))):
+        if kept and data.draw(st.booleans()):
+            gone = data.draw(st.sampled_from(sorted(kept)))
+            retriever.delete(gone)
+            del kept[gone]
+        else:
+            added = [Document(f"{step}-{i}", text) for i, text in enumerate(data.draw(st.lists(texts, max_size=4)))]
+            retriever.add(added)
+            kept |= {document.id: document for document in added}
+        assert len(retriever) == len(kept)
+        assert all(document_id in retriever for document_id in kept)
+        yield kept
 
 
 class Server:

@@ -69,17 +69,6 @@ def test_it_ranks_as_an_exact_search(place: str) -> None:
                 assert (hit.text, hit.metadata) == (texts[place_of], {"place": place_of})
 
 
-def test_what_is_not_allowed_is_never_found(place: str) -> None:
-    chroma = ChromaRetriever(place, WordEncoder())
-    chroma.add(documents("secret storm", "storm", "calm"))
-    [hits] = chroma.retrieve(["secret storm"], 3, allowed={"d1", "d2", "unknown"})
-    assert [hit.document_id for hit in hits] == ["d1", "d2"]
-    assert chroma.retrieve(["secret storm"], 3, allowed=set()) == [[]]
-    assert chroma.retrieve([], 3) == []
-    with pytest.raises(ConfigError, match="k must be at least 1"):
-        chroma.retrieve(["x"], 0)
-
-
 def test_documents_come_and_change_and_go(place: str) -> None:
     chroma = ChromaRetriever(place, WordEncoder())
     first, second, third = documents("one", "two", "three")
@@ -101,12 +90,10 @@ def test_documents_come_and_change_and_go(place: str) -> None:
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (lambda chroma: chroma.add(documents("again")), "document 'd0' is already in the index"),
         (lambda chroma: chroma.put([Document("x", "1"), Document("x", "2")]), "'x' comes 2 times"),
         (lambda chroma: chroma.put([Document("new", "1"), Document("", "2")]), "no visible character"),
         (lambda chroma: chroma.put([Document("new", "1"), Document("x", "\ud800")]), "index 0 is U\\+D800"),
         (lambda chroma: chroma.put([Document("new", "1"), Document("x", "2", {"a": {1}})]), "cannot be kept as JSON"),
-        (lambda chroma: chroma.delete("nothing"), "no document 'nothing' in this index of 1 documents"),
         (lambda chroma: chroma.documents(["d0", "nothing"]), "no document 'nothing'"),
     ],
 )

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mac_rag.data.types import Document
-from mac_rag.errors import BankError, ConfigError, FingerprintError
+from mac_rag.errors import BankError, FingerprintError
 from mac_rag.retrieval import DenseRetriever, snapshot
 from tests.faults import faults
-from tests.retrieval.helpers import WordEncoder, documents
+from tests.retrieval.helpers import WordEncoder, changed, documents
 
 WORDS = [f"w{i}" for i in range(40)]
 
@@ -27,17 +27,9 @@ def corpus(size: int, seed: int = 0) -> list[Document]:
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_hits_are_the_largest_dot_products_whatever_came_and_went(data: st.DataObject) -> None:
-    retriever, kept = DenseRetriever(WordEncoder()), dict[str, Document]()
+    retriever = DenseRetriever(WordEncoder())
     texts = st.lists(st.sampled_from(WORDS), max_size=5).map(" ".join)
-    for step in range(data.draw(st.integers(1, 6))):
-        if kept and data.draw(st.booleans()):
-            gone = data.draw(st.sampled_from(sorted(kept)))
-            retriever.delete(gone)
-            del kept[gone]
-        else:
-            added = [Document(f"{step}-{i}", text) for i, text in enumerate(data.draw(st.lists(texts, max_size=4)))]
-            retriever.add(added)
-            kept |= {document.id: document for document in added}
+    *_, kept = changed(retriever, data, texts)
     allowed = set(data.draw(st.lists(st.sampled_from(sorted(kept)), unique=True))) if kept else set()
     [question], k, encode = (
         data.draw(st.lists(texts, min_size=1, max_size=1)),
@@ -52,19 +44,6 @@ def test_hits_are_the_largest_dot_products_whatever_came_and_went(data: st.DataO
         assert [(hit.document_id, hit.score, hit.text) for hit in hits] == [
             (chosen[i].id, scores[i], chosen[i].text) for i in best
         ]
-    assert len(retriever) == len(kept)
-    assert all(document_id in retriever for document_id in kept)
-
-
-def test_many_changes_leave_no_trace() -> None:
-    retriever, first = DenseRetriever(WordEncoder()), corpus(3000)
-    retriever.add(first)
-    for document in first[:2500]:
-        retriever.delete(document.id)
-    retriever.add(corpus(5, seed=1))
-    fresh = DenseRetriever(WordEncoder())
-    fresh.add([*first[2500:], *corpus(5, seed=1)])
-    assert retriever.retrieve(WORDS, 7) == fresh.retrieve(WORDS, 7)
 
 
 class TestWork:
@@ -129,26 +108,6 @@ class TestFiles:
         DenseRetriever(WordEncoder("one")).save(tmp_path)
         with pytest.raises(FingerprintError, match="made by the encoder 'one', not by 'two'"):
             DenseRetriever.load(tmp_path, WordEncoder("two"))
-
-
-def test_edges() -> None:
-    retriever = DenseRetriever(WordEncoder())
-    assert retriever.retrieve(["storm", "sun"], 3) == [[], []]
-    retriever.add([])
-    retriever.add(documents("storm", "sun", ""))
-    assert retriever.retrieve([], 3) == []
-    assert len(retriever.retrieve(["storm"], 100)[0]) == 3
-    assert retriever.retrieve(["storm"], 5, allowed=()) == [[]]
-    assert [hit.metadata for hit in retriever.retrieve(["sun"], 1)[0]] == [{"place": 1}]
-    with pytest.raises(ConfigError, match="at least 1, got 0"):
-        retriever.retrieve(["storm"], 0)
-    with pytest.raises(BankError, match="'d0' is already"):
-        retriever.add(documents("x", "y"))
-    with pytest.raises(BankError, match="'twin' comes 2 times"):
-        retriever.add([Document("twin", "x"), Document("twin", "y")])
-    with pytest.raises(BankError, match="no document 'nobody' in this index of 3"):
-        retriever.delete("nobody")
-    assert len(retriever) == 3
 
 
 def test_many_questions_are_scored_in_blocks() -> None:
