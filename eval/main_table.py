@@ -1,4 +1,4 @@
-"""MAC against online fine-tuning and other baselines (tables 1 and 9): `python -m eval.main_table --help`."""
+"""MAC against online fine-tuning and other baselines (tables 1, 9 and 10): `python -m eval.main_table --help`."""
 
 from __future__ import annotations
 

@@ -131,7 +131,6 @@ PLANS = (
     Plan("perplexity", 2, ("streamingqa",)),
     Plan("amortization", 4, ("streamingqa",)),
     Plan("quantization", 2, DATASETS),
-    Plan("contamination", 1, ("streamingqa",)),
     Plan(
         "bank_size",
         1,

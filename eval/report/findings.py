@@ -293,7 +293,7 @@ FINDINGS = (
     Finding(
         "Without the documents few questions can be answered.",
         "GPT2-XL: F1 7.12 zero-shot, 10.78 five-shot, 15.38 with MAC (Table 10).",
-        ("contamination", "main_table"),
+        ("main_table",),
         ahead(("MAC",), ("zero-shot", "5-shot")),
     ),
 )
