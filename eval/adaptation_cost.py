@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.methods import ADAPTING
-from eval.baselines.options import LMOption, chosen_methods, open_factory
+from eval.baselines.options import ADAPTING, LMOption, chosen_methods, open_factory
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, open_stream

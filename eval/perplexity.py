@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.methods import FINE_TUNING
-from eval.baselines.options import RateOption, TrainedOption, chosen_methods, open_factory
+from eval.baselines.options import FINE_TUNING, RateOption, chosen_methods, open_factory
 from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.scales import SCALES
 from eval.harness.streams import (
@@ -55,7 +54,6 @@ def main(
         FINE_TUNING
     ),
     learning_rate: RateOption = None,
-    networks: TrainedOption = None,
     documents: DocumentsOption = None,
     seed: SeedOption = 0,
     batch_size: BatchOption = 32,
@@ -96,7 +94,6 @@ def main(
             seed=seed,
             device=None,
             batch_size=batch_size,
-            trained=networks,
         )
         for method in names:
             system = factory.make(method, learning_rate=learning_rate or factory.setup.retention_rate)

@@ -7,21 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.methods import METHODS
 from eval.harness.scales import Scale, Setup
 from eval.harness.streams import open_stream
 
 if TYPE_CHECKING:
     from eval.baselines.factory import SystemFactory
-    from eval.baselines.finetuning import AnswerTuning
 
-TrainedOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder of the baselines' trained networks; a network that it holds is not trained again.",
-        show_default="trained/ beside the result",
-    ),
-]
+# Names of the compared methods, as options accept them.
+FINE_TUNING = ("uniform", "salient-spans", "camels")
+ADAPTING = (*FINE_TUNING, "ccm", "mac")
+METHODS = ("zero-shot", "few-shot", "retriever", *ADAPTING)
 LMOption = Annotated[
     str | None,
     typer.Option(
@@ -46,26 +41,20 @@ def open_factory(
     seed: int,
     device: str | None,
     batch_size: int,
-    trained: Path | None = None,
-    tuning: AnswerTuning | None = None,
-    retriever: str = "bm25",
     lm: str | None = None,
 ) -> SystemFactory:
-    """The factory of systems around a command's model.
+    """Makes the factory of systems around a command's model.
 
     Args:
         setup: the experiment's setup, which names the model.
         path: the result file; trained networks are cached in `trained/` beside it.
         scale, data, seed, device, batch_size: the command's options.
-        trained: another cache of trained networks.
-        tuning, retriever: see `SystemFactory`.
         lm: the command's option; None for the setup's.
 
     Raises:
         ModelLoadError: if there is no such model.
     """
-    from eval.baselines.factory import SystemFactory
-    from eval.baselines.scales import SCALES
+    from eval.baselines.factory import SCALES, SystemFactory
     from mac_rag.data.types import QADataset
     from mac_rag.model import MACModel
 
@@ -79,9 +68,7 @@ def open_factory(
         baselines,
         lambda: dataset("train", baselines.training_documents),
         lambda: dataset("val", baselines.validation_documents),
-        folder=trained or path.parent / "trained",
-        tuning=tuning,
-        retriever=retriever,
+        folder=path.parent / "trained",
         batch_size=batch_size,
         seed=seed,
         lm=setup.lm if lm is None else lm,

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from eval.harness.systems import System, generate
 from mac_rag.engine import MACEngine
 from mac_rag.errors import ConfigError
+from mac_rag.retrieval import BM25Retriever
 
 if TYPE_CHECKING:
     from mac_rag.data.types import Document, Question
     from mac_rag.model import MACModel
-    from mac_rag.retrieval.base import Retriever
 
 
 class FewShot(System):
@@ -44,20 +44,18 @@ class FewShot(System):
 
 
 class RetrieverOnly(System):
-    """The LM behind retrieved documents, without memory.
+    """The LM after the documents that BM25 retrieves, without memory.
 
     Args:
         model: a MAC model, whose base LM answers.
-        retriever: an empty retriever.
-        name: name of the retriever.
         k: number of documents in front of each question.
         batch_size: questions of one generation.
     """
 
-    def __init__(self, model: MACModel, retriever: Retriever, name: str, k: int, *, batch_size: int = 32) -> None:
-        self.name = f"{name} top-{k}"
-        self.settings = {"retriever": name, "k": k}
-        self._retriever = retriever
+    def __init__(self, model: MACModel, k: int, *, batch_size: int = 32) -> None:
+        self.name = f"bm25 top-{k}"
+        self.settings = {"retriever": "bm25", "k": k}
+        self._retriever = BM25Retriever()
         self._k = k
         self._engine = MACEngine(model)
         self._batch_size = batch_size

@@ -10,17 +10,19 @@ import pytest
 import torch
 
 from eval.baselines.camels import (
+    CamelsConfig,
     CamelsWeights,
     Lesson,
     check_proxy,
     drift,
     inner_update,
     meta_loss,
+    meta_train,
     new_network,
     parameters,
+    trained_network,
 )
-from eval.baselines.camels_training import CamelsConfig, meta_train, trained_network
-from eval.baselines.weighting import passages
+from eval.baselines.finetuning import passages
 from mac_rag.config import BaseLMConfig, PromptFormat
 from mac_rag.data.newswire.generate import generate
 from mac_rag.errors import ConfigError, ModelLoadError

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from eval.baselines.finetuning import FineTuning
+from eval.baselines.finetuning import FineTuning, UniformWeights
 from eval.baselines.prompting import FewShot, RetrieverOnly, drawn_examples
-from eval.baselines.weighting import UniformWeights
 from eval.harness.systems import MACSystem, ask
 from mac_rag.data.newswire.generate import generate
 from mac_rag.engine import MACEngine
@@ -56,7 +55,7 @@ def test_examples_are_drawn_by_the_seed() -> None:
 
 
 def test_the_retriever_alone_is_the_engine_without_memory(tiny_model: MACModel) -> None:
-    system = RetrieverOnly(tiny_model, BM25Retriever(), "bm25", 2)
+    system = RetrieverOnly(tiny_model, 2)
     system.adapt(STREAM.documents[:3])
     system.adapt(STREAM.documents[3:])
     engine = MACEngine(tiny_model, retriever=BM25Retriever(), k=2)
@@ -81,7 +80,7 @@ def test_the_tokens_of_a_row_are_those_of_the_prompts_that_the_lm_reads(
 ) -> None:
     systems = {
         "MAC": lambda: MACSystem(tiny_model, batch_size=3),
-        "retriever": lambda: RetrieverOnly(tiny_model, BM25Retriever(), "bm25", 2),
+        "retriever": lambda: RetrieverOnly(tiny_model, 2),
         "few-shot": lambda: FewShot(tiny_model, TRAINING[:2]),
         "fine-tuned": lambda: FineTuning(tiny_model.base_lm, UniformWeights(), 1e-4),
     }
