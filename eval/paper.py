@@ -16,9 +16,7 @@ from mac_rag.cli.run import run_command
 from mac_rag.cli.terminal import say
 
 if TYPE_CHECKING:
-    from eval.harness.paper_plan import Step
-    from eval.harness.paper_rehearsal import Use, Variants
-    from eval.harness.paper_steps import StepRecord
+    from eval.harness.paper_plan import Step, StepRecord
     from eval.harness.results import Commit, Result
 
 
@@ -42,8 +40,7 @@ def main(
         bool,
         typer.Option(
             "--dry-run",
-            help="Run nothing, but show each step's command, the models that it needs and how to train them, and the "
-            "sizes of all models, which are built without weights.",
+            help="Run nothing, but show each step's command, the trained models that it needs, and how to train them.",
         ),
     ] = False,
 ) -> None:
@@ -58,7 +55,7 @@ def main(
 
     planned = steps(scale, data, seed)
     if dry_run:
-        show_rehearsal(planned, scale, data, output)
+        rehearse(planned, scale, data, output)
         return
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -79,8 +76,8 @@ def main(
         raise typer.Exit(1)
 
 
-def show_rehearsal(planned: Sequence[Step], scale: Scale, data: Path | None, output: Path) -> None:
-    """Shows what steps would run.
+def rehearse(planned: Sequence[Step], scale: Scale, data: Path | None, output: Path) -> None:
+    """Shows what would run, and checks that each command takes its options.
 
     Args:
         planned: the steps.
@@ -91,37 +88,36 @@ def show_rehearsal(planned: Sequence[Step], scale: Scale, data: Path | None, out
     Raises:
         typer.Exit: if a step could not run for another reason than data or trained models that are missing.
     """
-    from eval.harness.paper_rehearsal import models_to_train, rehearse, training_use
+    from eval.harness.paper_plan import models_needed, models_to_train
+    from mac_rag.errors import ConfigError
 
-    rehearsed = rehearse(planned, scale, trained_variants())
-    for each in rehearsed:
-        each.fault = each.fault or refusal(each.step, output)
-    models = models_to_train(rehearsed)
+    needs: dict[str, list[str]] = {}
+    faults: dict[str, str] = {}
+    for step in planned:
+        try:
+            needs[step.name] = models_needed(step) if scale == "paper" else []
+            fault = refusal(step, output)
+        except ConfigError as error:
+            fault = str(error)
+        if fault:
+            faults[step.name] = fault
+    models = models_to_train(path for name, paths in needs.items() if name not in faults for path in paths)
     if models:
         say("First, train:")
     for model in models:
         folder = (data or Path("DATA")) / model.dataset
-        _show_use(training_use(model, folder), "" if folder.is_dir() else f"; bring {folder}")
         say(f"    {model.command(folder)}")
-    for number, each in enumerate(rehearsed, 1):
-        say(f"[{number}/{len(rehearsed)}] {each.step.name}")
-        say(f"    {each.step.shown(output)}")
-        for use in each.uses:
-            _show_use(use, "")
-        if each.needs:
-            say(f"    needs {', '.join(each.needs)}")
-        if each.step.missing:
-            say(f"    data that you bring: {each.step.missing}")
-        if each.fault:
-            say(f"    cannot run: {each.fault}", err=True)
-    sizes = [use.bytes for each in rehearsed for use in each.uses]
-    largest = f"; the largest use takes about {max(sizes) / (1 << 30):.0f} GiB of one GPU" if sizes else ""
-    faults = sum(bool(each.fault) for each in rehearsed)
-    waiting = sum(bool(each.step.missing) for each in rehearsed)
-    say(
-        f"{len(rehearsed)} steps: {waiting} wait for data, {faults} cannot run; {len(models)} models to train first"
-        f"{largest}"
-    )
+    for number, step in enumerate(planned, 1):
+        say(f"[{number}/{len(planned)}] {step.name}")
+        say(f"    {step.shown(output)}")
+        if needs.get(step.name):
+            say(f"    needs {', '.join(needs[step.name])}")
+        if step.missing:
+            say(f"    data that you bring: {step.missing}")
+        if step.name in faults:
+            say(f"    cannot run: {faults[step.name]}", err=True)
+    waiting = sum(bool(step.missing) for step in planned)
+    say(f"{len(planned)} steps: {waiting} wait for data, {len(faults)} cannot run; {len(models)} models to train first")
     if faults:
         raise typer.Exit(1)
 
@@ -133,40 +129,18 @@ def refusal(step: Step, output: Path) -> str:
     from typer.main import get_command
 
     app = typer.Typer()
+    module, *arguments = step.command(output)
     try:
-        app.command()(importlib.import_module(f"eval.{step.experiment}").main)
-        get_command(app).make_context(step.name, list(step.command(output)[1:]))
+        app.command()(importlib.import_module(module).main)
+        get_command(app).make_context(step.name, arguments)
     except ImportError as error:
-        return f"there is no eval.{step.experiment}: {error}"
+        return f"there is no {module}: {error}"
     except Exception as error:
         message = getattr(error, "format_message", None)  # of usage errors, whose class is private to typer
         if message is None:
             raise
         return str(message())
     return ""
-
-
-def _show_use(use: Use, more: str) -> None:
-    say(f"    {use.what}: {use.weights / 1e9:.2f} billion weights, about {use.bytes / (1 << 30):.1f} GiB{more}")
-
-
-def trained_variants() -> Variants:
-    """The variants that experiments train at the paper's scale, as their commands train them."""
-    from eval import amortization, dropout_memory, peft, perplexity, quantization
-
-    table = dropout_memory.TABLE["paper"]
-    return {
-        "peft": {name: ("modulation", {"model": {"modulation": {"kind": kind}}}) for name, kind in peft.KINDS.items()},
-        "amortization": {
-            name: ("amortization", amortization.changed(design)) for name, design in amortization.PAPER.items()
-        },
-        "quantization": {name: ("modulation", changes) for name, changes in quantization.PRECISIONS["paper"].items()},
-        "dropout_memory": {
-            name: ("amortization", {"backprop_dropout": p, "trainer": {"batch_size": k, "accumulate": passes}})
-            for name, (k, passes, p) in {**table, "a step of 32 documents": (32, 1, 0.0)}.items()
-        },
-        "perplexity": {"MAC": (None, {"model": {"prompt": perplexity.PROMPT}})},
-    }
 
 
 def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
@@ -179,7 +153,7 @@ def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
     Returns:
         The outcome of each step. The folder's file of records is updated after every step.
     """
-    from eval.harness.paper_steps import StepRecord, read_records, write_records
+    from eval.harness.paper_plan import StepRecord, read_records, write_records
     from eval.harness.results import checkout
 
     before = {record.name: record for record in read_records(output)}

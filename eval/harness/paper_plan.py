@@ -1,18 +1,145 @@
-"""The steps of `eval.paper`: every experiment with its data sets, arguments and expected time."""
+"""What `eval.paper` runs: its steps with data sets, arguments and time, the models that they need, and their records.
+
+At the paper's scale, `runs/<preset>/<stage>/best` is trained on StreamingQA, `runs/<preset>/<stage>-<data set>/best` on
+another data set. MAC is trained around an LM that was tuned on questions before: `runs/<preset>/tune_qa/best`.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from eval.harness.paper_models import trained_on
-from eval.harness.scales import SCALES, Scale, Setup
-from mac_rag.errors import ConfigError
+from eval.harness.scales import SCALES, Scale, Setup, command_of
+from mac_rag.atomic_files import write_text
+from mac_rag.config import Config
+from mac_rag.errors import ConfigError, DataError
+from mac_rag.model.presets import PAPER, PRESETS, preset
+from mac_rag.untrusted_files import read_json
 
 DATASETS = ("streamingqa", "squad", "archivalqa")
 LARGEST = "runs/llama2-7b/train-joint/best"  # trained with memory and retrieved documents
+RECORDS = "steps.json"
+_LARGEST_FILE = 16 << 20  # bytes
+# Experiments that update the LM on each document; CaMeLS weighs tokens by a proxy, which is tuned on questions.
+_UPDATING = ("main_table", "adaptation_cost", "retention", "ood", "perplexity")
+_PROXY = "runs/distilgpt2/tune_qa/best"
+FIRST = "streamingqa"  # whose models have no data set in their names
+# The questions that are set aside for tuning the LM: splits for training and validation.
+TUNING_SPLITS = {
+    "streamingqa": ("qa_train", "qa_val"), "squad": ("qa_lt", "qa_lt_val"), "archivalqa": ("qa_lt", "qa_lt_val"),
+}  # fmt: skip
+_JOINT = "-joint"
+_PATH = re.compile(
+    rf"runs/(?P<preset>[^/]+)/(?P<task>train|tune_qa)(?P<joint>{_JOINT})?(?:-(?P<dataset>{'|'.join(TUNING_SPLITS)}))?/best"
+)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model that a recipe leaves.
+
+    Attributes:
+        preset: name of the preset.
+        task: `train`, or `tune_qa` for the LM alone.
+        joint: True for a training with retrieved documents.
+        dataset: the data set that it is trained on.
+    """
+
+    preset: str
+    task: str
+    joint: bool
+    dataset: str
+
+    @classmethod
+    def of(cls, path: str) -> TrainedModel:
+        """The model of a path.
+
+        Raises:
+            ConfigError: for a path of another form.
+        """
+        match = _PATH.fullmatch(path)
+        if match is None:
+            raise ConfigError(f"{path!r} is no model of the paper's recipes (runs/PRESET/train/best)")
+        return cls(match["preset"], match["task"], match["joint"] is not None, match["dataset"] or FIRST)
+
+    @property
+    def folder(self) -> str:
+        """The folder of its run."""
+        dataset = "" if self.dataset == FIRST else f"-{self.dataset}"
+        return f"runs/{self.preset}/{self.task}{_JOINT if self.joint else ''}{dataset}"
+
+    @property
+    def path(self) -> str:
+        """The model itself."""
+        return f"{self.folder}/best"
+
+    @property
+    def starts_from(self) -> TrainedModel | None:
+        """The tuned LM that it is trained around; None for an LM."""
+        return None if self.task == "tune_qa" else TrainedModel(self.preset, "tune_qa", self.joint, self.dataset)
+
+    @property
+    def recipe(self) -> str:
+        """Name of its recipe."""
+        return f"{self.preset}/{self.task}{_JOINT if self.joint and self.task == 'train' else ''}"
+
+    def overrides(self, data: Path) -> tuple[str, ...]:
+        """Values of the recipe, as `--set` takes them.
+
+        Args:
+            data: folder of the data set.
+        """
+        values = [f"data.name={self.dataset}", f"data.path={data}"]
+        if self.task == "tune_qa":
+            train, val = TUNING_SPLITS[self.dataset]
+            values += [f"data.train={train}", f"data.val={val}"]
+            # The LM that is tuned without documents is the start of the baselines and of MAC without retrieval.
+            values += ["context.retriever=bm25", "context.k=[1,3,5]"] if self.joint else ["context.retriever=none"]
+        if self.starts_from is not None:
+            values.append(f"base_lm.name={self.starts_from.path}")
+        return tuple(values)
+
+    def command(self, data: Path) -> str:
+        """The command line that trains it; the argument is that of `overrides`."""
+        words = ["python", "-m", f"pipelines.{self.task}", "--config", self.recipe, "--output", self.folder]
+        for value in self.overrides(data):
+            words += ["--set", value]
+        return shlex.join(words)
+
+
+def tuned_lm(name: str, dataset: str) -> TrainedModel | None:
+    """The LM that variants of a preset are trained around; None where no recipe tunes it on the data set.
+
+    Args:
+        name: name of the preset.
+        dataset: name of the data set.
+    """
+    return TrainedModel(name, "tune_qa", False, dataset) if name in PAPER and dataset in TUNING_SPLITS else None
+
+
+def trained_on(path: str, dataset: str) -> str:
+    """The path of the same model, trained on another data set."""
+    model = TrainedModel.of(path)
+    return TrainedModel(model.preset, model.task, model.joint, dataset).path
+
+
+def models_to_train(paths: Iterable[str]) -> list[TrainedModel]:
+    """The models of some paths that are not there, and the LMs that they start from, in the order of training.
+
+    Raises:
+        ConfigError: for a path that is none of a trained model.
+    """
+    needed: dict[str, TrainedModel] = {}
+    for model in map(TrainedModel.of, paths):
+        for each in (model.starts_from, model):
+            if each is not None and not Path(each.path).is_dir():
+                needed.setdefault(each.path, each)
+    return list(needed.values())
 
 
 @dataclass(frozen=True)
@@ -20,12 +147,12 @@ class Plan:
     """One experiment.
 
     Attributes:
-        experiment: name of the module, `eval.<experiment>`.
+        experiment: its name.
         minutes: expected time at the tiny scale on two CPU cores.
         paper: data sets of the paper's scale.
         also: data sets of the tiny scale beside newswire, where `--data` has them.
         newswire: True if the tiny scale runs on newswire.
-        scaled: True if the module has the option --scale.
+        scaled: True if its command has the option --scale.
         tiny_arguments: further arguments on newswire.
         also_arguments: further arguments on the data sets in `also`, whose documents are longer than newswire's.
         paper_arguments: further arguments at the paper's scale.
@@ -52,8 +179,8 @@ class Step:
 
     Attributes:
         name: name of the experiment, and of the data set unless it is newswire; unique among the steps.
-        experiment: name of the module, `eval.<experiment>`.
-        arguments: arguments of the module, without --output.
+        experiment: name of the experiment.
+        arguments: arguments of its command, without --output.
         missing: the reason why the step cannot run; empty if it can.
         minutes: expected time; None if unknown.
     """
@@ -66,7 +193,7 @@ class Step:
 
     def command(self, output: Path) -> tuple[str, ...]:
         """The module and its arguments, for `python -m`."""
-        return (f"eval.{self.experiment}", *self.arguments, "--output", str(self.result(output)))
+        return (*command_of(self.experiment), *self.arguments, "--output", str(self.result(output)))
 
     def shown(self, output: Path) -> str:
         """The command line that the result file records."""
@@ -196,3 +323,70 @@ def _own_model(plan: Plan, dataset: str) -> tuple[str, ...]:
     setup = SCALES["paper"].get(plan.experiment, Setup(LARGEST, 0))
     lm = () if setup.lm is None else ("--lm", trained_on(setup.lm, dataset))
     return ("--model", trained_on(setup.model, dataset), *lm)
+
+
+def models_needed(step: Step) -> list[str]:
+    """The trained models that a step loads at the paper's scale, by path.
+
+    Raises:
+        ConfigError: for a preset that does not exist, or a model that no recipe trains.
+    """
+    setup = SCALES["paper"].get(step.experiment, Setup(LARGEST, 0))
+    name, lm = _argument(step, "--model") or setup.model, _argument(step, "--lm") or setup.lm
+    paths = []
+    if name in PRESETS:
+        tuned = tuned_lm(name, Path(_argument(step, "--data") or "").name)
+        paths += [] if tuned is None else [tuned.path]
+        if step.experiment == "perplexity":  # whose baselines start from the LM of a trained model
+            paths.append(f"runs/{name}/train/best")
+    else:
+        preset(TrainedModel.of(name).preset)
+        paths.append(name)
+    if step.experiment in _UPDATING:
+        paths += [_PROXY] if lm is None else [lm, _PROXY]
+    return paths
+
+
+def _argument(step: Step, option: str) -> str | None:
+    """The value of an option among a step's arguments."""
+    return step.arguments[step.arguments.index(option) + 1] if option in step.arguments else None
+
+
+class StepRecord(Config):
+    """The outcome of one step.
+
+    Attributes:
+        name: unique name of the step; its result is `<name>.json`.
+        experiment: name of its experiment.
+        command: its command line.
+        status: `done`, `failed` or `not run`.
+        reason: why it failed or was not run; empty if done.
+        seconds: its time; None if it was not run.
+    """
+
+    name: str
+    experiment: str
+    command: str
+    status: Literal["done", "failed", "not run"]
+    reason: str = ""
+    seconds: float | None = None
+
+
+def write_records(folder: Path, records: Sequence[StepRecord]) -> None:
+    """Writes the records of a folder of results; the file is whole at any time."""
+    write_text(folder / RECORDS, json.dumps([record.model_dump() for record in records], indent=1) + "\n")
+
+
+def read_records(folder: Path) -> list[StepRecord]:
+    """Reads the records of a folder of results; none if `eval.paper` has not run there.
+
+    Raises:
+        DataError: if their file is damaged.
+    """
+    path = folder / RECORDS
+    if not path.exists():
+        return []
+    try:
+        return [StepRecord.parse(record, path) for record in read_json(path, _LARGEST_FILE, follow=True)]
+    except (ValueError, TypeError, ConfigError) as error:
+        raise DataError(f"{path} is damaged; delete it: {error}") from None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import ConfigDict, Field, ValidationError
 
 from eval.harness.bootstrap import Interval, paired_interval
-from eval.harness.scales import Scale
+from eval.harness.scales import Scale, command_of
 from mac_rag.atomic_files import write_text
 from mac_rag.config import Config
 from mac_rag.errors import ConfigError, DataError
@@ -339,7 +339,7 @@ def provenance(experiment: str) -> dict[str, Any]:
     return {
         "experiment": experiment,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", f"eval.{experiment}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", command_of(experiment)[0], *sys.argv[1:]]),
         "versions": _versions(),
         "git": checkout(),
     }

@@ -13,6 +13,21 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Scale = Literal["tiny", "paper"]
+# Experiments that share a command, whose first argument names them.
+_SHARED = {
+    "hierarchical": "aggregation", "reduction": "aggregation",
+    "peft": "variants", "amortization": "variants", "quantization": "variants",
+}  # fmt: skip
+
+
+def command_of(experiment: str) -> tuple[str, ...]:
+    """The module of an experiment, and the argument that names the experiment if the module runs several.
+
+    Examples:
+        >>> command_of("retention"), command_of("peft")
+        (('eval.retention',), ('eval.variants', 'peft'))
+    """
+    return (f"eval.{_SHARED[experiment]}", experiment) if experiment in _SHARED else (f"eval.{experiment}",)
 
 
 @dataclass(frozen=True)
@@ -37,7 +52,7 @@ class Setup:
     def override(
         self, *, model: str | None = None, documents: int | None = None, questions: int | None = None
     ) -> Setup:
-        """A copy with the values that are not None; another model brings its own LM."""
+        """Returns a copy with every argument that is not None replaced. Setting `model` also resets `lm`."""
         return Setup(
             self.model if model is None else model,
             self.documents if documents is None else documents,

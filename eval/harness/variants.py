@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock
 
 from eval.harness.command import report
-from eval.harness.paper_models import tuned_lm
+from eval.harness.paper_plan import tuned_lm
 from eval.harness.protocol import judge, samples, summarize
 from eval.harness.scales import Scale, Setup
 from eval.harness.streams import named_data, open_stream, write_once

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eval.harness.bootstrap import Interval, paired_interval
-from eval.harness.paper_steps import StepRecord, read_records
+from eval.harness.paper_plan import StepRecord, read_records
 from eval.harness.results import Data, Result, Row, Sample
 from mac_rag.errors import DataError
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from html import escape
 
+from eval.harness.scales import command_of
 from eval.report.collect import Collection
 from eval.report.summary import TITLE, about, checked, provenance, sections
 from eval.report.tables import Table, table
@@ -23,7 +24,7 @@ def markdown(collection: Collection) -> str:
         experiment = part.experiment
         missing += [f"- {_text(experiment.title)}: {_text(reason)}" for reason in part.absent]
         if not part.results:
-            command = _code(f"python -m eval.{experiment.name}")
+            command = _code(f"python -m {' '.join(command_of(experiment.name))}")
             missing += [] if part.absent else [f"- {_text(experiment.title)}: no result; {command}"]
             continue
         lines += ["", f"## {_text(experiment.title)}", ""]

@@ -10,6 +10,7 @@ from html import escape
 from importlib.resources import files
 
 from eval.harness.results import Quote
+from eval.harness.scales import command_of
 from eval.report.collect import Collection, ResultFile
 from eval.report.published import published_of
 from eval.report.summary import TITLE, Checked, Section, about, checked, provenance, sections, tally
@@ -162,7 +163,7 @@ def _missing(parts: Sequence[Section]) -> str:
     lines = "".join(
         f'<div class="finding" id="{_id(part)}"><p>{NONE}</p><div><p class="claim">{escape(part.experiment.title)}</p>'
         f'<p class="paper">{escape(part.experiment.source or "not in the paper")} · '
-        f"<code>python -m eval.{escape(part.experiment.name)}</code></p>"
+        f"<code>python -m {escape(' '.join(command_of(part.experiment.name)))}</code></p>"
         + "".join(f'<p class="numbers">{escape(reason)}</p>' for reason in part.absent)
         + "</div></div>"
         for part in parts

@@ -9,10 +9,9 @@ import pytest
 
 from eval import paper
 from eval.harness import paper_plan as plan
-from eval.harness.paper_plan import Step
-from eval.harness.paper_steps import StepRecord, read_records, write_records
+from eval.harness.paper_plan import DATASETS, Step, StepRecord, read_records, write_records
 from eval.harness.results import Result, checkout
-from eval.paper import AnswerDigests, finished, run_steps
+from eval.paper import AnswerDigests, finished, refusal, run_steps
 from mac_rag.errors import DataError
 from mac_rag.model import MACModel
 from tests.eval.helpers import Command, result, scored
@@ -100,6 +99,45 @@ class TestCommand:
         assert "failed: gone: " in errors
         assert "eval.nowhere" in errors
         assert "peft: not run, no time" in (tmp_path / "out" / "report.html").read_text()
+
+    @pytest.mark.parametrize("datasets", [DATASETS, ("streamingqa",), ()])
+    def test_no_step_of_the_papers_scale_fails_by_our_fault(
+        self, command: Command, tmp_path: Path, datasets: tuple[str, ...]
+    ) -> None:
+        for name in datasets:
+            (tmp_path / "data" / name).mkdir(parents=True)
+        data = ("--data", tmp_path / "data") if datasets else ()
+        code, shown, errors = command("eval.paper", "--scale", "paper", "--dry-run", *data)
+        assert code == 0
+        assert not errors
+        planned = plan.steps("paper", Path(data[1]) if data else None, 0)
+        for number, step in enumerate(planned, 1):
+            assert f"[{number}/{len(planned)}] {step.name}" in shown
+        named = [{Path(text).name for text in step.arguments} & set(DATASETS) for step in planned]
+        waiting = sum(not names <= set(datasets) for names in named)
+        assert f"{len(planned)} steps: {waiting} wait for data, 0 cannot run" in shown
+        assert shown.count("data that you bring") == waiting
+        assert "python -m pipelines.tune_qa --config gpt2-xl/tune_qa --output runs/gpt2-xl/tune_qa " in shown
+        assert not (tmp_path / "results").exists()
+
+    def test_a_dry_run_of_the_tiny_scale(self, command: Command) -> None:
+        code, shown, _ = command("eval.paper", "--dry-run")
+        assert code == 0
+        assert "0 cannot run; 0 models to train first" in shown
+
+    def test_a_dry_run_tells_what_cannot_run(
+        self, command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        step = next(step for step in plan.steps("paper", None, 0) if step.name == "hierarchical-archivalqa")
+        unknown = replace(step, arguments=("--model", "runs/gpt9/train/best"))
+        assert "No such option: --depth" in refusal(replace(step, arguments=("--depth", "3")), tmp_path)
+        assert "there is no eval.nowhere" in refusal(Step("x", "nowhere", ()), tmp_path)
+        assert not refusal(step, tmp_path)
+        monkeypatch.setattr(plan, "steps", lambda *_: [unknown])
+        code, shown, errors = command("eval.paper", "--scale", "paper", "--dry-run")
+        assert code == 1
+        assert "cannot run: unknown preset 'gpt9'" in errors
+        assert "1 cannot run" in shown
 
     def test_refusals(self, command: Command, tmp_path: Path) -> None:
         code, _, errors = command("eval.paper", "--data", tmp_path)

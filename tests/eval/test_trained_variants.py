@@ -1,4 +1,4 @@
-"""eval.peft, eval.quantization and eval.amortization: their rows, and their recipes for the paper's scale."""
+"""The experiments of eval.variants: their rows, and their recipes for the paper's scale."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from eval.amortization import PAPER as DESIGNS
-from eval.amortization import tiny_designs
 from eval.dropout_memory import TABLE
 from eval.harness.results import Result
 from eval.harness.variants import Training
-from eval.peft import KINDS
-from eval.quantization import PRECISIONS
+from eval.variants import DESIGNS, KINDS, PRECISIONS, tiny_designs
 from mac_rag.config import EncoderConfig
 from mac_rag.lm.loading import INT8_LM, load_backbone
 from mac_rag.model import MACModel
@@ -30,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("few_stories")
 
 @pytest.mark.slow
 def test_peft(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, _, _ = command("eval.peft", "--model", tiny_checkpoint, *SMALL)
+    code, _, _ = command("eval.variants", "peft", "--model", tiny_checkpoint, *SMALL)
     assert code == 0
     result = Result.read(tmp_path / "r.json")
     assert [row.settings["method"] for row in result.rows] == list(KINDS)
@@ -43,14 +40,14 @@ def test_peft(command: Command, tiny_checkpoint: Path, tmp_path: Path, monkeypat
         raise AssertionError("a finished training was made again")
 
     monkeypatch.setattr("pipelines.trainer.Trainer.run", again)
-    assert command("eval.peft", "--model", tiny_checkpoint, *SMALL)[0] == 0
+    assert command("eval.variants", "peft", "--model", tiny_checkpoint, *SMALL)[0] == 0
     assert [row.measures["answer_loss"] for row in Result.read(tmp_path / "r.json").rows] == losses
 
 
 def test_quantization_lists_4_bit_as_not_run_without_a_gpu(
     command: Command, tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    code, shown, _ = command("eval.quantization", "--model", tiny_checkpoint, *SMALL)
+    code, shown, _ = command("eval.variants", "quantization", "--model", tiny_checkpoint, *SMALL)
     assert code == 0
     result = Result.read(tmp_path / "r.json")
     expected = ["32bit", "16bit"] + ["4bit"] * torch.cuda.is_available()
@@ -62,7 +59,7 @@ def test_quantization_lists_4_bit_as_not_run_without_a_gpu(
 
 @pytest.mark.slow
 def test_amortization(command: Command, tiny_checkpoint: Path, tmp_path: Path) -> None:
-    assert command("eval.amortization", "--model", tiny_checkpoint, *SMALL)[0] == 0
+    assert command("eval.variants", "amortization", "--model", tiny_checkpoint, *SMALL)[0] == 0
     result = Result.read(tmp_path / "r.json")
     assert [row.settings["method"] for row in result.rows] == [*DESIGNS, "decoder-only, pretrained"]
     trained = [json.loads(path.read_text()) for path in (tmp_path / "variants").glob("*/best/config.json")]
@@ -77,7 +74,7 @@ def test_designs_start_from_the_models_of_the_options(
 ) -> None:
     starts = {"--t5": model_folder("t5"), "--decoder": model_folder("gpt2")}
     given = [text for pair in starts.items() for text in pair]
-    assert command("eval.amortization", "--model", tiny_checkpoint, *given, *SMALL)[0] == 0
+    assert command("eval.variants", "amortization", "--model", tiny_checkpoint, *given, *SMALL)[0] == 0
     started = [read_config(path.parent).amortization for path in (tmp_path / "variants/starts").glob("*/amortization")]
     assert {part.design: part.name for part in started if part.name} == {
         "encoder-decoder": str(starts["--t5"]),

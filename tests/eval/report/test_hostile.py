@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.harness.paper_steps import StepRecord, write_records
+from eval.harness.paper_plan import StepRecord, write_records
 from eval.harness.results import Commit, Data, Model, Quote, Row, Sample, Verdict
 from eval.report.collect import collect
 from eval.report.markdown import markdown

@@ -1,9 +1,12 @@
-"""Designs of the amortization network (table 7): `python -m eval.amortization --help`."""
+"""Variants of MAC, each trained on the same budget and asked the same questions (tables 4, 7 and 8).
+
+`python -m eval.variants peft --help`
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,11 +22,31 @@ from eval.harness.streams import (
 )
 from mac_rag.cli.run import run_command
 
-# No backbone is quantised: that would freeze a whole encoder or decoder, but only the encoder of a T5.
-PAPER: dict[str, dict[str, Any]] = {
+if TYPE_CHECKING:
+    from eval.harness.variants import Training, Variant
+
+# Table 4: how phi* changes the LM.
+KINDS = {"P-tuning v2": "prefix", "LoRA": "lora", "FiLM": "film"}
+# Table 7. No backbone is quantised: that would freeze a whole encoder or decoder, but only the encoder of a T5.
+DESIGNS: dict[str, dict[str, Any]] = {
     "encoder-decoder": {"design": "encoder-decoder", "name": "google-t5/t5-large"},
     "encoder-only": {"design": "encoder-only", "name": "google-t5/t5-large"},
     "decoder-only": {"design": "decoder-only", "name": "openai-community/gpt2-large"},
+}
+# Table 8. Pretrained networks are quantised; networks that are trained from scratch never are.
+WHOLE = {"quantization": "none", "dtype": "fp32"}
+FROZEN = {"quantization": "none", "dtype": "bf16"}
+NF4 = {"quantization": "nf4", "dtype": "bf16"}
+PRECISIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "tiny": {
+        "32bit": {"trainer": {"precision": "fp32"}},
+        "16bit": {"trainer": {"precision": "bf16"}},
+        "4bit": {"trainer": {"precision": "bf16"}, "model": {"base_lm": NF4}},
+    },
+    "paper": {
+        "16bit": {"model": {"base_lm": FROZEN, "amortization": WHOLE, "input_encoder": WHOLE}},
+        "4bit": {"model": {"base_lm": NF4, "amortization": NF4, "input_encoder": NF4}},
+    },
 }
 T5Option = Annotated[
     str | None,
@@ -45,6 +68,10 @@ DecoderOption = Annotated[
 
 def main(
     context: typer.Context,
+    experiment: Annotated[
+        Literal["peft", "amortization", "quantization"],
+        typer.Argument(help="Vary the modulation (table 4), the amortization network (7), or the precision (8)."),
+    ],
     model: TrainedModel = None,
     t5: T5Option = None,
     decoder: DecoderOption = None,
@@ -58,41 +85,97 @@ def main(
     batch_size: BatchOption = 32,
     output: OutputOption = None,
 ) -> None:
-    """Train MAC with each design of the amortization network on the same budget, and compare answers from memory alone.
+    """Train variants of MAC on the same budget, and compare their answers from memory alone.
+
+    peft: P-tuning v2, LoRA and FiLM as the modulation.
+
+    amortization: an encoder-decoder, an encoder and a decoder as the amortization network.
+
+    quantization: a base LM in 4, 16 and 32 bit. 16 bit is mixed precision (bfloat16), 4 bit is NF4 by bitsandbytes.
+    Training in 4 bit needs a CUDA GPU; without one the result lists it as not run.
 
     Trained models stay beside the result, in variants/, and are not trained twice.
     """
     from eval.harness.results import result_path
 
-    path = result_path(output, "amortization")
-    setup = SCALES[scale]["amortization"].override(model=model, documents=documents, questions=questions)
-    from eval.harness.variants import Training, Variant, run_variants
+    path = result_path(output, experiment)
+    setup = SCALES[scale][experiment].override(model=model, documents=documents, questions=questions)
+    from eval.harness.variants import Training, run_variants
 
     training = Training(setup.model, data, path.parent / "variants", seed, steps, scale, learning_rate)
-    designs = PAPER if scale == "paper" else tiny_designs(setup.model, training.runs, seed)
-    pretrained = {"encoder-decoder": t5, "encoder-only": t5, "decoder-only": decoder}
-    designs = {name: {**design, "name": pretrained.get(name) or design["name"]} for name, design in designs.items()}
-    variants = [Variant(name, training.recipe("amortization", changed(design))) for name, design in designs.items()]
+    not_run: dict[str, str] = {}
+    notes: list[str] = []
+    if experiment == "peft":
+        variants = modulations(training)
+        notes = [
+            f"Each kind's map from phi* starts anew; all else starts from {setup.model}, whose networks were trained "
+            "with P-tuning v2."
+        ]
+    elif experiment == "amortization":
+        starts = {"encoder-decoder": t5, "encoder-only": t5, "decoder-only": decoder}
+        variants = amortizations(training, starts)
+        notes = [describe_starts(setup.model, starts)]
+    else:
+        variants, not_run = precisions(training)
     run_variants(
-        "amortization",
+        experiment,
         variants,
         training,
         setup,
         path,
         batch_size=batch_size,
         options=setup.options(context.params),
-        notes=[describe_starts(setup.model, pretrained)] if scale == "tiny" else [],
+        notes=notes if scale == "tiny" else [],
+        not_run=not_run,
     )
 
 
-def changed(design: dict[str, Any]) -> dict[str, Any]:
-    """The changes of a recipe for a design of the amortization network, all other settings of which are plain."""
+def modulations(training: Training) -> list[Variant]:
+    """A variant for each kind of modulation."""
+    from eval.harness.variants import Variant
+
+    changes = {name: {"model": {"modulation": {"kind": kind}}} for name, kind in KINDS.items()}
+    return [Variant(name, training.recipe("modulation", change)) for name, change in changes.items()]
+
+
+def amortizations(training: Training, starts: dict[str, str | None]) -> list[Variant]:
+    """A variant for each design of the amortization network.
+
+    Args:
+        training: the training.
+        starts: the pretrained backbone of each design; None for that of the scale.
+    """
+    from eval.harness.variants import Variant
+
+    designs = DESIGNS
+    if training.scale == "tiny":
+        designs = tiny_designs(training.model, training.runs, training.seed)
     plain = {"quantization": "none", "dtype": "fp32", "revision": None, "embeddings": "own", "layers": None}
-    return {"model": {"amortization": {**plain, **design}}}
+    variants = []
+    for name, design in designs.items():
+        network = {**plain, **design, "name": starts.get(name) or design["name"]}
+        variants.append(Variant(name, training.recipe("amortization", {"model": {"amortization": network}})))
+    return variants
+
+
+def precisions(training: Training) -> tuple[list[Variant], dict[str, str]]:
+    """A variant for each precision that this machine can train in, and why it cannot train in the others."""
+    from eval.harness.variants import Variant
+    from mac_rag.errors import QuantizationError
+    from mac_rag.lm.devices import default_device
+    from mac_rag.lm.loading import require_gradients
+
+    changes, not_run = dict(PRECISIONS[training.scale]), {}
+    try:
+        require_gradients("nf4", default_device(None))
+    except QuantizationError as error:
+        not_run["4bit"] = str(error)
+        del changes["4bit"]
+    return [Variant(name, training.recipe("modulation", change)) for name, change in changes.items()], not_run
 
 
 def describe_starts(model: str, pretrained: dict[str, str | None]) -> str:
-    """A note on the initial weights of each design at the tiny scale.
+    """Returns a note on the initial weights of each design at the tiny scale.
 
     Args:
         model: the MAC model that all other networks come from.
@@ -106,7 +189,7 @@ def describe_starts(model: str, pretrained: dict[str, str | None]) -> str:
 
 
 def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]:
-    """Backbones of each design, as large as the base LM of a MAC model, saved under `runs`.
+    """Makes a backbone for each design, as large as the base LM of a MAC model, and saves it under `runs`.
 
     Args:
         model: name or folder of the MAC model.
