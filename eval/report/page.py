@@ -12,9 +12,8 @@ from importlib.resources import files
 from eval.harness.results import Quote
 from eval.harness.scales import command_of
 from eval.report.collect import Collection, ResultFile
-from eval.report.published import published_of
 from eval.report.summary import TITLE, Checked, Section, about, checked, provenance, sections, tally
-from eval.report.tables import Table, paper_table, table
+from eval.report.tables import Table, paper_table, published_of, table
 from mac_rag.sources import highlights
 
 # A longer table is folded up below its plot.

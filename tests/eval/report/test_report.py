@@ -15,8 +15,8 @@ from eval.harness.scales import command_of
 from eval.report.catalogue import CATALOGUE
 from eval.report.collect import collect
 from eval.report.page import page
-from eval.report.published import published
 from eval.report.summary import checked
+from eval.report.tables import published
 from tests.eval.helpers import COMMIT, Command, result, scored
 from tests.eval.report.helpers import every_result
 
