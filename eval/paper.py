@@ -55,7 +55,7 @@ def main(
 
     planned = steps(scale, data, seed)
     if dry_run:
-        rehearse(planned, scale, data, output)
+        show_plan(planned, scale, data, output)
         return
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -76,71 +76,32 @@ def main(
         raise typer.Exit(1)
 
 
-def rehearse(planned: Sequence[Step], scale: Scale, data: Path | None, output: Path) -> None:
-    """Shows what would run, and checks that each command takes its options.
+def show_plan(planned: Sequence[Step], scale: Scale, data: Path | None, output: Path) -> None:
+    """Shows what would run.
 
     Args:
         planned: the steps.
         scale: their scale.
         data: the folder with the data sets; None for none.
         output: the folder of results.
-
-    Raises:
-        typer.Exit: if a step could not run for another reason than data or trained models that are missing.
     """
     from eval.harness.paper_plan import models_needed, models_to_train
-    from mac_rag.errors import ConfigError
 
-    needs: dict[str, list[str]] = {}
-    faults: dict[str, str] = {}
-    for step in planned:
-        try:
-            needs[step.name] = models_needed(step) if scale == "paper" else []
-            fault = refusal(step, output)
-        except ConfigError as error:
-            fault = str(error)
-        if fault:
-            faults[step.name] = fault
-    models = models_to_train(path for name, paths in needs.items() if name not in faults for path in paths)
+    needs = {step.name: models_needed(step) if scale == "paper" else [] for step in planned}
+    models = models_to_train(path for paths in needs.values() for path in paths)
     if models:
         say("First, train:")
     for model in models:
-        folder = (data or Path("DATA")) / model.dataset
-        say(f"    {model.command(folder)}")
+        say(f"    {model.command((data or Path('DATA')) / model.dataset)}")
     for number, step in enumerate(planned, 1):
         say(f"[{number}/{len(planned)}] {step.name}")
         say(f"    {step.shown(output)}")
-        if needs.get(step.name):
+        if needs[step.name]:
             say(f"    needs {', '.join(needs[step.name])}")
         if step.missing:
             say(f"    data that you bring: {step.missing}")
-        if step.name in faults:
-            say(f"    cannot run: {faults[step.name]}", err=True)
     waiting = sum(bool(step.missing) for step in planned)
-    say(f"{len(planned)} steps: {waiting} wait for data, {len(faults)} cannot run; {len(models)} models to train first")
-    if faults:
-        raise typer.Exit(1)
-
-
-def refusal(step: Step, output: Path) -> str:
-    """Why a step's command would refuse its options; empty if it takes them."""
-    import importlib
-
-    from typer.main import get_command
-
-    app = typer.Typer()
-    module, *arguments = step.command(output)
-    try:
-        app.command()(importlib.import_module(module).main)
-        get_command(app).make_context(step.name, arguments)
-    except ImportError as error:
-        return f"there is no {module}: {error}"
-    except Exception as error:
-        message = getattr(error, "format_message", None)  # of usage errors, whose class is private to typer
-        if message is None:
-            raise
-        return str(message())
-    return ""
+    say(f"{len(planned)} steps: {waiting} wait for data; {len(models)} models to train first")
 
 
 def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
@@ -162,25 +123,20 @@ def run_steps(planned: Sequence[Step], output: Path) -> list[StepRecord]:
         say("The checkout has uncommitted changes: finished steps are kept though the code may differ.")
     records: list[StepRecord] = []
     for number, step in enumerate(planned, 1):
-        known, head = before.get(step.name), f"[{number}/{len(planned)}] {step.name}"
-        record = StepRecord(
-            name=step.name, experiment=step.experiment, command=step.shown(output), status="not run",
-            reason=step.missing,
-        )  # fmt: skip
+        head = f"[{number}/{len(planned)}] {step.name}"
+        record = StepRecord(name=step.name, experiment=step.experiment, status="not run", reason=step.missing)
         if step.missing:
             say(f"{head}: not run: {step.missing}")
         elif finished(step, output, commit, digests):
-            record = record.model_copy(update={"status": "done", "seconds": known.seconds if known else None})
+            record = record.model_copy(update={"status": "done"})
             say(f"{head}: done before")
         else:
-            left = [minutes_of(later, before) for later in planned[number - 1 :] if not later.missing]
-            say(f"{head}: {_about(left[:1])}; {_about(left)} left in all, at most")
+            say(head)
             began = time.perf_counter()
             reason = run_step(step, output)
-            seconds = time.perf_counter() - began
-            status = "failed" if reason else "done"
-            record = record.model_copy(update={"status": status, "reason": reason, "seconds": seconds})
-            say(f"{' ' * len(head)}  {status} in {seconds / 60:.1f} min{f': {reason}' if reason else ''}")
+            minutes = (time.perf_counter() - began) / 60
+            record = record.model_copy(update={"status": "failed" if reason else "done", "reason": reason})
+            say(f"{' ' * len(head)}  {record.status} in {minutes:.1f} min{f': {reason}' if reason else ''}")
         records.append(record)
         rest = [before[later.name] for later in planned[number:] if later.name in before]
         write_records(output, [*records, *rest])
@@ -239,19 +195,6 @@ def finished(step: Step, output: Path, commit: Commit | None, digests: AnswerDig
     if (result.command, result.git) != (step.shown(output), commit):
         return False
     return result.model is None or digests.of(result.model.name) == result.model.answer_digest
-
-
-def minutes_of(step: Step, before: dict[str, StepRecord]) -> float | None:
-    """The expected minutes of a step: those of its last run here, or else the planned ones; None if unknown."""
-    known = before.get(step.name)
-    if known is not None and known.status == "done" and known.seconds is not None:
-        return known.seconds / 60
-    return step.minutes
-
-
-def _about(minutes: Sequence[float | None]) -> str:
-    known = [each for each in minutes if each is not None]
-    return f"about {max(1, round(sum(known)))} min" if len(known) == len(minutes) else "time unknown"
 
 
 if __name__ == "__main__":

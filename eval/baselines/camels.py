@@ -172,9 +172,8 @@ def meta_loss(
     *,
     rate: float,
     locality: float,
-    norm: float,
 ) -> tuple[Tensor, Weights]:
-    """The loss of the network: the LM's loss on questions after updates on their documents, and locality terms.
+    """The loss of the network: the LM's loss on questions after updates on their documents, and a locality term.
 
     Args:
         lm: the LM to update.
@@ -184,22 +183,18 @@ def meta_loss(
         unrelated: token ids of another text, `[L]`.
         rate: learning rate of the updates.
         locality: weight of the KL divergence on the unrelated text.
-        norm: weight of an l2 locality term, the root mean square distance of the token weights from 1.
 
     Returns:
         The loss, and the LM's weights after the updates.
     """
     with twice_differentiable():
-        after, distances = theta, []
+        after = theta
         for lesson in lessons:
             weights = network(lesson.document)
             after = inner_update(lm, after, lesson.document, weights, rate)
-            distances.append((weights - 1).square().mean().sqrt())
         loss = answer_loss(lm, after, [question for lesson in lessons for question in lesson.questions])
         if locality:
             loss = loss + locality * drift(lm, theta, after, unrelated)
-        if norm:
-            loss = loss + norm * torch.stack(distances).mean()
         return loss, after
 
 
@@ -225,7 +220,6 @@ class CamelsConfig(Config):
         inner_rate: learning rate of the LM's gradient descent.
         learning_rate: learning rate of Adam.
         locality: weight of the KL divergence on an unrelated text.
-        norm: weight of the l2 distance of the token weights from 1.
         reset_every: batches after which the LM returns to its own weights.
         clip: maximum gradient norm.
     """
@@ -237,7 +231,6 @@ class CamelsConfig(Config):
     inner_rate: float = Field(5e-4, gt=0)
     learning_rate: float = Field(1e-5, gt=0)
     locality: float = Field(0.1, ge=0)
-    norm: float = Field(0.0, ge=0)
     reset_every: int = Field(24, ge=1)
     clip: float = Field(1e5, gt=0)
 
@@ -283,7 +276,7 @@ def meta_train(
                 *batch, other = rng.sample(lessons, config.batch_size + 1)
                 loss, after = meta_loss(
                     lm.model, network, theta, batch, other.document,
-                    rate=config.inner_rate, locality=config.locality, norm=config.norm,
+                    rate=config.inner_rate, locality=config.locality,
                 )  # fmt: skip
                 (loss / config.accumulate).backward()
                 total += loss.item() / config.accumulate

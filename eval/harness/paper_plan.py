@@ -1,4 +1,4 @@
-"""What `eval.paper` runs: its steps with data sets, arguments and time, the models that they need, and their records.
+"""What `eval.paper` runs: its steps with data sets and arguments, the models that they need, and their records.
 
 At the paper's scale, `runs/<preset>/<stage>/best` is trained on StreamingQA, `runs/<preset>/<stage>-<data set>/best` on
 another data set. MAC is trained around an LM that was tuned on questions before: `runs/<preset>/tune_qa/best`.
@@ -148,7 +148,6 @@ class Plan:
 
     Attributes:
         experiment: its name.
-        minutes: expected time at the tiny scale on two CPU cores.
         paper: data sets of the paper's scale.
         also: data sets of the tiny scale beside newswire, where `--data` has them.
         newswire: True if the tiny scale runs on newswire.
@@ -161,7 +160,6 @@ class Plan:
     """
 
     experiment: str
-    minutes: float
     paper: tuple[str, ...]
     also: tuple[str, ...] = ()
     newswire: bool = True
@@ -182,14 +180,12 @@ class Step:
         experiment: name of the experiment.
         arguments: arguments of its command, without --output.
         missing: the reason why the step cannot run; empty if it can.
-        minutes: expected time; None if unknown.
     """
 
     name: str
     experiment: str
     arguments: tuple[str, ...]
     missing: str = ""
-    minutes: float | None = None
 
     def command(self, output: Path) -> tuple[str, ...]:
         """The module and its arguments, for `python -m`."""
@@ -209,7 +205,6 @@ def _retrieval(dataset: str, *, newswire: bool = False) -> Plan:
     few = ("--retriever", "bm25", "--k", "1,3,5", "--documents", "512", "--questions", "256")
     return Plan(
         dataset,
-        1,
         (dataset,),
         also=() if newswire else (dataset,),
         newswire=newswire,
@@ -224,7 +219,6 @@ def _retrieval(dataset: str, *, newswire: bool = False) -> Plan:
 PLANS = (
     Plan(
         "main_table",
-        6,
         DATASETS,
         also=("squad",),
         tiny_arguments=("--questions", "500"),
@@ -234,38 +228,35 @@ PLANS = (
     _retrieval("archivalqa", newswire=True),
     _retrieval("squad"),
     _retrieval("streamingqa"),
-    Plan("adaptation_cost", 1, ("streamingqa",)),
+    Plan("adaptation_cost", ("streamingqa",)),
     Plan(
         "retention",
-        4,
         ("streamingqa",),
         also=("squad",),
         also_arguments=("--first", "50", "--further", "350", "--step", "50", "--questions", "100"),
     ),
-    Plan("dropout_memory", 4, ("streamingqa",)),
-    Plan("hierarchical", 1, ("archivalqa",), own_model=True),
-    Plan("cross_attention", 1, ("streamingqa",)),
-    Plan("reduction", 1, ("streamingqa",)),
-    Plan("peft", 4, ("streamingqa",)),
+    Plan("dropout_memory", ("streamingqa",)),
+    Plan("hierarchical", ("archivalqa",), own_model=True),
+    Plan("cross_attention", ("streamingqa",)),
+    Plan("reduction", ("streamingqa",)),
+    Plan("peft", ("streamingqa",)),
     Plan(
         "ood",
-        1,
         ("squad", "archivalqa"),
         also=("squad",),
         also_arguments=("--documents", "256", "--questions", "256"),
         trained_on="streamingqa",
     ),
-    Plan("perplexity", 2, ("streamingqa",)),
-    Plan("amortization", 4, ("streamingqa",)),
-    Plan("quantization", 2, DATASETS),
+    Plan("perplexity", ("streamingqa",)),
+    Plan("amortization", ("streamingqa",)),
+    Plan("quantization", DATASETS),
     Plan(
         "bank_size",
-        1,
         (),
         scaled=False,
         tiny_arguments=("--sizes", "32,256,1665", "--questions", "512"),
     ),
-    Plan("conflict", 1, ("archivalqa",), own_model=True),
+    Plan("conflict", ("archivalqa",), own_model=True),
 )
 
 
@@ -288,7 +279,7 @@ def steps(scale: Scale, data: Path | None, seed: int) -> list[Step]:
             step for plan in PLANS for step in _on_data(plan, scale, plan.paper, plan.paper_arguments, folders, seed)
         ]
     newswire = [
-        Step(plan.experiment, plan.experiment, (*_common(plan, scale, seed), *plan.tiny_arguments), "", plan.minutes)
+        Step(plan.experiment, plan.experiment, (*_common(plan, scale, seed), *plan.tiny_arguments))
         for plan in PLANS
         if plan.newswire
     ]
@@ -313,9 +304,8 @@ def _on_data(
         )
         lacking = [each for each in options.values() if each not in folders]
         missing = f"no folder {' and no folder '.join(lacking)} in --data" if lacking else ""
-        minutes = plan.minutes if scale == "tiny" else None
         model = _own_model(plan, dataset) if scale == "paper" and plan.own_model else ()
-        yield Step(name, plan.experiment, (*_common(plan, scale, seed), *source, *model, *arguments), missing, minutes)
+        yield Step(name, plan.experiment, (*_common(plan, scale, seed), *source, *model, *arguments), missing)
 
 
 def _own_model(plan: Plan, dataset: str) -> tuple[str, ...]:
@@ -358,18 +348,14 @@ class StepRecord(Config):
     Attributes:
         name: unique name of the step; its result is `<name>.json`.
         experiment: name of its experiment.
-        command: its command line.
         status: `done`, `failed` or `not run`.
         reason: why it failed or was not run; empty if done.
-        seconds: its time; None if it was not run.
     """
 
     name: str
     experiment: str
-    command: str
     status: Literal["done", "failed", "not run"]
     reason: str = ""
-    seconds: float | None = None
 
 
 def write_records(folder: Path, records: Sequence[StepRecord]) -> None:

@@ -30,7 +30,7 @@ from mac_rag.lm.base_lm import BaseLM
 from mac_rag.model import MACModel
 
 STREAM = generate("train", 12, seed=1)
-CONFIG = CamelsConfig(steps=2, batch_size=2, accumulate=2, inner_rate=0.05, learning_rate=1e-2, norm=0.1, reset_every=3)
+CONFIG = CamelsConfig(steps=2, batch_size=2, accumulate=2, inner_rate=0.05, learning_rate=1e-2, reset_every=3)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def lesson(lm: BaseLM, index: int) -> Lesson:
 
 
 def test_the_gradient_through_the_inner_updates_equals_finite_differences(lm: BaseLM) -> None:
-    """By the weights that a network gives, through two updates in a row, the answers and the locality terms."""
+    """By the weights that a network gives, through two updates in a row, the answers and the locality term."""
     torch.manual_seed(0)
     network = new_network(lm).double()
     torch.nn.init.normal_(network.outer.weight, std=0.5)
@@ -62,7 +62,7 @@ def test_the_gradient_through_the_inner_updates_equals_finite_differences(lm: Ba
     lessons = [lesson(lm, 0), lesson(lm, 1)]
 
     def loss() -> torch.Tensor:
-        return meta_loss(lm.model, network, theta, lessons, lesson(lm, 2).document, rate=0.1, locality=0.5, norm=0.3)[0]
+        return meta_loss(lm.model, network, theta, lessons, lesson(lm, 2).document, rate=0.1, locality=0.5)[0]
 
     loss().backward()
     for name in ("outer.weight", "inner.bias", "backbone.h.0.mlp.c_fc.weight"):

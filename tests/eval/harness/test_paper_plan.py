@@ -43,7 +43,6 @@ def test_every_experiment_has_a_place_in_the_report_and_a_step() -> None:
 def test_the_tiny_scale_needs_no_data_for_any_experiment_but_those_of_a_data_set() -> None:
     planned = steps("tiny", None, 0)
     assert [step.name for step in planned if step.missing and "-" not in step.name] == ["squad", "streamingqa"]
-    assert sum(step.minutes or 0 for step in planned if not step.missing) <= 45
 
 
 def test_data_sets_in_the_folder_add_their_steps(tmp_path: Path) -> None:

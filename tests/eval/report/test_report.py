@@ -56,8 +56,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("results")
     every_result(folder)
     steps = [
-        StepRecord(name="quantization", experiment="quantization", command="c", status="not run", reason="needs a GPU"),
-        StepRecord(name="ood-squad", experiment="ood", command="c", status="failed", reason="no <b>memory</b>"),
+        StepRecord(name="quantization", experiment="quantization", status="not run", reason="needs a GPU"),
+        StepRecord(name="ood-squad", experiment="ood", status="failed", reason="no <b>memory</b>"),
     ]
     write_records(folder, steps)
     return folder, page(collect([folder]))
