@@ -30,8 +30,7 @@ def main(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="A folder with folders streamingqa, squad and archivalqa, or some of them.",
-            show_default="the generated newswire alone",
+            help="At the paper's scale, a folder with folders streamingqa, squad and archivalqa, or some of them.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of every experiment.")] = 0,

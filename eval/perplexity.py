@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 BEGINNING = 0.1  # share of a document's tokens that the input encoder reads and the LM continues
 STEPS = 150  # of the training at the tiny scale
+TRAINING_DOCUMENTS = {"tiny": 2_500, "paper": 1_000_000}  # at most
 # No text around the beginning and the rest of a document: together they are the document.
 PROMPT = {"document": "{document}\n", "question": "{question}", "answer": " {answer}"}
 NOTE = (
@@ -80,7 +81,7 @@ def main(
     half = len(stream.documents) // 2
     adapted, unseen = stream.documents[:half], stream.documents[half:]
     models = {} if scale == "paper" else {"MAC, trained on questions": MACModel.from_pretrained(setup.model)}
-    models["MAC"] = trained(language_recipe(training, setup.training_documents), training.runs)
+    models["MAC"] = trained(language_recipe(training, TRAINING_DOCUMENTS[scale]), training.runs)
     rows = [perplexity_row("LM alone", models["MAC"], adapted, unseen, batch_size, lm=models["MAC"].base_lm)]
     for name, network in models.items():
         rows.append(perplexity_row(name, network, adapted, unseen, batch_size))

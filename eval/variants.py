@@ -48,22 +48,6 @@ PRECISIONS: dict[str, dict[str, dict[str, Any]]] = {
         "4bit": {"model": {"base_lm": NF4, "amortization": NF4, "input_encoder": NF4}},
     },
 }
-T5Option = Annotated[
-    str | None,
-    typer.Option(
-        "--t5",
-        help="Name or folder of a T5 that encoder-decoder and encoder-only start from; pipelines.pretrain makes one.",
-        show_default="random layers; at the paper's scale, t5-large",
-    ),
-]
-DecoderOption = Annotated[
-    str | None,
-    typer.Option(
-        "--decoder",
-        help="Name or folder of a causal LM that decoder-only starts from.",
-        show_default="random layers; at the paper's scale, gpt2-large",
-    ),
-]
 
 
 def main(
@@ -73,8 +57,6 @@ def main(
         typer.Argument(help="Vary the modulation (table 4), the amortization network (7), or the precision (8)."),
     ],
     model: TrainedModel = None,
-    t5: T5Option = None,
-    decoder: DecoderOption = None,
     data: DataOption = None,
     scale: ScaleOption = "tiny",
     steps: StepsOption = None,
@@ -112,9 +94,11 @@ def main(
             "with P-tuning v2."
         ]
     elif experiment == "amortization":
-        starts = {"encoder-decoder": t5, "encoder-only": t5, "decoder-only": decoder}
-        variants = amortizations(training, starts)
-        notes = [describe_starts(setup.model, starts)]
+        variants = amortizations(training)
+        notes = [
+            "The last row starts from the base LM's layers, the others from random layers and its embeddings; all else "
+            f"starts from {setup.model}."
+        ]
     else:
         variants, not_run = precisions(training)
     run_variants(
@@ -131,20 +115,15 @@ def main(
 
 
 def modulations(training: Training) -> list[Variant]:
-    """A variant for each kind of modulation."""
+    """Makes a variant for each kind of modulation."""
     from eval.harness.variants import Variant
 
     changes = {name: {"model": {"modulation": {"kind": kind}}} for name, kind in KINDS.items()}
     return [Variant(name, training.recipe("modulation", change)) for name, change in changes.items()]
 
 
-def amortizations(training: Training, starts: dict[str, str | None]) -> list[Variant]:
-    """A variant for each design of the amortization network.
-
-    Args:
-        training: the training.
-        starts: the pretrained backbone of each design; None for that of the scale.
-    """
+def amortizations(training: Training) -> list[Variant]:
+    """Makes a variant for each design of the amortization network."""
     from eval.harness.variants import Variant
 
     designs = DESIGNS
@@ -153,13 +132,13 @@ def amortizations(training: Training, starts: dict[str, str | None]) -> list[Var
     plain = {"quantization": "none", "dtype": "fp32", "revision": None, "embeddings": "own", "layers": None}
     variants = []
     for name, design in designs.items():
-        network = {**plain, **design, "name": starts.get(name) or design["name"]}
+        network = {**plain, **design}
         variants.append(Variant(name, training.recipe("amortization", {"model": {"amortization": network}})))
     return variants
 
 
 def precisions(training: Training) -> tuple[list[Variant], dict[str, str]]:
-    """A variant for each precision that this machine can train in, and why it cannot train in the others."""
+    """Makes a variant for each precision that this machine can train in; tells why it cannot train in the others."""
     from eval.harness.variants import Variant
     from mac_rag.errors import QuantizationError
     from mac_rag.lm.devices import default_device
@@ -172,20 +151,6 @@ def precisions(training: Training) -> tuple[list[Variant], dict[str, str]]:
         not_run["4bit"] = str(error)
         del changes["4bit"]
     return [Variant(name, training.recipe("modulation", change)) for name, change in changes.items()], not_run
-
-
-def describe_starts(model: str, pretrained: dict[str, str | None]) -> str:
-    """Returns a note on the initial weights of each design at the tiny scale.
-
-    Args:
-        model: the MAC model that all other networks come from.
-        pretrained: the pretrained backbone of each design; None for random layers.
-    """
-    clauses = [f"{name} starts from {place}" for name, place in pretrained.items() if place is not None]
-    randoms = [name for name, place in pretrained.items() if place is None]
-    if randoms:
-        clauses.append(f"random layers and the base LM's embeddings are the start of {', '.join(randoms)}")
-    return f"{'; '.join(clauses)}; the last row starts from the base LM's layers, and all else from {model}."
 
 
 def tiny_designs(model: str, runs: Path, seed: int) -> dict[str, dict[str, Any]]:

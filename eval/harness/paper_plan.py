@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -149,11 +149,9 @@ class Plan:
     Attributes:
         experiment: its name.
         paper: data sets of the paper's scale.
-        also: data sets of the tiny scale beside newswire, where `--data` has them.
-        newswire: True if the tiny scale runs on newswire.
+        newswire: True if the tiny scale runs it, on newswire.
         scaled: True if its command has the option --scale.
         tiny_arguments: further arguments on newswire.
-        also_arguments: further arguments on the data sets in `also`, whose documents are longer than newswire's.
         paper_arguments: further arguments at the paper's scale.
         own_model: True if the model that it evaluates at the paper's scale is trained on the step's data set.
         trained_on: the data set of the option --trained-on at the paper's scale; empty without such an option.
@@ -161,11 +159,9 @@ class Plan:
 
     experiment: str
     paper: tuple[str, ...]
-    also: tuple[str, ...] = ()
     newswire: bool = True
     scaled: bool = True
     tiny_arguments: tuple[str, ...] = ()
-    also_arguments: tuple[str, ...] = ()
     paper_arguments: tuple[str, ...] = ()
     own_model: bool = False
     trained_on: str = ""
@@ -202,15 +198,12 @@ class Step:
 
 def _retrieval(dataset: str, *, newswire: bool = False) -> Plan:
     """Table 2 on one data set. On newswire all three modules would do the same, so only one of them runs there."""
-    few = ("--retriever", "bm25", "--k", "1,3,5", "--documents", "512", "--questions", "256")
     return Plan(
         dataset,
         (dataset,),
-        also=() if newswire else (dataset,),
         newswire=newswire,
         scaled=False,
-        tiny_arguments=few,
-        also_arguments=few,
+        tiny_arguments=("--retriever", "bm25", "--k", "1,3,5", "--documents", "512", "--questions", "256"),
         paper_arguments=("--retriever", "bm25,contriever,dpr", "--k", "1,3,5"),
         own_model=True,
     )
@@ -220,9 +213,7 @@ PLANS = (
     Plan(
         "main_table",
         DATASETS,
-        also=("squad",),
         tiny_arguments=("--questions", "500"),
-        also_arguments=("--documents", "256", "--questions", "256"),
         own_model=True,
     ),
     _retrieval("archivalqa", newswire=True),
@@ -232,8 +223,6 @@ PLANS = (
     Plan(
         "retention",
         ("streamingqa",),
-        also=("squad",),
-        also_arguments=("--first", "50", "--further", "350", "--step", "50", "--questions", "100"),
     ),
     Plan("dropout_memory", ("streamingqa",)),
     Plan("hierarchical", ("archivalqa",), own_model=True),
@@ -243,8 +232,6 @@ PLANS = (
     Plan(
         "ood",
         ("squad", "archivalqa"),
-        also=("squad",),
-        also_arguments=("--documents", "256", "--questions", "256"),
         trained_on="streamingqa",
     ),
     Plan("perplexity", ("streamingqa",)),
@@ -261,55 +248,50 @@ PLANS = (
 
 
 def steps(scale: Scale, data: Path | None, seed: int) -> list[Step]:
-    """All steps of one scale; at the tiny scale the steps on newswire come first.
+    """Lists all steps of one scale. The tiny scale runs on newswire, the paper's on its data sets.
 
     Args:
         scale: `tiny` or `paper`.
-        data: a folder with a folder for each data set, or for some of them; None for newswire alone.
+        data: a folder with a folder for each data set, or for some of them; for the paper's scale alone.
         seed: random seed of all steps.
 
     Raises:
-        ConfigError: if the folder has none of the data sets.
+        ConfigError: if the folder has none of the data sets, or is given at the tiny scale.
     """
+    if scale == "tiny":
+        if data is not None:
+            raise ConfigError(f"--data {data} is for --scale paper; the tiny scale runs on generated news")
+        return [
+            Step(plan.experiment, plan.experiment, (*_common(plan, scale, seed), *plan.tiny_arguments))
+            for plan in PLANS
+            if plan.newswire
+        ]
     folders = {name: data / name for name in DATASETS if data is not None and (data / name).is_dir()}
     if data is not None and not folders:
         raise ConfigError(f"--data {data} has none of the folders {', '.join(DATASETS)}")
-    if scale == "paper":
-        return [
-            step for plan in PLANS for step in _on_data(plan, scale, plan.paper, plan.paper_arguments, folders, seed)
-        ]
-    newswire = [
-        Step(plan.experiment, plan.experiment, (*_common(plan, scale, seed), *plan.tiny_arguments))
-        for plan in PLANS
-        if plan.newswire
-    ]
-    others = [step for plan in PLANS for step in _on_data(plan, scale, plan.also, plan.also_arguments, folders, seed)]
-    return [*newswire, *others]
+    return [_on_data(plan, dataset, folders, seed) for plan in PLANS for dataset in plan.paper]
 
 
 def _common(plan: Plan, scale: Scale, seed: int) -> tuple[str, ...]:
     return (*(("--scale", scale) if plan.scaled else ()), "--seed", str(seed))
 
 
-def _on_data(
-    plan: Plan, scale: Scale, datasets: tuple[str, ...], arguments: tuple[str, ...], folders: dict[str, Path], seed: int
-) -> Iterator[Step]:
-    for dataset in datasets:
-        name = plan.experiment if plan.experiment == dataset else f"{plan.experiment}-{dataset}"
-        options = {"--data": dataset}
-        if scale == "paper" and plan.trained_on:
-            options["--trained-on"] = plan.trained_on
-        source = tuple(
-            text for option, each in options.items() for text in (option, str(folders.get(each, f"DATA/{each}")))
-        )
-        lacking = [each for each in options.values() if each not in folders]
-        missing = f"no folder {' and no folder '.join(lacking)} in --data" if lacking else ""
-        model = _own_model(plan, dataset) if scale == "paper" and plan.own_model else ()
-        yield Step(name, plan.experiment, (*_common(plan, scale, seed), *source, *model, *arguments), missing)
+def _on_data(plan: Plan, dataset: str, folders: Mapping[str, Path], seed: int) -> Step:
+    """The step of an experiment on one data set, at the paper's scale."""
+    name = plan.experiment if plan.experiment == dataset else f"{plan.experiment}-{dataset}"
+    arguments = [*_common(plan, "paper", seed)]
+    needed = {"--data": dataset, **({"--trained-on": plan.trained_on} if plan.trained_on else {})}
+    for option, each in needed.items():
+        arguments += [option, str(folders.get(each, f"DATA/{each}"))]
+    if plan.own_model:
+        arguments += _own_model(plan, dataset)
+    lacking = [each for each in needed.values() if each not in folders]
+    missing = f"no folder {' and no folder '.join(lacking)} in --data" if lacking else ""
+    return Step(name, plan.experiment, (*arguments, *plan.paper_arguments), missing)
 
 
 def _own_model(plan: Plan, dataset: str) -> tuple[str, ...]:
-    """Arguments that name the model of the paper's scale that is trained on a data set, and the LM of its baselines."""
+    """Arguments that name the model that is trained on a data set, and the LM of its baselines."""
     setup = SCALES["paper"].get(plan.experiment, Setup(LARGEST, 0))
     lm = () if setup.lm is None else ("--lm", trained_on(setup.lm, dataset))
     return ("--model", trained_on(setup.model, dataset), *lm)

@@ -38,7 +38,6 @@ class Setup:
         model: name or folder of a MAC model; a preset's name where the experiment trains models itself.
         documents: documents of the test stream, from its beginning.
         questions: at most this many questions, drawn by the seed; None for all.
-        training_documents: at most this many documents of the training split; 0 if the experiment reads none.
         lm: folder of the LM that the model was made around before it was quantised, where baselines start; None for
             the model's own.
     """
@@ -46,7 +45,6 @@ class Setup:
     model: str
     documents: int
     questions: int | None = None
-    training_documents: int = 0
     lm: str | None = None
 
     def override(
@@ -57,7 +55,6 @@ class Setup:
             self.model if model is None else model,
             self.documents if documents is None else documents,
             self.questions if questions is None else questions,
-            self.training_documents,
             self.lm if model is None else None,
         )
 
@@ -76,7 +73,7 @@ TINY_SCALE: dict[str, Setup] = {
     "reduction": Setup("mac-tiny", 512, 256),
     "peft": Setup("mac-tiny", 256),
     "ood": Setup("mac-tiny", 512, 512),
-    "perplexity": Setup("mac-tiny", 256, training_documents=2_500),
+    "perplexity": Setup("mac-tiny", 256),
     "amortization": Setup("mac-tiny", 256),
     "quantization": Setup("mac-tiny", 256),
     "conflict": Setup("mac-tiny", 1665, 128),
@@ -97,7 +94,7 @@ PAPER_SCALE: dict[str, Setup] = {
     "reduction": Setup("runs/llama2-7b/train/best", 1665),
     "peft": Setup("gpt2-xl", 1665),  # table 4, on StreamingQA, without FiLM
     "ood": Setup("runs/gpt2-xl/train/best", 1665, lm=_XL),  # table 5, from StreamingQA to SQuAD and ArchivalQA
-    "perplexity": Setup("gpt2-large", 1665, training_documents=1_000_000),  # table 6, on StreamingQA
+    "perplexity": Setup("gpt2-large", 1665),  # table 6, on StreamingQA
     "amortization": Setup("gpt2-xl", 1665),  # table 7, on StreamingQA
     "quantization": Setup("llama2-7b", 1665),  # table 8, on all three data sets
     "conflict": Setup("runs/llama2-7b/train/best", 1665),

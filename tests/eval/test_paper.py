@@ -124,9 +124,12 @@ class TestCommand:
         assert "0 models to train first" in shown
 
     def test_refusals(self, command: Command, tmp_path: Path) -> None:
-        code, _, errors = command("eval.paper", "--data", tmp_path)
+        code, _, errors = command("eval.paper", "--scale", "paper", "--data", tmp_path)
         assert code == 1
         assert "none of the folders" in errors
+        code, _, errors = command("eval.paper", "--data", tmp_path)
+        assert code == 1
+        assert f"--data {tmp_path} is for --scale paper" in errors
         assert command("eval.paper", "--scale", "huge")[0] == 2
         (tmp_path / "file").touch()
         code, _, errors = command("eval.paper", "--output", tmp_path / "file")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from eval.variants import DESIGNS, KINDS, PRECISIONS, tiny_designs
 from mac_rag.config import EncoderConfig
 from mac_rag.lm.loading import INT8_LM, load_backbone
 from mac_rag.model import MACModel
-from mac_rag.model.checkpoint import read_config
 from mac_rag.model.presets import merged
 from tests.eval.helpers import Command
 
@@ -66,24 +64,6 @@ def test_amortization(command: Command, tiny_checkpoint: Path, tmp_path: Path) -
     assert sorted(config["amortization"]["design"] for config in trained) == [
         "decoder-only", "decoder-only", "encoder-decoder", "encoder-only",
     ]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_designs_start_from_the_models_of_the_options(
-    command: Command, tiny_checkpoint: Path, model_folder: Callable[[str], Path], tmp_path: Path
-) -> None:
-    starts = {"--t5": model_folder("t5"), "--decoder": model_folder("gpt2")}
-    given = [text for pair in starts.items() for text in pair]
-    assert command("eval.variants", "amortization", "--model", tiny_checkpoint, *given, *SMALL)[0] == 0
-    started = [read_config(path.parent).amortization for path in (tmp_path / "variants/starts").glob("*/amortization")]
-    assert {part.design: part.name for part in started if part.name} == {
-        "encoder-decoder": str(starts["--t5"]),
-        "encoder-only": str(starts["--t5"]),
-        "decoder-only": str(starts["--decoder"]),
-    }
-    note = " ".join(Result.read(tmp_path / "r.json").notes)
-    assert f"encoder-only starts from {starts['--t5']}" in note
-    assert "random" not in note
 
 
 def test_designs_start_from_the_embeddings_of_a_model_stored_as_int8(tiny_checkpoint: Path, tmp_path: Path) -> None:
