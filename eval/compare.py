@@ -107,7 +107,7 @@ def shared_samples(ours: Sequence[Sample], theirs: Sequence[Sample], a: Path, b:
 def _chosen_rows(
     pairs: Sequence[Pair], rows: Sequence[str], against: str | None, a: Path, b: Path
 ) -> list[tuple[str, str]]:
-    """The rows of A to compare, each with its row of B.
+    """Selects the rows of A to compare, each with its row of B.
 
     Raises:
         ConfigError: for a row that a result does not have; the message names the rows that it has.

@@ -105,10 +105,10 @@ def distracting(dataset: QADataset, kind: str, count: int, seed: int) -> list[li
 
 
 def attention_map(model: MACModel, dataset: QADataset, distractors: Sequence[Sequence[Document]]) -> Tensor:
-    """The last block's attention `[N, T, documents, T]` of N questions, over the gold document and its distractors.
+    """Computes the last block's attention `[N, T, documents, T]` of N questions over gold documents and distractors.
 
-    The attention is a mean over heads and sums to 1 for each question token. A document in several chunks is cut to the
-    first.
+    The attention is a mean over heads and sums to 1 for each question token. Of a document in several chunks only the
+    first one counts.
     """
     import torch
 
@@ -148,7 +148,7 @@ class _Recorder:
 
 
 def summary(name: str, kind: str, maps: Tensor) -> Row:
-    """A row with the mean attention mass on the gold document and on the strongest distractor.
+    """Makes a row of the mean attention mass on the gold document and on the strongest distractor.
 
     Args:
         name: name of the row.
@@ -172,7 +172,7 @@ def summary(name: str, kind: str, maps: Tensor) -> Row:
 
 
 def map_rows(kind: str, maps: Tensor) -> list[Row]:
-    """The mean map as rows, one for each memory token of each document; their masses sum to 1."""
+    """Makes a row of the mean map for each memory token of each document; their masses sum to 1."""
     from eval.harness.results import Row
 
     return [

@@ -121,7 +121,7 @@ def memory_rows(model: MACModel, stream: QADataset, counts: list[int], seed: int
 
 
 def first_batch(model: MACModel, stream: QADataset, count: int) -> Batch:
-    """The first documents of a stream, cut to the model's limit, with one question on each.
+    """Makes a batch of a stream's first documents, cut to the model's limit, with one question on each.
 
     Raises:
         ConfigError: if the stream has too few documents with questions.
@@ -173,7 +173,7 @@ def step_memory(model: MACModel, batch: Batch, dropout: float, seed: int) -> int
 
 
 def _to_train(name: str) -> MACModel:
-    """A preset built from its pretrained parts, or a checkpoint."""
+    """Builds a preset from its pretrained parts, or loads a checkpoint."""
     import os
 
     from mac_rag.lm.devices import default_device

@@ -95,7 +95,7 @@ def main(
 
 
 def paired(stream: QADataset) -> QADataset:
-    """The same stories and questions, with two neighbouring stories in each document: twice as long as in training."""
+    """Joins neighbouring stories two by two, with the same questions: documents twice as long as in training."""
     from mac_rag.data.types import Document, QADataset, Question
 
     documents = []

@@ -123,7 +123,7 @@ def perplexity_row(
     *,
     lm: BaseLM | None = None,
 ) -> Row:
-    """Perplexity on adapted and on unseen documents as one row.
+    """Measures perplexity on adapted and on unseen documents as one row.
 
     Args:
         name: name of the row.
@@ -155,7 +155,7 @@ def perplexity_row(
 def perplexity(
     model: MACModel, documents: Sequence[Document], phi: Tensor | None, batch_size: int, *, lm: BaseLM | None = None
 ) -> float:
-    """Perplexity of the tokens of documents after their first 10 %.
+    """Computes the perplexity of the tokens of documents after their first 10 %.
 
     Args:
         model: documents are cut to its limit, and its base LM reads them.
@@ -190,14 +190,14 @@ def perplexity(
 
 
 def cut(prompts: PromptEncoder, text: str) -> tuple[list[int], list[int]]:
-    """The ids of a document's first 10 % of tokens, at least one, and of the rest, at least one."""
+    """Cuts a document's ids after the first 10 % of its tokens; both parts have at least one."""
     ids = prompts.texts.ids(text.strip())
     count = min(max(1, round(BEGINNING * len(ids))), len(ids) - 1)
     return ids[:count], ids[count:]
 
 
 def language_recipe(training: Training, documents: int) -> TrainConfig:
-    """The recipe of language modelling: the first 10 % of a document's words are the question, the rest the answer.
+    """Makes the recipe of language modelling: a document's first 10 % of words are the question, the rest the answer.
 
     Args:
         training: where and how to train.
@@ -216,7 +216,7 @@ def language_recipe(training: Training, documents: int) -> TrainConfig:
 
 
 def continuations(stream: QADataset) -> QADataset:
-    """The documents of at least two words, each with its beginning as the question and its rest as the answer."""
+    """Makes a question of each document's beginning, whose answer is the rest; leaves out those of one word."""
     from mac_rag.data.types import Document, QADataset, Question
 
     documents, questions = [], []

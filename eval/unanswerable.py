@@ -33,7 +33,7 @@ def main(
     device: DeviceOption = None,
     output: OutputOption = None,
 ) -> None:
-    """Measure confidence where half of the questions have their answers taken out of memory.
+    """Measure confidence if the answers to half of the questions are taken out of memory.
 
     For every second question the bank lacks its document and every other that holds one of its answers. `auroc` tells
     how well confidence orders right answers before wrong ones, `auroc_answerable` questions with an answer in memory
@@ -119,7 +119,7 @@ def measures(confidence: Sequence[float], right: Sequence[bool], answerable: Seq
 
 
 def auroc(scores: Sequence[float], positive: Sequence[bool]) -> float:
-    """The probability that a positive example scores above a negative one; a tie counts half.
+    """Estimates the probability that a positive example scores above a negative one; a tie counts half.
 
     NaN without one of both kinds.
 
@@ -154,7 +154,7 @@ def expected_calibration_error(scores: Sequence[float], right: Sequence[bool], b
 
 
 def risk_at_coverage(scores: Sequence[float], right: Sequence[bool], coverage: float) -> float:
-    """The share of wrong answers among the most confident ones: the risk-coverage curve (El-Yaniv and Wiener, 2010).
+    """Share of wrong answers among the most confident ones: the risk-coverage curve (El-Yaniv and Wiener, 2010).
 
     At least one answer counts; where confidence is equal, answers count in equal parts.
 

@@ -87,7 +87,7 @@ class Lesson:
 
 
 def new_network(proxy: BaseLM, *, seed: int = 0) -> WeightingNetwork:
-    """A new network on a copy of the proxy LM, all of it trainable; the seed initializes its head."""
+    """Makes a network on a copy of the proxy LM, all of it trainable; the seed initializes its head."""
     backbone = copy.deepcopy(proxy.model.base_model).float().requires_grad_(True)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -114,7 +114,7 @@ def parameters(lm: nn.Module) -> Weights:
 
 
 def inner_update(lm: nn.Module, theta: Weights, ids: Tensor, weights: Tensor, rate: float) -> Weights:
-    """One step of gradient descent on the weighted loss of a document, differentiable in `theta` and `weights`.
+    """Takes one step of gradient descent on the weighted loss of a document, differentiable in `theta` and `weights`.
 
     Args:
         lm: a causal LM; its own weights are not used.
@@ -173,7 +173,7 @@ def meta_loss(
     rate: float,
     locality: float,
 ) -> tuple[Tensor, Weights]:
-    """The loss of the network: the LM's loss on questions after updates on their documents, and a locality term.
+    """Computes the network's loss: the LM's loss on questions after updates on their documents, and a locality term.
 
     Args:
         lm: the LM to update.
@@ -238,7 +238,7 @@ class CamelsConfig(Config):
 def trained_network(
     proxy: BaseLM, dataset: QADataset, config: CamelsConfig, *, seed: int = 0, folder: Path | None = None
 ) -> WeightingNetwork:
-    """A trained weighting network, from the cache or trained now.
+    """Loads a trained weighting network from the cache, or trains it.
 
     Args:
         proxy: the LM that meta-training updates, and that the network is initialized from.
@@ -293,7 +293,7 @@ def meta_train(
 
 
 def _lessons(lm: BaseLM, dataset: QADataset) -> Sequence[Lesson]:
-    """The documents with questions; a document longer than the LM's window is cut to its first passage."""
+    """Makes a lesson of each document with questions; a document longer than the LM's window is cut to one passage."""
     questions = dataset.questions_by_document()
     return [
         Lesson(

@@ -51,7 +51,7 @@ class Compressed:
     lengths: Tensor
 
     def __getitem__(self, rows: Tensor) -> Compressed:
-        """The documents of some rows, given as indices `[N]`."""
+        """Selects documents. `rows`: indices `[N]`."""
         return Compressed(self.keys_values[rows], self.lengths[rows])
 
 
@@ -124,7 +124,7 @@ class EncoderRetriever(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(20.0).log())
 
     def forward(self, texts: Sequence[str]) -> Tensor:
-        """Unit vectors `[B, width]` of B texts, which are cut to 512 tokens."""
+        """Encodes B texts, cut to 512 tokens, as unit vectors `[B, width]`."""
         encoded = self.tokenizer(
             [text.strip() for text in texts], padding=True, truncation=True, max_length=512, return_tensors="pt"
         ).to(self.map.weight.device)
@@ -197,7 +197,7 @@ class CCM(nn.Module):
 def generate_after(
     base_lm: BaseLM, compressed: Compressed, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
 ) -> list[str]:
-    """Greedy answers to prompts, each after its own compressed document.
+    """Answers prompts greedily, each after its own compressed document.
 
     Args:
         base_lm: the LM.
@@ -315,7 +315,7 @@ class CCMSystem(System):
 
 
 def compressible(base_lm: BaseLM, text: str) -> list[tuple[list[int], str]]:
-    """The parts of a document that each fill at most half of the LM's window: their token ids and their text."""
+    """Splits a document into parts of at most half of the LM's window; returns their token ids and texts."""
     parts = []
     for passage in passages(base_lm.prompts, text, base_lm.context_window // 2):
         covered = [span for span in passage.spans if span[1] > span[0]]
@@ -326,7 +326,7 @@ def compressible(base_lm: BaseLM, text: str) -> list[tuple[list[int], str]]:
 def trained_ccm(
     base_lm: BaseLM, dataset: QADataset, config: CCMConfig, *, seed: int = 0, folder: Path | None = None
 ) -> CCM:
-    """A trained CCM, from the cache or trained now.
+    """Loads a trained CCM from the cache, or trains it.
 
     Args:
         base_lm: the frozen LM.

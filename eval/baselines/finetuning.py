@@ -51,7 +51,7 @@ class Passage:
 
 
 def passages(prompts: PromptEncoder, text: str, window: int, device: torch.device | str = "cpu") -> Iterator[Passage]:
-    """A document as one passage, or as several where it is longer than the window.
+    """Yields a document as one passage, or as several if it is longer than the window.
 
     Args:
         prompts: writes and tokenizes the document.
@@ -123,7 +123,7 @@ class SalientSpanWeights(TokenWeighting):
 
 
 def weighted_loss(logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """The mean of weight times negative log-likelihood, in nats, over all predicted tokens.
+    """Computes the mean of weight times negative log-likelihood, in nats, over all predicted tokens.
 
     Args:
         logits: predictions of the next token, `[L, vocabulary]`.
@@ -135,7 +135,7 @@ def weighted_loss(logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def at_least_single(values: Tensor) -> Tensor:
-    """The values in single precision, or in double if they are double; half precision is not enough for a loss."""
+    """Converts half precision to single, because half is not enough for a loss; leaves double as it is."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -145,7 +145,7 @@ def spacy_spans(pipeline: Language) -> Callable[[str], Sequence[Span]]:
 
 
 def salient_spans() -> SalientSpanWeights:
-    """Weights by an installed English spaCy pipeline, or else by rules; the setting `spans` names which."""
+    """Makes weights with an installed English spaCy pipeline, or else with rules; the setting `spans` names which."""
     name = _pipeline()
     if name is None:
         return SalientSpanWeights(rule_spans, RULES)

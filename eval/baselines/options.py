@@ -21,7 +21,7 @@ LMOption = Annotated[
     str | None,
     typer.Option(
         help="Name or folder of the LM that fine-tuning and CCM start from.",
-        show_default="the model's own, loaded again where it is quantised; at the paper's scale, what tune_qa leaves",
+        show_default="the model's own, loaded again if it is quantised; at the paper's scale, what tune_qa leaves",
     ),
 ]
 RateOption = Annotated[
@@ -76,7 +76,7 @@ def open_factory(
 
 
 def searched_notes(factory: SystemFactory) -> list[str]:
-    """Notes on the searched learning rates, for the result."""
+    """Writes the searched learning rates as notes for the result."""
     return [
         f"{method}: F1 on {len(factory.validation_set.documents):,} validation documents by learning rate: "
         + ", ".join(f"{rate:g}: {100 * f1:.1f} %" for rate, f1 in f1_by_rate.items())
@@ -85,7 +85,7 @@ def searched_notes(factory: SystemFactory) -> list[str]:
 
 
 def chosen_methods(text: str, among: tuple[str, ...] = METHODS) -> list[str]:
-    """The distinct methods in the value of an option, in their order.
+    """Parses an option's value: the distinct methods, in their order.
 
     Args:
         text: names of methods, separated by commas.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FewShot(System):
-    """Few-shot prompting: the same examples in front of every question, each answer closed by the end token.
+    """Few-shot prompting: the same examples before every question, each answer closed by the end token.
 
     Args:
         model: a MAC model, whose base LM answers.
@@ -75,7 +75,7 @@ class RetrieverOnly(System):
 
 
 def drawn_examples(questions: Sequence[Question], count: int, seed: int) -> list[Question]:
-    """`count` examples for `FewShot`, drawn from training questions by the seed.
+    """Draws `count` examples for `FewShot` from training questions.
 
     Raises:
         ConfigError: if there are fewer questions.

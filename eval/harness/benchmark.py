@@ -45,7 +45,7 @@ KOption = Annotated[
 WeightOption = Annotated[
     str | None,
     typer.Option(
-        help="Weights of the memory against the LM alone behind retrieved documents (lambda): numbers above 0 "
+        help="Weights of the memory against the LM alone after retrieved documents (lambda): numbers above 0 "
         "and at most 1, separated by commas; 1 is the paper's.",
         show_default="the model's own",
     ),
@@ -57,7 +57,7 @@ SplitOption = Annotated[str, typer.Option(help="Split of the data set to stream.
 QuestionsOption = Annotated[
     int | None, typer.Option(min=1, help="At most this many questions, drawn by --seed.", show_default="all")
 ]
-OneKOption = Annotated[int, typer.Option("--k", min=1, help="Retrieved documents in front of a question.")]
+OneKOption = Annotated[int, typer.Option("--k", min=1, help="Retrieved documents before a question.")]
 AnswersOption = Annotated[
     Path | None,
     typer.Option(
@@ -222,7 +222,7 @@ def run_benchmark(experiment: str, load: Callable[[], Loaded], options: Mapping[
 
 
 def _memory_weights(text: str | None) -> list[float]:
-    """The distinct numbers of --memory-weight, in their order; none without the option.
+    """Parses the distinct numbers of --memory-weight, in their order; none without the option.
 
     Raises:
         ConfigError: for anything but numbers above 0 and at most 1.

@@ -64,7 +64,7 @@ class Conflict:
 
 
 def outdated(dataset: QADataset) -> list[Conflict]:
-    """Questions about facts that a later document of the newswire updates; the wrong document is the earlier one.
+    """Finds questions about facts that a later document of the newswire updates; the earlier document is wrong.
 
     Args:
         dataset: newswire with four questions for each document, so that the earlier answer to each question is known.
@@ -88,7 +88,7 @@ def superseded(dataset: QADataset) -> set[str]:
 
 
 def counterfactual(dataset: QADataset, seed: int) -> list[Conflict]:
-    """Questions with a copy of their document in which the answer of another question of the same kind replaces theirs.
+    """Finds questions whose answer can be replaced in their document by that of another question of the same kind.
 
     A question is left out if its document does not contain the answer verbatim, if the answer is still there after the
     replacement (in another case, for example), or if no other answer fits. Documents that update others, or that others
@@ -123,7 +123,7 @@ def counterfactual(dataset: QADataset, seed: int) -> list[Conflict]:
 
 
 def replaced(text: str, answers: tuple[str, ...], wrong: str) -> str | None:
-    """A text with a wrong answer in place of all accepted ones; None if the result does not contradict them."""
+    """Puts a wrong answer in place of all accepted ones; None if the resulting text does not contradict them."""
     if _holds(text, wrong) or any(_holds(answer, wrong) or _holds(wrong, answer) for answer in answers):
         return None
     longest_first = sorted(answers, key=len, reverse=True)
@@ -133,7 +133,7 @@ def replaced(text: str, answers: tuple[str, ...], wrong: str) -> str | None:
 
 
 def shape(answer: str) -> str:
-    """The shape of an answer: `A` for a name, `a` for another word, `9` for a number, and its signs.
+    """Returns the shape of an answer: `A` for a name, `a` for another word, `9` for a number, and its signs.
 
     A run of equal parts counts once: "Denver Broncos" and "Santa Clara" are both `A`, "$1.2 million" is `$9 a`.
     """
@@ -211,7 +211,7 @@ class _Condition:
 
 
 def _conditions(kind: str, recency: bool) -> Iterator[_Condition]:
-    """All conditions; of each document, the one without memory comes first.
+    """Yields all conditions; for each document, the one without memory comes first.
 
     Args:
         kind: kind of the conflicts.

@@ -31,7 +31,7 @@ class Costs:
     def __init__(self, engine: MACEngine, questions: Sequence[str]) -> None:
         self._engine = engine
         self._sample = list(dict.fromkeys(questions))[:_SAMPLE]
-        # An engine remembers what it has aggregated for a question. Spaces behind it make it new to the engine and the
+        # An engine remembers what it has aggregated for a question. Spaces after it make it new to the engine and the
         # same to the encoder: the first time projects what it attends to, the second one is counted.
         for question in self._sample:
             engine.aggregate([f"{question} "])

@@ -38,8 +38,8 @@ class Setup:
         model: name or folder of a MAC model; a preset's name where the experiment trains models itself.
         documents: documents of the test stream, from its beginning.
         questions: at most this many questions, drawn by the seed; None for all.
-        lm: folder of the LM that the model was made around before it was quantised, where baselines start; None for
-            the model's own.
+        lm: folder of the unquantised LM that the model was made around, from which baselines start; None for the
+            model's own.
     """
 
     model: str
@@ -59,7 +59,7 @@ class Setup:
         )
 
     def options(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """A command's parameters with this model and these sizes, as the result file names them."""
+        """Returns a command's parameters with this model and these sizes, as the result file names them."""
         return {**parameters, "model": self.model, "documents": self.documents, "questions": self.questions}
 
 

@@ -77,7 +77,7 @@ class MACSystem(System):
 
 
 def generate(base_lm: BaseLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, batch_size: int) -> list[str]:
-    """Greedy answers of an LM to any number of prompts, in batches of similar length.
+    """Answers any number of prompts greedily, in batches of similar length.
 
     Args:
         base_lm: the LM.

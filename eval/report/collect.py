@@ -29,7 +29,7 @@ class ResultFile:
         )
 
     def by_dataset(self) -> list[ResultFile]:
-        """One part for each data set that its rows name, and one for the rows that name none."""
+        """Splits the result: a part for each data set that its rows name, and one for the rows that name none."""
         named = dict.fromkeys(row.settings.get("dataset") for row in self.result.rows)
         if len(named) < 2:
             return [self]

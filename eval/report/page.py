@@ -25,7 +25,7 @@ NONE = '<span class="mark none">not run</span>'
 
 
 def page(collection: Collection) -> str:
-    """The HTML text of a report."""
+    """Writes a report as HTML."""
     style = files("eval.report").joinpath("style.css").read_text(encoding="utf-8")
     parts, findings = sections(collection), checked(collection)
     body = [
@@ -127,7 +127,7 @@ def _result(part: Section, file: ResultFile) -> str:
 
 
 def _quotes(quotes: Sequence[Quote]) -> str:
-    """Answers with the sentences that they rest on, in which the answer is marked."""
+    """Lists answers with the sentences that they rest on; marks the answer in them."""
     lines = "".join(
         f"<dt>{escape(quote.question)}</dt><dd><b>{escape(quote.answer)}</b> {escape(quote.document_id)}: "
         f"<q>{_marked(quote.sentence, quote.answer)}</q></dd>"
