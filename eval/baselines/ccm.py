@@ -308,7 +308,6 @@ class CCMSystem(System):
                 batch = questions[first : first + self._batch_size]
                 best = (self._ccm.retriever(batch) @ embedded.T).argmax(1)
                 prompts = [self._base_lm.prompts.question(question) for question in batch]
-                self.tokens_fed += sum(map(len, prompts))
                 answers += generate_after(self._base_lm, bank[best], prompts, max_new_tokens=self._max_new_tokens)
                 bar.advance(len(batch))
         return answers

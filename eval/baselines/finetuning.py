@@ -210,7 +210,6 @@ class FineTuning(System):
 
     def answer(self, questions: Sequence[str]) -> list[str]:
         prompts = [self.lm.prompts.prompt(question) for question in questions]
-        self.tokens_fed += sum(map(len, prompts))
         return generate(self.lm, prompts, max_new_tokens=self._max_new_tokens, batch_size=self._batch_size)
 
 

@@ -38,7 +38,6 @@ class FewShot(System):
     def answer(self, questions: Sequence[str]) -> list[str]:
         lm = self._model.base_lm
         prompts = [lm.prompts.behind_examples(self._examples, question) for question in questions]
-        self.tokens_fed += sum(map(len, prompts))
         limit = self._model.config.max_new_tokens
         return generate(lm, prompts, max_new_tokens=limit, batch_size=self._batch_size)
 
@@ -69,7 +68,6 @@ class RetrieverOnly(System):
             self._engine.model.fit_to_window(question, texts, overflow="truncate")
             for question, texts in zip(questions, contexts, strict=True)
         ]
-        self.tokens_fed += sum(len(prompt.ids) for prompt in prompts)
         answers = self._engine.answer(prompts, use_memory=False, batch_size=self._batch_size, progress=True)
         return [answer.text for answer in answers]
 
