@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.options import METHODS, LMOption, chosen_methods, open_factory, searched_notes
+from eval.baselines.options import METHODS, LMOption, chosen_methods
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, DocumentsOption, ModelByScale, QuestionsOption, open_stream
@@ -59,6 +59,7 @@ def main(
 
     import torch
 
+    from eval.baselines.factory import open_factory, searched_notes
     from eval.harness.protocol import samples
     from eval.harness.systems import ask
     from mac_rag.errors import ConfigError, QuantizationError

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.options import LMOption, RateOption, chosen_methods, open_factory
+from eval.baselines.options import LMOption, RateOption, chosen_methods
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.scales import SCALES
 from eval.harness.streams import DocumentsOption, ModelByScale, QuestionsOption, open_stream
@@ -67,6 +67,7 @@ def main(
     twice = sorted({stream.name for stream in streams if [each.name for each in streams].count(stream.name) > 1})
     if twice:
         raise ConfigError(f"--data names {', '.join(twice)} twice; run them one by one")
+    from eval.baselines.factory import open_factory
     from eval.harness.protocol import samples
     from eval.harness.systems import ask
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.options import FINE_TUNING, RateOption, chosen_methods, open_factory
+from eval.baselines.options import FINE_TUNING, RateOption, chosen_methods
 from eval.harness.command import BatchOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.scales import SCALES
 from eval.harness.streams import (
@@ -72,6 +72,7 @@ def main(
     names = chosen_methods(baselines, FINE_TUNING) if baselines else []
     setup = SCALES[scale]["perplexity"].override(model=model, documents=documents)
     stream, source = open_stream(data, "test", 2 * setup.documents, seed=seed, scale=scale)
+    from eval.baselines.factory import open_factory
     from eval.baselines.finetuning import FineTuning
     from eval.harness.variants import Training, trained
     from mac_rag.model import MACModel

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.baselines.options import ADAPTING, FINE_TUNING, LMOption, RateOption, chosen_methods, open_factory
+from eval.baselines.options import ADAPTING, FINE_TUNING, LMOption, RateOption, chosen_methods
 from eval.harness.command import BatchOption, DeviceOption, OutputOption, ScaleOption, SeedOption, report
 from eval.harness.scales import SCALES
 from eval.harness.streams import DataOption, ModelByScale, QuestionsOption, open_stream
@@ -55,6 +55,7 @@ def main(
             f"{dataset.name} has only {len(dataset.documents):,} documents, but --first and --further ask for "
             f"{first + further:,}; give smaller ones"
         )
+    from eval.baselines.factory import open_factory
     from eval.harness.protocol import samples, some_questions
     from eval.harness.systems import ask
     from mac_rag.data.types import QADataset, first_documents

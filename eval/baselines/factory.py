@@ -14,15 +14,16 @@ from eval.baselines.ccm import CCM, CCMConfig, CCMSystem, trained_ccm
 from eval.baselines.finetuning import FineTuning, TokenWeighting, UniformWeights, salient_spans, search_learning_rate
 from eval.baselines.options import FINE_TUNING, METHODS
 from eval.baselines.prompting import FewShot, RetrieverOnly, drawn_examples
-from eval.harness.scales import Scale
+from eval.harness.scales import Scale, Setup
+from eval.harness.streams import open_stream
 from eval.harness.systems import MACSystem, System
 from mac_rag.config import BaseLMConfig, Config, EncoderConfig
 from mac_rag.errors import ConfigError
 from mac_rag.lm.base_lm import BaseLM
+from mac_rag.model import MACModel
 
 if TYPE_CHECKING:
     from mac_rag.data.types import QADataset
-    from mac_rag.model import MACModel
 
 
 class BaselineSetup(Config):
@@ -213,3 +214,51 @@ class SystemFactory:
         else:
             ccm = CCM(base_lm, tokens=config.tokens, rank=config.rank, encoder=config.encoder)
         return CCMSystem(base_lm, ccm, max_new_tokens=self.model.config.max_new_tokens, batch_size=self._batch_size)
+
+
+def open_factory(
+    setup: Setup,
+    path: Path,
+    *,
+    scale: Scale,
+    data: str | None,
+    seed: int,
+    device: str | None,
+    batch_size: int,
+    lm: str | None = None,
+) -> SystemFactory:
+    """Makes the factory of systems around a command's model.
+
+    Args:
+        setup: the experiment's setup, which names the model.
+        path: the result file; trained networks are cached in `trained/` beside it.
+        scale, data, seed, device, batch_size: the command's options.
+        lm: the command's option; None for the setup's.
+
+    Raises:
+        ModelLoadError: if there is no such model.
+    """
+    baselines = SCALES[scale]
+
+    def dataset(split: str, documents: int) -> QADataset:
+        return open_stream(data, split, documents, seed=seed, scale=scale)[0]
+
+    return SystemFactory(
+        MACModel.from_pretrained(setup.model, device=device),
+        baselines,
+        lambda: dataset("train", baselines.training_documents),
+        lambda: dataset("val", baselines.validation_documents),
+        folder=path.parent / "trained",
+        batch_size=batch_size,
+        seed=seed,
+        lm=setup.lm if lm is None else lm,
+    )
+
+
+def searched_notes(factory: SystemFactory) -> list[str]:
+    """Writes the searched learning rates as notes for the result."""
+    return [
+        f"{method}: F1 on {len(factory.validation_set.documents):,} validation documents by learning rate: "
+        + ", ".join(f"{rate:g}: {100 * f1:.1f} %" for rate, f1 in f1_by_rate.items())
+        for method, f1_by_rate in factory.searched.items()
+    ]
