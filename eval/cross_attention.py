@@ -80,7 +80,7 @@ def distracting(dataset: QADataset, kind: str, count: int, seed: int) -> list[li
 
     Args:
         dataset: the stream with its questions.
-        kind: `bm25` for the documents that BM25 ranks first, filled up with random ones where it finds fewer; or
+        kind: `bm25` for the documents that BM25 ranks first, filled up with random ones if it finds fewer; or
             `random`.
         count: number of distractors, below the number of documents.
         seed: random seed of the random distractors.

@@ -36,7 +36,7 @@ def main(
     columns: Annotated[
         str | None,
         typer.Option(
-            help="For data of your own: the columns that hold our fields, where they have other names, such as "
+            help="For data of your own: the columns that hold our fields, if they have other names, such as "
             "question=q,answers=a.",
             show_default="the fields' names",
         ),

@@ -85,8 +85,8 @@ class SystemFactory:
     Args:
         model: the MAC model; all systems share its base LM.
         setup: training and search of the baselines.
-        training_set: loads the training data; called when a system needs it.
-        validation_set: loads the validation stream; called when a learning rate is searched.
+        training_set: loads the training data; called once a system needs it.
+        validation_set: loads the validation stream; called once a learning rate is searched.
         folder: cache of the trained networks; None for no cache.
         batch_size: questions of one generation.
         seed: random seed of all training.

@@ -102,7 +102,7 @@ def benchmark_command(
             Path | None,
             typer.Option(
                 help="Folder of the data set's files.",
-                show_default="the embedded newswire sample, where it can stand in",
+                show_default="the embedded newswire sample, if it can stand in",
             ),
         ] = None,
         split: SplitOption = "test",

@@ -219,7 +219,7 @@ def ask_controls(
 
 def _answers(controls: Controls, control: Control, kept: KeptAnswers) -> tuple[list[str], float]:
     """Returns the answer to each question, kept or new, and the time that all answers took."""
-    # Equal questions differ where they are shown different documents.
+    # Equal questions differ if they are asked about different documents.
     prompts = [
         Prompt(question.question, documents)
         for question, documents in zip(controls.dataset.questions, control.documents, strict=True)
@@ -307,7 +307,7 @@ class RankedRows:
         self.scores = torch.cat(parts)
 
     def best(self, count: int) -> list[list[int]]:
-        """For each question its `count` best rows, best first; all rows where there are fewer."""
+        """For each question its `count` best rows, best first; all rows if there are fewer."""
         rows: list[list[int]] = self.scores.topk(min(count, len(self.owners)), dim=1).indices.tolist()
         return rows
 

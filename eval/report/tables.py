@@ -1,4 +1,4 @@
-"""The table of a result: our figures, beside those of the paper (`published.json`) where it has the same row."""
+"""The table of a result: our figures, beside those of the paper (`published.json`) if it has the same row."""
 
 from __future__ import annotations
 
