@@ -197,7 +197,7 @@ class Step:
 
 
 def _retrieval(dataset: str, *, newswire: bool = False) -> Plan:
-    """Table 2 on one data set. On newswire all three modules would do the same, so only one of them runs there."""
+    """Table 2 on one data set. On newswire all three commands do the same, so only one runs there."""
     return Plan(
         dataset,
         (dataset,),
@@ -210,39 +210,22 @@ def _retrieval(dataset: str, *, newswire: bool = False) -> Plan:
 
 
 PLANS = (
-    Plan(
-        "main_table",
-        DATASETS,
-        tiny_arguments=("--questions", "500"),
-        own_model=True,
-    ),
+    Plan("main_table", DATASETS, tiny_arguments=("--questions", "500"), own_model=True),
     _retrieval("archivalqa", newswire=True),
     _retrieval("squad"),
     _retrieval("streamingqa"),
     Plan("adaptation_cost", ("streamingqa",)),
-    Plan(
-        "retention",
-        ("streamingqa",),
-    ),
+    Plan("retention", ("streamingqa",)),
     Plan("dropout_memory", ("streamingqa",)),
     Plan("hierarchical", ("archivalqa",), own_model=True),
     Plan("cross_attention", ("streamingqa",)),
     Plan("reduction", ("streamingqa",)),
     Plan("peft", ("streamingqa",)),
-    Plan(
-        "ood",
-        ("squad", "archivalqa"),
-        trained_on="streamingqa",
-    ),
+    Plan("ood", ("squad", "archivalqa"), trained_on="streamingqa"),
     Plan("perplexity", ("streamingqa",)),
     Plan("amortization", ("streamingqa",)),
     Plan("quantization", DATASETS),
-    Plan(
-        "bank_size",
-        (),
-        scaled=False,
-        tiny_arguments=("--sizes", "32,256,1665", "--questions", "512"),
-    ),
+    Plan("bank_size", (), scaled=False, tiny_arguments=("--sizes", "32,256,1665", "--questions", "512")),
     Plan("conflict", ("archivalqa",), own_model=True),
 )
 
