@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 Weights = dict[str, Tensor]
 _INNER_WIDTH = 128
+# As published.
+_DOCUMENTS = 6  # that the LM is updated on, one by one, before their questions are asked
+_LOCALITY = 0.1  # weight of the KL divergence on an unrelated text
 
 
 class WeightingNetwork(nn.Module):
@@ -215,22 +218,18 @@ class CamelsConfig(Config):
     Attributes:
         proxy: a smaller LM with the same tokenizer that stands for the base LM; None for the base LM itself.
         steps: steps of Adam on the weighting network.
-        batch_size: documents that the LM is updated on, one by one, before their questions are asked.
         accumulate: batches in each step of Adam.
         inner_rate: learning rate of the LM's gradient descent.
         learning_rate: learning rate of Adam.
-        locality: weight of the KL divergence on an unrelated text.
         reset_every: batches after which the LM returns to its own weights.
         clip: maximum gradient norm.
     """
 
     proxy: BaseLMConfig | None = None
     steps: int = Field(ge=1)
-    batch_size: int = Field(6, ge=1)
     accumulate: int = Field(4, ge=1)
     inner_rate: float = Field(5e-4, gt=0)
     learning_rate: float = Field(1e-5, gt=0)
-    locality: float = Field(0.1, ge=0)
     reset_every: int = Field(24, ge=1)
     clip: float = Field(1e5, gt=0)
 
@@ -273,10 +272,10 @@ def meta_train(
             optimizer.zero_grad()
             total = 0.0
             for _ in range(config.accumulate):
-                *batch, other = rng.sample(lessons, config.batch_size + 1)
+                *batch, other = rng.sample(lessons, _DOCUMENTS + 1)
                 loss, after = meta_loss(
                     lm.model, network, theta, batch, other.document,
-                    rate=config.inner_rate, locality=config.locality,
+                    rate=config.inner_rate, locality=_LOCALITY,
                 )  # fmt: skip
                 (loss / config.accumulate).backward()
                 total += loss.item() / config.accumulate

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mac_rag.lm.base_lm import BaseLM
 
 _BATCH_TOKENS = 8192
+_RANK = 8  # of the conditional low-rank update, as published
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,12 @@ class Compressor(nn.Module):
     Args:
         base_lm: the frozen LM.
         tokens: number C of learned vectors.
-        rank: rank of the update.
 
     Raises:
         ConfigError: if the LM's attention has no linear layers of known names.
     """
 
-    def __init__(self, base_lm: BaseLM, *, tokens: int, rank: int) -> None:
+    def __init__(self, base_lm: BaseLM, *, tokens: int) -> None:
         super().__init__()
         linears = linear_names(base_lm.model, LORA_TARGETS)
         if not linears:
@@ -75,8 +75,8 @@ class Compressor(nn.Module):
         scale = float(base_lm.model.get_input_embeddings().weight.detach().float().std())
         self.vectors = nn.Parameter(scale * torch.randn(tokens, base_lm.width))
         self.names = list(linears)
-        self.down = nn.ParameterList(inputs**-0.5 * torch.randn(inputs, rank) for inputs, _ in linears.values())
-        self.up = nn.ParameterList(torch.zeros(rank, outputs) for _, outputs in linears.values())
+        self.down = nn.ParameterList(inputs**-0.5 * torch.randn(inputs, _RANK) for inputs, _ in linears.values())
+        self.up = nn.ParameterList(torch.zeros(_RANK, outputs) for _, outputs in linears.values())
         self.to(base_lm.device)
 
     def forward(self, base_lm: BaseLM, documents: Sequence[Sequence[int]]) -> Compressed:
@@ -140,16 +140,15 @@ class CCM(nn.Module):
     Args:
         base_lm: the frozen LM.
         tokens: number C of compressed tokens.
-        rank: rank of the low-rank update.
         encoder: the retriever's pretrained encoder (T5's in the paper); None for a copy of the LM.
 
     Raises:
         ConfigError: if the LM's attention has no linear layers of known names.
     """
 
-    def __init__(self, base_lm: BaseLM, *, tokens: int, rank: int, encoder: EncoderConfig | None = None) -> None:
+    def __init__(self, base_lm: BaseLM, *, tokens: int, encoder: EncoderConfig | None = None) -> None:
         super().__init__()
-        self.compressor = Compressor(base_lm, tokens=tokens, rank=rank)
+        self.compressor = Compressor(base_lm, tokens=tokens)
         if encoder is None or encoder.name is None:
             backbone: Any = copy.deepcopy(base_lm.model.base_model).float().requires_grad_(True)
             tokenizer = copy.deepcopy(base_lm.tokenizer)
@@ -246,7 +245,6 @@ class CCMConfig(Config):
 
     Attributes:
         tokens: number C of compressed tokens of a document.
-        rank: rank of the conditional low-rank update.
         encoder: pretrained encoder of the retriever; None for a copy of the LM.
         steps: steps of Adam.
         batch_size: documents of a step, with one question each; the retriever contrasts them.
@@ -254,7 +252,6 @@ class CCMConfig(Config):
     """
 
     tokens: int = Field(16, ge=1)
-    rank: int = Field(8, ge=1)
     encoder: EncoderConfig | None = None
     steps: int = Field(ge=1)
     batch_size: int = Field(16, ge=2)
@@ -339,7 +336,7 @@ def trained_ccm(
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        ccm = CCM(base_lm, tokens=config.tokens, rank=config.rank, encoder=config.encoder)
+        ccm = CCM(base_lm, tokens=config.tokens, encoder=config.encoder)
     key = weights_cache.key("ccm", base_lm.model, dataset, config, seed)
     if not weights_cache.load(ccm, folder, key):
         train(ccm, base_lm, dataset, config, seed=seed)

@@ -25,6 +25,9 @@ from mac_rag.model import MACModel
 if TYPE_CHECKING:
     from mac_rag.data.types import QADataset
 
+# Examples in a few-shot prompt, and documents before a question for the retriever alone.
+_EXAMPLES, _K = 5, 5
+
 
 class BaselineSetup(Config):
     """Training and search of all baselines at one scale; `eval.harness.scales` holds the scales of the experiments.
@@ -35,8 +38,6 @@ class BaselineSetup(Config):
         validation_documents: length of the validation stream on which learning rates are searched.
         rates: learning rates of Adam to try.
         retention_rate: the one learning rate of Adam in the experiment on retention, fixed as in the paper.
-        examples: examples in a few-shot prompt.
-        k: documents in front of a question for the retriever alone.
         camels: meta-training of CaMeLS.
         ccm: training of CCM.
     """
@@ -45,8 +46,6 @@ class BaselineSetup(Config):
     validation_documents: int = Field(ge=1)
     rates: tuple[float, ...] = Field(min_length=1)
     retention_rate: float = Field(gt=0)
-    examples: int = Field(5, ge=1)
-    k: int = Field(5, ge=1)
     camels: CamelsConfig
     ccm: CCMConfig
 
@@ -166,11 +165,11 @@ class SystemFactory:
         if method in FINE_TUNING:
             return self._fine_tuning(method, learning_rate, trained)
         if method in ("zero-shot", "few-shot"):
-            count = self.setup.examples if method == "few-shot" else 0
+            count = _EXAMPLES if method == "few-shot" else 0
             examples = drawn_examples(self.training_set.questions, count, self._seed) if count else []
             return FewShot(self.model, examples, batch_size=self._batch_size)
         if method == "retriever":
-            return RetrieverOnly(self.model, self.setup.k, batch_size=self._batch_size)
+            return RetrieverOnly(self.model, _K, batch_size=self._batch_size)
         if method == "ccm":
             return self._ccm(trained)
         if method == "mac":
@@ -212,7 +211,7 @@ class SystemFactory:
         if trained:
             ccm = trained_ccm(base_lm, self.training_set, config, seed=self._seed, folder=self._folder)
         else:
-            ccm = CCM(base_lm, tokens=config.tokens, rank=config.rank, encoder=config.encoder)
+            ccm = CCM(base_lm, tokens=config.tokens, encoder=config.encoder)
         return CCMSystem(base_lm, ccm, max_new_tokens=self.model.config.max_new_tokens, batch_size=self._batch_size)
 
 

@@ -22,7 +22,7 @@ SMALL = BaselineSetup(
     validation_documents=3,
     rates=(1e-4, 1e-3),
     retention_rate=1e-4,
-    camels=CamelsConfig(steps=1, batch_size=1, accumulate=1),
+    camels=CamelsConfig(steps=1, accumulate=1),
     ccm=CCMConfig(steps=1, batch_size=2),
 )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eval.baselines import camels
 from eval.baselines.camels import (
     CamelsConfig,
     CamelsWeights,
@@ -30,7 +31,12 @@ from mac_rag.lm.base_lm import BaseLM
 from mac_rag.model import MACModel
 
 STREAM = generate("train", 12, seed=1)
-CONFIG = CamelsConfig(steps=2, batch_size=2, accumulate=2, inner_rate=0.05, learning_rate=1e-2, reset_every=3)
+CONFIG = CamelsConfig(steps=2, accumulate=2, inner_rate=0.05, learning_rate=1e-2, reset_every=3)
+
+
+@pytest.fixture(autouse=True)
+def few_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(camels, "_DOCUMENTS", 2)
 
 
 @pytest.fixture

@@ -17,14 +17,14 @@ from mac_rag.model import MACModel
 
 STREAM = generate("train", 6, seed=1)
 ASKED = [question.question for question in STREAM.questions]
-CONFIG = CCMConfig(tokens=3, rank=2, steps=3, batch_size=4, learning_rate=1e-2)
+CONFIG = CCMConfig(tokens=3, steps=3, batch_size=4, learning_rate=1e-2)
 
 
 @pytest.fixture
 def ccm(tiny_model: MACModel) -> CCM:
     """With an update that is not zero."""
     torch.manual_seed(0)
-    made = CCM(tiny_model.base_lm, tokens=3, rank=2)
+    made = CCM(tiny_model.base_lm, tokens=3)
     for up in made.compressor.up:
         torch.nn.init.normal_(up, std=0.5)
     return made.eval().requires_grad_(False)
@@ -129,6 +129,6 @@ def test_training_is_repeatable_lowers_the_loss_and_is_cached(tiny_model: MACMod
         assert all(torch.equal(weight, other.state_dict()[name]) for other in made[1:])
     assert len(list(tmp_path.iterdir())) == 1
     torch.manual_seed(0)
-    losses = train(CCM(base_lm, tokens=3, rank=2), base_lm, STREAM, CONFIG.model_copy(update={"steps": 12}))
+    losses = train(CCM(base_lm, tokens=3), base_lm, STREAM, CONFIG.model_copy(update={"steps": 12}))
     assert median(losses[6:]) < median(losses[:6])  # at this learning rate a single step may go astray
     assert all(torch.equal(weight, before[name]) for name, weight in base_lm.model.state_dict().items())
