@@ -595,8 +595,10 @@ class MACEngine:
     def _begin(self) -> ConsistentRetrieval | None:
         """Begins a question: chooses the snapshot that it sees, and returns the retriever as it sees it."""
         changes = self._shared.changes
-        self._seen = self._shared.latest()
-        self._seen.check_model(self.model.fingerprint)
+        seen = self._shared.latest()
+        if seen is not self._seen:  # bank and model meet
+            seen.check_model(self.model.fingerprint)
+            self._seen = seen
         if self._last_known is not None and self._last_known.bank is not self._seen:
             self._last_known = None
         self._reader.follow(self._seen)

@@ -206,11 +206,11 @@ class TestReadme:
         assert [link for link in links if not (ROOT / link).exists()] == []
 
     def test_it_is_short(self) -> None:
-        assert len(self.TEXT.split()) <= 1_200
+        assert len(self.TEXT.split()) <= 1_000
 
     def test_it_imports_what_is_public(self) -> None:
         modules = re.findall(r"(?:from|import) (mac_rag[\w.]*)", self.TEXT)
-        assert set(modules) <= {"mac_rag", "mac_rag.integrations.llama_index", "mac_rag.config", "mac_rag.retrieval"}
+        assert set(modules) <= {"mac_rag", "mac_rag.integrations.langchain", "mac_rag.integrations.llama_index"}
 
     def test_its_quickstart_has_ten_lines(self) -> None:
         [quickstart, *_] = re.findall(r"```python\n(.*?)```", self.TEXT, re.DOTALL)

@@ -167,3 +167,27 @@ def test_pre_commit_downloads_nothing() -> None:
     repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert {repository["repo"] for repository in repositories} == {"local"}
     assert {hook["language"] for repository in repositories for hook in repository["hooks"]} == {"system"}
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_may_only_read_and_pins_its_actions(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    actions = [step["uses"] for step in steps if "uses" in step]
+    assert [action for action in actions if not re.fullmatch(r"actions/[\w-]+@v\d+", action)] == []
+    assert "secrets." not in path.read_text()
+
+
+def test_the_workflow_tests_every_python_that_is_supported() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    assert jobs["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
+
+
+def test_the_documentation_is_short() -> None:
+    """A page answers one question; what was tried is in the history."""
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "CHANGELOG.md"]
+    assert sum(len(page.read_text().split()) for page in pages) <= 32_000

@@ -183,12 +183,12 @@ class TuneReadingTask(Task):
             lengths = dict(zip((document.id for document in documents), map(len, self._ids(documents))))
             questions = [self.prompt.question(question.question) for question in maker.data.questions]
             answers = [self.prompt.answer(question.answers[0]) for question in maker.data.questions]
-            behind = max((len(q) + len(a) for q, a in zip(questions, answers)), default=0)
-            room = window - len(self.prompt.opening) - behind
+            after = max((len(q) + len(a) for q, a in zip(questions, answers)), default=0)
+            room = window - len(self.prompt.opening) - after
             for name, length in lengths.items():
                 if length > room:
                     raise DataError(
-                        f"document {shown_id(name)} has {length:,} tokens, and behind it the LM's window of {window:,} "
+                        f"document {shown_id(name)} has {length:,} tokens, but the LM's window of {window:,} also "
                         f"has to hold the longest question and answer: at most {room:,} are left; split the document"
                     )
             longest = max(longest, *lengths.values())
@@ -230,7 +230,7 @@ class TuneReadingTask(Task):
         self.codec.fit([part.documents for part in read])
 
     def _read(self, documents: Sequence[Document]) -> Iterator[tuple[Sequence[Document], DocumentsKV]]:
-        """Documents in batches, read behind the opening."""
+        """Batches of documents, each read after the opening."""
         for start in range(0, len(documents), _READ_AT_ONCE):
             part = documents[start : start + _READ_AT_ONCE]
             yield part, self._blocks.read(self._ids(part))
@@ -292,7 +292,7 @@ class TuneReadingTask(Task):
         opening: Tensor,
         read: Mapping[str, Tensor],
     ) -> Iterator[tuple[str, float]]:
-        """Loss, F1 and EM of questions behind documents with their scores."""
+        """Loss, F1 and EM of questions after documents with their scores."""
         answers: list[str] = []
         losses: list[float] = []
         for start in range(0, len(questions), _VALIDATED_AT_ONCE):

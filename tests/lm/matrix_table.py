@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 from tests.lm.helpers import ARCHITECTURES
 
 COLUMNS = ("prefix", "sink", "lora", "film")
-HEADINGS = {"prefix": "prefix", "sink": "prefix behind a sink", "lora": "LoRA", "film": "FiLM"}
+HEADINGS = {"prefix": "prefix", "sink": "prefix after a sink", "lora": "LoRA", "film": "FiLM"}
 DTYPES = ("fp32", "bf16", "fp16", "nf4", "int8")
 BEGIN, END = "<!-- results of make test-matrix -->", "<!-- end of results -->"
 
@@ -51,15 +51,15 @@ def read_results(report: Path) -> list[Result]:
 
 
 def table(results: Iterable[Result]) -> str:
-    """One line an architecture; a cell names the dtypes that work, those that fail, and the reason of a refusal."""
+    """One line for architectures with equal cells; a cell names the dtypes that work, those that fail, and refusals."""
     cells: dict[str, dict[str, dict[str, list[str]]]] = {}
     for each in results:
         cells.setdefault(each.name, {}).setdefault(each.kind, {}).setdefault(each.outcome, []).append(each.dtype)
-    order = [*ARCHITECTURES, *sorted(cells.keys() - ARCHITECTURES.keys())]
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name in [*ARCHITECTURES, *sorted(cells.keys() - ARCHITECTURES.keys())]:
+        rows.setdefault(tuple(_cell(cells.get(name, {}).get(kind, {})) for kind in COLUMNS), []).append(f"`{name}`")
     lines = ["| LM | " + " | ".join(HEADINGS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for name in order:
-        row = [_cell(cells.get(name, {}).get(kind, {})) for kind in COLUMNS]
-        lines.append(f"| `{name}` | " + " | ".join(row) + " |")
+    lines += [f"| {', '.join(names)} | " + " | ".join(row) + " |" for row, names in rows.items()]
     return "\n".join(lines)
 
 

@@ -144,7 +144,7 @@ def test_packed_questions_have_the_losses_of_questions_with_caches_of_their_own(
 
 
 @torch.no_grad()
-def test_answers_are_those_that_the_lm_writes_behind_the_text(lm: Any, blocks: BlockAttentionLM) -> None:
+def test_answers_are_those_that_the_lm_writes_after_the_text(lm: Any, blocks: BlockAttentionLM) -> None:
     pairs = [(document, question) for document in DOCUMENTS for question, _ in QUESTIONS]
     read = blocks.read(DOCUMENTS)
     parts = {tuple(document): part for document, part in zip(DOCUMENTS, blocks.rotated(read), strict=True)}

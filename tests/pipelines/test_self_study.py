@@ -11,7 +11,7 @@ import pytest
 
 from mac_rag.data import load_dataset
 from mac_rag.data.newswire.generate import generate
-from mac_rag.errors import BankError, ConfigError, DataError, DocumentError, WorkerError
+from mac_rag.errors import BankError, ConfigError, DataError, WorkerError
 from pipelines.synthesis.candidates import KINDS, OPEN_KINDS, Candidate
 from pipelines.synthesis.checks import CHECKS, stands_in
 from pipelines.synthesis.prompts import asking, reading
@@ -228,7 +228,7 @@ class TestResuming:
 @pytest.mark.parametrize(
     ("rows", "error", "message"),
     [
-        ([{"id": "a", "text": " "}], DocumentError, "document 'a': a text must not be empty"),
+        ([{"id": "a", "text": " "}], DataError, "row 1: 'text' is empty; give every document an id and a text"),
         ([{"id": "a", "text": "x"}] * 2, BankError, "document id 'a' occurs twice"),
         ([], DataError, "there are no documents"),
         ([{"id": "a", "text": "x\0"}], DataError, "NUL"),

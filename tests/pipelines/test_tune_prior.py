@@ -75,8 +75,8 @@ def test_a_run_changes_the_encoder_and_the_prior_alone(folder: Path, tmp_path: P
     assert stored.keys() == after.mac_state().keys()
     changed = {name for name, weight in after.mac_state().items() if not torch.equal(weight, stored[name])}
     assert {"aggregation.prior.query.weight", "aggregation.prior.log_scale"} < changed
-    assert any(".index." in name for name in changed)
-    assert all(name.startswith(("amortization.network.index.", "aggregation.prior.")) for name in changed)
+    assert any(".sentence_encoder." in name for name in changed)
+    assert all(name.startswith(("amortization.network.sentence_encoder.", "aggregation.prior.")) for name in changed)
     for name, weight in before.base_lm.state_dict().items():  # its embeddings are the encoder's, too
         assert torch.equal(weight, after.base_lm.state_dict()[name]), name
     assert before.fingerprint != after.fingerprint  # banks of one are not the other's
@@ -95,7 +95,7 @@ def test_what_compares_texts_learns_faster_than_the_encoder(folder: Path, tmp_pa
     assert moved[f"{prior}query.weight"] == pytest.approx(3e-4, rel=0.01)
     assert moved[f"{prior}key.weight"] == pytest.approx(3e-4, rel=0.01)
     assert moved[f"{prior}log_scale"] == pytest.approx(1e-3, rel=0.01)
-    encoder = [value for name, value in moved.items() if ".index." in name and value]
+    encoder = [value for name, value in moved.items() if ".sentence_encoder." in name and value]
     assert max(encoder) == pytest.approx(1e-4, rel=0.01)
     old, new = (read_config(place).hashed_bm25 for place in (folder, tmp_path / "run" / "last"))
     assert old is not None
